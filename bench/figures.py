@@ -12,7 +12,7 @@ from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any
 
-from specdec.decoding.rounds.stats import (
+from specdec.metrics.stats import (
     AVERAGED,
     BY_DEPTH,
     LARGEST,

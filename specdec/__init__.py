@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from specdec.api import load as load
     from specdec.async_llm import AsyncLLM as AsyncLLM
     from specdec.config import SpecConfig as SpecConfig
-    from specdec.decoding.rounds.stats import EngineStats as EngineStats
-    from specdec.decoding.rounds.stats import GenerationStats as GenerationStats
+    from specdec.metrics.stats import EngineStats as EngineStats
+    from specdec.metrics.stats import GenerationStats as GenerationStats
     from specdec.planning.plan import plan_run as plan_run
     from specdec.planning.run_plan import RunPlan as RunPlan
     from specdec.sampling.params import SamplingParams as SamplingParams
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AsyncLLM": "specdec.async_llm",
     "CompletionOutput": "specdec.api",
-    "EngineStats": "specdec.decoding.rounds.stats",
+    "EngineStats": "specdec.metrics.stats",
     "GenerationResult": "specdec.api",
-    "GenerationStats": "specdec.decoding.rounds.stats",
+    "GenerationStats": "specdec.metrics.stats",
     "LLM": "specdec.api",
     "RunPlan": "specdec.planning.run_plan",
     "SamplingParams": "specdec.sampling.params",

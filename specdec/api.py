@@ -20,14 +20,14 @@ from typing_extensions import Self, Unpack
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError, check_type, refuse_unknown
 from specdec.config import SpecConfig
-from specdec.decoding.generation import Request
-from specdec.decoding.rounds.engine import CalledFromInside, ModelClosed, ModelElsewhere
-from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult, StreamChunk
-from specdec.decoding.rounds.stats import EngineStats
-from specdec.decoding.session import Session
-from specdec.decoding.stream import GenerationStream
 from specdec.drafters.base import Drafter
+from specdec.engine.engine_thread import CalledFromInside, ModelClosed, ModelElsewhere
+from specdec.engine.outputs import CompletionOutput, GenerationResult, StreamChunk
+from specdec.engine.request import Request
+from specdec.engine.session import Session
+from specdec.engine.stream import GenerationStream
 from specdec.grammar.state import GrammarError
+from specdec.metrics.stats import EngineStats
 from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
 from specdec.run_options import LoadKeywords, RunOptions
@@ -189,8 +189,11 @@ class LLM:
                         running[index].start(
                             is_streamed=False, on_output=partial(changed.put, index)
                         )
-                if running and running[index := changed.get()].is_over:
-                    yield index, _outcome(running.pop(index))
+                if running:
+                    index = changed.get()
+                    stream = running.get(index)  # None: the last chunk of one that has ended
+                    if stream is not None and stream.is_over:
+                        yield index, _outcome(running.pop(index))
         finally:
             for stream in running.values():
                 stream.cancel()
@@ -280,9 +283,16 @@ class LLM:
         check_vocabulary(prompt_ids, self.target.vocab_size)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(
-            prompt_ids, params, spec, logits_processors, cache_prompt, priority, drafter
+            self.session,
+            prompt_ids,
+            params,
+            spec,
+            processors=logits_processors,
+            cache_prompt=cache_prompt,
+            priority=priority,
+            drafter=drafter,
         )
-        return GenerationStream(self.session, request)
+        return GenerationStream(request)
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the `prompt_cache_file`.

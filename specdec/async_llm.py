@@ -20,8 +20,8 @@ from typing_extensions import Self
 from offload.errors import SpecdecError
 from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM
-from specdec.decoding.rounds.sequences import GenerationResult, StreamChunk
-from specdec.decoding.stream import GenerationStream
+from specdec.engine.outputs import GenerationResult, StreamChunk
+from specdec.engine.stream import GenerationStream
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt

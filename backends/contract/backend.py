@@ -35,6 +35,7 @@ PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
 
 _MOST_CHARACTERS = 400
+_PLENTY_NODES = 2**20
 
 
 class BackendError(SpecdecError):
@@ -127,6 +128,11 @@ class Backend(Text):
         Raises ContextFull where a text gets longer than `max_context`, and BackendError where the
         texts together take more than the backend has room for.
         """
+
+    @property
+    def num_free_nodes(self) -> int:
+        """Live nodes that there may be beside those of all sequences now."""
+        return _PLENTY_NODES
 
     def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
         """How many of these, from the first on, there is room for in one pass, as far as memory and

@@ -170,12 +170,15 @@ class MendingBackend(Backend, Generic[Kv]):
         other._sequences, other._own_text = [], None
         return other
 
+    @property
+    def num_free_nodes(self) -> int:
+        if self.max_nodes is None:
+            return super().num_free_nodes
+        return self.max_nodes - self._n_live
+
     def node_room_of(self, kv: Kv) -> int:
         """See Text.node_room."""
-        n_free = self._free_rows(kv)
-        if self.max_nodes is not None:
-            n_free = min(n_free, self.max_nodes - self._n_live)
-        return max(0, n_free)
+        return max(0, min(self._free_rows(kv), self.num_free_nodes))
 
     def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
         n_nodes, n_units = self._n_live, np.array(self._free_units())

@@ -27,7 +27,7 @@ from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from bench.table import Table, text_of
 from specdec.cli.errors import run_app
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -33,7 +33,7 @@ from specdec.config import SpecConfig
 
 if TYPE_CHECKING:
     from specdec.api import LLM
-    from specdec.decoding.rounds.stats import GenerationStats
+    from specdec.metrics.stats import GenerationStats
 
 _PLAIN = 0  # draft tokens
 _PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do

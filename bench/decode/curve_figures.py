@@ -9,7 +9,7 @@ from typing import Any
 from bench import figures
 from bench.decode.known_drafter import expected_tokens
 from bench.figures import efficiency, median_pass_seconds, pass_times_of
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 PLAIN_ROWS = 1
 """A pass over the pending token alone."""

@@ -26,7 +26,7 @@ from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line
 from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 from specdec.models.weight_files import largest_weight_file
 from specdec.policy.experience import Experience
 

@@ -15,7 +15,7 @@ from bench.decode.measure import MeasureSpec, measure_in_child
 from bench.decode.ways import AUTO, PLAIN, TreeSize
 from bench.figures import aggregate_stats, of_mode
 from bench.prompts.workloads import Prompt
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 
 def run_policy(

@@ -24,7 +24,7 @@ from bench.figures import (
 )
 from bench.process.provenance import collect
 from offload.units import parse_bytes
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 
 def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:

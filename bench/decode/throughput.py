@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from bench.checks.equal_texts import TextsDiffer
 from bench.process.child import measure_for_parent, result_of_child
 from bench.prompts.workloads import Prompt
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bench.process.child import forget_model, measure_for_parent, result_of_child
 from bench.prompts.workloads import WARM_UP_TOKENS
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.api import LLM

@@ -20,7 +20,7 @@ from offload.experts.eviction import Visit, belady, least_recently_used, replay,
 from offload.experts.readers import N_READERS
 from offload.storage.aligned import align_up
 from offload.trace import READ, Event, recording
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 from specdec.models.weight_files import weight_files
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from bench.process.provenance import versions
 from bench.prompts.workloads import BUILT_IN, Prompt, read_prompts
 from specdec.api import LLM, load
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.stats import GenerationStats, ratio
+from specdec.metrics.stats import GenerationStats, ratio
 from specdec.run_options import AUTO, CUDA
 
 SMALLEST = "smallest"

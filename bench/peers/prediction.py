@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.figures import aggregate_stats
-from specdec.decoding.rounds.stats import ratio
 from specdec.drafters.model import level_width
+from specdec.metrics.stats import ratio
 
 if TYPE_CHECKING:
     from specdec.planning.run_plan import RunPlan

@@ -26,7 +26,7 @@ from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from specdec.cli.output import loading_progress
 from specdec.config import SPEC_TYPES
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 PLAIN, NGRAM = "none", "ngram"
 _TOTALS = (

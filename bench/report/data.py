@@ -13,7 +13,7 @@ from bench.decode.ways import AUTO, PLAIN, SPECULATIVE
 from bench.figures import count_of
 from bench.peers.compare import label
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
-from specdec.decoding.rounds.stats import ratio
+from specdec.metrics.stats import ratio
 
 LEAST_TRIED = 5
 """A share of fewer rounds says nothing and is not drawn."""

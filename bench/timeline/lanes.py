@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import SpecdecError
 from offload.trace import LAYER, READ, WAIT, Event, Trace, recording
-from specdec.decoding.rounds.stats import ACCEPT, DRAFT, PASS, PREFILL
+from specdec.metrics.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 if TYPE_CHECKING:
     from specdec.api import LLM

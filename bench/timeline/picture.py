@@ -20,7 +20,7 @@ from bench.timeline.lanes import (
     overlap,
 )
 from offload.trace import LAYER, READ, WAIT, Event
-from specdec.decoding.rounds.stats import ACCEPT, DRAFT, PASS, PREFILL
+from specdec.metrics.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 _WIDTH_INCHES, _DPI = 13.0, 130
 # Colours that stay apart for most colour-blind readers (Okabe and Ito 2008).

@@ -10,8 +10,8 @@ from specdec.api import LLM
 from specdec.batch.lines import Line, LineKey
 from specdec.batch.records import to_line
 from specdec.batch.request import LineError, LineRequest, Rules, read_request
-from specdec.decoding.rounds.sequences import GenerationResult
-from specdec.decoding.rounds.stats import EngineStats
+from specdec.engine.outputs import GenerationResult
+from specdec.metrics.stats import EngineStats
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
 

@@ -26,7 +26,7 @@ from specdec.batch.lines import BatchError, Line
 from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
 from specdec.batch.request import Rules
 from specdec.batch.run import Answerer
-from specdec.decoding.rounds.stats import EngineStats, sum_of
+from specdec.metrics.stats import EngineStats, sum_of
 from specdec.run_options import RunOptions
 
 AUTO = "auto"

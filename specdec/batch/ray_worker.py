@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from offload.errors import SpecdecError
 from specdec import __version__
 from specdec.batch.lines import BatchError, Line
-from specdec.decoding.rounds.stats import EngineStats
+from specdec.metrics.stats import EngineStats
 from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from specdec.batch.answering import Answer, Answered
 from specdec.batch.journal import Journal
 from specdec.batch.lines import BatchError, Line, check_input, digest_key, open_input, read_lines
-from specdec.decoding.rounds.stats import EngineStats
+from specdec.metrics.stats import EngineStats
 
 
 @dataclass

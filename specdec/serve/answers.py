@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from specdec import __version__
 from specdec.async_llm import AsyncChunk
-from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult
-from specdec.decoding.rounds.stats import ratio
+from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.metrics.stats import ratio
 from specdec.serve.jobs import Job
 from specdec.serve.tools import ToolCall, ToolCallParser
 from specdec.text.contract import TokenSpeller

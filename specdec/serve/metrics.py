@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from offload.process.memory import process_memory
-from specdec.decoding.rounds.stats import EngineStats, GenerationStats
+from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.gate import STATES, Gate
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)

@@ -19,11 +19,11 @@ from offload.storage.direct_io import StorageError
 from specdec.api import LLM, ModelClosed
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
 from specdec.checks import ConfigError
-from specdec.decoding.rounds.sequences import GenerationResult
-from specdec.decoding.rounds.stats import EngineStats
+from specdec.engine.outputs import GenerationResult
 from specdec.grammar.constraint import Constraint
 from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost, end_trials
+from specdec.metrics.stats import EngineStats
 from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
 from specdec.serve.events import (

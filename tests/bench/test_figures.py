@@ -13,7 +13,7 @@ from bench.figures import (
     pass_times_of,
     typical_pass_seconds,
 )
-from specdec.decoding.rounds.stats import GenerationStats, PassTime
+from specdec.metrics.stats import GenerationStats, PassTime
 
 
 def record(

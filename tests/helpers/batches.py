@@ -13,7 +13,7 @@ from specdec.batch.answering import Answer, Answered
 from specdec.batch.lines import Line
 from specdec.batch.records import to_line
 from specdec.batch.run import Answerer, Batch, BatchFigures
-from specdec.decoding.rounds.stats import EngineStats
+from specdec.metrics.stats import EngineStats
 
 Arrange = Callable[[Iterable[Line]], Iterable[Line]]
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from generating import LoneRequest
+
 from backends.contract.backend import Backend
-from specdec.decoding.beams import BeamDecoder, Hypothesis
+from specdec.engine.beam_sequence import BeamSequence, Hypothesis
+from specdec.engine.scheduler import Batch, PrefillChunk
+from specdec.engine.speculation import Speculation
+from specdec.engine.token_limit import TokenLimit
+from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
@@ -11,13 +20,37 @@ from specdec.sampling.sampler import Sampler
 def search(
     target: Backend, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()
 ) -> list[tuple[Hypothesis, float]]:
-    """The n best hypotheses with their scores, the best one first."""
+    """Return the n best hypotheses with their scores, the best one first."""
+    *_, beams = steps(target, prompt, params, eos, params.token_limit(len(prompt)))
+    return beams.results(params.n)
+
+
+def steps(
+    target: Backend, prompt: list[int], params: SamplingParams, eos: tuple[int, ...], limit: int
+) -> Iterator[BeamSequence]:
+    """Yield the search behind its first tokens, and behind each step."""
     target.rollback(0)
     sampler = Sampler(
         params, n_tokens=target.vocab_size, eos_token_ids=eos, prompt_length=len(prompt)
     )
-    decoder = BeamDecoder(target, sampler, prompt, params.token_limit(len(prompt)))
-    decoder.start()
-    while not decoder.is_over:
-        decoder.step()
-    return decoder.results(params.n)
+    request: Any = LoneRequest(prompt, StatsRecorder())
+    beams = BeamSequence(request, sampler, TokenLimit(limit, None), lambda: None)
+    request.sequences = [beams]
+    speculation = Speculation(target)
+    beams.attach(target.text)
+    prefill = Batch(prefill=[PrefillChunk(beams, beams.prefill_chunk(len(prompt)))])
+    beams.sample_first(speculation.verify([], prefill)[0])
+    check(beams)
+    yield beams
+    while beams.is_open:
+        batch = Batch(decode=[beams])
+        trees = speculation.propose(batch)
+        check(beams)
+        beams.accept(trees[0][1], speculation.verify(trees, batch)[0])
+        check(beams)
+        yield beams
+
+
+def check(beams: BeamSequence) -> None:
+    if beams.error is not None:
+        raise beams.error

@@ -1,7 +1,4 @@
-"""What is true of whole rounds of the controller and the model drafter, on tables.
-
-Each check takes the two classes, so that it also runs on copies with a mistake in their source.
-"""
+"""What is true of whole rounds of the controller and the model drafter, on tables."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ from exact_rules import (
     table_rows,
     target_joint,
 )
-from generating import FREE, OneText, SteppedAhead, limits_after, make_controller, run
+from generating import LoneSequence, SteppedAhead, limits_after, make_controller, run
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SpecConfig
-from specdec.decoding.rounds.recorder import StatsRecorder
-from specdec.decoding.rounds.text_decoder import TextDecoder
 from specdec.drafters.model import ModelDrafter
-from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
@@ -47,30 +41,18 @@ class Recording(ScriptedDecisions):
 
 
 def chain_controller(
-    decoder: type[TextDecoder],
-    drafter: type[ModelDrafter],
     draft_rows: Any,
     rng: Any,
     depth: int,
     rule: str = "rejection",
-) -> OneText:
+) -> LoneSequence:
     spec = SpecConfig(num_draft_tokens=depth, draft_depth=depth, acceptance=rule)
     sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
-    made = decoder(
-        [],
-        drafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng)),
-        sampler,
-        DraftPolicy(spec, FREE, 256),
-        spec,
-        recorder=StatsRecorder(),
-        rng=rng,
-    )
-    return OneText(TableBackend(TARGET, VOCAB), made, None)
+    drafter = ModelDrafter(TableBackend(draft_rows, VOCAB), VOCAB, chain=(sampler, rng))
+    return LoneSequence(TableBackend(TARGET, VOCAB), drafter, sampler, spec, rng=rng)
 
 
-def rounds_error(
-    decoder: type[TextDecoder], drafter: type[ModelDrafter], rule: str = "rejection"
-) -> float:
+def rounds_error(rule: str = "rejection") -> float:
     """Largest error of the distribution that two rounds of a rule for chains emit.
 
     All decisions are enumerated: what the drafter draws and what the rule decides.
@@ -78,13 +60,13 @@ def rounds_error(
 
     def two_rounds(decisions: ScriptedDecisions) -> tuple[int, ...]:
         recording = Recording(decisions._script)
-        made = chain_controller(decoder, drafter, OTHER, recording, DEPTH, rule)
+        made = chain_controller(OTHER, recording, DEPTH, rule)
         made.start(PROMPT)
-        tokens = [token for _ in range(2) for token in made.step(99).tokens]
+        tokens = [token for _ in range(2) for token in made.step(99).token_ids]
         vars(decisions).update(vars(recording))
         return tuple(tokens)
 
-    names = drafter.proposing.__globals__
+    names = ModelDrafter.proposing.__globals__
     original = names["sample_index"]
     names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
     try:
@@ -98,8 +80,8 @@ def rounds_error(
     return float(np.abs(completed_joint(emitted, case) - expected).max())
 
 
-def rounds_are_exact(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
-    return all(rounds_error(decoder, drafter, rule) <= CAUGHT for rule in CHAIN_RULES)
+def rounds_are_exact() -> bool:
+    return all(rounds_error(rule) <= CAUGHT for rule in CHAIN_RULES)
 
 
 def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
@@ -116,29 +98,29 @@ def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
     return rows
 
 
-def equals_plain_decoding(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
+def equals_plain_decoding() -> bool:
     """Greedy and sampled tokens are those of plain decoding, with a good and with a bad draft."""
 
     for params in (SamplingParams(), PARAMS):
         # Plain decoding is the reference: it stays whole.
         plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
         for rows in (TARGET, OTHER):
-            guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+            guess = ModelDrafter(TableBackend(rows, VOCAB), VOCAB)
             spec = SpecConfig(num_draft_tokens=6, draft_depth=4)
             target = TableBackend(TARGET, VOCAB)
-            if run(target, PROMPT, N_TOKENS, guess, params, spec=spec, kind=decoder) != plain:
+            if run(target, PROMPT, N_TOKENS, guess, params, spec=spec) != plain:
                 return False
     return True
 
 
-def accepts_itself(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> bool:
+def accepts_itself() -> bool:
     """A target that drafts for itself has every chain accepted whole, by either rule."""
     depth, rng = 4, np.random.default_rng(2)
     spec = SpecConfig(num_draft_tokens=depth, tree_width=1, draft_depth=depth)
     for last in range(VOCAB):
-        sampled = chain_controller(decoder, drafter, TARGET, rng, depth)
+        sampled = chain_controller(TARGET, rng, depth)
         target, draft = TableBackend(TARGET, VOCAB), TableBackend(TARGET, VOCAB)
-        greedy = make_controller(target, drafter(draft, VOCAB), spec=spec, kind=decoder)
+        greedy = make_controller(target, ModelDrafter(draft, VOCAB), spec=spec)
         for made in (sampled, greedy):
             made.start([*PROMPT, last])
             if any(made.step(99).acceptance.n_accepted < depth for _ in range(4)):
@@ -146,19 +128,16 @@ def accepts_itself(decoder: type[TextDecoder], drafter: type[ModelDrafter]) -> b
     return True
 
 
-def drafts_what_a_new_drafter_drafts(
-    decoder: type[TextDecoder], drafter: type[ModelDrafter]
-) -> bool:
+def drafts_what_a_new_drafter_drafts() -> bool:
     """Whatever was drafted ahead, each proposal is the one that begins with nothing."""
     spec = SpecConfig(num_draft_tokens=6, tree_width=3, draft_depth=4, draft_ahead="on")
     for rows, n_levels in ((TARGET, 4), (OTHER, 1), (OTHER, 6)):
-        guess = drafter(TableBackend(rows, VOCAB), VOCAB)
+        guess = ModelDrafter(TableBackend(rows, VOCAB), VOCAB)
         made = make_controller(
             TableBackend(TARGET, VOCAB),
             guess,
             spec=spec,
             ahead=SteppedAhead(repeat(n_levels)),
-            kind=decoder,
         )
         made.start(PROMPT)
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""Running the controller on tiny models, without tokenizer or plan."""
+"""Steps of one sequence on tiny models, without tokenizer, plan or engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import numpy as np
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.controller import Controller
-from specdec.decoding.rounds.draft_worker import DraftWorker
-from specdec.decoding.rounds.recorder import StatsRecorder
-from specdec.decoding.rounds.text_decoder import Round, TextDecoder
 from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.engine.draft_worker import DraftWorker
+from specdec.engine.scheduler import Batch, PrefillChunk
+from specdec.engine.sequence import Sequence as TokenSequence
+from specdec.engine.sequence import VerifiedTree
+from specdec.engine.speculation import Speculation
+from specdec.engine.token_limit import TokenLimit
 from specdec.grammar.state import GrammarState
+from specdec.metrics.recorder import StatsRecorder
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
+from specdec.verification.verifier import Verifier
 
 FREE = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
 
@@ -75,35 +79,70 @@ class SteppedAhead(DraftWorker):
         return run_pass()
 
 
-class OneText:
-    """A text and the loop that decodes it, alone, on the target's own sequence."""
+class LoneRequest:
+    """The part of a request that its sequence looks at."""
 
-    def __init__(self, target: Backend, decoder: TextDecoder, ahead: DraftWorker | None) -> None:
-        self.decoder = decoder
-        self._target, self._controller = target, Controller(target, ahead=ahead)
+    priority, drafter, cache_prompt, is_streamed, is_aborted = 0, None, True, True, False
+
+    def __init__(self, prompt_ids: Sequence[int], recorder: StatsRecorder) -> None:
+        self.prompt_ids, self.recorder = prompt_ids, recorder
+        self.chunks: list[Any] = []
+
+    def put(self, chunk: Any) -> None:
+        self.chunks.append(chunk)
+
+
+class LoneSequence:
+    """A sequence and the steps that decode it, alone, on the target's own KV."""
+
+    def __init__(
+        self,
+        target: Backend,
+        drafter: Drafter,
+        sampler: Sampler,
+        spec: SpecConfig,
+        recorder: StatsRecorder | None = None,
+        ahead: DraftWorker | None = None,
+        rng: Any = None,
+    ) -> None:
+        self._target, self._speculation = target, Speculation(target, worker=ahead)
+        self._recorder = recorder or StatsRecorder()
+        self._sampler = sampler
+        policy = DraftPolicy(spec, FREE, target.max_context)
+        self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
     @property
     def context(self) -> list[int]:
-        return self.decoder.context
+        return self.sequence.token_ids
 
     def start(self, prompt: Sequence[int]) -> int:
-        decoder = self.decoder
-        decoder.context, decoder._n_prompt = list(prompt), len(prompt)
-        decoder.begin(self._target.text)
+        request: Any = LoneRequest(prompt, self._recorder)
+        sequence = TokenSequence(request, self._sampler, TokenLimit(2**30, None))
+        self.sequence, request.sequences = sequence, [sequence]
+        sequence.begin(*self._parts)
         self._target.text.rows_to(prompt)
-        self._run([], [(decoder, decoder.entering_rows(len(prompt)))])
-        return decoder.context[-1]
+        sequence.attach(self._target.text)
+        chunk = PrefillChunk(sequence, sequence.prefill_chunk(len(prompt)))
+        scores = self._speculation.verify([], Batch(prefill=[chunk]))
+        sequence.sample_first(scores[0])
+        self._check()
+        return sequence.token_ids[-1]
 
-    def step(self, max_tokens: int) -> Round:
-        self.decoder.max_tokens = max_tokens
-        self._run([self.decoder], [])
-        assert self.decoder.round is not None
-        return self.decoder.round
+    def step(self, max_tokens: int) -> VerifiedTree:
+        sequence, batch = self.sequence, Batch(decode=[self.sequence])
+        sequence._limit = TokenLimit(sequence.num_new_tokens + max_tokens, None)
+        trees = self._speculation.propose(batch)
+        self._check()
+        scores = self._speculation.verify(trees, batch)
+        verified = sequence.accept(trees[0][1], scores[0])
+        self._check()
+        assert verified is not None
+        self._speculation.observe([(sequence, verified)])
+        return verified
 
-    def _run(self, texts: list[TextDecoder], entering: list[Any]) -> None:
-        self._controller.step(texts, entering)
-        if self.decoder.error is not None:
-            raise self.decoder.error
+    def _check(self) -> None:
+        if self.sequence.error is not None:
+            raise self.sequence.error
 
 
 def make_controller(
@@ -114,13 +153,9 @@ def make_controller(
     spec: SpecConfig | None = None,
     prompt_length: int = 0,
     eos: Sequence[int] = (),
-    recorder: StatsRecorder | None = None,
     grammar: GrammarState | None = None,
-    ahead: DraftWorker | None = None,
-    kind: type[TextDecoder] = TextDecoder,
-    **options: object,
-) -> OneText:
-    spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
+    **options: Any,
+) -> LoneSequence:
     sampler = Sampler(
         params or SamplingParams(),
         n_tokens=target.vocab_size,
@@ -128,16 +163,8 @@ def make_controller(
         prompt_length=prompt_length,
         grammar=grammar,
     )
-    decoder = kind(
-        [],
-        drafter or NoDrafter(),
-        sampler,
-        DraftPolicy(spec, FREE, target.max_context),
-        spec,
-        recorder=recorder or StatsRecorder(),
-        **options,  # type: ignore[arg-type]
-    )
-    return OneText(target, decoder, ahead)
+    spec = spec or SpecConfig(num_draft_tokens=12, draft_depth=6)
+    return LoneSequence(target, drafter or NoDrafter(), sampler, spec, **options)
 
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
@@ -165,7 +192,7 @@ def run(
     )
     tokens = [controller.start(prompt)]
     while len(tokens) < n and tokens[-1] not in stops:
-        tokens += controller.step(n - len(tokens)).tokens
+        tokens += controller.step(n - len(tokens)).token_ids
         assert len(tokens) <= n
         assert target.n_committed == len(prompt) + len(tokens) - 1
     return tokens

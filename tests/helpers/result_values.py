@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.figures import aggregate_stats
 from offload.units import GIB
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.metrics.stats import GenerationStats
 
 PROVENANCE = {"git_revision": "abc", "argv": ["specdec-bench", "<x>"], "date": "today"}
 

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import Self
 
 from specdec.api import LLM
-from specdec.decoding.rounds.sequences import StreamChunk
+from specdec.engine.outputs import StreamChunk
 
 _MOST_SECONDS = 120.0
 
@@ -18,12 +18,12 @@ class Stepping:
 
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.session.engine
-        self._drain, self._one_step = self._engine._drain_inbox, self._engine._step
+        self._drain, self._one_step = self._engine.drain_inbox, self._engine.run_step
         self._permits, self._done = Semaphore(0), Semaphore(0)
         self._is_free = False
 
     def __enter__(self) -> Self:
-        self._engine._step = self._when_told
+        self._engine.run_step = self._when_told
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -45,7 +45,7 @@ class Stepping:
 
     def next(self, stream: Any) -> StreamChunk:
         """Return the next chunk of a stream, after as many steps as that takes."""
-        stream._generation.start()
+        stream._request.start()
         while (chunk := stream.next_nowait()) is None:
             self.step()
         return chunk
@@ -67,7 +67,7 @@ class Stepping:
     def free(self) -> None:
         """Let the engine go on by itself."""
         self._is_free = True
-        self._engine._step = self._one_step
+        self._engine.run_step = self._one_step
         self._permits.release()
 
     def close(self, llm: LLM) -> None:

@@ -24,7 +24,7 @@ from specdec.run_options import RunOptions
 if TYPE_CHECKING:
     from specdec.batch.request import Rules
     from specdec.batch.run import Answerer, BatchFigures
-    from specdec.decoding.rounds.stats import EngineStats
+    from specdec.metrics.stats import EngineStats
 
 _TEXT_OPTIONS = (
     "model exact device ctx_size cache_type_k cache_type_v acceptance accept_threshold".split()

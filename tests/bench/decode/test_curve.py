@@ -22,7 +22,7 @@ from bench.options import UsageMistake
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.metrics.stats import GenerationStats
 
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]
 SETTINGS = CurveSettings((0.5, 0.9), (1, 4, 8), max_tokens=120, ignore_eos=True)

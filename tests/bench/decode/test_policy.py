@@ -19,7 +19,7 @@ from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.recorder import StatsRecorder
+from specdec.metrics.recorder import StatsRecorder
 
 
 def record(way: str, seconds: float) -> dict[str, object]:

@@ -25,7 +25,7 @@ from bench.rank.ranking import (
     rank_drafts,
 )
 from specdec.cli.app import main as specdec_main
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.metrics.stats import GenerationStats
 
 N_TOKENS = 6
 

@@ -33,7 +33,7 @@ from bench.timeline.lanes import (
 from offload import trace as tracing
 from offload.trace import LAYER, READ, WAIT, Event, Trace
 from specdec.api import load
-from specdec.decoding.rounds.stats import ACCEPT, DRAFT, PASS, PREFILL
+from specdec.metrics.stats import ACCEPT, DRAFT, PASS, PREFILL
 
 
 @pytest.fixture(scope="module")

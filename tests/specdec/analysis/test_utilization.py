@@ -13,7 +13,7 @@ import specdec
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import BackendOptions, ModelCompute
 from specdec.analysis.utilization import model_flops
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.metrics.stats import GenerationStats
 
 CURVE = ComputeCurve((1, 4, 16), (1e-9, 1e-9, 8e-9), (1e-9, 1e-9, 8e-9))
 

@@ -19,7 +19,7 @@ from specdec.batch.lines import Line
 from specdec.batch.records import key_of
 from specdec.batch.request import CHAT, COMPLETIONS, Rules
 from specdec.checks import ConfigError
-from specdec.decoding.stream import GenerationStream
+from specdec.engine.stream import GenerationStream
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import PromptError
 

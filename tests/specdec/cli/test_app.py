@@ -15,7 +15,7 @@ from command_line import Models, save_models
 from specdec.cli.app import main
 from specdec.cli.errors import expand_aliases
 from specdec.cli.output import loading_progress
-from specdec.decoding.session import Session
+from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
 
 

@@ -174,7 +174,7 @@ def test_the_targets_noise_raises_acceptance(pair) -> None:
             made = make_controller(target, drafter, params, spec=spec)
             text = [made.start(ids)]
             while len(text) < n:
-                text += made.step(n - len(text)).tokens
+                text += made.step(n - len(text)).token_ids
                 passes[name] += 1
             if name == "coupled" and seed == 0:
                 assert text == run(target, ids, n, params=params)

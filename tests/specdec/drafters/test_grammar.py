@@ -150,4 +150,4 @@ def test_every_proposal_of_a_text_keeps_to_the_grammar(begin, draft, folder: Pat
                 done = controller.step(200 - len(tokens))
                 for path in proposed(done.tree):
                     assert checking.allows([*before, *path[:-1]], path[-1])
-                tokens += done.tokens
+                tokens += done.token_ids

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from table_backend import TableBackend
 
 from specdec.config import SpecConfig
-from specdec.decoding.rounds.recorder import StatsRecorder
 from specdec.drafters import Drafter, MergedDrafter, NgramDrafter, TreeLimits
 from specdec.drafters.merged import merge_trees, narrowed
 from specdec.drafters.model import ModelDrafter
+from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.params import SamplingParams
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -130,7 +130,6 @@ def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
     n_hits = n_both = n_alone = 0
     while len(controller.context) < n_tokens:
         tree, acceptance, _ = controller.step(n_tokens - len(controller.context))
-        recorder.record_round(tree, acceptance)
         for node in acceptance.path[1:]:
             is_hit = tree.tokens_on_path(node) in by_tokens(ngram.last)
             n_hits += is_hit

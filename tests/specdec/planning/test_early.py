@@ -11,7 +11,7 @@ from tiny_pair import save_model
 from offload.ring.early import EarlyWeights, WantedWeights, Weights
 from offload.units import MIB
 from specdec.api import load
-from specdec.decoding.session import Session
+from specdec.engine.session import Session
 from specdec.planning import early
 from specdec.planning.plan import plan_run
 from specdec.run_options import RunOptions

@@ -276,7 +276,7 @@ import numpy as np
 from specdec.sampling.params import SamplingParams
 from specdec.drafters import NgramDrafter
 from specdec.sampling.sampler import Sampler
-import specdec.verification.acceptance, specdec.decoding.rounds.stats, specdec.text.detokenizer
+import specdec.verification.acceptance, specdec.metrics.stats, specdec.text.detokenizer
 params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, seed=1,
                         repetition_penalty=1.1, no_repeat_ngram_size=2, min_tokens=2)
 sampler = Sampler(params, n_tokens=20, eos_token_ids=(2,), prompt_length=1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specdec.async_llm import AsyncChunk
-from specdec.decoding.rounds.sequences import CompletionOutput, GenerationResult
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers import ChatAnswer, CompletionAnswer
 from specdec.serve.jobs import Job

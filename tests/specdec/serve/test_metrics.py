@@ -8,7 +8,7 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specdec.decoding.rounds.stats import EngineStats, GenerationStats
+from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.gate import Gate
 from specdec.serve.metrics import Metrics
 

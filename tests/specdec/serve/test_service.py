@@ -19,10 +19,10 @@ pytest.importorskip("prometheus_client")
 from offload.errors import SpecdecError
 from offload.storage.direct_io import StorageError
 from specdec.async_llm import AsyncChunk
-from specdec.decoding.rounds.sequences import GenerationResult
-from specdec.decoding.rounds.stats import GenerationStats
+from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
+from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
 from specdec.serve.answers import CompletionAnswer

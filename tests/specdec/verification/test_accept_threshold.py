@@ -117,7 +117,7 @@ def test_probabilities_are_those_after_the_processors() -> None:
     sampler, n_lossy = Sampler(params, n_tokens=VOCAB), 0
     for _ in range(40):
         context = list(controller.context)
-        for token in controller.step(50).tokens:
+        for token in controller.step(50).token_ids:
             log_p = sampler.log_probs(context, target.logits(context))
             if token != log_p.argmax():
                 n_lossy += 1

@@ -1,1 +1,0 @@
-"""The loop over rounds, and what it is made of: propose, extend, accept, commit."""

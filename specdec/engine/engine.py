@@ -1,0 +1,173 @@
+"""The engine's loop: schedule, propose, verify, accept, for all sequences that share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from traceback import clear_frames
+
+from specdec.engine.engine_thread import EngineThread, ModelClosed
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Batch, Scheduler
+from specdec.engine.speculation import Speculation, Trees
+from specdec.policy.spare_memory import SpareMemory
+
+
+class Engine(EngineThread):
+    """Runs the steps of all requests in a thread that owns the models.
+
+    Attributes:
+        scheduler, speculation, spare: set by who loads the models, in the thread.
+    """
+
+    scheduler: Scheduler | None = None
+    speculation: Speculation
+    spare: SpareMemory
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._in_pass: SequenceOf[Request] = ()
+        """Requests that the running step serves."""
+        self._num_cancels = 0
+        """Times that a running pass was asked to end."""
+        super().__init__()
+
+    def run(self) -> None:
+        while not self.is_closing:
+            self.drain_inbox(must_wait=not self._requests)
+            if self._requests and not self.is_closing:
+                self.run_step()
+
+    def run_step(self) -> None:
+        """Run one step, if there is something to do, and finish the requests that are over."""
+        assert self.scheduler is not None, "requests are added when the models are loaded"
+        self._finish_requests()
+        num_cancels, batch = self._num_cancels, Batch()
+        try:
+            batch = self.scheduler.schedule()
+            if batch:
+                self.step(batch)
+        except BaseException as error:
+            self.recover(batch, error, is_cancelled=self._num_cancels > num_cancels)
+        self._finish_requests()
+
+    def step(self, batch: Batch) -> None:
+        """Run one forward pass of the target; each sequence takes its new tokens.
+
+        Raises an error of the models: nothing of the step counts then (`recover`).
+        """
+        self._in_pass = batch.requests
+        self._make_way(batch)
+        self.speculation.draft_prefill(batch)
+        trees = self.speculation.propose(batch)
+        scores = self.speculation.verify(trees, batch)
+        verified = [
+            (sequence, sequence.accept(tree, found))
+            for (sequence, tree), found in zip(trees, scores, strict=False)
+        ]
+        for chunk, found in zip(batch.prefill, scores[len(trees) :], strict=True):
+            chunk.sequence.sample_first(found)
+        self.speculation.observe(verified)
+        self._in_pass = ()
+        self._lend(batch, trees)
+
+    def recover(self, batch: Batch, error: BaseException, *, is_cancelled: bool) -> None:
+        """Let a step that failed end its sequences; others go on.
+
+        is_cancelled: it was cut short for one that nobody wants any more: the others try again.
+        Without a batch, which failed while it was made, all requests end.
+        """
+        _release_frames(error)
+        self._in_pass = ()
+        everything = [one for request in self._requests for one in request.sequences]
+        for sequence in batch.sequences or everything:
+            if is_cancelled:
+                sequence.try_recover()
+            else:
+                sequence.error = sequence.error or error
+
+    def _make_way(self, batch: Batch) -> None:
+        """Free memory that holds layers, where prompts are about to need it."""
+        if batch.prefill or batch.has_new:  # whose KV may come from a file, but not the draft's
+            num_tokens, num_seqs = self._num_cached
+            self.spare.make_room(num_tokens + batch.num_prefill_tokens, num_seqs)
+
+    def _lend(self, batch: Batch, trees: Trees) -> None:
+        """Let memory that is not used hold layers meanwhile."""
+        assert self.scheduler is not None, "a step was scheduled"
+        num_tokens, num_seqs = self._num_cached
+        running = self.scheduler.running
+        if batch.prefill:
+            more = any(not one.is_decoding for one in running) or bool(self.scheduler.waiting)
+            self.spare.begin(num_tokens, num_seqs, more_enter=more)
+        else:
+            num_lacking = sum(one.drafter.n_lacking(one.token_ids) for one in running if one.drafts)
+            num_scored = sum(len(tree) for _, tree in trees)
+            self.spare.lend(num_scored, num_tokens, num_seqs, num_lacking)
+
+    @property
+    def _num_cached(self) -> tuple[int, int]:
+        """Tokens in the target's KV cache, and sequences that have KV."""
+        assert self.scheduler is not None, "a step was scheduled"
+        return self.scheduler.kv.cache.n_committed, len(self.scheduler.running)
+
+    def _finish_requests(self) -> None:
+        """Free sequences that are over, and finish the requests that have no others."""
+        assert self.scheduler is not None, "requests are added when the models are loaded"
+        self.scheduler.free_finished()
+        for request in [one for one in self._requests if one.has_ended]:
+            self._requests.remove(request)
+            self.scheduler.totals.add(requests=1)
+            request.finish()
+
+    def abort(self, error: BaseException | None) -> None:
+        for request in self._requests:
+            request.is_cancelled = request.is_cancelled or error is None
+            if error is not None:
+                request.finish(error)
+        if self._requests:
+            self._finish_requests()
+
+    # --- messages, from any thread -------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Let it take part from the next step on. Raises CalledFromInside."""
+        self.check_caller()
+
+        def begin() -> None:
+            if self.is_closing or self.scheduler is None or request.is_cancelled:
+                request.finish(ModelClosed() if self.is_closing else None)
+                return
+            try:
+                request.begin()
+            except BaseException as error:
+                request.finish(error)
+                return
+            self._requests.append(request)
+            self.scheduler.add(request.sequences)
+
+        self.send(begin)
+
+    def cancel(self, request: Request) -> None:
+        """End it soon, with the pass that runs where that serves nobody else; does not wait.
+
+        A call that comes just before a pass may be lost: whoever waits for the end asks again.
+        """
+        request.is_cancelled = True
+        self.send(lambda: None if request in self._requests else request.finish())
+        served = self._in_pass
+        if served and all(one is request for one in served):
+            self.cancel_pass()
+
+    def cancel_pass(self) -> None:
+        self._num_cancels += 1  # first: a pass that it ends knows why
+        if self.scheduler is not None:
+            self.speculation.request_cancel()
+
+
+def _release_frames(error: BaseException) -> None:
+    """Release the weights that the frames of a failed pass hold: the error may be kept."""
+    causes: list[BaseException | None] = [error]
+    for cause in causes:
+        if cause is not None:
+            clear_frames(cause.__traceback__)
+            causes += [x for x in (cause.__cause__, cause.__context__) if x not in causes]

@@ -1,0 +1,86 @@
+"""Results of a generation: chunks while it runs, outputs at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.metrics.stats import GenerationStats
+from specdec.sampling.logprobs import TopLogprobs
+from specdec.sampling.params import SEED_LIMIT
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Seed of the index-th of several sequences: (seed + index) mod 2^64, as in vLLM.
+
+    So each sequence is what a generation of its own with that seed gives. Neighbouring seeds are
+    different keys of the noise generator, whose streams are independent.
+    """
+    return (seed + index) % SEED_LIMIT
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One finished sequence."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """All new tokens, the one that ended the text included."""
+    finish_reason: str
+    """"stop" (end-of-sequence or stop string), "length" or "cancelled"."""
+    logprobs: tuple[float, ...] | None = None
+    """log p of each token under the model itself, before any processor; None unless asked for."""
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    """With `logprobs=k`: {token id: log p} of the k likeliest and the chosen token, likeliest
+    first."""
+    seed: int | None = None
+    """Which a generation of its own gives this sequence with; None when greedy."""
+    score: float | None = None
+    """Of beam search: sum of processed log-probabilities / length^length_penalty."""
+    finish_note: str | None = None
+    """The figure of the context that cut the text off, and what to do; empty where none did."""
+
+    @property
+    def note(self) -> dict[str, str]:
+        """The note as a JSON entry; no entry where there is none."""
+        return {} if self.finish_note is None else {"finish_note": self.finish_note}
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one round added; of beam search, a whole sequence."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0
+    """Which of several sequences it belongs to; they come in turns."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation. The text and so on are those of the first (or best) sequence."""
+
+    outputs: tuple[CompletionOutput, ...]
+    """All sequences: in the order of their seeds, those of beam search best first."""
+    stats: GenerationStats
+    prompt_token_ids: Sequence[int] = ()
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...] | None:
+        return self.outputs[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason

@@ -1,0 +1,56 @@
+"""The figures of a request: the recorder's, and those that the backends and the system know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offload.process.memory import process_memory
+from specdec.analysis.utilization import ModelFlops
+from specdec.metrics.stats import GenerationStats, ratio
+from specdec.planning.gpu import vram_peak_bytes
+from specdec.run_options import CUDA
+
+if TYPE_CHECKING:
+    from specdec.engine.request import Request
+
+
+def stats_of(request: Request) -> GenerationStats:
+    """Return the figures so far."""
+    session, plan = request.session, request.session.plan
+    use = session.target.stream_use
+    before = request.use_before or use
+    kv_bytes = sum(backend.kv_bytes for backend in session.backends)
+    flops = session.model_flops
+    recorded, of_all = request.recorder.stats(), session.stats
+    return replace(
+        recorded,
+        bytes_streamed=use.bytes_streamed - before.bytes_streamed,
+        stall_seconds=use.stall_seconds - before.stall_seconds,
+        bytes_copied_to_device=use.bytes_copied - before.bytes_copied,
+        copy_stall_seconds=use.copy_stall_seconds - before.copy_stall_seconds,
+        experts_asked=use.experts_asked - before.experts_asked,
+        experts_found=use.experts_found - before.experts_found,
+        vram_peak_bytes=vram_peak_bytes() if plan.device == CUDA else 0,
+        vram_budget_bytes=plan.vram_budget_bytes,
+        peak_memory_bytes=process_memory().peak_rss_bytes,
+        memory_budget_bytes=plan.budget_bytes,
+        kv_bytes=kv_bytes,
+        held_bytes=sum(backend.held_bytes for backend in session.backends),
+        kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
+        kv_shared_bytes=of_all.kv_shared_bytes,
+        model_flops=0 if flops is None else _decoded_flops(request, flops, recorded),
+        peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
+        is_lossless=request.spec.is_lossless,
+        is_exact=plan.exactness.is_exact and request.spec.is_plain_decoding,
+    )
+
+
+def _decoded_flops(request: Request, flops: ModelFlops, recorded: GenerationStats) -> int:
+    """Return the arithmetic of all tokens but the first, which the prompt's pass brought.
+
+    Beams count as one token per position.
+    """
+    num_tokens = max(recorded.generated_tokens - 1, 0)
+    num_seqs = len(request.sequences)
+    return flops.of_tokens(num_tokens, recorded.prompt_tokens + num_tokens // (2 * num_seqs))

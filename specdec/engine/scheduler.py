@@ -1,0 +1,177 @@
+"""Which sequences take part in the next step: they enter and leave between forward passes.
+
+    waiting ──scheduled──> prefill ──prompt computed──> decode ──> finished
+       ^                      │                           │
+       └────── preempted, where the KV cache is full ─────┘
+
+Continuous batching as in Orca (Yu et al. 2022): whoever is ready shares the next pass. Long prompts
+are computed in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that nobody
+who reads along waits for them much longer than for a pass. Where the KV cache has no capacity for
+all, the sequence that came last is preempted and goes on later (see KVCacheManager).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+from backends.contract.sequence import SequenceRows
+from specdec.engine.kv_cache_manager import KVCacheManager
+from specdec.engine.request import Request
+from specdec.engine.sequence import Sequence
+from specdec.metrics.recorder import Totals
+from specdec.policy.costs import MOST_TIMED_ROWS, PassCost
+
+LONGEST_PASS = 1.5
+"""Times as long as else a pass may take for a prefill chunk beside others' decoding ..."""
+UNNOTICED_SECONDS = 0.25
+"""... or so long: of a model in memory, whose pass takes a few hundredths of a second, nobody sees
+that, and a long prompt would take hundreds of passes."""
+
+
+class PrefillChunk(NamedTuple):
+    """The next tokens of a prompt, or of a sequence that was preempted."""
+
+    sequence: Sequence
+    rows: SequenceRows
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows.token_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step computes.
+
+    max_num_tokens: of the forward pass, draft tokens included; None: as many as are worth it.
+    """
+
+    decode: SequenceOf[Sequence] = ()
+    prefill: SequenceOf[PrefillChunk] = ()
+    max_num_tokens: int | None = None
+    has_new: bool = False
+    """Whether a sequence got KV that may come from a file."""
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decode, *(chunk.sequence for chunk in self.prefill)]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that the step serves."""
+        return [sequence.request for sequence in self.sequences]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
+
+class Scheduler:
+    """Chooses the sequences of each step, in the engine's thread.
+
+    Args:
+        kv: who has KV.
+        cost: of a pass, as planned.
+        max_num_seqs: sequences of one pass.
+        max_prefill_tokens: prompt tokens of one pass.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        cost: PassCost,
+        totals: Totals,
+        *,
+        max_num_seqs: int,
+        max_num_nodes: int,
+        max_prefill_tokens: int,
+    ) -> None:
+        self.kv, self.totals = kv, totals
+        self._cost = cost
+        self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
+        self._max_num_nodes = max_num_nodes
+        self.waiting: list[Sequence] = []
+        self._arrivals = count()
+
+    def add(self, sequences: SequenceOf[Sequence]) -> None:
+        """Let them take part from the next step on."""
+        for sequence in sequences:
+            sequence.arrival = next(self._arrivals)
+            self.waiting.append(sequence)
+
+    @property
+    def running(self) -> SequenceOf[Sequence]:
+        """Sequences that have KV."""
+        return self.kv.running
+
+    def free_finished(self) -> None:
+        """Free the KV of sequences that are over."""
+        for sequence in [one for one in self.running if one.is_finished]:
+            self.kv.free(sequence)
+        for sequence in [one for one in self.waiting if one.is_finished]:
+            self.waiting.remove(sequence)
+            self.kv.discard_file(sequence)
+
+    def schedule(self) -> Batch:
+        """Return what the next step computes."""
+        has_new = self._admit()
+        running = sorted(self.running, key=_rank)[: self._max_num_seqs]
+        self.waiting += self.kv.make_room(running, self._max_num_nodes)
+        running = [sequence for sequence in running if sequence.kv is not None]
+        decode = self.kv.within_nodes([one for one in running if one.is_decoding])
+        prefill = [one for one in running if not one.is_decoding]
+        max_num_tokens = self._max_num_tokens(decode) if prefill and decode else None
+        num_left = self._max_prefill_tokens
+        if max_num_tokens is not None:
+            num_left = min(num_left, max_num_tokens - _num_tokens(decode))
+        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_new)
+
+    def _admit(self) -> bool:
+        """Give KV to the sequences that there is capacity for, in the order of their ranks."""
+        num_running = len(self.running)
+        for sequence in sorted(self.waiting, key=_rank):
+            if not sequence.can_start:
+                continue
+            if not self.kv.allocate(sequence):
+                break
+            self.waiting.remove(sequence)
+        return len(self.running) > num_running
+
+    @staticmethod
+    def _chunks(sequences: SequenceOf[Sequence], num_left: int) -> list[PrefillChunk]:
+        """Return what is computed of prompts, first come first served."""
+        chunks = []
+        for sequence in sequences:
+            if num_left < 1:
+                break
+            chunk = PrefillChunk(sequence, sequence.prefill_chunk(num_left))
+            num_left -= chunk.num_tokens
+            chunks.append(chunk)
+        return chunks
+
+    def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:
+        """Return the tokens of a pass with prefill chunks beside these sequences.
+
+        Prompts come before draft tokens, which cost the others the same. At least one prompt token
+        is scheduled, so that no request starves.
+        """
+        cost, num_tokens = self._cost, _num_tokens(decode)
+        if not any(sequence.request.is_streamed for sequence in decode):
+            return max(num_tokens + 1, min(self._max_prefill_tokens, MOST_TIMED_ROWS))
+        seconds = max(LONGEST_PASS * cost.seconds(num_tokens), UNNOTICED_SECONDS)
+        num_most = (seconds - cost.row_free_seconds) / cost.seconds_per_row
+        return max(num_tokens + 1, int(num_most + 1e-6))
+
+
+def _num_tokens(decode: SequenceOf[Sequence]) -> int:
+    return sum(sequence.min_step_tokens for sequence in decode)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -1,0 +1,354 @@
+"""One sequence of a request: its tokens, KV, sampler and drafter.
+
+The last token is *pending*: emitted, its KV not yet computed. It is the root of the next draft
+tree, so a step scores at least one token of each sequence that decodes, and plain decoding is the
+same with a drafter that proposes nothing. Before that, and after a preemption, the tokens are
+computed in prefill chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.contract.kv_files import KvFile
+from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequence
+from specdec.drafters.base import Drafter
+from specdec.drafters.lockstep import Steps
+from specdec.drafters.proposal import check_proposal
+from specdec.engine.outputs import CompletionOutput, StreamChunk
+from specdec.engine.token_limit import TokenLimit
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
+from specdec.sampling.sampler import Sampler
+from specdec.text.stream import TextStream
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
+from specdec.verification.verifier import Verifier
+
+if TYPE_CHECKING:
+    from specdec.engine.request import Request
+
+
+class VerifiedTree(NamedTuple):
+    """The outcome of one step for one sequence."""
+
+    tree: DraftTree
+    acceptance: Acceptance
+    token_ids: tuple[int, ...]
+
+
+class Sequence:
+    """One sequence of a request, from its prompt to its end.
+
+    Args:
+        sampler: with the sequence's own seed, its stop tokens and the logprobs asked for.
+        limit: new tokens at most.
+        text: detokenises and finds stop strings; None where nobody wants text.
+        index: place among the request's sequences.
+
+    Attributes:
+        token_ids: prompt and emitted tokens; the last one is pending once `is_decoding`.
+        kv: KV cache of the target; None while the sequence waits.
+        kv_file: the KV of a preempted sequence, where it was swapped out.
+        arrival: number of the sequence in the order of arrival.
+        error: what ended this sequence and no other one.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sampler: Sampler,
+        limit: TokenLimit,
+        text: TextStream | None = None,
+        index: int = 0,
+    ) -> None:
+        self.request, self.sampler, self.index = request, sampler, index
+        self._limit, self._text = limit, text
+        self.token_ids = list(request.prompt_ids)
+        self._num_prompt_tokens = len(self.token_ids)
+        self.kv: TokenSequence | None = None
+        self.kv_file: KvFile | None = None
+        self.arrival = -1
+        self.error: BaseException | None = None
+        self._num_cached_tokens = 0
+        self._num_taken = 0
+        self._pieces: list[str] = []
+        self._finish_reason = "cancelled"
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+
+    def begin(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
+        """Take what it drafts and verifies with; in the engine's thread, before it is scheduled."""
+        self.drafter, self.policy, self._verifier = drafter, policy, verifier
+
+    # --- what the scheduler asks ---------------------------------------------------------------
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key: the smallest is scheduled first and preempted last."""
+        return (-self.request.priority, self.arrival)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether it may be scheduled: a caller's own drafter serves one sequence at a time."""
+        request = self.request
+        if request.drafter is None:
+            return True
+        return not any(one.is_open for one in request.sequences[: self.index])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not come to its own end."""
+        return self._finish_reason == "cancelled"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.request.is_aborted or not self.is_open
+
+    @property
+    def computing(self) -> TokenSequence:
+        """The KV cache of a sequence that takes part in forward passes."""
+        assert self.kv is not None, "a sequence has KV while it takes part in forward passes"
+        return self.kv
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids) - self._num_prompt_tokens
+
+    @property
+    def ids_to_compute(self) -> list[int]:
+        """The tokens whose KV the next draft tree hangs below."""
+        return self.token_ids[:-1] if self.num_new_tokens else self.token_ids
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that prefill chunks still have to compute."""
+        return len(self.ids_to_compute) - self.computing.n_committed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_new_tokens > 0 and self.num_uncomputed == 0
+
+    @property
+    def min_step_tokens(self) -> int:
+        """Tokens of a step of decoding without a draft."""
+        return 1
+
+    @property
+    def keeps_nodes(self) -> bool:
+        """Whether live nodes stay from step to step; memory is planned for one such sequence."""
+        return False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a policy decides on the size of its trees."""
+        return True
+
+    # --- what it adds to a step ----------------------------------------------------------------
+
+    def attach(self, kv: TokenSequence, *, is_restored: bool = False) -> None:
+        """Take up the KV of a beginning of the tokens.
+
+        is_restored: the sequence's own KV, which had been swapped out.
+        """
+        self.kv = kv
+        self.request.recorder.record_admitted()
+        if not self.num_new_tokens and not is_restored:
+            self._num_cached_tokens = kv.n_committed
+
+    def detach(self) -> None:
+        """Forget the KV, which is free or another one's from here on."""
+        self.kv = None
+        with own_errors(self):
+            self.drafter.reset()
+
+    def prefill_chunk(self, max_tokens: int) -> SequenceRows:
+        """Return the next tokens to compute; the logits of a prompt's last token are wanted."""
+        start = self.computing.n_committed
+        chunk = self.ids_to_compute[start : start + max_tokens]
+        is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
+        return SequenceRows(self.computing, chunk, rows=None if is_last else [])
+
+    def draft_prefill(self, max_tokens: int, num_seqs: int) -> Steps[None]:
+        """Compute the draft's KV of a prefill chunk, beside so many sequences that decode."""
+        try:
+            if self.policy.uses_draft(num_seqs):
+                yield from self.drafter.reading(self.token_ids, max_tokens)
+        except Exception as error:
+            self.error = error
+
+    def propose(self, num_seqs: int, max_nodes: int) -> Steps[DraftTree]:
+        """Return the draft tree of the next step.
+
+        num_seqs: sequences that share the step, with `max_nodes` draft tokens together.
+        """
+        most = max_nodes // num_seqs if self.policy.is_whole else max_nodes
+        most = min(self.computing.node_room, 1 + most)
+        try:
+            limits = self.policy.limits(len(self.token_ids), self.num_left, most, num_seqs)
+            tree = yield from self.drafter.proposing(self.token_ids, limits)
+            check_proposal(
+                tree,
+                self.token_ids[-1],
+                max_nodes=most,
+                max_depth=self.policy.max_context - len(self.token_ids),
+                vocab_size=self.sampler.n_tokens,
+            )
+            return tree
+        except Exception as error:
+            self.error = error
+            return DraftTree(self.token_ids[-1])
+
+    def min_rows(self) -> SequenceRows:
+        """Return the tokens that it adds to a step at least, to ask for their capacity."""
+        return SequenceRows(self.computing, [0] * max(1, self.num_uncomputed))
+
+    def decode_chunk(self, tree: DraftTree) -> SequenceRows:
+        """Return the tree's nodes as the target is to score them."""
+        first = self.computing.next_node_id
+        parents = [parent if parent < 0 else first + parent for parent in tree.parents]
+        return SequenceRows(self.computing, tree.token_ids, parents)
+
+    # --- what a step brought -------------------------------------------------------------------
+
+    def sample_first(self, scores: SequenceScores) -> None:
+        """Sample the first new token, where the prompt has come to its end."""
+        if self.num_new_tokens or not len(scores.logits):
+            return
+        try:
+            row = scores.logits[0]
+            token = self.sampler.choose(self.token_ids, row, position=len(self.token_ids))
+            self._note_logprobs([row], [token])
+            self.token_ids.append(token)
+            self.request.recorder.record_first_token(self._num_cached_tokens)
+            self._emit((token,))
+        except Exception as error:
+            self.error = error
+
+    def accept(self, tree: DraftTree, scores: SequenceScores) -> VerifiedTree | None:
+        """Accept what the target agrees with; None after an error of this sequence's own."""
+        recorder = self.request.recorder
+        try:
+            logits = scores.logits
+            acceptance = self._verifier.verify(tree, logits, self.token_ids, self.num_left)
+            self.computing.commit([scores.node_ids[i] for i in acceptance.path])
+            with recorder.drafting():
+                self.drafter.observe(acceptance, tree)
+            recorder.record_outcome(was_ahead=self.drafter.is_ready)
+            new_ids = acceptance.emitted(tree)
+            self._note_logprobs((logits[i] for i in acceptance.path), new_ids)
+            self.token_ids.extend(new_ids)
+            num_taken = self._emit(new_ids)
+            recorder.record_round(tree, acceptance, n_emitted=num_taken)
+        except Exception as error:
+            self.error = error
+            return None
+        return VerifiedTree(tree, acceptance, new_ids)
+
+    def recover(self) -> None:
+        """Forget a step that broke off."""
+        if self.kv is not None:
+            self.kv.rollback(min(self.kv.n_committed, len(self.ids_to_compute)))
+        self.drafter.reset()
+
+    def try_recover(self) -> None:
+        """`recover`; a failure of this sequence's own drafter ends no other one."""
+        with own_errors(self):
+            self.recover()
+
+    def finish(self) -> None:
+        """Complete the outputs, at the end of the request."""
+
+    # --- its text ------------------------------------------------------------------------------
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may follow."""
+        return self._limit.n_tokens - self.num_new_tokens
+
+    def _emit(self, new_ids: SequenceOf[int]) -> int:
+        """Hand new tokens and their text to the caller, up to the sequence's end; how many."""
+        taken, text = self._take(new_ids)
+        self.request.put(StreamChunk(text, tuple(taken), self.index))
+        if not self.is_open and (rest := self._flush()):
+            self.request.put(StreamChunk(rest, (), self.index))
+        return len(taken)
+
+    def _take(self, new_ids: SequenceOf[int]) -> tuple[SequenceOf[int], str]:
+        stop_ids, text = self.sampler.stop_tokens, ""
+        num_before = self._num_taken
+        if self._text is not None:
+            update = self._text.push(token for token in new_ids if token not in stop_ids)
+            text = update.text
+            if update.stop is not None:
+                new_ids = new_ids[: update.n_tokens]
+                self._finish_reason = "stop"
+        if self.is_open:
+            if new_ids[-1] in stop_ids:
+                self._finish_reason = "stop"
+            elif num_before + len(new_ids) >= self._limit.n_tokens:
+                self._finish_reason = "length"
+        self._num_taken = num_before + len(new_ids)
+        self._pieces.append(text)
+        return new_ids, text
+
+    def _flush(self) -> str:
+        """Return the text that was kept back, at the sequence's end."""
+        if self._text is not None:
+            self._pieces.append(self._text.flush().text)
+        return self._pieces[-1] if self._text is not None else ""
+
+    def fill(
+        self,
+        token_ids: SequenceOf[int],
+        logprobs: Iterable[float],
+        top_logprobs: Iterable[TopLogprobs],
+    ) -> None:
+        """Take tokens that were found elsewhere; nobody is told of them."""
+        self._logprobs, self._top_logprobs = list(logprobs), list(top_logprobs)
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self._take(token_ids)
+            self._flush()
+
+    def _note_logprobs(
+        self, rows: Iterable[NDArray[np.float32]], token_ids: SequenceOf[int]
+    ) -> None:
+        params = self.sampler.params
+        if not params.logprobs:
+            return  # rows may lie on a device: none is brought for nothing
+        for row, token in zip(rows, token_ids, strict=True):
+            known = row[: self.sampler.n_tokens]
+            logprob, top = logprobs_of_token(known, token, params.n_top_logprobs)
+            self._logprobs.append(logprob)
+            self._top_logprobs.append(top)
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The sequence so far; of a beam search all results."""
+        params, num_taken = self.sampler.params, self._num_taken
+        output = CompletionOutput(
+            text="".join(self._pieces),
+            token_ids=tuple(self.token_ids[self._num_prompt_tokens :][:num_taken]),
+            finish_reason=self._finish_reason,
+            logprobs=tuple(self._logprobs[:num_taken]) if params.logprobs else None,
+            top_logprobs=tuple(self._top_logprobs[:num_taken]) if params.n_top_logprobs else None,
+            seed=None if params.is_greedy else self.sampler.seed,
+            finish_note=self._limit.note if self._finish_reason == "length" else None,
+        )
+        return [output]
+
+
+@contextmanager
+def own_errors(sequence: Sequence) -> Iterator[None]:
+    """Let an error in the block end this sequence and no other one: a drafter may be a caller's."""
+    try:
+        yield
+    except Exception as error:
+        sequence.error = sequence.error or error

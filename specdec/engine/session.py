@@ -1,0 +1,303 @@
+"""A session: loaded models, and what else lives from one generation to the next."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from backends.contract.backend import Backend
+from backends.contract.kept_texts import KeptTexts
+from offload.process.remembered import forget_figures
+from specdec.analysis.utilization import ModelFlops, model_flops
+from specdec.checks import ConfigError
+from specdec.drafters.assembly import Drafters
+from specdec.engine.assembly import assemble
+from specdec.engine.draft_worker import DraftWorker
+from specdec.engine.engine import Engine
+from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
+from specdec.engine.kept_experience import KeptExperience
+from specdec.engine.prompt_cache import PromptCache, check_file
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.state import GrammarState
+from specdec.metrics.recorder import Totals
+from specdec.metrics.stats import EngineStats, PassTime
+from specdec.planning.early import begin_early, remember_early
+from specdec.planning.load import load_draft, load_target
+from specdec.planning.memory.base import budget_of_run
+from specdec.planning.plan import plan_models
+from specdec.run_options import RunOptions
+from specdec.sampling.params import SamplingParams
+from specdec.text.chat_format import ChatFormat
+from specdec.text.conversation import end_of_turn
+
+_CONTRADICTION = 1.5
+"""Times what the plan says of a pass. Other programs make passes longer now and then; what was
+measured beside them a month ago may be wrong for good."""
+_ENOUGH_PASSES = 8
+
+
+class Session:
+    """Loads models where the plan wants them, and keeps them until `close`.
+
+    Args:
+        options: what to load, and into how much memory.
+        progress: called with (bytes done, bytes in total) by threads that read weights, some of
+            which go on while the first prompt is computed.
+        prepare: called while the first weights are read, before models are opened.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        progress: Any = None,
+        prepare: Callable[[RunOptions], None] | None = None,
+    ) -> None:
+        self._process_id = os.getpid()
+        self._last_stats: EngineStats | None = None
+        self._ends_of_turns: dict[ChatFormat, int | None] = {}
+        self._grammars = GrammarCompiler(self._grammar_tokenizer)
+        self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
+        if options.prompt_cache_file is not None:
+            check_file(options.prompt_cache_file)
+        self.engine = Engine()
+        try:
+            self.engine.call(lambda: self._load(options, progress, prepare))
+        except KeyboardInterrupt:  # libraries may still be imported: not waited for
+            self.engine.close_soon()
+            raise
+        except BaseException:
+            self.engine.close()
+            raise
+        # A model that nobody holds any more is freed; its thread does not hold the session.
+        weakref.finalize(self, self.engine.close)
+
+    def _load(
+        self, options: RunOptions, progress: Any, prepare: Callable[[RunOptions], None] | None
+    ) -> None:
+        """Load the models; in the engine's thread, to which OpenMP's workers belong then."""
+        engine = self.engine
+
+        def note(n_done: int, n_total: int) -> None:
+            if engine.is_closing:
+                raise ModelClosed
+            if progress is not None:
+                progress(n_done, n_total)
+
+        budget = budget_of_run(options.memory_budget)
+        # Whatever was opened is closed when a later part fails.
+        with ExitStack() as stack, begin_early(options, budget[0], note) as early:
+            if prepare is not None:
+                prepare(options)
+            planned = plan_models(options, budget, early)
+            self.plan, self.options = planned.plan, planned.options
+            self.tokenizer = planned.target.tokenizer
+            self.eos_token_ids = planned.target.eos_token_ids
+            self._chat_eos_token_ids = planned.target.chat_eos_token_ids
+            self.model_context = planned.target.source.max_context
+            self._prompt_cache: PromptCache | None = None
+            if self.options.prompt_cache_file is not None:
+                path = self.options.prompt_cache_file
+                self._prompt_cache = PromptCache(path, planned.target, planned.draft)
+            kept_experience = KeptExperience(planned)
+            stack.callback(kept_experience.save)  # last, when the memory is free again
+            self.target: Backend = stack.enter_context(
+                load_target(planned, self.options, note, early)
+            )
+            remember_early(options, self.plan, planned.target.source)
+            self.draft, self.draft_window = load_draft(planned, self.options, self.target)
+            if self.draft is not None:
+                stack.enter_context(self.draft)
+            self._target_path = planned.target.source.path.absolute()
+            self.experience = kept_experience.experience
+            self._make_scheduler(stack)
+            if self._prompt_cache is not None:
+                self._prompt_cache.restore(self.texts, self.draft_texts)
+            stack.callback(_note_last_stats, weakref.ref(self))
+            engine.at_end.push(stack.pop_all())
+
+    def _make_scheduler(self, stack: ExitStack) -> None:
+        target, draft, parallel = self.target, self.draft, self.options.parallel
+        self.texts = KeptTexts(target, parallel)
+        self.draft_texts = None if draft is None else KeptTexts(draft, parallel)
+        self.totals, worker = Totals(), DraftWorker()
+        stack.callback(worker.close)  # before the draft, which it uses
+        texts = (self.texts, self.draft_texts)
+        assemble(self.engine, self.plan, self.options, target, draft, *texts, worker, self.totals)
+        self.drafters = Drafters(
+            draft, self.draft_texts, self.draft_window, target.max_context, parallel
+        )
+
+    @property
+    def model_flops(self) -> ModelFlops | None:
+        """Asked for behind a text: building the model's shape would be between it and its start.
+
+        Beside no pass: transformers builds with torch's default dtype replaced, which is the whole
+        process's.
+        """
+        if self._model_flops is None and self.is_open:
+            if self.engine.is_current_thread:
+                self._model_flops = (self._read_flops(),)
+            else:
+                with suppress(ModelClosed):
+                    self.engine.call(lambda: self.model_flops)
+        return None if self._model_flops is None else self._model_flops[0]
+
+    def _read_flops(self) -> ModelFlops | None:
+        compute = self.plan.chosen.target.compute
+        return model_flops(self._target_path, self.options.backend, compute)
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The target, and the draft if there is one."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that both the tokenizer and the target know."""
+        return min(self.tokenizer.n_tokens, self.target.vocab_size)
+
+    @property
+    def max_beams(self) -> int:
+        """Most beams, or rows of a pass, that memory was set aside for."""
+        return self.options.target_rows(self.plan.n_draft_tokens)
+
+    def chat_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of an answer in a conversation: it ends with the turn.
+
+        Besides the stop texts of the format that is by whatever the model's files name as an end,
+        and by what the template writes behind an answer; unless the caller has ends of their own.
+        """
+        form = self.tokenizer.chat_format
+        stops = tuple(dict.fromkeys((*params.stop, *form.stop)))
+        if params.eos_token_ids is not None:
+            return params.replace(stop=stops)
+        if form not in self._ends_of_turns:
+            self._ends_of_turns[form] = end_of_turn(self.tokenizer)
+        ids = dict.fromkeys((*self._chat_eos_token_ids, self._ends_of_turns[form]))
+        known = tuple(i for i in ids if i is not None and i < self.n_tokens)
+        return params.replace(stop=stops, eos_token_ids=known)
+
+    def begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
+        """What a text of these parameters keeps to, if anything; before its first token."""
+        if params.constraint is None:
+            return None
+        end_ids = params.resolve_eos(self.eos_token_ids)
+        return self._grammars.begin(params.constraint, prompt_length, end_ids)
+
+    def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
+        self.engine.call(lambda: self.target.hold(0))
+        return self.tokenizer.grammar_tokenizer(end_ids)
+
+    def forget_prompt(self) -> None:
+        """Give back the KV of texts that are over: the next prompt is computed from its first
+        token on."""
+
+        def forget() -> None:
+            for texts in (self.texts, self.draft_texts):
+                while texts is not None and texts.drop_oldest():
+                    pass
+
+        self.engine.call(forget)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all generations; any thread may ask. Of a closed model, as they were at its end."""
+        return self._last_stats if self._last_stats is not None else self._stats()
+
+    def _stats(self) -> EngineStats:
+        use, scheduler = self.target.stream_use, self.engine.scheduler
+        assert scheduler is not None, "the models are loaded"
+        return replace(
+            self.totals.stats(),
+            bytes_streamed=use.bytes_streamed,
+            bytes_copied_to_device=use.bytes_copied,
+            stall_seconds=use.stall_seconds,
+            texts_running=len(scheduler.running),
+            texts_waiting=len(scheduler.waiting),
+            kv_bytes=sum(backend.kv_bytes for backend in self.backends),
+            kv_used_bytes=sum(_kv_bytes(one, one.kv_use.n_used) for one in self.backends),
+            kv_shared_bytes=sum(_kv_bytes(one, one.kv_use.n_shared) for one in self.backends),
+            held_bytes=sum(backend.held_bytes for backend in self.backends),
+            memory_budget_bytes=self.plan.budget_bytes,
+        )
+
+    def save_prompt_cache(self) -> None:
+        """Write the KV of the last prompt and its text to the file that the options name.
+
+        Raises PromptCacheError, ConfigError (no file was named), ModelClosed.
+        """
+        cache = self._prompt_cache
+        if cache is None:
+            raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
+        self.check_open()
+
+        def save() -> None:
+            self.target.hold(0)  # what is written takes memory
+            cache.save(self.texts, self.draft_texts)
+
+        self.engine.call(save)
+
+    def check_figures(self, passes: Sequence[PassTime]) -> None:
+        """Have the machine measured anew, by the next process, where the figures that the plan
+        goes by are contradicted."""
+        plan = self.plan.pass_cost
+        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
+        ratios = [
+            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
+            for one in passes
+            if not one.is_drafting_ahead
+        ]
+        if len(ratios) < _ENOUGH_PASSES:
+            return
+        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
+            forget_figures()
+
+    # --- the end -------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self.engine.is_closing
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that loaded the models."""
+        return os.getpid() != self._process_id
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_closed and not self.is_forked
+
+    def check_open(self) -> None:
+        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
+        if self.is_closed:
+            raise ModelClosed
+        if self.is_forked:
+            raise ModelElsewhere
+
+    def close(self) -> None:
+        """Free the models; any thread may call it. Idempotent.
+
+        Generations end with ModelClosed; this waits for them. Where the engine calls it (in a
+        logits processor, say), it frees the models behind that. In a fork the models are left to
+        the process's end.
+        """
+        if not self.is_forked:
+            self.engine.close()
+
+
+def _note_last_stats(session: weakref.ref[Session]) -> None:
+    """Note the figures of all generations at the model's end, for who still asks."""
+    found = session()
+    if found is not None:
+        found._last_stats = found._stats()
+
+
+def _kv_bytes(backend: Backend, n_positions: int) -> int:
+    """Of its KV cache, what so many token positions take."""
+    return backend.kv_bytes * n_positions // max(1, backend.n_kv_allocated)

@@ -1,0 +1,1 @@
+"""Figures of generations while they run."""

@@ -1,0 +1,143 @@
+"""Prompts that enter beside texts that decode: how long passes get, and who comes first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from many_texts import LONG, PROMPTS, alone, load, params
+from stepping import Stepping
+
+from specdec.api import LLM
+from specdec.checks import ConfigError
+from specdec.policy.costs import PassCost
+
+
+def test_a_long_prompt_enters_in_chunks_beside_others(
+    fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass has more rows than make it half as long again, drafts' included; alone it enters at
+    once."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        batches: list[list[int]] = []
+        n_rows: list[int] = []
+        run = llm.target.run
+
+        def noted(batch: Any) -> Any:
+            batches.append([len(one.token_ids) for one in batch if one.parents is None])
+            n_rows.append(sum(len(one.token_ids) for one in batch))
+            return run(batch)
+
+        monkeypatch.setattr(llm.target, "run", noted)
+        cost = PassCost(0.0, 1.0, 0.1)
+        monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
+        decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
+        with Stepping(llm) as steps:
+            steps.next(decoding)
+            assert batches == [[2]]
+            batches.clear()
+            n_rows.clear()
+            late = llm.stream(LONG, params(0.0))
+            steps.next(late)
+            assert n_rows == [6] * 14
+            # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
+            assert batches[:14] == [[5]] * 14
+            assert len(batches) == 14
+        rest = [token for chunk in late for token in chunk.token_ids]
+        assert late.result.token_ids == alone(fresh, (2, 0.0, None))
+        assert tuple(rest) == late.result.token_ids[-len(rest) :]
+        decoding.cancel()
+        batches.clear()
+        llm.generate([*LONG[::-1]], params(0.0))
+        assert batches[0] == [len(LONG)]
+
+
+def test_its_draft_enters_in_chunks_beside_it(
+    fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round after the prompt's end is no longer than others."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        assert llm.draft is not None
+        batches: list[list[int]] = []
+        run = llm.draft.run
+
+        def noted(batch: Any) -> Any:
+            batches.append([len(one.token_ids) for one in batch if one.parents is None])
+            return run(batch)
+
+        monkeypatch.setattr(llm.draft, "run", noted)
+        cost = PassCost(0.0, 1.0, 0.1)
+        monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
+        decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
+        with Stepping(llm) as steps:
+            steps.next(decoding)
+            late = llm.stream(LONG, params(0.0))
+            assert steps.rest(late)
+        assert late.result.token_ids == alone(fresh, (2, 0.0, None))
+        entered = [n_rows for batch in batches for n_rows in batch]
+        assert [n_rows for n_rows in entered if n_rows > 2][:13] == [5] * 13
+        # The other one had no drafts meanwhile, and its draft catches up.
+        assert max(entered) < 2 * 14
+        decoding.cancel()
+
+
+def sequences(n: int, *, is_streamed: bool = True) -> list[Any]:
+    return [
+        SimpleNamespace(request=SimpleNamespace(is_streamed=is_streamed), min_step_tokens=1)
+    ] * n
+
+
+def test_a_prompt_enters_however_long_its_rows_take(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        scheduler = llm.session.engine.scheduler
+        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.0, 1.0))
+        assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 2, 8)] == [2, 3, 12]
+        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.05, 0.01))  # in memory
+        assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 20)] == [20, 32]
+        # Sequences that nobody reads along notice no gaps.
+        unread = [
+            SimpleNamespace(request=SimpleNamespace(is_streamed=False), min_step_tokens=1)
+        ] * 20
+        assert scheduler._max_num_tokens(unread) == llm.max_context
+
+
+def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees leave room for the rows of texts that enter beside them."""
+    with load(tmp_path_factory, kv_tokens=900, parallel=4, num_draft_tokens=4) as llm:
+        n_rows: list[int] = []
+        run = llm.target.run
+
+        def noted(batch: Any) -> Any:
+            n_rows.append(sum(len(rows.wanted) for rows in batch))
+            return run(batch)
+
+        monkeypatch.setattr(llm.target, "run", noted)
+        streams = [llm.stream(prompt, params(0.0)) for prompt in (PROMPTS[0], PROMPTS[4])]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            next(stream)
+        streams += [llm.stream(prompt, params(0.0)) for prompt in ([30, 31], [40, 41])]
+        for stream in streams:
+            stream.start()
+        next(streams[2])
+        assert max(n_rows) <= llm.session.max_beams == 11
+
+
+def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with load(tmp_path_factory, parallel=1) as llm:
+        streams = [llm.stream(ids, params(0.0), priority=n) for n, ids in enumerate(PROMPTS[:3])]
+        with Stepping(llm):
+            for stream in streams:
+                stream.start()
+        for stream in streams:
+            assert len("".join(chunk.text for chunk in stream)) > 0
+        waited = [stream.result.stats.queue_seconds for stream in streams]
+        assert waited[2] < waited[1] < waited[0]
+        with pytest.raises(ConfigError, match="priority is 'high', must be int"):
+            llm.stream([1], priority="high")

@@ -1,0 +1,146 @@
+"""What a caller's own drafter raises ends its text, wherever it comes up, and no other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tiny_pair import save_model
+
+import specdec
+from specdec.api import LLM
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.proposal import BadProposal
+from specdec.engine.sequence import own_errors
+from specdec.engine.stream import GenerationStream
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
+
+PROMPT = [5, 6, 7]
+OTHER = [80, 81]
+N_TOKENS = 6
+
+
+class Failing(Drafter):
+    """Raises at the n-th call of one of its methods, and from then on."""
+
+    def __init__(self, method: str, n_before: int) -> None:
+        self._method, self._n_before = method, n_before
+
+    def _called(self, method: str) -> None:
+        if method == self._method:
+            self._n_before -= 1
+            if self._n_before < 0:
+                raise ValueError(f"my {method}")
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        self._called("propose")
+        return DraftTree(context_ids[-1])
+
+    def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
+        self._called("observe")
+
+    def reset(self) -> None:
+        self._called("reset")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    target = save_model(tmp_path_factory.mktemp("target"), seed=0)
+    with specdec.load(
+        target, ctx_size=128, kv_tokens=400, num_draft_tokens=16, draft_depth=3
+    ) as loaded:
+        yield loaded
+
+
+class Proposing(Drafter):
+    """Proposes a child of the root for each of these tokens, or nothing that is a tree."""
+
+    def __init__(self, tokens: Sequence[int] | None, root: int | None = None) -> None:
+        self._tokens, self._root = tokens, root
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        if self._tokens is None:
+            return None  # type: ignore[return-value]
+        tree = DraftTree(context_ids[-1] if self._root is None else self._root)
+        for token in self._tokens:
+            tree.add(0, token, -1.0)
+        return tree
+
+
+class Deep(Drafter):
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        tree, node = DraftTree(context_ids[-1]), 0
+        for _ in range(limits.max_nodes):
+            node = tree.add(node, 5, -1.0)
+        return tree
+
+
+def check_own_error(llm: LLM, failing: GenerationStream, message: str) -> None:
+    """Of one text beside another one, in one pass."""
+    expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
+    other = llm.stream(OTHER, max_tokens=N_TOKENS)
+    other.start()
+    with pytest.raises(BadProposal, match=message):
+        list(failing)
+    for _ in other:
+        pass
+    assert other.result.token_ids == expected
+    assert not llm.session.engine._requests
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Proposing(None), "None, which is no DraftTree"),
+        (Proposing([5], root=0), "the root 0"),
+        (Proposing([10**6]), "not among the 259"),
+        (Proposing([-1]), "not among the 259"),
+        (Proposing(range(3, 200)), "197 tokens in 1 levels"),
+    ],
+    ids=["nothing", "another root", "no token", "below all tokens", "too many"],
+)
+def test_a_proposal_that_no_pass_can_run(llm: LLM, drafter: Drafter, message: str) -> None:
+    check_own_error(llm, llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=drafter), message)
+
+
+def test_a_proposal_beyond_the_context(llm: LLM) -> None:
+    prompt = [5 + i % 40 for i in range(124)]
+    stream = llm.stream(prompt, max_tokens=3, drafter=Deep())
+    check_own_error(llm, stream, r"room for \d+ in 3:")
+
+
+@pytest.mark.parametrize("n_before", [0, 1])
+@pytest.mark.parametrize("method", ["propose", "observe", "reset"])
+def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
+    expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
+    other = llm.stream(OTHER, max_tokens=N_TOKENS)
+    next(other)
+    failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing(method, n_before))
+    with pytest.raises(ValueError, match=f"my {method}"):
+        list(failing)
+    for _ in other:
+        pass
+    assert other.result.token_ids == expected
+    assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
+    assert not llm.session.engine._requests
+    assert not llm.session.texts._in_use
+
+
+def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
+    failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing("reset", 1))
+    next(failing)
+    failing.cancel()
+    assert failing.result.finish_reason == "cancelled"
+    assert not llm.session.engine._requests
+    assert not llm.session.texts._in_use
+
+
+def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=N_TOKENS)
+    stream._request.begin()
+    (job,) = stream._request.sequences
+    for message in ("first", "second"):
+        with own_errors(job):
+            raise ValueError(message)
+    assert str(job.error) == "first"

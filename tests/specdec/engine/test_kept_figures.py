@@ -1,0 +1,38 @@
+"""Figures of the machine that passes contradict are not kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import specdec
+from offload.process import remembered
+from specdec.metrics.stats import PassTime
+
+
+@pytest.mark.parametrize(
+    ("times_planned", "n_passes", "has_held", "is_kept"),
+    [
+        (1.3, 20, False, True),
+        (0.8, 20, False, True),
+        (1.7, 20, False, False),
+        (0.5, 20, False, False),
+        (9.0, 5, False, True),
+        (0.5, 20, True, True),
+        (1.7, 20, True, False),
+    ],
+)
+def test_figures_are_kept_while_passes_take_what_was_planned(
+    small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    times_planned: float, n_passes: int, has_held: bool, is_kept: bool,
+) -> None:  # fmt: skip
+    figure = tmp_path / "figure.json"
+    monkeypatch.setattr(remembered, "_in_use", set())
+    remembered.remember_figure(figure, {}, "a figure")
+    with specdec.load(small_target, ctx_size=64) as llm:
+        planned = llm.plan.pass_cost.seconds(4)
+        # Held while they ran, whatever is held when the last one of them is over.
+        passes = [PassTime(4, times_planned * planned, has_held=has_held)] * n_passes
+        llm.session.check_figures([*passes, PassTime(4, 100 * planned, is_drafting_ahead=True)])
+    assert figure.exists() == is_kept
