@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.errors import to_json
+from specdec.serve.responses import ResponseModel
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(value: Any) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+def event(value: ResponseModel) -> bytes:
+    return b"data: " + value.to_json() + b"\n\n"
 
 
 class EventStream(Response):
