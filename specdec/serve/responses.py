@@ -163,8 +163,11 @@ class ToolCall(ResponseModel):
     function: FunctionCall
 
 
-class ToolCallDelta(ToolCall):
+class ToolCallDelta(ResponseModel):
     index: Count
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class ChatMessage(ResponseModel):
@@ -225,6 +228,7 @@ class Completion(Envelope):
 class Chunk(Envelope):
     """An event of a stream; its figures are there where the request asked for them."""
 
+    choices: list[Any]
     draft: Draft | None = None
     usage: Usage | None = None
     timings: Timings | None = None
