@@ -57,7 +57,9 @@ class IdleConnections:
         self._idle = {}
         for connection in self.connections:
             request = connection.cycle
-            if request is None or request.response_complete:
+            is_over = request is None or request.response_complete
+            # The kernel watches those whose client has not taken all of its answer yet.
+            if is_over and not connection.transport.get_write_buffer_size():
                 last, since = before.get(connection, (None, now))
                 self._idle[connection] = (request, since if last is request else now)
         num_excess = len(self.connections) - self._options.max_connections

@@ -162,6 +162,19 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
     assert small.post(COMPLETIONS, SHORT)[0] == 200
 
 
+def test_a_client_that_reads_slowly_gets_all(served_model: Path) -> None:
+    """Its connection has no request any more, and still a part of the answer."""
+    body = {**LONG, "max_tokens": 120, "logprobs": 20, "n": 200}
+    with Server(served_model, *SMALL, *IMPATIENT[2:], "--read-timeout", "0.5") as server:
+        server.ready()
+        with server.post_raw(COMPLETIONS, body) as raw:
+            raw.settimeout(60)
+            raw.recv(1, socket.MSG_PEEK)
+            time.sleep(3)
+            status, answer = answer_of(raw)
+        assert (status, len(answer["choices"])) == (200, 200)
+
+
 def test_clients_that_do_not_take_the_end_of_an_answer_are_cut(small: Server) -> None:
     """It was in the server's hands, too short to be waited for: the connection stayed for ever."""
     files = Path(f"/proc/{small.process.pid}/fd")
