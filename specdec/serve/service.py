@@ -1,4 +1,4 @@
-"""The service behind the routes: one LLM, whom it lets in, and what it answers."""
+"""The service behind the routes: one LLM, the requests that it admits, and their answers."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ _PING_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How the requests of a route are read and answered. What its functions raise, the client is
-    told.
+    """How the requests of a route are parsed and answered. Clients get the errors that it raises.
 
-    constraint: of a body, what may take a process down that prepares it; None is nothing.
-    job: of the body, too; its constraint has been tried.
+    constraint: takes a body; returns what may end a process that prepares it, or None.
+    job: takes a body whose constraint has been tried.
     """
 
     constraint: Callable[[bytearray], Constraint | None]
@@ -86,7 +85,7 @@ class Service:
         self._is_over = False
 
     async def job(self, body: RequestBody, endpoint: Endpoint, llm: LLM) -> Job:
-        """What a request asks for; its body is dropped then."""
+        """Parse a request, and drop its body."""
         constraint = await made_in(self._encoder, endpoint.constraint, body.content)
         if constraint is not None:
             await made_in(self._trials, self._try, constraint)
@@ -120,7 +119,7 @@ class Service:
 
     @property
     def has_chat_template(self) -> bool:
-        """One of its own, or one that was named; else it is given a plain transcript."""
+        """Whether the model has one, or one was named; else prompts are plain transcripts."""
         llm = self.llm.llm
         is_named = llm.session.options.chat_template is not None
         return is_named or llm.tokenizer.has_chat_template
@@ -180,7 +179,7 @@ class Service:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """What goes wrong, as an ApiError; what is the server's fault goes to its log."""
+        """Raise errors as ApiError; those that are the server's fault are logged."""
         try:
             yield
             if self.limiter.state == FAILING:
@@ -205,7 +204,7 @@ class Service:
 
 
 class _Run:
-    """One request on its way. Raises ApiError where it is not let in."""
+    """One request on its way. Raises ApiError where it is not admitted."""
 
     def __init__(self, service: Service, request: Request) -> None:
         self._service, self._request = service, request
