@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from starlette.responses import Response
+from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse
 
 
 class ApiError(Exception):
@@ -25,15 +22,11 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, _type_of(self.status)),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+    def body(self) -> ErrorResponse:
+        kind = _TYPES.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorResponse(error=detail)
 
     def response(self) -> JsonResponse:
         return JsonResponse(self.body, self.status, headers=self.headers)
@@ -46,23 +39,6 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-
-
-def _type_of(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-class JsonResponse(Response):
-    """JSON in ASCII: text that came in with lone surrogates goes out, too."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return to_json(content)
-
-
-def to_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

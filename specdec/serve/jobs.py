@@ -1,4 +1,4 @@
-"""From a request to what the LLM is asked: token ids, sampling, and how the answer is read."""
+"""Conversion of requests to what the LLM takes, within the model's limits and the server's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from specdec.api import LLM
 from specdec.grammar.constraint import Constraint, schema_text
 from specdec.sampling.params import SEED_LIMIT, SamplingParams
 from specdec.serve.errors import bad_request
-from specdec.serve.limits import check_choices, check_room, with_few_logprobs
 from specdec.serve.options import ServeOptions
-from specdec.serve.schema import (
+from specdec.serve.requests import (
     ChatRequest,
     CompletionRequest,
     Message,
@@ -22,9 +21,9 @@ from specdec.serve.schema import (
     SchemaFormat,
     Tool,
 )
-from specdec.serve.schema import Sampling as SamplingFields
+from specdec.serve.requests import Sampling as SamplingFields
 from specdec.text import openai
-from specdec.text.prompts import encode_prompt
+from specdec.text.prompts import check_room, encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -41,9 +40,9 @@ _SAME_NAME = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the LLM is asked.
+    """A request as the LLM takes it.
 
-    n_copies: of each text, in the answer: greedy decoding has one text, however many are wanted.
+    n_copies: of each sequence, in the answer: greedy decoding has one, however many are asked for.
     tools: names that the answer may call; most_calls: None is any number.
     """
 
@@ -86,7 +85,7 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     ids = llm.tokenizer.encode_chat(
         messages, [tool.model_dump(exclude_none=True) for tool in tools]
     )
-    check_room([ids], llm)
+    _check_context([ids], llm)
     return _job(
         body,
         [list(ids)],
@@ -112,9 +111,9 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     params = _params(body, body.max_tokens or default, limits)
     params = params.replace(logprobs=openai.completion_logprobs(body.logprobs))
     prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
-    check_choices(len(prompts) * (body.n or 1), limits)
+    _check_choices(len(prompts) * (body.n or 1), limits)
     ids = [encode_prompt(prompt, llm.tokenizer) for prompt in prompts]
-    check_room(ids, llm)
+    _check_context(ids, llm)
     echoed: tuple[str, ...] = ()
     if body.echo:
         if body.logprobs is not None:
@@ -138,8 +137,8 @@ def _job(
     **more: Any,
 ) -> Job:
     n = body.n or 1
-    check_choices(len(prompts) * n, limits)
-    params = with_few_logprobs(body, params, len(prompts) * n, limits)
+    _check_choices(len(prompts) * n, limits)
+    params = _with_few_logprobs(body, params, len(prompts) * n, limits)
     wanted = body.stream_options
     more["is_streamed"] = bool(body.stream)
     more["tells_usage"] = wanted is not None and bool(wanted.include_usage)
@@ -223,6 +222,54 @@ def _arguments(text: str, param: str) -> Any:
         raise bad_request(
             "the arguments of a tool call are no JSON", f"{param}.tool_calls"
         ) from error
+
+
+# --- limits ------------------------------------------------------------------------------------
+
+
+def _check_context(prompts: Sequence[Sequence[int]], llm: LLM) -> None:
+    for ids in prompts:
+        if len(ids) >= llm.max_context:
+            try:
+                check_room(len(ids), llm.max_context, llm.session.model_context)
+            except Exception as error:
+                raise bad_request(str(error), code="context_length_exceeded") from error
+
+
+def _check_choices(n_choices: int, limits: ServeOptions) -> None:
+    if n_choices > limits.max_choices:
+        raise bad_request(
+            f"the request asks for more than {limits.max_choices} texts, the most that this "
+            "server gives: lower n, or send several requests",
+            "n",
+        )
+
+
+def _with_few_logprobs(
+    body: SamplingFields, params: SamplingParams, num_sequences: int, limits: ServeOptions
+) -> SamplingParams:
+    """Limit log-probabilities, each of which takes half a kilobyte until the answer is sent.
+
+    A sequence whose length the request leaves open ends where there would be too many.
+    """
+    if not params.logprobs:
+        return params
+    per_token = num_sequences * (1 + int(params.logprobs))
+    max_tokens = max(1, limits.max_logprobs // per_token)
+    if params.max_tokens <= max_tokens:
+        return params
+    if _is_length_open(body):
+        return params.replace(max_tokens=max_tokens)
+    raise bad_request(
+        f"the request asks for {per_token * params.max_tokens} log-probabilities, this server "
+        f"gives at most {limits.max_logprobs}: lower max_tokens, n or top_logprobs",
+        "logprobs",
+    )
+
+
+def _is_length_open(body: SamplingFields) -> bool:
+    is_chat_open = not isinstance(body, ChatRequest) or body.max_completion_tokens is None
+    return body.max_tokens is None and is_chat_open
 
 
 # --- tools and constraints ---------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Figures for Prometheus: the models' own, of which nothing is counted here, and of requests."""
+"""Metrics for Prometheus: the engine's own, which are not counted again here, and requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from offload.process.memory import process_memory
 from specdec.metrics.stats import EngineStats, GenerationStats
-from specdec.serve.gate import STATES, Gate
+from specdec.serve.admission import AdmissionLimiter
+from specdec.serve.responses import State
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
@@ -60,8 +62,8 @@ _NOW = {
 }
 
 
-class _OfTheEngine(Collector):
-    """What the models know of themselves, asked whenever somebody looks."""
+class _EngineCollector(Collector):
+    """The engine's own statistics, asked for at each scrape."""
 
     def __init__(self, ask: Callable[[], EngineStats]) -> None:
         self._ask = ask
@@ -87,11 +89,11 @@ class Metrics:
     ask: for the figures of the models.
     """
 
-    def __init__(self, gate: Gate, ask: Callable[[], EngineStats]) -> None:
+    def __init__(self, limiter: AdmissionLimiter, ask: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # when each counter began is known: with the server
-        self._gate = gate
+        self._limiter = limiter
         self._registry = registry = CollectorRegistry()
-        registry.register(_OfTheEngine(ask))
+        registry.register(_EngineCollector(ask))
         self._first_token = Histogram(
             "specdec_time_to_first_token_seconds",
             "From the begin of a text to its first token, waiting for its turn included.",
@@ -108,23 +110,23 @@ class Metrics:
             "specdec_requests", "Requests answered.", ["path", "status"], registry=registry
         )
         inside = Gauge("specdec_requests_inside", "Requests that run or wait.", registry=registry)
-        inside.set_function(lambda: gate.n_inside)
+        inside.set_function(lambda: limiter.num_requests)
         memory = Gauge("specdec_resident_bytes", "Memory of the process.", registry=registry)
         memory.set_function(lambda: process_memory().rss_bytes)
         state = Gauge("specdec_state", "1 for the server's state.", ["state"], registry=registry)
-        for name in STATES:
+        for name in get_args(State):
             state.labels(name).set_function(partial(self._is_in, name))
 
     def _is_in(self, state: str) -> float:
-        return float(self._gate.state == state)
+        return float(self._limiter.state == state)
 
-    def add_text(self, stats: GenerationStats) -> None:
-        """Count one prompt's texts, finished or not."""
+    def add_sequence(self, stats: GenerationStats) -> None:
+        """Count one prompt's sequences, finished or not."""
         if stats.generated_tokens:
             self._first_token.observe(stats.time_to_first_token)
 
     def add_request(self, path: str, status: int, seconds: float) -> None:
-        """path: of a route, never what a client sent."""
+        """Count a request. path: a route's, never what a client sent."""
         self._requests.labels(path, str(status)).inc()
         self._request_seconds.observe(seconds)
 

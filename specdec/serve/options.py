@@ -58,7 +58,9 @@ class ServeOptions:
     max_queue: int = option(
         32, "Most requests that run or wait; one more is told to come back.", LIMITS, at_least=1
     )
-    max_connections: int = option(256, "Most open connections.", LIMITS, at_least=2)
+    max_connections: int = option(
+        256, "Most requests at once, and most open connections.", LIMITS, at_least=2
+    )
     request_timeout: float = option(
         600.0, "Seconds for a request, waiting included.", LIMITS, above=0.0
     )

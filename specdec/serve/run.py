@@ -1,4 +1,4 @@
-"""The server's life: it listens while the model is loaded, serves, drains, and ends."""
+"""A run of the server: it listens while the model is loaded, serves, drains, and ends."""
 
 from __future__ import annotations
 
@@ -9,43 +9,73 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
 from offload.errors import SpecdecError
 from specdec.api import LLM
+from specdec.serve.admission import DRAINING
 from specdec.serve.app import make_app
-from specdec.serve.gate import DRAINING
-from specdec.serve.guard import MAX_HEAD_BYTES
+from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
-from specdec.serve.protocol import protocol_with_limits
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
-_LAST_SECONDS = 5.0
-"""For texts that were cancelled to end, and for their answers to be written."""
+_BACKLOG = 128
+_MAX_INT = 2**31 - 1
+_CANCEL_SECONDS = 5.0
+"""Time for cancelled requests to end, and for their answers to be written."""
 
 
 class ServeError(SpecdecError):
     """The server cannot listen."""
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Ours are the event loop's, see `Serving`."""
-        yield
+class IdleConnections:
+    """Closes connections that have no request.
+
+    uvicorn has no limit of time for a request's head, and answers everybody with 503 where there
+    are too many connections: one client with enough idle ones would end the service for all. Here
+    an idle connection is closed after `read_timeout`, and at once, the longest idle first, where
+    there are more than `max_connections`.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._idle: dict[Any, tuple[Any, float]] = {}
+        """{connection: (its last request or None, since when it has been idle)}"""
+        self.connections: set[Any] = set()
+        """uvicorn's set of its open connections."""
+
+    async def close(self) -> None:
+        """Close those that are due; uvicorn calls it every second."""
+        now, before = time.monotonic(), self._idle
+        self._idle = {}
+        for connection in self.connections:
+            request = connection.cycle
+            is_over = request is None or request.response_complete
+            # The kernel watches those whose client has not taken all of its answer yet.
+            if is_over and not connection.transport.get_write_buffer_size():
+                last, since = before.get(connection, (None, now))
+                self._idle[connection] = (request, since if last is request else now)
+        num_excess = len(self.connections) - self._options.max_connections
+        by_time = sorted(self._idle.items(), key=lambda item: item[1][1])
+        for i, (connection, (_, since)) in enumerate(by_time):
+            if i < num_excess or now - since > self._options.read_timeout:
+                connection.transport.abort()
 
 
 class Serving:
     """One run of the server.
 
     Args:
-        name: that clients know the model by.
-        load: gives the LLM, in a thread of its own.
-        say: takes a line for whoever runs the server.
+        name: the name that clients know the model by.
+        load: returns the LLM; called in a thread of its own.
+        say: prints a line for whoever runs the server.
     """
 
     def __init__(
@@ -58,7 +88,7 @@ class Serving:
         is_debug: bool = False,
     ) -> None:
         self._options, self._name, self._load = options, name, load
-        self._told = say
+        self._print = say
         self._is_debug = is_debug
         self._key = options.key()
         self._error: BaseException | None = None
@@ -75,43 +105,26 @@ class Serving:
         return self._signal
 
     def _say(self, line: str) -> None:
-        """A log that nobody reads any more, or a full disk, is no reason not to end, say."""
+        """Print a line. A closed pipe or a full disk must not keep the server from ending."""
         with suppress(OSError):
-            self._told(line)
+            self._print(line)
 
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._name, self._say)
         app = make_app(self._service, self._key, is_debug=self._is_debug)
-        self._server = _Uvicorn(self._config(app))
+        idle = IdleConnections(self._options)
+        self._server = uvicorn.Server(_config(app, idle))
+        idle.connections = self._server.server_state.connections
         self._loop = asyncio.get_running_loop()
+        serving = self._loop.create_task(self._server.serve(sockets=[listener]))
+        await asyncio.sleep(0)  # uvicorn has set its handlers of signals by then; ours replace them
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._say(f"loading {self._name}; {self._url}/health tells when it is there")
         threading.Thread(target=self._load_it, name="specdec-load", daemon=True).start()
-        await self._server.serve(sockets=[listener])
-
-    def _config(self, app: object) -> uvicorn.Config:
-        options = self._options
-        http = protocol_with_limits(
-            options.read_timeout, options.write_timeout, options.max_connections
-        )
-        return uvicorn.Config(
-            app,  # type: ignore[arg-type]  # starlette's and uvicorn's types of an application
-            http=http,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(_LAST_SECONDS),
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        )
+        await serving
 
     def _load_it(self) -> None:
         try:
@@ -123,7 +136,7 @@ class Serving:
             self._loop.call_soon_threadsafe(self._open, llm)
 
     def _open(self, llm: LLM) -> None:
-        if self._service.gate.state == DRAINING:
+        if self._service.limiter.state == DRAINING:
             return
         self._service.open(llm)
         self._say(f"ready: {self._name} at {self._url}/v1")
@@ -143,29 +156,55 @@ class Serving:
         self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
-        gate = self._service.gate
-        gate.state = DRAINING
-        if gate.n_inside:
-            self._say(f"ending; {gate.n_inside} requests have {self._options.drain_timeout:g} s")
-        if not await gate.wait_until_empty(self._options.drain_timeout):
+        limiter = self._service.limiter
+        limiter.state = DRAINING
+        if limiter.num_requests:
+            self._say(
+                f"ending; {limiter.num_requests} requests have {self._options.drain_timeout:g} s"
+            )
+        if not await limiter.wait_until_empty(self._options.drain_timeout):
             self._service.cancel_all()
-            await gate.wait_until_empty(_LAST_SECONDS)
+            await limiter.wait_until_empty(_CANCEL_SECONDS)
         self._stop()
+
+
+def _config(app: object, idle: IdleConnections) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]  # starlette's and uvicorn's types of an application
+        http="h11",  # others take a head of any length
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(_CANCEL_SECONDS),
+        backlog=_BACKLOG,
+        callback_notify=idle.close,
+        timeout_notify=0,  # at each of uvicorn's checks, one a second
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
 
 
 @contextmanager
 def _listening(options: ServeOptions) -> Iterator[socket.socket]:
-    """Bound before anything is loaded: a port that is taken is told at once."""
+    """Listen before anything is loaded: a port that is taken is reported at once."""
     try:
         found = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, _, _, _, address = found[0]
-        listener = socket.create_server(address[:2], family=family, backlog=128)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ServeError(
             f"cannot listen at {options.host}, port {options.port}: {error.strerror or error}; "
             "name another --host or --port"
         ) from error
     with listener:
+        # The kernel ends connections whose client takes nothing: uvicorn has no such limit.
+        milliseconds = max(1, min(int(1000 * options.write_timeout), _MAX_INT))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         yield listener

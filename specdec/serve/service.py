@@ -1,4 +1,4 @@
-"""The service behind the routes: one LLM, whom it lets in, and what it answers."""
+"""The service behind the routes: one LLM, the requests that it admits, and their answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,8 +23,9 @@ from specdec.grammar.constraint import Constraint
 from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost, end_trials
 from specdec.metrics.stats import EngineStats
+from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBody, RequestSlot
 from specdec.serve.answers import Answer, timings
-from specdec.serve.errors import ApiError, JsonResponse, bad_request, draining, loading
+from specdec.serve.errors import ApiError, bad_request, draining, loading
 from specdec.serve.events import (
     DONE,
     PING,
@@ -35,11 +35,11 @@ from specdec.serve.events import (
     made_in,
     unless_gone,
 )
-from specdec.serve.gate import FAILING, READY, Body, Gate, Visit
-from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
+from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
+from specdec.serve.responses import Chunk, JsonResponse
 from specdec.text.contract import TokenizerError
 from specdec.text.prompts import PromptError
 
@@ -51,11 +51,10 @@ _PING_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How the requests of a route are read and answered. What its functions raise, the client is
-    told.
+    """How the requests of a route are parsed and answered. Clients get the errors that it raises.
 
-    constraint: of a body, what may take a process down that prepares it; None is nothing.
-    job: of the body, too; its constraint has been tried.
+    constraint: takes a body; returns what may end a process that prepares it, or None.
+    job: takes a body whose constraint has been tried.
     """
 
     constraint: Callable[[bytearray], Constraint | None]
@@ -71,8 +70,8 @@ class Service:
 
     def __init__(self, options: ServeOptions, name: str, log: Callable[[str], None]) -> None:
         self.options, self.name, self._log = options, name, log
-        self.gate = Gate(options.max_queue)
-        self.metrics = Metrics(self.gate, self._stats)
+        self.limiter = AdmissionLimiter(options.max_queue)
+        self.metrics = Metrics(self.limiter, self._stats)
         self.created = int(time.time())
         self._llm: AsyncLLM | None = None
         self._streams: set[AsyncStream] = set()
@@ -85,8 +84,8 @@ class Service:
         self._trials = ThreadPoolExecutor(1, "specdec-trial")
         self._is_over = False
 
-    async def job(self, body: Body, endpoint: Endpoint, llm: LLM) -> Job:
-        """What a request asks for; its body is dropped then."""
+    async def job(self, body: RequestBody, endpoint: Endpoint, llm: LLM) -> Job:
+        """Parse a request, and drop its body."""
         constraint = await made_in(self._encoder, endpoint.constraint, body.content)
         if constraint is not None:
             await made_in(self._trials, self._try, constraint)
@@ -106,7 +105,7 @@ class Service:
     def open(self, llm: LLM) -> None:
         """Let requests in."""
         self._llm = AsyncLLM(llm)
-        self.gate.state = READY
+        self.limiter.state = READY
 
     def _stats(self) -> EngineStats:
         return EngineStats() if self._llm is None else self._llm.llm.stats
@@ -120,7 +119,7 @@ class Service:
 
     @property
     def has_chat_template(self) -> bool:
-        """One of its own, or one that was named; else it is given a plain transcript."""
+        """Whether the model has one, or one was named; else prompts are plain transcripts."""
         llm = self.llm.llm
         is_named = llm.session.options.chat_template is not None
         return is_named or llm.tokenizer.has_chat_template
@@ -152,39 +151,39 @@ class Service:
     def adopt(self, streams: Sequence[AsyncStream]) -> None:
         self._streams.update(streams)
 
-    def leave(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+    def leave(self, slot: RequestSlot, streams: Sequence[AsyncStream]) -> None:
         """At the end of an answer, whichever: what is not finished is cancelled.
 
-        The visit lasts until no thread works for it any more.
+        The slot is kept until no thread works for it any more.
         """
         for stream in streams:
             stream.cancel()
         if all(stream.is_over for stream in streams):
-            self._count(visit, streams)
+            self._count(slot, streams)
             return
-        task = asyncio.get_running_loop().create_task(self._leave(visit, streams))
+        task = asyncio.get_running_loop().create_task(self._leave(slot, streams))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+    async def _leave(self, slot: RequestSlot, streams: Sequence[AsyncStream]) -> None:
         for stream in streams:
             await stream.ended()
-        self._count(visit, streams)
+        self._count(slot, streams)
 
-    def _count(self, visit: Visit, streams: Sequence[AsyncStream]) -> None:
+    def _count(self, slot: RequestSlot, streams: Sequence[AsyncStream]) -> None:
         for stream in streams:
             self._streams.discard(stream)
             if stream.has_begun:
-                self.metrics.add_text(stream.result.stats)
-        visit.leave()
+                self.metrics.add_sequence(stream.result.stats)
+        slot.release()
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """What goes wrong, as an ApiError; what is the server's fault goes to its log."""
+        """Raise errors as ApiError; those that are the server's fault are logged."""
         try:
             yield
-            if self.gate.state == FAILING:
-                self.gate.state = READY
+            if self.limiter.state == FAILING:
+                self.limiter.state = READY
         except _CLIENTS_FAULT as error:
             raise bad_request(str(error)) from error
         except ModelClosed as error:
@@ -198,18 +197,18 @@ class Service:
                 headers={"X-Should-Retry": "false"},
             ) from error
         except SpecdecError as error:
-            if isinstance(error, StorageError) and self.gate.state == READY:
-                self.gate.state = FAILING
+            if isinstance(error, StorageError) and self.limiter.state == READY:
+                self.limiter.state = FAILING
             self._log(f"error: {error}")
             raise ApiError(500, "the model failed; the server's log says why") from error
 
 
 class _Run:
-    """One request on its way. Raises ApiError where it is not let in."""
+    """One request on its way. Raises ApiError where it is not admitted."""
 
     def __init__(self, service: Service, request: Request) -> None:
         self._service, self._request = service, request
-        self._visit = service.gate.enter()
+        self._slot = service.limiter.acquire()
         self._deadline = time.monotonic() + service.options.request_timeout
         self._streams: list[AsyncStream] = []
 
@@ -222,7 +221,7 @@ class _Run:
         if job.is_streamed:
             # What is wrong with the request is told by its status: it is known by then.
             await unless_gone(self._request.receive, self._streams[0].started(), self._left)
-            return EventStream(self._told(answer, job), self.end)
+            return EventStream(self._event_bytes(answer, job), self.end)
         results = await unless_gone(self._request.receive, self._results(), self._left)
         self.end()
         return JsonResponse(answer.whole(results))
@@ -230,7 +229,7 @@ class _Run:
     def end(self) -> None:
         """Idempotent."""
         streams, self._streams = self._streams, []
-        self._service.leave(self._visit, streams)
+        self._service.leave(self._slot, streams)
 
     @property
     def _left(self) -> float:
@@ -246,7 +245,7 @@ class _Run:
             raise draining()
         return stream.result
 
-    async def _told(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
+    async def _event_bytes(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         """The events, an error as the last one of them."""
         try:
             with self._service.translated():
@@ -266,11 +265,11 @@ class _Run:
                 continue
             base = index * job.n_per_prompt
             copies = [base + copy * job.params.n for copy in range(job.n_copies)]
-            for told in _events_of(streams[index], chunk, answer, copies):
+            for response in _events_of(streams[index], chunk, answer, copies):
                 if job.tells_timings:
                     begun = [stream for stream in streams if stream.has_begun]
-                    told["timings"] = timings([stream.result for stream in begun])
-                yield event(told)
+                    response.timings = timings([stream.result for stream in begun])
+                yield event(response)
         if job.tells_usage:
             yield event(answer.usage_event([stream.result for stream in streams]))
 
@@ -309,9 +308,9 @@ async def _next(stream: AsyncStream) -> AsyncChunk | None:
 
 def _events_of(
     stream: AsyncStream, chunk: AsyncChunk | None, answer: Answer, copies: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Of a chunk of one prompt, or of its end. copies: the first choice of each of its equal
-    copies."""
+) -> Iterator[Chunk]:
+    """Yield the events of a chunk of one prompt, or of its end. copies: the first choice of each of
+    its equal copies."""
     for copy in copies:
         if chunk is not None:
             yield from answer.events(chunk, copy + chunk.index)

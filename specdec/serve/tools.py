@@ -11,25 +11,14 @@ import json
 import re
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
+
+from specdec.serve.responses import FunctionCall, ToolCall
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BLOCK = re.compile(rf"{_BEGIN}(.*?)(?:{_END}|\Z)", re.DOTALL)
 _DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str
-    """JSON, as OpenAI's clients expect it."""
-    id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
-
-    def to_dict(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolCallParser:
@@ -104,7 +93,10 @@ class ToolCallParser:
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(name, arguments) if isinstance(arguments, str) else None
+        if not isinstance(arguments, str):
+            return None
+        function = FunctionCall(name=name, arguments=arguments)
+        return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
 
 
 def _may_be_tag(start: str) -> bool:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers import ChatAnswer, CompletionAnswer
 from specdec.serve.jobs import Job
+from specdec.serve.responses import ResponseModel
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -45,20 +48,25 @@ def job(**more: Any) -> Job:
     return Job(([1, 2, 3],), SamplingParams(), **more)
 
 
-def told(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
-    """The choices of all events of a text that came in pieces."""
+def sent(response: ResponseModel) -> dict[str, Any]:
+    """Return the JSON that a client gets."""
+    return json.loads(response.to_json())
+
+
+def choices_of(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
+    """Return the choices of all events of a text that came in pieces."""
     answer = ChatAnswer("m", job(**more), Letters())
     events = list(answer.first_events())
     for i in range(0, len(text), size):
         piece = text[i : i + size]
         events += answer.events(AsyncChunk(piece, tuple(map(ord, piece))), 0)
     events += answer.last_events(result(text).outputs[0], 0)
-    return [event["choices"][0] for event in events]
+    return [sent(event)["choices"][0] for event in events]
 
 
 def test_calls_of_a_whole_answer() -> None:
     text = f"Wait.\n{CALL}{CALL}"
-    answer = ChatAnswer("m", job(tools=("add",)), Letters()).whole([result(text)])
+    answer = sent(ChatAnswer("m", job(tools=("add",)), Letters()).whole([result(text)]))
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Wait."
@@ -66,19 +74,19 @@ def test_calls_of_a_whole_answer() -> None:
         assert call["type"] == "function"
         assert call["function"]["name"] == "add"
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
-    one = ChatAnswer("m", job(tools=("add",), most_calls=1), Letters()).whole([result(text)])
+    one = sent(ChatAnswer("m", job(tools=("add",), most_calls=1), Letters()).whole([result(text)]))
     assert len(one["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_without_tools_a_call_is_text() -> None:
-    answer = ChatAnswer("m", job(), Letters()).whole([result(CALL)])
+    answer = sent(ChatAnswer("m", job(), Letters()).whole([result(CALL)]))
     assert answer["choices"][0]["message"]["content"] == CALL
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_calls_of_a_stream(size: int) -> None:
-    choices = told(f"Wait.\n{CALL}", size, tools=("add",))
+    choices = choices_of(f"Wait.\n{CALL}", size, tools=("add",))
     assert "".join(one["delta"].get("content", "") for one in choices) == "Wait."
     (call,) = [call for one in choices for call in one["delta"].get("tool_calls", [])]
     assert (call["index"], call["function"]["name"]) == (0, "add")
@@ -90,13 +98,13 @@ def test_calls_of_a_stream(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_a_stream_that_only_looks_like_a_call(size: int) -> None:
     text = '{"name": "rm"} <tool'
-    choices = told(text, size, tools=("add",))
+    choices = choices_of(text, size, tools=("add",))
     assert "".join(one["delta"].get("content", "") for one in choices) == text
     assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_usage_counts_each_of_equal_texts() -> None:
-    usage = ChatAnswer("m", job(n_copies=2), Letters()).whole([result("abcd")])["usage"]
+    usage = sent(ChatAnswer("m", job(n_copies=2), Letters()).whole([result("abcd")]))["usage"]
     assert usage["prompt_tokens"] == 3
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == 11
@@ -106,20 +114,20 @@ def test_usage_counts_each_of_equal_texts() -> None:
 def test_a_probability_of_nothing_is_a_number() -> None:
     """JSON has no infinity."""
     nothing = {"logprobs": (float("-inf"),), "top_logprobs": ({97: float("-inf")},)}
-    chat = ChatAnswer("m", job(), Letters()).whole([result("a", **nothing)])
+    chat = sent(ChatAnswer("m", job(), Letters()).whole([result("a", **nothing)]))
     assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
-    plain = CompletionAnswer("m", job(), Letters()).whole([result("a", **nothing)])
+    plain = sent(CompletionAnswer("m", job(), Letters()).whole([result("a", **nothing)]))
     assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
 
 
 def test_a_cut_by_the_context_is_told() -> None:
     cut = result("ab", "length", finish_note="the context")
     for answer in (ChatAnswer("m", job(), Letters()), CompletionAnswer("m", job(), Letters())):
-        (choice,) = answer.whole([cut])["choices"]
+        (choice,) = sent(answer.whole([cut]))["choices"]
         assert (choice["finish_reason"], choice["finish_note"]) == ("length", "the context")
         (event,) = answer.last_events(cut.outputs[0], 0)
-        assert event["choices"][0]["finish_note"] == "the context"
-        assert "finish_note" not in answer.whole([result("ab")])["choices"][0]
+        assert sent(event)["choices"][0]["finish_note"] == "the context"
+        assert "finish_note" not in sent(answer.whole([result("ab")]))["choices"][0]
 
 
 def test_offsets_of_a_stream_go_on() -> None:
@@ -129,5 +137,5 @@ def test_offsets_of_a_stream_go_on() -> None:
         for piece in ("aé", "中b"):
             ids = tuple(map(ord, piece))
             (event,) = answer.events(AsyncChunk(piece, ids, logprobs=(0.0, 0.0)), choice)
-            found += event["choices"][0]["logprobs"]["text_offset"]
+            found += sent(event)["choices"][0]["logprobs"]["text_offset"]
         assert found == [0, 1, 2, 3]

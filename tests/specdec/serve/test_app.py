@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from specdec.serve.admission import RequestBody
 from specdec.serve.app import make_app
-from specdec.serve.gate import Body
-from specdec.serve.guard import BODY, MOST_BODIES, Guard
+from specdec.serve.middleware import BODY, MAX_BODIES, LimitMiddleware
 from specdec.serve.options import ServeOptions
 from specdec.serve.service import Service
 
@@ -69,11 +69,13 @@ def test_head_is_answered_as_get() -> None:
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405
 
 
-def test_all_bodies_together_have_a_limit() -> None:
-    """Of 256 connections each may send one of the longest at the same time."""
-    limits = ServeOptions(max_body="1KiB")
+@pytest.mark.parametrize("limit", ["bodies", "requests"])
+def test_what_all_requests_hold_together_has_a_limit(limit: str) -> None:
+    """Each of 256 connections may send one of the longest at the same time."""
+    max_connections = 256 if limit == "bodies" else MAX_BODIES
+    limits = ServeOptions(max_body="1KiB", max_connections=max_connections)
     may_end = asyncio.Event()
-    inside: list[Body] = []
+    inside: list[RequestBody] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         inside.append(scope[BODY])
@@ -81,7 +83,7 @@ def test_all_bodies_together_have_a_limit() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard = Guard(app, limits, None, frozenset(), lambda path, status, seconds: None)
+    middleware = LimitMiddleware(app, limits, None, frozenset(), lambda path, status, seconds: None)
     scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"host", b"localhost")]}
 
     async def post() -> int:
@@ -93,18 +95,20 @@ def test_all_bodies_together_have_a_limit() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await guard(scope, receive, send)
+        await middleware(scope, receive, send)
         return int(sent[0]["status"])
 
     async def work() -> None:
-        first = [asyncio.create_task(post()) for _ in range(MOST_BODIES)]
-        while len(inside) < MOST_BODIES:
+        first = [asyncio.create_task(post()) for _ in range(MAX_BODIES)]
+        while len(inside) < MAX_BODIES:
             await asyncio.sleep(0)
         assert await post() == 503
-        inside[0].drop()  # it is read
+        inside[0].drop()  # it is parsed
         last = asyncio.create_task(post())
         may_end.set()
-        assert await asyncio.gather(*first, last) == [200] * (MOST_BODIES + 1)
-        assert guard._bodies.n_bytes == 0
+        last_status = 200 if limit == "bodies" else 503
+        assert await asyncio.gather(*first, last) == [200] * MAX_BODIES + [last_status]
+        assert await post() == 200
+        assert middleware._bodies.num_bytes == 0
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -62,27 +63,22 @@ def test_a_full_queue_says_so(small: Server) -> None:
     assert small.get("/health")[0] == 200
 
 
-def test_connections_beyond_the_limit_are_told(served_model: Path) -> None:
-    """In the shape of all errors; those that came before are served."""
-    more = ("--max-connections", "2", "--read-timeout", "120")
-    with Server(served_model, *more) as server:
-        at = ("127.0.0.1", server.ready().port)
-        with socket.create_connection(at) as first, socket.create_connection(at):
-            status, text = server.get("/v1/models")
-            error = json.loads(text)["error"]
-            assert (status, error["type"]) == (503, "service_unavailable_error")
-            first.settimeout(60)
-            first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert b" 200 " in first.recv(4096)
-
-
-def test_connections_that_cannot_even_be_told_are_closed(served_model: Path) -> None:
-    """They ask for nothing, and would take all files that the process may open."""
+def test_idle_connections_beyond_the_limit_are_closed(served_model: Path) -> None:
+    """They ask for nothing; those who ask are served at all times."""
     more = ("--max-connections", "2", "--read-timeout", "120")
     with Server(served_model, *more) as server, ExitStack() as stack:
         at = ("127.0.0.1", server.ready().port)
-        *_, last = (stack.enter_context(socket.create_connection(at, 60)) for _ in range(5))
-        assert last.recv(1) == b""
+        idle = [stack.enter_context(socket.create_connection(at)) for _ in range(6)]
+        assert server.get("/v1/models")[0] == 200
+        end = time.monotonic() + 60
+        while len(select.select(idle, [], [], 0.1)[0]) < 4:
+            assert time.monotonic() < end, "they are open"
+        closed = select.select(idle, [], [], 0)[0]
+        assert [raw.recv(1) for raw in closed] == [b""] * 4
+        kept = next(raw for raw in idle if raw not in closed)
+        kept.settimeout(60)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in kept.recv(4096)
 
 
 def test_a_hundred_at_once_before_a_queue_of_32(served_model: Path) -> None:
@@ -164,6 +160,19 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
         small.wait_until_free(240)
     assert small.metric("specdec_generated_tokens_total") - before < 480
     assert small.post(COMPLETIONS, SHORT)[0] == 200
+
+
+def test_a_client_that_reads_slowly_gets_all(served_model: Path) -> None:
+    """Its connection has no request any more, and still a part of the answer."""
+    body = {**LONG, "max_tokens": 120, "logprobs": 20, "n": 200}
+    with Server(served_model, *SMALL, *IMPATIENT[2:], "--read-timeout", "0.5") as server:
+        server.ready()
+        with server.post_raw(COMPLETIONS, body) as raw:
+            raw.settimeout(60)
+            raw.recv(1, socket.MSG_PEEK)
+            time.sleep(3)
+            status, answer = answer_of(raw)
+        assert (status, len(answer["choices"])) == (200, 200)
 
 
 def test_clients_that_do_not_take_the_end_of_an_answer_are_cut(small: Server) -> None:

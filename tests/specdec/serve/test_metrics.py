@@ -9,7 +9,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.metrics.stats import EngineStats, GenerationStats
-from specdec.serve.gate import Gate
+from specdec.serve.admission import AdmissionLimiter
 from specdec.serve.metrics import Metrics
 
 
@@ -24,12 +24,12 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def test_the_models_figures_are_asked_for_and_not_counted_again() -> None:
     told = [EngineStats()]
-    metrics = Metrics(Gate(4), lambda: told[0])
+    metrics = Metrics(AdmissionLimiter(4), lambda: told[0])
     assert samples(metrics)["specdec_passes_total"] == 0
     told[0] = EngineStats(
         passes=3, drafted_tokens=7, kv_shared_bytes=4096, set_aside=2, accepted_by_depth=(5, 1)
     )
-    metrics.add_text(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
+    metrics.add_sequence(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
     found = samples(metrics)
     assert found["specdec_passes_total"] == 3
     assert found["specdec_generated_tokens_total"] == 0

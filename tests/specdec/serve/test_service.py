@@ -25,18 +25,18 @@ from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
+from specdec.serve.admission import FAILING, READY, BodyLimiter, RequestBody
 from specdec.serve.answers import CompletionAnswer
 from specdec.serve.errors import ApiError
-from specdec.serve.gate import FAILING, READY, Bodies, Body
-from specdec.serve.guard import BODY
 from specdec.serve.jobs import Job, completion_job
+from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
-from specdec.serve.schema import CompletionRequest
+from specdec.serve.requests import CompletionRequest
 from specdec.serve.service import Endpoint, Service, _Run
 
 
-def body(content: bytes = b"") -> Body:
-    made = Body(Bodies(1 << 20))
+def body(content: bytes = b"") -> RequestBody:
+    made = RequestBody(BodyLimiter(1 << 20))
     made.add(content)
     return made
 
@@ -74,7 +74,7 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
     async def work() -> None:
         statuses = await asyncio.gather(*map(ask, range(3)))
         assert statuses == [499] * 3
-        assert service.gate.n_inside == 0
+        assert service.limiter.num_requests == 0
 
     try:
         asyncio.run(asyncio.wait_for(work(), 30))
@@ -136,23 +136,23 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
 def test_a_read_that_failed_is_told_until_an_answer_comes() -> None:
     service = Service(ServeOptions(), "m", print)
-    service.gate.state = READY
+    service.limiter.state = READY
     for error, state in ((SpecdecError("no"), READY), (StorageError("gone"), FAILING)):
         with pytest.raises(ApiError, match="the model failed"), service.translated():
             raise error
-        assert service.gate.state == state
+        assert service.limiter.state == state
         assert f'specdec_state{{state="{state}"}} 1.0' in service.metrics.text().decode()
-    service.gate.enter().leave()
+    service.limiter.acquire().release()
     with service.translated():
         pass
-    assert service.gate.state == READY
+    assert service.limiter.state == READY
 
 
 def test_a_body_is_dropped_once_it_is_read() -> None:
     """Parsed, 32 of a megabyte each took 350 MiB until their answers ended."""
     service = Service(ServeOptions(), "m", print)
-    bodies = Bodies(100)
-    held = Body(bodies)
+    bodies = BodyLimiter(100)
+    held = RequestBody(bodies)
     held.add(b"x" * 60)
     llm: Any = None
 
@@ -161,7 +161,7 @@ def test_a_body_is_dropped_once_it_is_read() -> None:
         assert await service.job(held, read, llm) == b"x" * 60
 
     asyncio.run(asyncio.wait_for(work(), 30))
-    assert (bodies.n_bytes, len(held.content)) == (0, 0)
+    assert (bodies.num_bytes, len(held.content)) == (0, 0)
 
 
 def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

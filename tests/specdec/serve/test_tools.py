@@ -23,7 +23,9 @@ def parse(text: str, most: int | None = None, size: int | None = None):
     size = size or max(len(text), 1)
     shown = "".join(parser.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = parser.finish()
-    return shown + rest, [(call.name, json.loads(call.arguments)) for call in calls]
+    return shown + rest, [
+        (call.function.name, json.loads(call.function.arguments)) for call in calls
+    ]
 
 
 ADD = ("add", {"a": 1, "b": "é"})

@@ -16,7 +16,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED = [
     ("get", "/health", None),
     ("get", "/v1/models", None),
-    ("get", "/v1/plan", None),
+    ("get", "/v1/models/tiny", None),
+    ("get", "/v1/models/other", None),
     ("post", CHAT, TALK),
     ("post", CHAT, {**TALK, "logprobs": True, "top_logprobs": 2, "n": 2}),
     ("post", CHAT, {**TALK, "n": 0}),
@@ -31,7 +32,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def described(server: Server) -> Any:
-    return json.loads(server.get("/openapi.json")[1])["paths"]
+    return json.loads(server.get("/openapi.json")[1])
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ASKED)
@@ -43,9 +44,11 @@ def test_an_answer_has_the_form_that_is_told(
         answer = json.loads(text)
     else:
         status, answer = server.post(path, body)
-    schema = described[path][method]["responses"][str(status)]["content"]["application/json"]
-    assert schema["schema"], "says nothing"
-    jsonschema.validate(answer, schema["schema"])
+    route = path if path in described["paths"] else "/v1/models/{name}"
+    response = described["paths"][route][method]["responses"][str(status)]
+    schema = response["content"]["application/json"]["schema"]
+    assert schema["$ref"].rpartition("/")[2] in described["components"]["schemas"]
+    jsonschema.validate(answer, {**schema, "components": described["components"]})
 
 
 def test_the_servers_own_limits_are_told(server: Server) -> None:

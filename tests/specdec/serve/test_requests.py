@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("starlette")
 
 from specdec.serve.errors import ApiError
-from specdec.serve.schema import ChatRequest, CompletionRequest, read_request
+from specdec.serve.requests import ChatRequest, CompletionRequest, read_request
 
 TALK = [{"role": "user", "content": "hi"}]
 PART = {"type": "text", "txt": 1}

@@ -1,4 +1,4 @@
-"""What a request may hold: OpenAI's fields, and a few more that its clients send as extra_body.
+"""Request bodies: OpenAI's fields, and a few more that its clients send as extra_body.
 
 A field that is unknown, or asks for what is not done, is refused: nothing is left out in silence.
 Limits that are the server's own are checked where a request is made into a job.
@@ -45,7 +45,7 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -203,7 +203,7 @@ _DISCRIMINATED = "response_format"  # behind which pydantic puts the type, as if
 
 
 def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
-    """Raises ApiError with a mistake; never what the client wrote, but for names of fields."""
+    """Return a validated request. The ApiError of a mistake repeats names of fields only."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -211,12 +211,12 @@ def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
     try:
         return form.model_validate(value)
     except ValidationError as error:
-        raise _told(error) from error
+        raise _api_error(error) from error
 
 
-def _told(error: ValidationError) -> ApiError:
-    """The mistake that lies deepest: where a value may be of several kinds, it was meant to be of
-    that kind which it has come furthest with."""
+def _api_error(error: ValidationError) -> ApiError:
+    """Return the deepest mistake: of several kinds that a value may have, that one was meant which
+    it agrees with furthest."""
     found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     param = ".".join(_place(found["loc"], found["type"] == "extra_forbidden"))[:200]
     if not param:
@@ -227,8 +227,8 @@ def _told(error: ValidationError) -> ApiError:
 
 
 def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
-    """Without pydantic's names for the kinds that a value may be of. is_unknown: the last part is a
-    field that there is not."""
+    """Leave out pydantic's names for the kinds that a value may have. is_unknown: the last part is
+    a field that does not exist."""
     named = location[:-1] if is_unknown else location
     known = [
         str(part)

@@ -1,4 +1,4 @@
-"""What a request has to pass before it is looked at: host, key, size, and time to arrive."""
+"""Checks of a request before the application sees it: host, key, size, and time to arrive."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.units import format_bytes
+from specdec.serve.admission import BodyLimiter, RequestBody
 from specdec.serve.errors import ApiError, bad_request, broken
-from specdec.serve.gate import Bodies, Body
 from specdec.serve.options import ServeOptions
 
 OPEN_PATH = "/health"
-"""The one that needs no key: what watches a server has none."""
+"""The only path that needs no key: a program that watches a server has none."""
 MAX_HEAD_BYTES = 32 << 10
-MOST_BODIES = 16
-"""Bodies of the longest size that are held at once: one that is read makes room for another."""
+MAX_BODIES = 16
+"""Bodies of the longest size that are held at once, until they are parsed."""
 BODY = "specdec.body"
-"""Where an application finds the `Body` in the scope: `receive` tells only when the client goes."""
+"""The key of the `RequestBody` in the scope: `receive` tells only when the client disconnects."""
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-class Guard:
+class LimitMiddleware:
     """ASGI middleware.
 
-    A body is taken in whole, within its limits, before the application sees the request, and finds
-    it in the scope (BODY). HEAD is answered as GET: the server itself leaves the body out.
+    A body is read whole, within its limits, before the application is called, which finds it in the
+    scope (BODY). HEAD is answered as GET: the server itself leaves the body out.
+
+    More than `max_connections` requests at once are answered with 503.
 
     Without a key only this machine's programs may ask, and of those no page of another site that a
     browser shows: the Host header must name this machine (DNS rebinding), and a JSON body needs its
     content type, which browsers send to other sites only where these allow it (no CORS here).
 
-    told: called with (path of the route or "other", status, seconds) at the end of each request.
+    on_end: called with (path of the route or "other", status, seconds) after each request.
     """
 
     def __init__(
@@ -48,44 +50,49 @@ class Guard:
         options: ServeOptions,
         key: str | None,
         paths: frozenset[str],
-        told: Callable[[str, int, float], None],
+        on_end: Callable[[str, int, float], None],
         is_debug: bool = False,
     ) -> None:
-        self._app, self._options, self._paths, self._told = app, options, paths, told
+        self._app, self._options, self._paths, self._on_end = app, options, paths, on_end
         self._digest = None if key is None else _digest(key.encode("ascii"))
         self._is_debug = is_debug
-        self._bodies = Bodies(MOST_BODIES * options.max_body_bytes)
+        self._bodies = BodyLimiter(MAX_BODIES * options.max_body_bytes)
+        self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status, body = time.monotonic(), 0, Body(self._bodies)
+        begin, status, body = time.monotonic(), 0, RequestBody(self._bodies)
+        self._num_requests += 1
 
-        async def noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
+            if self._num_requests > self._options.max_connections:
+                raise _crowded()
             self._check_head(scope)
-            await self._take_in(body, scope, receive)
+            await self._read(body, scope, receive)
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
-            await self._app({**scope, "method": method, BODY: body}, receive, noted)
+            await self._app({**scope, "method": method, BODY: body}, receive, send_and_note)
         except ApiError as error:
             error.headers.setdefault("Connection", "close")  # what is unread is not read
-            await error.response()(scope, receive, noted)
+            await error.response()(scope, receive, send_and_note)
         except Exception as error:
             with suppress(OSError):  # nobody reads the log any more
                 self._report(error)
             if status:
-                raise _Ended from None  # cut off: the client must not take it for whole
-            await broken().response()(scope, receive, noted)
+                raise _Truncated from None  # cut off: the client must not take it for whole
+            await broken().response()(scope, receive, send_and_note)
         finally:
             body.drop()
+            self._num_requests -= 1
             path = scope["path"] if scope["path"] in self._paths else "other"
-            self._told(path, status, time.monotonic() - begin)
+            self._on_end(path, status, time.monotonic() - begin)
 
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -121,7 +128,7 @@ class Guard:
         name = name if colon and port.isdigit() else host
         return name.lower() in {*_LOCAL_NAMES, self._options.host}
 
-    async def _take_in(self, body: Body, scope: Scope, receive: Receive) -> None:
+    async def _read(self, body: RequestBody, scope: Scope, receive: Receive) -> None:
         limit = self._options.max_body_bytes
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and lengths[0].isdigit() and int(lengths[0][:20]) > limit:
@@ -133,7 +140,7 @@ class Guard:
                 408, f"the request did not arrive within {self._options.read_timeout:g} s"
             ) from None
 
-    async def _collect(self, body: Body, receive: Receive) -> None:
+    async def _collect(self, body: RequestBody, receive: Receive) -> None:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -149,8 +156,7 @@ class Guard:
         return ApiError(413, f"the request is longer than {limit}, the most that is taken here")
 
     def _report(self, error: Exception) -> None:
-        """Where an error happened; its text may hold what a client wrote, and is shown only to
-        those who ask for it."""
+        """Print where an error happened; with --debug also its text, which may hold a client's."""
         if self._is_debug:
             traceback.print_exception(type(error), error, error.__traceback__)
             return
@@ -159,12 +165,20 @@ class Guard:
         print(f"specdec: error: {type(error).__name__}{where} (--debug)", file=sys.stderr)
 
 
-class _Ended(Exception):
-    """An answer was cut off."""
+class _Truncated(Exception):
+    """A response was cut off."""
+
+
+def _crowded() -> ApiError:
+    return ApiError(
+        503,
+        "this server has too many open connections: ask again",
+        headers={"Retry-After": "5"},
+    )
 
 
 def _key_of(header: bytes) -> bytes:
-    """Of a client's `Bearer KEY`, or of a browser's `Basic`, where it is the password."""
+    """Return the key of a client's `Bearer KEY`, or of a browser's `Basic`, as its password."""
     kind, _, value = header.partition(b" ")
     if kind.lower() == b"bearer":
         return value.strip()
@@ -177,5 +191,5 @@ def _key_of(header: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that comparing takes as long for every key."""
+    """Return bytes of one length, so that comparing takes as long for every key."""
     return hashlib.sha256(key).digest()

@@ -1,0 +1,244 @@
+"""Response bodies in OpenAI's shape. Both what is sent and /openapi.json follow from them.
+
+A field with a default is optional: it is sent where it was set, null included. Clients skip fields
+that they do not know, so any model here may get more of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+Count = Annotated[int, Field(ge=0)]
+State = Literal["starting", "ready", "failing", "draining"]
+
+
+class ResponseModel(BaseModel):
+    """A JSON object of a response."""
+
+    def to_json(self) -> bytes:
+        """Return JSON in ASCII: a lone surrogate of a request can be sent back that way."""
+        return to_json(self.model_dump(exclude_unset=True))
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+class JsonResponse(Response):
+    """A response of a model, or of another value that JSON can hold."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content.to_json() if isinstance(content, ResponseModel) else to_json(content)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+class ErrorDetail(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ResponseModel):
+    error: ErrorDetail
+
+
+# --- the server --------------------------------------------------------------------------------
+
+
+class Health(ResponseModel):
+    status: State
+
+
+class ModelCard(ResponseModel):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    max_model_len: Count
+    has_chat_template: bool
+
+
+class ModelList(ResponseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+# --- completions -------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(ResponseModel):
+    cached_tokens: Count
+
+
+class CompletionTokensDetails(ResponseModel):
+    """Accepted draft tokens are part of the completion; rejected ones are counted only here."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+    reasoning_tokens: Count
+
+
+class Usage(ResponseModel):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class Timings(ResponseModel):
+    """Timings with llama.cpp's names as far as it has them."""
+
+    prompt_n: Count
+    prompt_ms: float
+    predicted_n: Count
+    predicted_ms: float
+    predicted_per_second: float
+    draft_n: Count
+    draft_n_accepted: Count
+    passes: Count
+    tokens_per_pass: float
+    bytes_streamed: Count
+    stall_ms: float
+
+
+class Draft(ResponseModel):
+    """The part of an event's text that was drafted."""
+
+    n_tokens: Count
+    n_accepted: Count
+    n_accepted_characters: Count
+
+
+class Envelope(ResponseModel):
+    """The fields that every completion and every event of a stream begins with."""
+
+    id: str
+    object: str
+    created: Count
+    model: str
+    system_fingerprint: str
+
+
+class TokenLogprob(ResponseModel):
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(ResponseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[Count]
+
+
+class FunctionCall(ResponseModel):
+    name: str
+    arguments: str
+    """JSON, as OpenAI's clients expect it."""
+
+
+class ToolCall(ResponseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ToolCallDelta(ResponseModel):
+    index: Count
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(ResponseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(ResponseModel):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_note: str = ""
+
+
+class ChatDelta(ResponseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+
+class ChatChunkChoice(ResponseModel):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_note: str = ""
+
+
+class CompletionChunkChoice(ResponseModel):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    finish_note: str = ""
+
+
+class CompletionChoice(CompletionChunkChoice):
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+    usage: Usage
+    timings: Timings
+
+
+class Completion(Envelope):
+    object: Literal["text_completion"]
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+    usage: Usage
+    timings: Timings
+
+
+class Chunk(Envelope):
+    """An event of a stream; its figures are there where the request asked for them."""
+
+    choices: list[Any]
+    draft: Draft | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class ChatCompletionChunk(Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class CompletionChunk(Chunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
