@@ -53,5 +53,6 @@ def wait(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None
 
 
 def partial_bytes(out: Path) -> int:
-    partial = out.with_name(out.name + ".partial")
-    return partial.stat().st_size if partial.exists() else 0
+    """Bytes of the journal and of its log."""
+    files = (out.with_name(out.name + ending) for ending in (".partial", ".partial-wal"))
+    return sum(file.stat().st_size for file in files if file.exists())
