@@ -1,6 +1,6 @@
 """From what a user types for a model to a directory or a GGUF file on disk.
 
-pair:target                   the embedded pair; pair:target.gguf exports it as GGUF
+pair:target                   the embedded pair; pair:target.gguf is its GGUF file
 path/to/checkpoint            a local directory with safetensors, or with one GGUF model
 path/to/model.gguf            a GGUF file, or the first one of a split model
 ollama:name[:tag]             a model that Ollama has downloaded
@@ -154,10 +154,6 @@ def check_local_draft(name: str | Path) -> None:
 
 def _embedded(name: str) -> Path:
     try:
-        if name.endswith(GGUF_SUFFIX):
-            from specdec.pair.gguf_export import pair_gguf_path
-
-            return pair_gguf_path(name)
         return pair_path(name)
     except (ValueError, FileNotFoundError) as error:
         raise ModelNotFound(str(error)) from error
