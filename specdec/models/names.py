@@ -16,6 +16,7 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
+from specdec.checks import ConfigError, FieldName
 from specdec.models.found import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.models.kinds import models_among, no_model
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
@@ -96,6 +97,24 @@ def _describe_missing(text: str, path: Path) -> str:
 
 def is_self_draft(name: str | Path) -> bool:
     return str(name).startswith(SELF_DRAFT)
+
+
+def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
+    """N for a draft of the name self:window=N, else the window that was asked for."""
+    if draft_model is None or not is_self_draft(draft_model):
+        return draft_window
+    found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
+    if found is None:
+        raise ConfigError(
+            FieldName("draft_model"),
+            f" is {str(draft_model)!r}: the target drafts for itself with self:window=N, N being "
+            "the recent tokens that it is shown, say self:window=512",
+        )
+    if draft_window is not None:
+        raise ConfigError(
+            f"{draft_model} names its window already: leave out ", FieldName("draft_window")
+        )
+    return int(found[1])
 
 
 def resolve_draft(name: str | Path | None) -> Path | None:
