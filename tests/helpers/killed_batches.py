@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+LOG_BYTES = 2 * (4096 + 24)
+"""Bytes that a short record adds to the journal's log: two pages with their headers."""
 EARLY_SHARE, EARLY_SECONDS = 0.2, 10.0
 """Share of the kills that come within so many seconds, while models are loaded."""
 

@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from batches import Killed, Machine, files_in, mixed, partial_of, run, whole, write_prompts
@@ -146,25 +145,6 @@ def test_two_processes_do_not_write_to_one_output(source: Path, out: Path) -> No
         yield from lines
 
     run(source, out, Machine(second))
-    assert out.read_bytes() == whole(source)
-
-
-def test_a_journal_that_is_removed_while_it_is_opened(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the process that had the lock until now, and came to its end."""
-    real = sqlite3.connect
-
-    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
-        database = real(*arguments, **options)
-        partial_of(out).unlink()
-        return database
-
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    with pytest.raises(BatchError, match="cannot write to"):
-        run(source, out)
-    monkeypatch.setattr(sqlite3, "connect", real)
-    run(source, out)
     assert out.read_bytes() == whole(source)
 
 

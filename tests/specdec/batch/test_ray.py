@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import expect_error, start
-from killed_batches import partial_bytes
+from killed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.lines import Line
@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed_loses_nothing(source: Path, model: Path) -> Non
     expected = source.with_name("alone.jsonl").read_bytes()
     partial = source.with_name("out.jsonl.partial")
     with on_ray(source, model, "out.jsonl") as process:
-        while partial_bytes(source.with_name("out.jsonl")) < 60_000:
+        while partial_bytes(source.with_name("out.jsonl")) < 10 * LOG_BYTES:
             assert process.poll() is None, process.communicate()[1].decode()
             time.sleep(0.02)
         killed = workers_of(process)[0]

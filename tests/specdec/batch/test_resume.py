@@ -6,9 +6,9 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -21,19 +21,17 @@ from specdec.batch.lines import BatchError, Line
 
 
 def kill_after(seconds: float, work: Callable[[], object]) -> None:
-    """Do it in a fork that is killed then, unless it has come to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    end = time.monotonic() + seconds
-    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < end:
-        time.sleep(0.001)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    """Do it in a fork that gets SIGKILL then, unless it has come to its end."""
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join(seconds)
+    child.kill()
+    child.join()
+
+
+def killed_at_the_sixth(lines: Iterable[Line]) -> Iterator[Line]:
+    yield from islice(lines, 5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- a kill ----------------------------------------------------------------------------------
@@ -103,11 +101,7 @@ def test_kills_at_any_moment(
 
 
 def test_a_killed_process_loses_no_answer(source: Path, out: Path) -> None:
-    def kill(lines: Iterable[Line]) -> Iterator[Line]:
-        yield from islice(lines, 5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    kill_after(60, lambda: run(source, out, Machine(kill)))
+    kill_after(60, lambda: run(source, out, Machine(killed_at_the_sixth)))
     machine = Machine()
     run(source, out, machine)
     assert machine.numbers == [6, 7, 8]
@@ -116,12 +110,7 @@ def test_a_killed_process_loses_no_answer(source: Path, out: Path) -> None:
 
 def test_a_log_without_its_database_is_nothing(source: Path, out: Path) -> None:
     """As where OUT.partial is removed to begin anew, and the log of a killed process stays."""
-
-    def kill(lines: Iterable[Line]) -> Iterator[Line]:
-        yield from islice(lines, 5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    kill_after(60, lambda: run(source, out, Machine(kill), temperature=1))
+    kill_after(60, lambda: run(source, out, Machine(killed_at_the_sixth), temperature=1))
     partial_of(out).unlink()
     assert files_in(source.parent) == {"in.jsonl", "out.jsonl.partial-wal"}
     machine = Machine()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Models, expect_error, save_models, start
-from killed_batches import partial_bytes
+from killed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.journal import Journal
@@ -165,7 +165,7 @@ def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
     source, partial = tmp_path / "in.jsonl", tmp_path / "out.jsonl.partial"
     source.write_text('{"prompt": "a", "max_tokens": 5}\n' * 3000)
     process = start(argv(models, source))
-    while partial_bytes(source.with_name("out.jsonl")) < 60_000:
+    while partial_bytes(source.with_name("out.jsonl")) < 7 * LOG_BYTES:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
