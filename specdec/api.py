@@ -18,7 +18,7 @@ from typing import Any, overload
 from typing_extensions import Self, Unpack
 
 from offload.errors import SpecdecError
-from specdec.checks import ConfigError, check_type, refuse_unknown
+from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.engine.engine_thread import CalledFromInside, ModelClosed, ModelElsewhere
@@ -269,7 +269,11 @@ class LLM:
         check_type("logits_processors", logits_processors, Sequence)
         for processor in logits_processors:
             if not callable(processor):
-                raise ConfigError(f"one of logits_processors is {processor!r}, must be Callable")
+                raise ConfigError(
+                    "one of ",
+                    FieldName("logits_processors"),
+                    f" is {processor!r}, must be Callable",
+                )
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.check_open()
         if spec is not None:
@@ -349,7 +353,13 @@ def _sampling_params(
     sampling: SamplingParams | None, generation_config: Any, overrides: Mapping[str, Any]
 ) -> SamplingParams:
     if sampling is not None and generation_config is not None:
-        raise ConfigError("give either sampling or generation_config, not both")
+        raise ConfigError(
+            "give either ",
+            FieldName("sampling"),
+            " or ",
+            FieldName("generation_config"),
+            ", not both",
+        )
     if generation_config is not None:
         sampling = SamplingParams.from_generation_config(generation_config)
     return (sampling or SamplingParams()).replace(**overrides)

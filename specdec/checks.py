@@ -8,20 +8,64 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import Self
+
 from offload.errors import SpecdecError
 
 
+class FieldName(str):
+    """Name of a configuration's field within an error: interfaces may call it something else.
+
+    also: what other libraries call it.
+    """
+
+    also: str
+
+    def __new__(cls, name: str, also: str = "") -> Self:
+        made = super().__new__(cls, name)
+        made.also = also
+        return made
+
+    def told(self, names: Mapping[str, str]) -> str:
+        """The name, or what stands for it in `names`."""
+        return names.get(self, f"{self} ({self.also})" if self.also else self)
+
+
 class ConfigError(SpecdecError, ValueError):
-    """An option is unknown, out of range, not supported, or contradicts another one."""
+    """An option is unknown, out of range, not supported, or contradicts another one.
+
+    Args:
+        parts: of the message, in their order. Fields that it is about are FieldNames.
+    """
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__(*parts)
+        self.parts = parts
+
+    def __str__(self) -> str:
+        return self.told({})
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that it is about, the wrong one first."""
+        return tuple(part for part in self.parts if isinstance(part, FieldName))
+
+    def told(self, names: Mapping[str, str]) -> str:
+        """The message. names: other names of fields, by their own."""
+        return "".join(
+            part.told(names) if isinstance(part, FieldName) else part for part in self.parts
+        )
 
 
 def as_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} is {value!r}, must be a number")
+        raise ConfigError(FieldName(name), f" is {value!r}, must be a number")
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
-        raise ConfigError(f"{name} is an integer too large to compute with: lower it") from None
+        raise ConfigError(
+            FieldName(name), " is an integer too large to compute with: lower it"
+        ) from None
 
 
 def check(
@@ -33,8 +77,12 @@ def check(
     *,
     open_low: bool = False,
     open_high: bool = False,
+    part: str = "",
 ) -> None:
-    """Raise ConfigError unless value is None or a `kind` from low to high, both included or not."""
+    """Raise ConfigError unless value is None or a `kind` from low to high, both included or not.
+
+    name: of the field. part: what of the field the value is, such as "a token id of ".
+    """
     if value is None:
         return
     wanted = (int, float) if kind is float else (kind,)
@@ -44,15 +92,18 @@ def check(
     is_at_open_end = (open_low and value == low) or (open_high and value == high)
     if not is_right_kind or not low <= value <= high or is_at_open_end:
         noun = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{name} is {value!r}, must be {noun} {bounds}")
+        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {noun} {bounds}")
 
 
-def check_type(name: str, value: Any, *kinds: type) -> None:
-    """Raise ConfigError unless value is of one of `kinds`; True and False are no integers."""
+def check_type(name: str, value: Any, *kinds: type, part: str = "") -> None:
+    """Raise ConfigError unless value is of one of `kinds`; True and False are no integers.
+
+    name, part: as in `check`.
+    """
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if not isinstance(value, kinds) or is_stray_bool:
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(f"{name} is {value!r}, must be {wanted}")
+        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {wanted}")
 
 
 class UnknownOption(ConfigError, TypeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.checks import ConfigError, check_type
+from specdec.checks import ConfigError, FieldName, check_type
 from specdec.option import SPECULATION, check_options, option
 
 SPEC_TYPES = ("draft", "ngram")
@@ -90,13 +90,19 @@ class SpecConfig:
         check_options(self)
         if self.draws_chains and (self.tree_width or 1) > 1:
             raise ConfigError(
-                f"acceptance {self.acceptance!r} verifies one chain, but tree_width is "
-                f"{self.tree_width}: leave tree_width unset or choose acceptance 'match'"
+                FieldName("acceptance"),
+                f" {self.acceptance!r} verifies one chain, but ",
+                FieldName("tree_width"),
+                f" is {self.tree_width}: leave that unset or choose 'match'",
             )
         if self.draws_chains and self.accept_threshold is not None:
             raise ConfigError(
-                f"accept_threshold is {self.accept_threshold}, but acceptance {self.acceptance!r} "
-                "decides by a draft's own probabilities: use accept_threshold with 'match'"
+                FieldName("accept_threshold"),
+                f" is {self.accept_threshold}, but ",
+                FieldName("acceptance"),
+                f" {self.acceptance!r} decides by a draft's own probabilities: use ",
+                FieldName("accept_threshold"),
+                " with 'match'",
             )
 
     @property
@@ -136,13 +142,14 @@ def parse_spec_type(value: str | Sequence[str] | None) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value or ()
     check_type("spec_type", names, Sequence)
     for name in names:
-        check_type("a name in spec_type", name, str)
+        check_type("spec_type", name, str, part="a name in ")
     names = [name.strip() for name in names]
     if names in ([], ["none"], [""]):
         return ()
     for name in names:
         if name not in SPEC_TYPES:
             raise ConfigError(
-                f"spec_type {name!r} is unknown: use any of {', '.join(SPEC_TYPES)}, or none"
+                FieldName("spec_type"),
+                f" {name!r} is unknown: use any of {', '.join(SPEC_TYPES)}, or none",
             )
     return tuple(name for name in SPEC_TYPES if name in names)

@@ -12,7 +12,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from specdec.checks import ConfigError, check
+from specdec.checks import ConfigError, FieldName, check
 
 # Panels of the help, in their order.
 MODELS, MEMORY, SPECULATION, SAMPLING = "Models", "Memory", "Speculation", "Sampling"
@@ -46,7 +46,8 @@ class Option:
         None stands for what is chosen later, and passes.
         """
         if self.choices and value is not None and value not in self.choices:
-            raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(self.choices)}")
+            known = ", ".join(self.choices)
+            raise ConfigError(FieldName(name), f" is {value!r}, must be one of {known}")
         low = self.at_least if self.above is None else self.above
         if low is not None:
             check(name, value, type(low), low, self.at_most, open_low=self.above is not None)
@@ -77,7 +78,9 @@ def check_options(configuration: Any) -> None:
         if told is None:
             continue
         if value is None and field.default not in (None, MISSING):
-            raise ConfigError(f"{field.name} is None: leave it out for {field.default!r}")
+            raise ConfigError(
+                FieldName(field.name), f" is None: leave it out for {field.default!r}"
+            )
         told.check(field.name, value)
 
 

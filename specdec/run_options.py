@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,9 +14,9 @@ from typing_extensions import TypedDict
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
-from specdec.checks import ConfigError, check_type
+from specdec.checks import ConfigError, FieldName, check_type
 from specdec.config import SPEC_TYPES, SpecConfig
-from specdec.models.names import SELF_DRAFT, is_self_draft
+from specdec.models.names import SELF_DRAFT, is_self_draft, window_of_self
 from specdec.option import (
     BEAMS,
     MEMORY,
@@ -238,32 +237,42 @@ class RunOptions:
         check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
             raise ConfigError(
-                "spec_type has 'draft' but no draft model was named: give draft_model (-md)"
+                FieldName("spec_type"),
+                " has 'draft' but no draft model was named: give ",
+                FieldName("draft_model"),
+                " (-md)",
             )
         if self.exact == ON and not self.spec.is_plain_decoding:
             name = "acceptance" if self.spec.is_lossless else "accept_threshold"
             raise ConfigError(
-                f"exact is 'on', but with {name} {getattr(self, name)} the tokens are not plain "
-                "decoding's: leave that out, or use exact 'auto'"
+                FieldName("exact"),
+                " is 'on', but with ",
+                FieldName(name),
+                f" {getattr(self, name)} the tokens are not plain decoding's: leave that out, or "
+                "use 'auto'",
             )
         for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
             value = getattr(self, name)
             try:
                 is_nothing = value != AUTO and parse_bytes(value) == 0
             except UnitError as error:
-                raise ConfigError(f"{name}: {error}") from error
+                raise ConfigError(FieldName(name), f": {error}") from error
             if is_nothing:
-                raise ConfigError(f"{name} is {value}, must be positive: try {example}, or auto")
+                raise ConfigError(
+                    FieldName(name), f" is {value}, must be positive: try {example}, or auto"
+                )
 
     def _check_types(self) -> None:
         """Of names, which have no limits that would tell."""
-        check_type("the model", self.model, str, Path)
-        check_type("the draft model", self.draft_model, str, Path, type(None))
+        check_type("model", self.model, str, Path)
+        check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("parse_special", self.parse_special, bool)
         check_type("prompt_cache_file", self.prompt_cache_file, str, Path, type(None))
         if self.prompt_cache_file == "":
-            raise ConfigError("prompt_cache_file is empty: name a file, or leave it out")
+            raise ConfigError(
+                FieldName("prompt_cache_file"), " is empty: name a file, or leave it out"
+            )
 
     @cached_property
     def spec(self) -> SpecConfig:
@@ -274,7 +283,7 @@ class RunOptions:
         if self.num_draft_tokens == 0:
             spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
         values = self.keywords(one.name for one in fields(SpecConfig))
-        values["draft_window"] = _window_of_self(self.draft_model, self.draft_window)
+        values["draft_window"] = window_of_self(self.draft_model, self.draft_window)
         return SpecConfig(**{**values, "spec_type": spec_type})
 
     @property
@@ -335,18 +344,3 @@ class RunOptions:
     def all_tokens(self, ctx_size: int) -> int:
         """Of all texts together, that the KV caches have room for."""
         return max(ctx_size, self.kv_tokens or 0)
-
-
-def _window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
-    """N for a draft of the name self:window=N, else the window that was asked for."""
-    if draft_model is None or not is_self_draft(draft_model):
-        return draft_window
-    found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
-    if found is None:
-        raise ConfigError(
-            f"the draft model is {str(draft_model)!r}: the target drafts for itself with "
-            "self:window=N, N being the recent tokens that it is shown, say self:window=512"
-        )
-    if draft_window is not None:
-        raise ConfigError(f"{draft_model} names its window already: leave out draft_window")
-    return int(found[1])

@@ -26,6 +26,7 @@ from bench.synth.files import (
     write_json,
     write_side_files,
 )
+from bench.synth.gguf_file import reserve_blocks
 from bench.synth.growth import GrowthPlanner
 from bench.synth.layouts import LAYOUTS, Layout, StoredTensor
 from bench.synth.shapes import LlamaShape, SynthError
@@ -34,7 +35,6 @@ from bench.synth.tensors import TensorPlan
 from bench.synth.weights import TensorMaker
 from offload.storage.unfinished import unfinished
 from offload.units import Progress
-from specdec.pair.gguf_file import reserve_blocks
 
 DEFAULT_SHARD_BYTES = 1_500_000_000
 _HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from backends.ggml.operators import load_ggml
-from specdec.pair.gguf_file import import_gguf
+from bench.synth.gguf_file import import_gguf
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class WeightFormat:
     """One way of storing weights.
 
     `encode` takes float32 [n_blocks, block_size] and returns uint8 [n_blocks, block_bytes]. Raises
-    LlamaError or GgufExportError where what it needs is not installed.
+    LlamaError or SynthError where what it needs is not installed.
     """
 
     name: str  # the same in safetensors and in ggml

@@ -16,6 +16,8 @@ import numpy as np
 
 from bench.synth.checkpoint import GrowReport, fit_shape
 from bench.synth.files import check_gguf_file, grown_config, model_card
+from bench.synth.gguf_file import GgufTensor, gguf_name, interleave_rotary, write_gguf
+from bench.synth.gguf_metadata import add_model, add_tokenizer
 from bench.synth.growth import GrowthPlanner
 from bench.synth.recipes import RECIPES, Recipe
 from bench.synth.shapes import LlamaShape, SynthError
@@ -24,14 +26,6 @@ from bench.synth.tensors import EXPERTS, TensorPlan
 from bench.synth.weights import TensorMaker
 from offload.storage.unfinished import unfinished
 from offload.units import Progress
-from specdec.pair.gguf_file import (
-    ARCHITECTURES,
-    GgufTensor,
-    gguf_name,
-    interleave_rotary,
-    write_gguf,
-)
-from specdec.pair.gguf_metadata import add_model, add_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -59,8 +53,8 @@ def grow_gguf(
     function; growing does not change it further.
 
     Raises:
-        SynthError: as `grow` does; also if zeros beside the source's weights would not be exact.
-        GgufExportError: a tokenizer or rotary embedding that is not written here.
+        SynthError: as `grow` does; also if zeros beside the source's weights would not be exact,
+            and for a tokenizer or rotary embedding that is not written here.
         LlamaError: llama.cpp, whose ggml quantises, is not installed.
     """
     if dtype not in RECIPES:
@@ -72,23 +66,25 @@ def grow_gguf(
     is_llama = source.shape.experts is None  # of which llama.cpp rotates neighbours
     read = partial(_read_interleaved, source) if is_llama else source.read
     maker = TensorMaker(read, partial(recipe.format_of, grown), seed)
-    tensors = _tensors(GrowthPlanner(source.shape, grown).tensors(), grown, maker, recipe)
+    model_type = source.config["model_type"]
+    plans = GrowthPlanner(source.shape, grown).tensors()
+    tensors = _tensors(plans, grown, model_type, maker, recipe)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
 
     def add_metadata(writer: GGUFWriter) -> None:
-        name = f"{source_name or source.folder.name} grown to {grown.parameters / 1e9:.1f} G"
+        name = source_name or source.folder.name
         config = grown_config(source, grown, dtype)
+        if grown != source.shape:
+            name += f" grown to {grown.parameters / 1e9:.1f} G"
+            writer.add_description(model_card(source, grown, dtype, n_bytes, seed, source_name))
         add_model(writer, config, name=name, file_type=recipe.file_type)
-        card = model_card(source, grown, dtype, n_bytes, seed, source_name)
-        writer.add_description(card)
         add_tokenizer(writer, source.folder, grown.vocab_size)
 
     with unfinished(out_file) as path:
         check_gguf_file(out_file, n_bytes if with_data else 0, force)
         try:
             out_file.parent.mkdir(parents=True, exist_ok=True)
-            architecture = ARCHITECTURES[source.config["model_type"]]
-            write_gguf(path, add_metadata, tensors, progress, with_data, architecture)
+            write_gguf(path, add_metadata, tensors, progress, with_data, model_type)
             path.replace(out_file)
         except OSError as error:
             raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error
@@ -107,13 +103,16 @@ def _read_interleaved(source: SourceModel, name: str, rows: range) -> np.ndarray
 
 
 def _tensors(
-    plans: list[TensorPlan], grown: LlamaShape, maker: TensorMaker, recipe: Recipe
+    plans: list[TensorPlan],
+    grown: LlamaShape,
+    model_type: str,
+    maker: TensorMaker,
+    recipe: Recipe,
 ) -> list[GgufTensor]:
     """In the order of the plans; a layer's experts are one tensor for each of their matrices."""
     same: dict[str, list[TensorPlan]] = {}
     for plan in plans:
-        name = gguf_name(plan.name)
-        assert name is not None
+        name = gguf_name(plan.name, model_type, grown.n_layers)
         same.setdefault(name, []).append(plan)
     tensors = []
     for name, parts in same.items():

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.synth.float_weights import read_float32
 from bench.synth.shapes import Experts, LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.comparing import have_same_bytes
-from specdec.pair.float_weights import read_float32
 
 _MAX_FIGURE = 2**24  # far above any model
 _NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")

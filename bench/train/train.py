@@ -4,7 +4,8 @@
 
 Runs on two CPU cores in about two hours; an interrupted run goes on from `--scratch`, where
 `early/target` and `early/draft` are checkpoints to develop against while training runs. Needs
-torch 2.9 or newer, for its Muon optimizer.
+torch 2.9 or newer, for its Muon optimizer. Then `python -m tests.helpers.pair_gguf` writes the
+pair's GGUF files.
 """
 
 from __future__ import annotations

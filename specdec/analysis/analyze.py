@@ -12,7 +12,7 @@ from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
 from specdec.analysis.report import DECODE, PHASES, PREFILL, VERIFY, Analysis
 from specdec.analysis.roofline import free_tokens, pass_bound, place
-from specdec.checks import ConfigError, check, check_type, refuse_unknown
+from specdec.checks import ConfigError, FieldName, check, check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
@@ -55,7 +55,11 @@ def analyze(
     shape = read_shape(path, run.backend)
     context = min(run.ctx_size or DEFAULT_CTX_SIZE, shape.max_context)
     if n_tokens is not None and n_tokens > context:
-        raise ConfigError(f"-n is {n_tokens}, more than the context of {context} tokens: give -c")
+        raise ConfigError(
+            FieldName("n_tokens"),
+            f" is {n_tokens}, more than the context of {context} tokens: raise ",
+            FieldName("ctx_size"),
+        )
     machine = ThisMachine(path, shape.number_formats, run.backend.n_threads)
     device = complete(figures, machine)
     if run.memory_budget != "auto":
@@ -83,10 +87,15 @@ def read_shape(path: Path, options: BackendOptions) -> ModelShape:
 
 def _check(phase: str | None, n_tokens: int | None) -> None:
     if phase not in (None, *PHASES):
-        raise ConfigError(f"phase is {phase!r}, must be one of {', '.join(PHASES)}")
-    check("n_tokens (-n)", n_tokens, int, 1)
+        raise ConfigError(FieldName("phase"), f" is {phase!r}, must be one of {', '.join(PHASES)}")
+    check("n_tokens", n_tokens, int, 1)
     if phase == DECODE and n_tokens not in (None, 1):
-        raise ConfigError(f"-n is {n_tokens}, but decode passes have 1 token: use --phase verify")
+        raise ConfigError(
+            FieldName("n_tokens"),
+            f" is {n_tokens}, but decode passes have 1 token: use ",
+            FieldName("phase"),
+            " verify",
+        )
 
 
 def _analyze(

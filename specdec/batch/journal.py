@@ -1,127 +1,117 @@
-"""The output file while it is made: nothing is lost by a kill, nothing is written twice.
+"""Output file in the making: a kill loses no record, and none is written twice.
 
-Records are appended to OUT.partial as lines are answered, whatever their order. When the last one
-is there, OUT is written from it, synced, renamed into place, and OUT.partial removed. So OUT is
-always whole or not there at all. Holding records back until those before them are there, so that
-OUT itself could grow in the order of the input, would lose finished work to a kill, and keep it in
-memory behind one long text.
+Records go into OUT.partial, an SQLite database, as lines are answered, whatever their order. When
+the last one is there, OUT is written from it, synced, renamed into place, and OUT.partial removed:
+OUT is always whole or not there at all. SQLite commits and syncs each record, through a log beside
+the database (OUT.partial-wal), and locks the file against other processes as long as it is open.
 
-What a resumed batch reads:
-
-- OUT.partial begins with the options that decide on the texts; others are refused by name. It
-  counts up to its first line that is not whole: a kill may cut the last, a power failure more.
-- Each record has the number and the digest of its line. An input that has grown is answered to its
-  new end; one whose answered lines have changed is refused.
-- OUT of a batch that ended is read the same way: the same command again has nothing left to do, or
-  answers the lines that the input has grown by.
-
-OUT.partial is locked while a process writes to it. It is synced to the disk once a second at most:
-a sync takes milliseconds and an answer seconds, and what a power failure takes is computed again.
-A killed process loses nothing that was written, synced or not.
+A resumed batch reads the options that decide on the texts (others are refused by name) and, of each
+record, the number and the digest of its line: an input that has grown is answered to its new end,
+one whose answered lines have changed is refused. Records of an OUT that is already there are taken
+over: the same command again has nothing left to do, or answers the lines that the input has grown
+by.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import sqlite3
 import stat
-import time
-from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 from typing_extensions import Self
 
-from specdec.batch.answered import AnsweredLines
 from specdec.batch.lines import BatchError, LineKey
 from specdec.batch.records import key_of
 
-SYNC_SECONDS = 1.0
 INPUT, FINISHED = "input", "finished"
 ORDERS = (INPUT, FINISHED)
-_HEADER = "specdec_batch"
-_COPY_BYTES = 1 << 20
+MADE_IN = (".partial", ".partial-wal", ".partial-journal", ".whole")
+"""What is added to the output's name for the files that it is made in."""
+_FORMAT = 0x73706401
+"""SQLite's application_id of these tables: another number where they change."""
+_TABLES = f"""
+    PRAGMA application_id = {_FORMAT};
+    CREATE TABLE options (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+    CREATE TABLE records (
+        finished INTEGER PRIMARY KEY,
+        line INTEGER NOT NULL UNIQUE,
+        digest TEXT NOT NULL,
+        record BLOB NOT NULL,
+        is_in_out INTEGER NOT NULL
+    );
+"""
 
 
 class Journal:
-    """The records of one batch.
+    """Records of one batch.
 
     Args:
         out: where they are at the end.
         options: that decide on the texts, as JSON has them.
-        n_input_bytes: of the input, which has no more lines than that.
 
-    Raises BatchError where the files belong to another batch, or to another process; OSError.
+    Raises BatchError where the files belong to another batch, or to another process.
     """
 
-    def __init__(self, out: Path, options: Mapping[str, Any], n_input_bytes: int) -> None:
+    def __init__(self, out: Path, options: Mapping[str, Any]) -> None:
         self.out = Path(os.path.realpath(out))
         self.partial = self.out.with_name(self.out.name + ".partial")
-        self._options = json.loads(json.dumps(options))
-        self._answered = AnsweredLines(self.out, self.partial, n_input_bytes)
-        self.is_finished = False
+        self._options = {name: json.dumps(value) for name, value in options.items()}
+        self._is_finished = False
         _check_regular(self.out)
         _check_regular(self.partial)
-        self._descriptor = _open_locked(self.partial)
+        with self._told():
+            self._database = _open_locked(self.partial)
+            try:
+                self._open_tables()
+            except BaseException:
+                self._database.close()
+                raise
         try:
-            self._n_bytes = self._read_partial()
-            self._read_out()
-            os.ftruncate(self._descriptor, self._n_bytes)
-            header = json.dumps({_HEADER: 1, "options": self._options}).encode() + b"\n"
-            self._n_header_bytes = len(header)
-            if not self._n_bytes:
-                self._write(header)
+            self._take_over_out()
         except BaseException:
-            self._release(remove=os.fstat(self._descriptor).st_size == 0)
+            self.close()
             raise
-        self._synced_at = time.monotonic()
 
     # --- what is there already -----------------------------------------------------------------
 
-    def _read_partial(self) -> int:
-        """Bytes that count."""
-        with open(self.partial, "rb") as file:
-            header = file.readline(_COPY_BYTES)
-            if not header.endswith(b"\n") and _is_begun_header(header):
-                return 0
-            self._check_header(header)
-            n_bytes = len(header)
-            for line in file:
-                key = key_of(line)
-                if key is None:
-                    break
-                self._answered.add(key)
-                n_bytes += len(line)
-        return n_bytes
+    def _open_tables(self) -> None:
+        run = self._database.execute
+        (n_tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
+        (found,) = run("PRAGMA application_id").fetchone()
+        is_new = n_tables == found == 0
+        if not is_new and found != _FORMAT:
+            raise sqlite3.DatabaseError("a database of another program")
+        run("PRAGMA journal_mode = WAL")
+        if is_new:
+            with _transaction(self._database):
+                for statement in filter(str.strip, _TABLES.split(";")):
+                    run(statement)
+                insert = "INSERT INTO options VALUES (?, ?)"
+                self._database.executemany(insert, self._options.items())
+        (state,) = run("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError("its pages contradict each other")
+        self._check_options(dict(run("SELECT name, value FROM options")))
 
-    def _check_header(self, header: bytes) -> None:
-        try:
-            told = json.loads(header)
-            options = dict(told["options"]) if told[_HEADER] == 1 else None
-        except (ValueError, TypeError, KeyError, RecursionError):
-            options = None
-        if options is None:
-            raise BatchError(
-                f"{self.partial} was not written by specdec batch: name another output file, or "
-                "move that one away"
-            )
-        for name in sorted({*options, *self._options}):
-            before, now = options.get(name), self._options.get(name)
+    def _check_options(self, begun_with: Mapping[str, str]) -> None:
+        for name in sorted({*begun_with, *self._options}):
+            before, now = begun_with.get(name, "null"), self._options.get(name, "null")
             if before != now:
                 raise BatchError(
-                    f"{self.partial} was begun with {name} {json.dumps(before)}, now it is "
-                    f"{json.dumps(now)}: go on with the same, or remove that file to begin anew"
+                    f"{self.partial} was begun with {name} {before}, now it is {now}: go on with "
+                    "the same, or remove that file to begin anew"
                 )
 
-    def _read_out(self) -> None:
+    def _take_over_out(self) -> None:
         if not self.out.exists():
             return
-        with open(self.out, "rb") as file:
+        with open(self.out, "rb") as file, self._told(), _transaction(self._database):
             for line in file:
                 key = key_of(line)
                 if key is None:
@@ -129,20 +119,31 @@ class Journal:
                         f"{self.out} exists, and specdec batch did not write it: name another "
                         "output file, or remove that one"
                     )
-                self._answered.add(key)
+                self._add(key, line, is_in_out=True)
 
     @property
     def n_answered(self) -> int:
-        return self._answered.n_lines
+        with self._told():
+            return self._database.execute("SELECT count(*) FROM records").fetchone()[0]
 
     def is_answered(self, key: LineKey) -> bool:
         """Raises BatchError where the line was another one when it was answered."""
-        return self._answered.has(key)
+        select = "SELECT digest FROM records WHERE line = ?"
+        with self._told():
+            row = self._database.execute(select, (key.number,)).fetchone()
+        if row is not None and row[0] != key.hex_digest:
+            raise BatchError(
+                f"{self.out.name} answers another line {key.number} than the input has, or the "
+                f"same one with other options or weights: {self.begin_anew}"
+            )
+        return row is not None
 
     @property
     def begin_anew(self) -> str:
         """The remedy where the output is another batch's."""
-        return self._answered.begin_anew
+        return (
+            f"name another output file, or remove {self.out} and {self.partial.name} to begin anew"
+        )
 
     # --- what is added -------------------------------------------------------------------------
 
@@ -151,48 +152,24 @@ class Journal:
 
         Raises BatchError where it cannot be written; what was written before is kept.
         """
-        if not self._answered.add(key):
-            return
-        self._write(record)
-        if time.monotonic() - self._synced_at >= SYNC_SECONDS:
-            self._sync()
-            self._synced_at = time.monotonic()
+        with self._told():
+            self._add(key, record, is_in_out=False)
 
-    def _sync(self) -> None:
-        """Some file systems tell only now that there was no room."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._not_written(error) from error
-
-    def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-        except BaseException as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self._n_bytes)
-            if isinstance(error, OSError):
-                raise self._not_written(error) from error
-            raise
-        self._n_bytes += len(data)
-
-    def _not_written(self, error: OSError) -> BatchError:
-        return BatchError(
-            f"cannot write to {self.partial}: {error.strerror}; what was answered before "
-            "is in it: make room, and the same command goes on"
-        )
+    def _add(self, key: LineKey, record: bytes, *, is_in_out: bool) -> None:
+        if not self.is_answered(key):
+            self._database.execute(
+                "INSERT INTO records (line, digest, record, is_in_out) VALUES (?, ?, ?, ?)",
+                (key.number, key.hex_digest, record, is_in_out),
+            )
 
     def finish(self, order: str) -> None:
         """Put OUT in its place. Raises BatchError where it cannot be written."""
-        self._sync()
         whole = self.out.with_name(self.out.name + ".whole")
-        paths = [path for path in (self.out, self.partial) if path.exists()]
+        column = "line" if order == INPUT else "finished"
         try:
-            with open(whole, "wb") as file:
-                for chunk in _in_order(paths, order, self._answered.end):
-                    file.write(chunk)
+            with open(whole, "wb") as file, self._told():
+                rows = self._database.execute(f"SELECT record FROM records ORDER BY {column}")
+                file.writelines(record for (record,) in rows)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -204,20 +181,37 @@ class Journal:
             ) from error
         os.replace(whole, self.out)
         _sync_directory(self.out.parent)
-        self.is_finished = True
+        self._is_finished = True
 
     def close(self) -> None:
         """Leave OUT.partial to be gone on with, unless it has nothing that OUT has not."""
-        if self._descriptor >= 0:
-            with suppress(OSError):
-                os.fsync(self._descriptor)
-            self._release(remove=self.is_finished or self._n_bytes == self._n_header_bytes)
+        run = self._database.execute
+        own = "SELECT EXISTS (SELECT 1 FROM records WHERE NOT is_in_out)"
+        with closing(self._database), suppress(sqlite3.Error):
+            if self._is_finished or not run(own).fetchone()[0]:
+                run("PRAGMA journal_mode = DELETE")  # SQLite leaves its log where the file is gone
+                self.partial.unlink(missing_ok=True)  # while no other process can have it open
 
-    def _release(self, *, remove: bool) -> None:
-        if remove:
-            self.partial.unlink(missing_ok=True)
-        os.close(self._descriptor)  # and with it the lock
-        self._descriptor = -1
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn the block's errors of SQLite into BatchErrors."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):  # its code is told from Python 3.11 on
+                raise BatchError(
+                    f"another process writes to {self.partial}: wait for its end, or name another "
+                    "output file"
+                ) from error
+            raise BatchError(
+                f"cannot write to {self.partial}: {error}; what was answered before is in it: make "
+                "room, or name an output file in a folder that is there and can be written"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise BatchError(
+                f"{self.partial} is damaged, or this version of specdec batch did not write it "
+                f"({error}): name another output file, or move that one away"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -236,65 +230,29 @@ def _check_regular(path: Path) -> None:
         raise BatchError(f"{path} is no regular file: name one with -o")
 
 
-def _open_locked(path: Path) -> int:
-    """A descriptor that appends, with the lock of this process on the file."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise BatchError(
-                f"cannot write {path}: {error.strerror}; name an output file in a folder that is "
-                "there and can be written"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise BatchError(
-                f"another process writes to {path}: wait for its end, or name another output file"
-            ) from None
-        except OSError as error:
-            os.close(descriptor)
-            raise BatchError(
-                f"cannot lock {path}: {error.strerror}; name an output file on a disk of this "
-                "machine"
-            ) from error
-        # The process that had the lock may have removed the file since it was opened here.
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)
-
-
-def _is_begun_header(data: bytes) -> bool:
-    """Whether a kill may have cut our first line to this."""
-    begin = f'{{"{_HEADER}": '.encode()
-    return data.startswith(begin) or begin.startswith(data)
-
-
-def _in_order(paths: list[Path], order: str, most_lines: int) -> Iterator[bytes]:
-    """The records of these files, of two for one line the first."""
-    seen = bytearray(most_lines)
-    files: list[BinaryIO] = []
-    numbers, places, starts, sizes = array("q"), array("b"), array("q"), array("q")
+def _open_locked(path: Path) -> sqlite3.Connection:
+    """A database that no other process reads or writes until it is closed."""
+    database = sqlite3.connect(path, timeout=0, isolation_level=None)
     try:
-        for place, path in enumerate(paths):
-            files.append(open(path, "rb"))  # noqa: SIM115  # closed below
-            offset = 0
-            for line in files[place]:
-                key = key_of(line)
-                if key is not None and not seen[key.number]:
-                    seen[key.number] = 1
-                    numbers.append(key.number)
-                    places.append(place)
-                    starts.append(offset)
-                    sizes.append(len(line))
-                offset += len(line)
-        ranked = np.argsort(np.array(numbers, np.int64), kind="stable")
-        for index in ranked if order == INPUT else range(len(numbers)):
-            yield os.pread(files[places[index]].fileno(), sizes[index], starts[index])
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        database.execute("PRAGMA synchronous = FULL")
+        database.execute("BEGIN EXCLUSIVE")
+        database.execute("ROLLBACK")  # the lock stays
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN")
+    try:
+        yield
+        database.execute("COMMIT")
     finally:
-        for file in files:
-            file.close()
+        if database.in_transaction:
+            database.execute("ROLLBACK")
 
 
 def _sync_directory(path: Path) -> None:

@@ -48,8 +48,12 @@ class LineKey:
     number: int
     digest: int
 
+    @property
+    def hex_digest(self) -> str:
+        return f"{self.digest:016x}"
+
     def __str__(self) -> str:
-        return f"{self.number}_{self.digest:016x}"
+        return f"{self.number}_{self.hex_digest}"
 
 
 def digest_key(options: Mapping[str, Any]) -> bytes:

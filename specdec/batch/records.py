@@ -112,13 +112,13 @@ def key_of(line: bytes) -> LineKey | None:
     if number is None:
         found = _OPENAI_ID.fullmatch(str(record.get("id")))
         number, digest = (int(found[1]), found[2]) if found else (0, "")
-    if type(number) is not int or number < 1 or not _DIGEST.fullmatch(str(digest)):
+    if type(number) is not int or not 1 <= number < 1 << 63 or not _DIGEST.fullmatch(str(digest)):
         return None
     return LineKey(number, int(str(digest), 16))
 
 
 def _plain_key(key: LineKey) -> dict[str, Any]:
-    return {"line": key.number, "digest": f"{key.digest:016x}"}
+    return {"line": key.number, "digest": key.hex_digest}
 
 
 def _error(message: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specdec.batch.answering import Answer, Answered
-from specdec.batch.journal import Journal
-from specdec.batch.lines import BatchError, Line, check_input, digest_key, open_input, read_lines
+from specdec.batch.journal import MADE_IN, Journal
+from specdec.batch.lines import BatchError, Line, check_input, digest_key, read_lines
 from specdec.metrics.stats import EngineStats
 
 
@@ -94,10 +94,8 @@ class Batch:
         """
         check_input(self.source)
         self._check_apart()
-        with open_input(self.source) as file:
-            n_bytes = os.fstat(file.fileno()).st_size
         key = digest_key(self.options)
-        with Journal(self.out, self.options, n_bytes) as journal:
+        with Journal(self.out, self.options) as journal:
             self._count_lines(journal, key, figures)
             told()
             if figures.n_before < figures.n_lines:
@@ -111,7 +109,10 @@ class Batch:
 
                     lines = read_lines(self.source, key)
                     left = (one for one in lines if not journal.is_answered(one.key))
-                    figures.engine = answer(left, answered)
+                    try:
+                        figures.engine = answer(left, answered)
+                    finally:  # Ctrl-C may come between a record and its count
+                        figures.n_answered = journal.n_answered
             if journal.n_answered < figures.n_lines:
                 raise BatchError(
                     f"{journal.n_answered} of {figures.n_lines} lines of {self.source} were "
@@ -135,6 +136,6 @@ class Batch:
 
     def _check_apart(self) -> None:
         real = os.path.realpath(self.out)
-        for path in (self.out, Path(f"{real}.partial"), Path(f"{real}.whole")):
+        for path in (self.out, *(Path(real + ending) for ending in MADE_IN)):
             if path.exists() and path.samefile(self.source):
                 raise BatchError(f"{path} is the input: name another output file")

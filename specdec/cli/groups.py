@@ -6,6 +6,7 @@ below as a parameter, and `with_options` turns it into the options that typer se
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature, signature
@@ -194,6 +195,14 @@ Model = Annotated[str, typer_option(RunOptions, "model")]
 BeamSpan = Annotated[int, typer_option(RunOptions, "beam_span")]
 
 
+def _own_name(parameter: Parameter) -> str:
+    """What a command calls an option that is no field of a group."""
+    told = getattr(parameter.annotation, "__metadata__", ())
+    written = (word for one in told for word in getattr(one, "param_decls", None) or ())
+    default = "--" + parameter.name.replace("_", "-")
+    return next((word for word in written if word.startswith("--")), default)
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take groups: their fields become its options, --debug is added to them."""
     declared = signature(command, eval_str=True).parameters
@@ -203,6 +212,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         for extra in getattr(one.annotation, "__metadata__", ())
         if isinstance(extra, Group)
     }
+    own = {name: _own_name(one) for name, one in declared.items() if name not in groups}
     parameters: list[Parameter] = []
     for name, one in declared.items():
         if name in groups:
@@ -213,8 +223,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     def flat(debug: bool, **values: Any) -> None:
-        typed = {name: told for one in groups.values() for name, told in one.typed(values).items()}
-        with as_options(typed):
+        of_groups = [one.typed(values) for one in groups.values()]
+        with as_options(dict(ChainMap(own, *of_groups))):
             built = {
                 name: group.build({field: values.pop(field) for field in group.names})
                 for name, group in groups.items()

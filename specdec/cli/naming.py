@@ -6,7 +6,6 @@ A field is called as it is in Python: `memory_budget: 'lots' is not a byte count
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +13,6 @@ from typing import Any
 from specdec.checks import ConfigError
 from specdec.cli.options import OptionError
 from specdec.option import options_of
-
-# One that is a word of its own right (`stop`) is a field only where it begins such a sentence.
-_SUBJECT = re.compile(r"^([a-z]\w*)(?: \(\w+\))?(?=:| is | holds | cannot | contradicts )")
-# Not within a path, a quoted value or a longer name.
-_NAME = re.compile(r"(?<![\w'\"./-])[a-z]+(?:_[a-z]+)+(?![\w'\"/-]|\.\w)")
 
 
 def option_name(kind: type[Any], name: str) -> str:
@@ -29,11 +23,7 @@ def option_name(kind: type[Any], name: str) -> str:
 @contextmanager
 def as_options(typed: Mapping[str, str]) -> Iterator[None]:
     """Turn the block's ConfigError into an OptionError. typed: what stands for each field."""
-
-    def written(found: re.Match[str]) -> str:
-        return typed.get(found[found.lastindex or 0], found[0])
-
     try:
         yield
     except ConfigError as error:
-        raise OptionError(_NAME.sub(written, _SUBJECT.sub(written, str(error)))) from error
+        raise OptionError(error.told(typed)) from error

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceRows, SequenceScores
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.lockstep import Steps
 from specdec.engine.outputs import CompletionOutput, StreamChunk
@@ -51,8 +51,11 @@ class BeamMemoryFull(ConfigError):
     def __init__(self, num_beams: int, num_wanted: int, num_nodes: int) -> None:
         super().__init__(
             f"{num_beams} beams need {num_wanted} live tokens since the last one that they have "
-            f"in common, and there is room for {num_nodes}: load with a longer beam_span "
-            "(--beam-span) or --ctx-size, or ask for fewer beams or tokens"
+            f"in common, and there is room for {num_nodes}: load with a longer ",
+            FieldName("beam_span"),
+            " or ",
+            FieldName("ctx_size"),
+            ", or ask for fewer beams or tokens",
         )
 
 
@@ -329,11 +332,13 @@ def check_beams(num_beams: int, spec: SpecConfig, max_beams: int) -> None:
         if spec.accept_threshold is not None:
             rule = f"accept_threshold {spec.accept_threshold}"
         raise ConfigError(
-            f"num_beams is {num_beams}, but {rule} is a rule for draft tokens, and beams do not "
-            "draft: load without it, or give speculative=False"
+            FieldName("num_beams"),
+            f" is {num_beams}, but {rule} is a rule for draft tokens, and beams do not draft: "
+            "load without it, or give speculative=False",
         )
     if num_beams > max_beams:
         raise ConfigError(
-            f"num_beams is {num_beams}, but the target was loaded for passes of {max_beams} "
-            f"tokens: load it with num_beams={num_beams} (--num-beams)"
+            FieldName("num_beams"),
+            f" is {num_beams}, but the target was loaded for passes of {max_beams} "
+            f"tokens: load it with num_beams={num_beams} (--num-beams)",
         )

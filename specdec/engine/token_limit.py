@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import context_note
 
@@ -23,8 +23,9 @@ def token_limit(
     limit = params.token_limit(n_prompt)
     if limit < 1:
         raise ConfigError(
-            f"max_length is {params.max_length}, but the prompt alone has {n_prompt} tokens: "
-            "raise it, or set max_tokens"
+            FieldName("max_length"),
+            f" is {params.max_length}, but the prompt alone has {n_prompt} tokens: raise it, or "
+            "set max_tokens",
         )
     n_left = max_context - n_prompt
     if limit <= n_left:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.checks import ConfigError, check_type
+from specdec.checks import ConfigError, FieldName, check_type
 from specdec.grammar.kept import Kept
 
 KINDS = ("json_schema", "json_object", "regex", "grammar")
@@ -38,8 +38,8 @@ class Constraint:
         given = [kind for kind in KINDS if options[kind] not in (None, False)]
         if len(given) > 1:
             raise ConfigError(
-                f"{' and '.join(given)} are given, but a text keeps to one of them: "
-                "leave the others out"
+                *_listed(given),
+                " are given, but a text keeps to one of them: leave the others out",
             )
         for kind in given:
             return cls(kind, _ANY_OBJECT if kind == "json_object" else options[kind])
@@ -55,7 +55,13 @@ class Constraint:
 
     def refuse(self, reason: object) -> ConfigError:
         """The error that says in one line why this cannot be kept to."""
-        return ConfigError(f"{self.kind} cannot be kept to: {in_one_line(str(reason))}")
+        return ConfigError(FieldName(self.kind), f" cannot be kept to: {in_one_line(str(reason))}")
+
+
+def _listed(kinds: Sequence[str]) -> list[str]:
+    """Parts of an error: the names of these options."""
+    joined = [[" and ", FieldName(kind)] for kind in kinds]
+    return [part for parts in joined for part in parts][1:]
 
 
 def schema_text(value: Any) -> str | None:
@@ -67,9 +73,11 @@ def schema_text(value: Any) -> str | None:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json_schema is no JSON: {in_one_line(str(error))}") from error
+        raise ConfigError(
+            FieldName("json_schema"), f" is no JSON: {in_one_line(str(error))}"
+        ) from error
     if not isinstance(schema, Mapping):
-        raise ConfigError(f"json_schema is {text[:40]}, must be an object")
+        raise ConfigError(FieldName("json_schema"), f" is {text[:40]}, must be an object")
     return text
 
 
@@ -79,8 +87,7 @@ def llguidance() -> Any:
         import llguidance as library
     except ImportError as error:
         raise ConfigError(
-            "json_schema, json_object, regex and grammar need llguidance: "
-            "pip install 'specdec[grammar]'"
+            *_listed(KINDS), " need llguidance: pip install 'specdec[grammar]'"
         ) from error
     return library
 

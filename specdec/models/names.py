@@ -1,6 +1,6 @@
 """From what a user types for a model to a directory or a GGUF file on disk.
 
-pair:target                   the embedded pair; pair:target.gguf exports it as GGUF
+pair:target                   the embedded pair; pair:target.gguf is its GGUF file
 path/to/checkpoint            a local directory with safetensors, or with one GGUF model
 path/to/model.gguf            a GGUF file, or the first one of a split model
 ollama:name[:tag]             a model that Ollama has downloaded
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
+from specdec.checks import ConfigError, FieldName
 from specdec.models.found import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.models.kinds import models_among, no_model
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
@@ -98,6 +99,24 @@ def is_self_draft(name: str | Path) -> bool:
     return str(name).startswith(SELF_DRAFT)
 
 
+def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
+    """N for a draft of the name self:window=N, else the window that was asked for."""
+    if draft_model is None or not is_self_draft(draft_model):
+        return draft_window
+    found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
+    if found is None:
+        raise ConfigError(
+            FieldName("draft_model"),
+            f" is {str(draft_model)!r}: the target drafts for itself with self:window=N, N being "
+            "the recent tokens that it is shown, say self:window=512",
+        )
+    if draft_window is not None:
+        raise ConfigError(
+            f"{draft_model} names its window already: leave out ", FieldName("draft_window")
+        )
+    return int(found[1])
+
+
 def resolve_draft(name: str | Path | None) -> Path | None:
     """`resolve_model` for a draft; None where it has no files of its own: none at all, or self:...
 
@@ -154,10 +173,6 @@ def check_local_draft(name: str | Path) -> None:
 
 def _embedded(name: str) -> Path:
     try:
-        if name.endswith(GGUF_SUFFIX):
-            from specdec.pair.gguf_export import pair_gguf_path
-
-            return pair_gguf_path(name)
         return pair_path(name)
     except (ValueError, FileNotFoundError) as error:
         raise ModelNotFound(str(error)) from error

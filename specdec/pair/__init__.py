@@ -1,7 +1,8 @@
 """The embedded pair, a small target and its distilled draft, and a mixture of experts beside it.
 
 All are package data. Models are named `pair:target`, `pair:draft` and `pair:moe` wherever a model
-folder is accepted. This module only knows paths: it imports neither torch nor transformers.
+folder is accepted, `pair:target.gguf` and `pair:draft.gguf` wherever a GGUF file is. This module
+only knows paths: it imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,27 +10,29 @@ from __future__ import annotations
 from pathlib import Path
 
 PAIR_PREFIX = "pair:"
-PAIR_NAMES = ("pair:target", "pair:draft", "pair:moe")
 GGUF_SUFFIX = ".gguf"
-"""Of a GGUF file, and of the name of an embedded model as one."""
+PAIR_NAMES = ("pair:target", "pair:draft", "pair:moe")
+PAIR_GGUF_NAMES = ("pair:target.gguf", "pair:draft.gguf")
+"""The same weights in F16; `python -m tests.helpers.pair_gguf` writes these files."""
 
 
 def pair_path(name: str) -> Path:
-    """Returns the folder of an embedded model.
+    """Returns the folder of an embedded model, or its GGUF file.
 
     Args:
-        name: one of `PAIR_NAMES`.
+        name: one of `PAIR_NAMES` or `PAIR_GGUF_NAMES`.
 
     Raises:
-        ValueError: the name is not one of `PAIR_NAMES`.
+        ValueError: the name is none of them.
         FileNotFoundError: the package was installed without its model files.
     """
-    if name not in PAIR_NAMES:
-        raise ValueError(f"unknown embedded model {name!r}; known: {', '.join(PAIR_NAMES)}")
-    folder = Path(__file__).resolve().parent / name.removeprefix(PAIR_PREFIX)
-    if not (folder / "config.json").is_file():
+    known = (*PAIR_NAMES, *PAIR_GGUF_NAMES)
+    if name not in known:
+        raise ValueError(f"unknown embedded model {name!r}; known: {', '.join(known)}")
+    path = Path(__file__).resolve().parent / name.removeprefix(PAIR_PREFIX)
+    if not (path if name in PAIR_GGUF_NAMES else path / "config.json").is_file():
         raise FileNotFoundError(
-            f"the embedded model {name!r} is not in {folder}; reinstall specdec, "
+            f"the embedded model {name!r} is not at {path}; reinstall specdec, "
             "or train it with `python -m bench.train.train`"
         )
-    return folder
+    return path

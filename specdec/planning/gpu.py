@@ -11,7 +11,7 @@ from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
 from specdec.planning.candidate_cost import measure_draft
@@ -69,8 +69,8 @@ def gpu_for(
     device, is_self = options.draft_device, options.draft == SELF_DRAFT
     if is_self and device == CPU:
         raise ConfigError(
-            "draft_device is 'cpu', but a target that drafts for itself does so where it is: "
-            "leave it out"
+            FieldName("draft_device"),
+            " is 'cpu', but a target that drafts for itself does so where it is: leave it out",
         )
     gpu_draft = None
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
@@ -134,14 +134,18 @@ def check_no_gpu_options(options: RunOptions) -> None:
     """Raise ConfigError for options that make sense beside a GPU only."""
     if options.draft_device == CUDA:
         raise ConfigError(
-            f"draft_device is 'cuda', but the target is computed on the CPU (device "
-            f"{options.device!r}): a GPU drafts beside a target that uses it too: give device "
-            "'cuda', or leave draft_device out"
+            FieldName("draft_device"),
+            " is 'cuda', but the target is computed on the CPU (",
+            FieldName("device"),
+            f" {options.device!r}): a GPU drafts beside a target that uses it too: give device "
+            "'cuda', or leave that out",
         )
     if options.vram_budget != AUTO:
         raise ConfigError(
-            f"vram_budget is {options.vram_budget}, but the target is computed on the CPU (device "
-            f"{options.device!r}): give device 'cuda', or leave vram_budget out"
+            FieldName("vram_budget"),
+            f" is {options.vram_budget}, but the target is computed on the CPU (",
+            FieldName("device"),
+            f" {options.device!r}): give device 'cuda', or leave that out",
         )
 
 

@@ -8,7 +8,7 @@ from backends.contract.backend import Backend
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import Loading
 from offload.residency.placement import Placement
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
@@ -86,22 +86,25 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
     asked, most = spec.num_draft_tokens or 0, plan.n_draft_tokens
     if asked > most:
         raise ConfigError(
-            f"num_draft_tokens is {asked}, but the models were loaded with room for {most}: "
-            f"load them with num_draft_tokens={asked}"
+            FieldName("num_draft_tokens"),
+            f" is {asked}, but the models were loaded with room for {most}: "
+            f"load them with num_draft_tokens={asked}",
         )
     if "draft" not in spec.spec_type:
         return
     if not has_draft:
-        raise ConfigError("spec_type has 'draft' but no draft model was loaded")
+        raise ConfigError(FieldName("spec_type"), " has 'draft' but no draft model was loaded")
     if spec.width > planned_width(loaded):
         raise ConfigError(
-            f"tree_width is {spec.width}, but the models were loaded with room for "
-            f"{planned_width(loaded)}: load them with tree_width={spec.width}"
+            FieldName("tree_width"),
+            f" is {spec.width}, but the models were loaded with room for "
+            f"{planned_width(loaded)}: load them with tree_width={spec.width}",
         )
     if spec.draft_window != loaded.draft_window:
         raise ConfigError(
-            f"draft_window is {spec.draft_window}, but the draft was loaded with "
-            f"{loaded.draft_window}: give it when loading"
+            FieldName("draft_window"),
+            f" is {spec.draft_window}, but the draft was loaded with "
+            f"{loaded.draft_window}: give it when loading",
         )
 
 

@@ -16,7 +16,7 @@ from offload.process.allocator import free_large_blocks_at_once
 from offload.residency.tiers import VRAM
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
-from specdec.checks import ConfigError, refuse_unknown
+from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
@@ -157,7 +157,9 @@ def make_plan(
     target, draft = pair.sources
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
-        raise ConfigError(f"exact is 'on', but {exactness.reason}: 'auto' runs all the same")
+        raise ConfigError(
+            FieldName("exact"), f" is 'on', but {exactness.reason}: 'auto' runs all the same"
+        )
     search = Search(Divider(target, draft, options, base_bytes, gpu), figures)
     chosen = search.best(total_bytes)
     warnings, notes = _remarks(chosen, search)
@@ -236,16 +238,19 @@ def _no_room(alone: Division, search: Search) -> str:
 def _check_options(options: RunOptions, target: ModelSource) -> None:
     if options.load_mode == "mmap" and not target.can_mmap:
         raise ConfigError(
-            f"load mode mmap is for GGUF models: {options.model} can be streamed or held in ram"
+            FieldName("load_mode"),
+            f" mmap is for GGUF models: {options.model} can be streamed or held in ram",
         )
     most, asked = target.max_tree_leaves, options.spec.num_draft_tokens
     if most is not None and options.num_beams > most:
         raise ConfigError(
-            f"num_beams is {options.num_beams}, but a GGUF target follows at most {most} beams"
+            FieldName("num_beams"),
+            f" is {options.num_beams}, but a GGUF target follows at most {most} beams",
         )
     if most is not None and asked is not None and asked > most:
         raise ConfigError(
-            f"num_draft_tokens is {asked}, but a GGUF target verifies at most {most} at a time"
+            FieldName("num_draft_tokens"),
+            f" is {asked}, but a GGUF target verifies at most {most} at a time",
         )
 
 

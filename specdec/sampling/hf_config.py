@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -97,7 +97,9 @@ _SPECIAL = frozenset({"do_sample", "temperature", "max_length", *OF_BEAMS, *WARP
 def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams' keyword arguments for a configuration; ConfigError for what is refused."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
-        raise ConfigError(f"generation_config is {config!r}, must be a GenerationConfig")
+        raise ConfigError(
+            FieldName("generation_config"), f" is {config!r}, must be a GenerationConfig"
+        )
     values = dict(config) if isinstance(config, Mapping) else config.to_dict()
     values = {k: v for k, v in values.items() if v is not None and not k.startswith("_")}
     _refuse(values)
@@ -112,7 +114,10 @@ def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]
         return {**options, "temperature": 0.0}
     options["temperature"] = values.get("temperature", 1.0)
     if options["temperature"] == 0:
-        raise ConfigError("temperature is 0 with do_sample=True: set do_sample=False to be greedy")
+        raise ConfigError(
+            FieldName("temperature"),
+            " is 0 with do_sample=True: set do_sample=False to be greedy",
+        )
     options["top_k"] = values.get("top_k", _GENERATE_TOP_K)
     options.update({name: values[name] for name in WARPERS if name in values})
     return options

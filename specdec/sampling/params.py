@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.checks import ConfigError, as_float, check, check_type, refuse_unknown
+from specdec.checks import ConfigError, FieldName, as_float, check, check_type, refuse_unknown
 from specdec.grammar.constraint import KINDS, Constraint
 from specdec.option import BEAMS, SAMPLING, check_options, option
 from specdec.sampling.stored_values import stored_values
@@ -194,16 +194,18 @@ def _validate_types(params: SamplingParams) -> None:
         check_type(name, getattr(params, name), str, type(None))
     for text in params.stop:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop holds {text!r}, every stop must be a non-empty string")
+            raise ConfigError(
+                FieldName("stop"), f" holds {text!r}, every stop must be a non-empty string"
+            )
 
 
 def _validate_ranges(params: SamplingParams) -> None:
     if params.temperature != 0.0 and not LOWEST_TEMPERATURE <= params.temperature <= 1e4:
         bounds = f"0 (greedy) or from {LOWEST_TEMPERATURE} to 10000"
-        raise ConfigError(f"temperature is {params.temperature}, must be {bounds}")
+        raise ConfigError(FieldName("temperature"), f" is {params.temperature}, must be {bounds}")
     for name in ("top_k", "no_repeat_ngram_size", "min_tokens", "min_length"):
         if getattr(params, name) is None:
-            raise ConfigError(f"{name} is None, must be an integer (0 switches it off)")
+            raise ConfigError(FieldName(name), " is None, must be an integer (0 switches it off)")
         check(name, getattr(params, name), int, 0)
     for name in ("top_p", "typical_p", "top_h"):
         check(name, getattr(params, name), float, 0.0, 1.0, open_low=True)
@@ -214,7 +216,7 @@ def _validate_ranges(params: SamplingParams) -> None:
     for name in ("frequency_penalty", "presence_penalty"):
         check(name, getattr(params, name), float, -MAX_TOKEN_PENALTY, MAX_TOKEN_PENALTY)
     for _, bias in params.logit_bias:
-        check("a bias of logit_bias", bias, float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        check("logit_bias", bias, float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, part="a bias of ")
     check("seed", params.seed, int, 0, SEED_LIMIT - 1)
     check_type("max_tokens", params.max_tokens, int)
     check("max_tokens", params.max_tokens, int, 1)
@@ -229,7 +231,8 @@ def _validate_sequences(params: SamplingParams) -> None:
         params.early_stopping != "never"
     ):
         raise ConfigError(
-            f"early_stopping is {params.early_stopping!r}, must be True, False or 'never'"
+            FieldName("early_stopping"),
+            f" is {params.early_stopping!r}, must be True, False or 'never'",
         )
     if not isinstance(params.logprobs, bool):
         check("logprobs", params.logprobs, int, 0, MAX_LOGPROBS)
@@ -248,30 +251,48 @@ def _validate_token_ids(params: SamplingParams) -> None:
     }
     for name, token_ids in lists.items():
         for token_id in token_ids:
-            check(f"a token id of {name}", token_id, int, 0)
+            check(name, token_id, int, 0, part="a token id of ")
     check("forced_bos_token_id", params.forced_bos_token_id, int, 0)
     if not all(params.bad_words_ids) or not all(ids for ids, _ in params.sequence_bias):
-        raise ConfigError("bad_words_ids or sequence_bias holds an empty sequence of token ids")
+        raise ConfigError(
+            FieldName("bad_words_ids"),
+            " or ",
+            FieldName("sequence_bias"),
+            " holds an empty sequence of token ids",
+        )
 
 
 def _validate_combinations(params: SamplingParams) -> None:
     if params.max_length is None and params.min_tokens > params.max_tokens:
         raise ConfigError(
-            f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})"
+            FieldName("min_tokens"),
+            f" ({params.min_tokens}) is above ",
+            FieldName("max_tokens"),
+            f" ({params.max_tokens})",
         )
     if params.num_beams == 1:
         _refuse_without_beams(params)
     elif params.n > params.num_beams:
         raise ConfigError(
-            f"n (num_return_sequences) is {params.n}, but beam search with num_beams "
-            f"{params.num_beams} finds no more than that: raise num_beams"
+            FieldName("n", also="num_return_sequences"),
+            f" is {params.n}, but beam search with ",
+            FieldName("num_beams"),
+            f" {params.num_beams} finds no more than that: raise ",
+            FieldName("num_beams"),
         )
     if params.ignore_eos and params.forced_eos_token_id is not None:
-        raise ConfigError("forced_eos_token_id contradicts ignore_eos: leave one of them out")
+        raise ConfigError(
+            FieldName("forced_eos_token_id"),
+            " contradicts ",
+            FieldName("ignore_eos"),
+            ": leave one of them out",
+        )
     forced_bos = () if params.forced_bos_token_id is None else (params.forced_bos_token_id,)
     for forced in (forced_bos, params.forced_eos_token_id or ()):
         if forced and set(forced) <= set(params.suppress_tokens):
-            raise ConfigError(f"tokens {sorted(forced)} are both forced and in suppress_tokens")
+            raise ConfigError(
+                f"tokens {sorted(forced)} are both forced and in ", FieldName("suppress_tokens")
+            )
 
 
 def _validate_constraint(params: SamplingParams) -> None:
@@ -287,8 +308,10 @@ def _validate_constraint(params: SamplingParams) -> None:
     for name, is_set in contradictions.items():
         if is_set:
             raise ConfigError(
-                f"{name} is {getattr(params, name)}, which does not go with {constraint.kind}: "
-                "leave one of them out"
+                FieldName(name),
+                f" is {getattr(params, name)}, which does not go with ",
+                FieldName(constraint.kind),
+                ": leave one of them out",
             )
     constraint.grammar  # noqa: B018 (it is checked by being made)
 
@@ -296,11 +319,15 @@ def _validate_constraint(params: SamplingParams) -> None:
 def _refuse_without_beams(params: SamplingParams) -> None:
     if params.n > 1 and params.is_greedy:
         raise ConfigError(
-            f"n (num_return_sequences) is {params.n}, but greedy decoding has one result: "
-            "set a temperature or num_beams"
+            FieldName("n", also="num_return_sequences"),
+            f" is {params.n}, but greedy decoding has one result: set a temperature or ",
+            FieldName("num_beams"),
         )
     for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(params, name) != off:
             raise ConfigError(
-                f"{name} is {getattr(params, name)!r}, but num_beams is 1: it ranks beams"
+                FieldName(name),
+                f" is {getattr(params, name)!r}, but ",
+                FieldName("num_beams"),
+                " is 1: it ranks beams",
             )

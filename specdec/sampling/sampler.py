@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.grammar.state import GrammarState
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
@@ -167,8 +167,9 @@ def _check_biased_ids(params: SamplingParams, n_tokens: int) -> None:
         highest = max((max(ids) for ids in sequences), default=0)
         if highest >= n_tokens:
             raise ConfigError(
-                f"{name} holds token id {highest}, but the vocabulary has {n_tokens} tokens: "
-                "give ids of this model's tokenizer"
+                FieldName(name),
+                f" holds token id {highest}, but the vocabulary has {n_tokens} tokens: give ids "
+                "of this model's tokenizer",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from specdec.checks import ConfigError, as_float, check_type
+from specdec.checks import ConfigError, FieldName, as_float, check_type
 from specdec.grammar.constraint import schema_text
 
 
@@ -24,7 +24,9 @@ def stored_values(given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             new[name] = stored(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} is {value!r:.80}, of the wrong shape: {error}") from error
+            raise ConfigError(
+                FieldName(name), f" is {value!r:.80}, of the wrong shape: {error}"
+            ) from error
     return new
 
 

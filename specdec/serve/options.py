@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.units import UnitError, parse_bytes
-from specdec.checks import ConfigError, check_type
+from specdec.checks import ConfigError, FieldName, check_type
 from specdec.opening import open_now
 from specdec.option import LIMITS, SERVER, check_options, option
 
@@ -80,16 +80,22 @@ class ServeOptions:
             check_type(name, getattr(self, name), str, type(None))
         check_options(self)
         if self.max_body_bytes == 0:
-            raise ConfigError("max_body is 0, must be positive: try 1MiB")
+            raise ConfigError(FieldName("max_body"), " is 0, must be positive: try 1MiB")
         if self.api_key is not None and self.api_key_file is not None:
-            raise ConfigError("give either api_key or api_key_file, not both")
+            raise ConfigError(
+                "give either ",
+                FieldName("api_key"),
+                " or ",
+                FieldName("api_key_file"),
+                ", not both",
+            )
 
     @property
     def max_body_bytes(self) -> int:
         try:
             return parse_bytes(self.max_body)
         except UnitError as error:
-            raise ConfigError(f"max_body: {error}") from error
+            raise ConfigError(FieldName("max_body"), f": {error}") from error
 
     @property
     def is_local(self) -> bool:
@@ -115,8 +121,11 @@ class ServeOptions:
             raise ConfigError("the API key must be of printable ASCII characters, at least one")
         if key is None and not self.is_local:
             raise ConfigError(
-                f"host is {self.host}, which others reach: clients need a key there; set "
-                f"{API_KEY_VARIABLE} or --api-key-file, or listen at 127.0.0.1"
+                FieldName("host"),
+                f" is {self.host}, which others reach: clients need a key there; set "
+                f"{API_KEY_VARIABLE} or ",
+                FieldName("api_key_file"),
+                ", or listen at 127.0.0.1",
             )
         return key
 
@@ -127,6 +136,8 @@ def _read_key(path: Path) -> str:
             raw = file.read(_MAX_KEY_BYTES)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"cannot read api_key_file {path}: {reason}") from error
+        raise ConfigError(
+            "cannot read ", FieldName("api_key_file"), f" {path}: {reason}"
+        ) from error
     lines = raw.decode("ascii", errors="replace").splitlines()
     return lines[0].strip() if lines else ""

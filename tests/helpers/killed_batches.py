@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+LOG_BYTES = 2 * (4096 + 24)
+"""Bytes that a short record adds to the journal's log: two pages with their headers."""
 EARLY_SHARE, EARLY_SECONDS = 0.2, 10.0
 """Share of the kills that come within so many seconds, while models are loaded."""
 
@@ -53,5 +55,6 @@ def wait(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None
 
 
 def partial_bytes(out: Path) -> int:
-    partial = out.with_name(out.name + ".partial")
-    return partial.stat().st_size if partial.exists() else 0
+    """Bytes of the journal and of its log."""
+    files = (out.with_name(out.name + ending) for ending in (".partial", ".partial-wal"))
+    return sum(file.stat().st_size for file in files if file.exists())

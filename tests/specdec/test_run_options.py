@@ -116,7 +116,7 @@ def test_keywords_make_the_same_options_again() -> None:
         ({"vram_budget": "0GB"}, "vram_budget is 0GB, must be positive: try 8GiB, or auto"),
         ({"spec_type": 5}, "spec_type is 5, must be Sequence"),
         ({"spec_type": [1]}, "a name in spec_type is 1, must be str"),
-        ({"draft_model": 5}, "the draft model is 5, must be str or Path or None"),
+        ({"draft_model": 5}, "draft_model is 5, must be str or Path or None"),
         ({"prompt_cache_file": 5}, "prompt_cache_file is 5, must be str or Path or None"),
         ({"prompt_cache_file": ""}, "prompt_cache_file is empty: name a file, or leave it out"),
         (

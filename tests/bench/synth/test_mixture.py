@@ -109,12 +109,11 @@ class TestGguf:
         got = gguf_logits_of(wide_source, tmp_path / "grown.gguf", WIDE, "fp32")
         np.testing.assert_allclose(got, wanted, atol=1e-3 * wanted.std())
 
-    def test_a_mixture_is_exported_as_it_is(self, wide_source: Path, tmp_path: Path) -> None:
+    def test_a_mixture_is_written_as_it_is(self, wide_source: Path, tmp_path: Path) -> None:
         from gguf_logits import gguf_logits
+        from pair_gguf import save_gguf
 
-        from specdec.pair.gguf_export import export_f16
-
-        export_f16(wide_source, tmp_path / "f16.gguf", "small")
+        save_gguf(wide_source, tmp_path / "f16.gguf", "small")
         wanted = outputs_of(wide_source)[0].numpy()
         got = gguf_logits(tmp_path / "f16.gguf", IDS)
         np.testing.assert_allclose(got, wanted, atol=0.02 * wanted.std())

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from killed_batches import finish, kill
+from killed_batches import LOG_BYTES, finish, kill
 from tiny_pair import save_model
 
 from specdec.batch.records import key_of
@@ -41,7 +41,7 @@ def test_kills_leave_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     argv = [str(source), "-m", str(model), "--threads", "1", "-c", "128"]
     undisturbed = finish(argv, tmp_path / "undisturbed.jsonl")
     out, chance = tmp_path / "killed.jsonl", random.Random(1)
-    max_bytes = len(undisturbed) // (N_KILLS + 2)
+    max_bytes = 150 * LOG_BYTES // (N_KILLS + 2)
     n_bytes = [kill(argv, out, max_bytes, chance) for _ in range(N_KILLS)]
     assert n_bytes[-1] > 0
     assert finish(argv, out) == undisturbed

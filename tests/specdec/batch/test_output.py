@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import resource
 import signal
+import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from batches import Machine, files_in, mixed, partial_of, run, whole, write_prompts
+from batches import Killed, Machine, files_in, mixed, partial_of, run, whole, write_prompts
 
-from specdec.batch.journal import FINISHED
+from specdec.batch.journal import FINISHED, MADE_IN
 from specdec.batch.lines import BatchError, Line
 
 # --- a run -----------------------------------------------------------------------------------
@@ -66,7 +67,15 @@ def test_the_output_does_not_appear_before_its_end(source: Path, out: Path) -> N
 
 @pytest.mark.parametrize(
     "content",
-    [b"my notes\n", b'{"a": 1}\n', b"notes without an end", b"[" * 5000, b"[1]\n", b"{\n"],
+    [
+        b"my notes\n",
+        b'{"a": 1}\n',
+        b"notes without an end",
+        b"[" * 5000,
+        b"[1]\n",
+        b"{\n",
+        b'{"specdec_batch": 1, "options": {}}\n',  # a journal of an earlier version
+    ],
 )
 def test_files_of_others_are_left_alone(source: Path, out: Path, content: bytes) -> None:
     for path in (out, partial_of(out)):
@@ -78,13 +87,37 @@ def test_files_of_others_are_left_alone(source: Path, out: Path, content: bytes)
         assert files_in(source.parent) == {"in.jsonl"}
 
 
+def test_a_database_of_another_program_is_left_alone(source: Path, out: Path) -> None:
+    with closing(sqlite3.connect(partial_of(out))) as database:
+        database.execute("CREATE TABLE records (line INTEGER)")
+    before = partial_of(out).read_bytes()
+    with pytest.raises(BatchError, match="did not write it .*: name another output file"):
+        run(source, out)
+    assert partial_of(out).read_bytes() == before
+
+
+def test_a_damaged_journal_is_refused(source: Path, out: Path) -> None:
+    """Cut anywhere, or with a page of something else in it."""
+    with pytest.raises(Killed):
+        run(source, out, Machine(n_before_kill=7))
+    full = partial_of(out).read_bytes()
+    cut = [full[:n_bytes] for n_bytes in range(2, len(full), 997)]
+    replaced = [full[:at] + b"\x07" * 4096 + full[at + 4096 :] for at in range(0, len(full), 4096)]
+    for content in cut + replaced:
+        partial_of(out).write_bytes(content)
+        with pytest.raises(BatchError, match=r"\.partial is damaged, or .* move that one away"):
+            run(source, out)
+        assert partial_of(out).read_bytes() == content
+        assert files_in(source.parent) == {"in.jsonl", partial_of(out).name}
+
+
 def test_the_input_is_no_output(source: Path) -> None:
     link = source.with_name("link.jsonl")
     link.symlink_to(source)
     for path in (source, link):
         with pytest.raises(BatchError, match="is the input"):
             run(source, path)
-    for ending in (".partial", ".whole"):  # what the output is made in
+    for ending in MADE_IN:  # what the output is made in
         named = write_prompts(source.with_name("out.jsonl" + ending), 3)
         before = named.read_bytes()
         with pytest.raises(BatchError, match="is the input"):
@@ -115,25 +148,6 @@ def test_two_processes_do_not_write_to_one_output(source: Path, out: Path) -> No
     assert out.read_bytes() == whole(source)
 
 
-def test_a_lock_on_a_file_that_was_removed_is_none(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that had it ended between our opening the file and locking it."""
-    real, n_calls = fcntl.flock, 0
-
-    def flock(descriptor: int, operation: int) -> None:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == 1:
-            partial_of(out).unlink()
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    run(source, out)
-    assert n_calls == 2
-    assert out.read_bytes() == whole(source)
-
-
 @contextmanager
 def file_size_limit(n_bytes: int) -> Iterator[None]:
     """Writes beyond it fail, as on a full disk."""
@@ -149,13 +163,31 @@ def file_size_limit(n_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk_at_any_byte(source: Path, out: Path) -> None:
     expected = whole(source)
-    for n_bytes in range(40, len(expected), 7):
+    for n_bytes in range(1, 70_000, 3001):
         said = "cannot write .* make room"
         with file_size_limit(n_bytes), pytest.raises(BatchError, match=said):
             run(source, out)
         left = partial_of(out)
-        assert not left.exists() or left.read_bytes().endswith(b"\n")
         assert files_in(source.parent) <= {"in.jsonl", "undisturbed.jsonl", left.name}
         run(source, out)
         assert out.read_bytes() == expected
         out.unlink()
+
+
+def test_no_room_for_the_output(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where room is given late (a network's disk, say), a write succeeds and its sync does not."""
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    told = r"out\.jsonl\.whole: No space left on device; all answers are in"
+    real = os.fsync
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(BatchError, match=told):
+        run(source, out)
+    monkeypatch.setattr("os.fsync", real)
+    assert files_in(source.parent) == {"in.jsonl", partial_of(out).name}
+    machine = Machine()
+    run(source, out, machine)
+    assert machine.numbers == []
+    assert out.read_bytes() == whole(source)

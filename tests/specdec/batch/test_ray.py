@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import expect_error, start
+from killed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.lines import Line
@@ -166,10 +167,6 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
     return found
 
 
-def n_records(path: Path) -> int:
-    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # Ray and several processes that import torch
@@ -178,7 +175,7 @@ def test_a_worker_that_is_killed_loses_nothing(source: Path, model: Path) -> Non
     expected = source.with_name("alone.jsonl").read_bytes()
     partial = source.with_name("out.jsonl.partial")
     with on_ray(source, model, "out.jsonl") as process:
-        while n_records(partial) < 6:
+        while partial_bytes(source.with_name("out.jsonl")) < 10 * LOG_BYTES:
             assert process.poll() is None, process.communicate()[1].decode()
             time.sleep(0.02)
         killed = workers_of(process)[0]

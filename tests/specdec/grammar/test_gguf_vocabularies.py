@@ -21,7 +21,6 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.gguf
 
-from specdec.pair.gguf_export import pair_gguf_path  # noqa: E402
 from specdec.text.gguf_tokenizer import GgufTokenizer  # noqa: E402
 
 CONSTRAINT = Constraint("json_schema", json.dumps(PERSON))
@@ -88,7 +87,7 @@ def test_forced_stretches_are_written_as_the_tokenizer_writes_them(
 
 def test_a_checkpoint_and_its_gguf_allow_the_same(tmp_path: Path) -> None:
     ours = Tokenizer.from_pretrained(pair_path("pair:target"))
-    with GgufTokenizer(pair_gguf_path("pair:target.gguf")) as theirs:
+    with GgufTokenizer(pair_path("pair:target.gguf")) as theirs:
         states = [
             GrammarCompiler(one.grammar_tokenizer).begin(CONSTRAINT, 0, ours.eos_token_ids)
             for one in (ours, theirs)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from specdec.pair import PAIR_NAMES, pair_path
+from specdec.pair import PAIR_GGUF_NAMES, PAIR_NAMES, pair_path
 
 
 @pytest.mark.parametrize("name", PAIR_NAMES)
@@ -17,17 +18,18 @@ def test_the_pair_is_there_and_complete(name: str) -> None:
 
 
 def test_the_pair_is_small() -> None:
-    sizes = [(pair_path(name) / "model.safetensors").stat().st_size for name in PAIR_NAMES]
-    assert sum(sizes) < 60_000_000
+    files = [pair_path(name) / "model.safetensors" for name in PAIR_NAMES]
+    assert sum(file.stat().st_size for file in files) < 60_000_000
+    assert sum(pair_path(name).stat().st_size for name in PAIR_GGUF_NAMES) < 30_000_000
 
 
 def test_they_share_one_tokenizer() -> None:
     assert len({(pair_path(name) / "tokenizer.json").read_bytes() for name in PAIR_NAMES}) == 1
 
 
-@pytest.mark.parametrize("name", ["pair:", "pair:oracle", "target"])
+@pytest.mark.parametrize("name", ["pair:", "pair:oracle", "target", "pair:moe.gguf"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="known: pair:target, pair:draft, pair:moe"):
+    with pytest.raises(ValueError, match=r"pair:draft, pair:moe, pair:target\.gguf"):
         pair_path(name)
 
 
@@ -36,3 +38,14 @@ def test_the_module_imports_no_heavy_library() -> None:
         "import specdec.pair, sys; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_wheel_holds_the_pair() -> None:
+    pytest.importorskip("hatchling")
+    from hatchling.builders.wheel import WheelBuilder
+
+    root = Path(__file__).resolve().parents[3]
+    held = {one.distribution_path for one in WheelBuilder(str(root)).recurse_included_files()}
+    files = [name.removeprefix("pair:") for name in PAIR_GGUF_NAMES]
+    files += [f"{name.removeprefix('pair:')}/model.safetensors" for name in PAIR_NAMES]
+    assert {f"specdec/pair/{file}" for file in files} <= held

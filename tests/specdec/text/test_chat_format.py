@@ -31,13 +31,14 @@ OWN = (
 def tokenizers(folder: Path, settings: dict[str, Any]) -> list[Any]:
     """The embedded draft's tokenizer in both formats, with more settings."""
     pytest.importorskip("llama_cpp")
-    from specdec.pair.gguf_export import export_f16
+    from pair_gguf import save_gguf
+
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     shutil.copytree(pair_path("pair:draft"), folder / "draft")
     path = folder / "draft" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    export_f16(folder / "draft", folder / "draft.gguf", "draft")
+    save_gguf(folder / "draft", folder / "draft.gguf", "draft")
     return [Tokenizer.from_pretrained(folder / "draft"), GgufTokenizer(folder / "draft.gguf")]
 
 

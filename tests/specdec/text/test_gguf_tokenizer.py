@@ -22,7 +22,6 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gguf
 
-from specdec.pair.gguf_export import pair_gguf_path  # noqa: E402
 from specdec.text.chat_format import ChatTemplateError  # noqa: E402
 from specdec.text.chat_template import render_chat  # noqa: E402
 from specdec.text.gguf_tokenizer import GgufTokenizer  # noqa: E402
@@ -54,7 +53,7 @@ EDGES = [
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufTokenizer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        path = pair_gguf_path("pair:target.gguf")
+        path = pair_path("pair:target.gguf")
     with GgufTokenizer(path) as tokenizer:
         yield tokenizer
 
@@ -166,13 +165,13 @@ def test_a_chat_template_of_the_file_is_used(tmp_path: Path) -> None:
     import json
     import shutil
 
-    from specdec.pair.gguf_export import export_f16
+    from pair_gguf import save_gguf
 
     folder = shutil.copytree(pair_path("pair:draft"), tmp_path / "draft")
     settings_path = folder / "tokenizer_config.json"
     given = json.loads(settings_path.read_text()) | {"chat_template": TEMPLATE}
     settings_path.write_text(json.dumps(given))
-    export_f16(folder, tmp_path / "chat.gguf", "chat")
+    save_gguf(folder, tmp_path / "chat.gguf", "chat")
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é <hi>"}]
     with GgufTokenizer(tmp_path / "chat.gguf") as ours:
         theirs = Tokenizer.from_pretrained(folder)

@@ -6,17 +6,16 @@ checkpoint's own tokenizer does. Anything else is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.pair.gguf_file import GgufExportError, import_gguf
+from bench.synth.gguf_file import import_gguf
+from bench.synth.shapes import SynthError
+from bench.synth.source import read_json
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
-
-_SPECIAL_ROLES = ("bos", "eos", "pad", "unk")
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
@@ -28,7 +27,7 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
         file_type: a name of `gguf.LlamaFileType`, for example "MOSTLY_F16".
 
     Raises:
-        GgufExportError: a kind of rotary embedding that is not written here.
+        SynthError: a kind of rotary embedding that is not written here.
     """
     n_heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // n_heads)
@@ -59,7 +58,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
-        raise GgufExportError(f"rotary embeddings of type {kind!r} cannot be written as GGUF here")
+        raise SynthError(f"rotary embeddings of type {kind!r} cannot be written as GGUF here")
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
@@ -67,9 +66,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
     """Adds the tokenizer in `folder`, padded with unused tokens to `n_rows` rows of the embedding.
 
     Raises:
-        GgufExportError: it is no GPT-2-style byte-level BPE, or has more than `n_rows` tokens.
+        SynthError: it is no GPT-2-style byte-level BPE, or has more than `n_rows` tokens.
     """
-    tokenizer = _read_json(folder / "tokenizer.json")
+    tokenizer = read_json(folder / "tokenizer.json")
     _check_is_gpt2_like(tokenizer, folder)
     types = import_gguf().TokenType
     tokens = {int(i): (text, types.NORMAL) for text, i in tokenizer["model"]["vocab"].items()}
@@ -77,7 +76,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
         kind = types.CONTROL if added.get("special") else types.USER_DEFINED
         tokens[int(added["id"])] = (added["content"], kind)
     if max(tokens) >= n_rows:
-        raise GgufExportError(
+        raise SynthError(
             f"{folder} has tokens up to id {max(tokens)}, but its embedding has {n_rows} rows"
         )
     # llama.cpp wants a token for every row. No text ever becomes one of type UNUSED, and it has
@@ -87,25 +86,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([text for text, _ in table])
     writer.add_token_types([int(kind) for _, kind in table])
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_add_bos_token(False)
-    _add_special_tokens(writer, folder, {text: i for i, (text, _) in enumerate(table)})
-
-
-def _add_special_tokens(writer: GGUFWriter, folder: Path, ids: Mapping[str, int]) -> None:
-    settings = _read_json(folder / "tokenizer_config.json", optional=True)
-    for role in _SPECIAL_ROLES:
-        token = settings.get(f"{role}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text in ids:
-            getattr(writer, f"add_{role}_token_id")(ids[text])
-    template = folder / "chat_template.jinja"
-    text = settings.get("chat_template")
-    if template.is_file():
-        text = template.read_text(encoding="utf-8")
-    if isinstance(text, str):
-        writer.add_chat_template(text)
+    special = import_gguf().SpecialVocab(folder, load_merges=True, n_vocab=n_rows)
+    special.add_special_token = {"bos": False}
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _check_is_gpt2_like(tokenizer: Mapping[str, Any], folder: Path) -> None:
@@ -125,21 +108,7 @@ def _check_is_gpt2_like(tokenizer: Mapping[str, Any], folder: Path) -> None:
     }
     wrong = [rule for rule, holds in fine.items() if not holds]
     if wrong:
-        raise GgufExportError(
+        raise SynthError(
             f"{folder}/tokenizer.json is not GPT-2's byte-level BPE, which alone is written here: "
             f"it must hold that {wrong[0]}"
         )
-
-
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise GgufExportError(f"no {path.name} in {path.parent}") from None
-    except ValueError as error:
-        raise GgufExportError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise GgufExportError(f"{path} is not a JSON object")
-    return value

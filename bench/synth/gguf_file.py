@@ -11,49 +11,22 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.errors import SpecdecError
+from bench.synth.shapes import SynthError
 from offload.units import Progress
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 ALIGNMENT = 32
-ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
-"""Of a checkpoint's `model_type`, llama.cpp's name."""
-ROUTER = "ffn_gate_inp.weight"
-EXPERTS = "_exps.weight"
-"""Ends the name of a tensor that has a matrix of each expert."""
-_OUTER_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate": "ffn_gate_inp",
-}
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
-# What other checkpoints carry and llama.cpp computes itself.
-_DERIVED = "rotary_emb.inv_freq"
-
-
-class GgufExportError(SpecdecError):
-    """A model cannot be written as GGUF."""
+ARCHITECTURES = {"llama": "LLAMA", "qwen3_moe": "QWEN3MOE"}
+"""Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`."""
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -67,29 +40,23 @@ class GgufTensor:
     chunks: Callable[[], Iterable[memoryview]]
 
 
-def gguf_name(name: str) -> str | None:
-    """llama.cpp's name of a tensor of a checkpoint; None for derived ones.
-
-    That of a routed expert's is the name of the tensor that holds all of a layer.
+def gguf_name(name: str, model_type: str, n_layers: int) -> str:
+    """llama.cpp's name of a tensor of a checkpoint; of an expert's, the one that holds them all.
 
     Raises:
-        GgufExportError: neither a Llama nor a Qwen3-MoE has such a tensor.
+        SynthError: such a model has no such tensor.
     """
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    if name.endswith(_DERIVED):
-        return None
-    if expert := _EXPERT.fullmatch(name):
-        return f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight"
-    words = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-    if name.startswith("model.layers.") and len(words) == 2 and words[1] in _LAYER_NAMES:
-        return f"blk.{words[0]}.{_LAYER_NAMES[words[1]]}.weight"
-    raise GgufExportError(f"tensor {name!r} is no part of a plain Llama or Qwen3-MoE")
+    known = _known_names(model_type, n_layers)
+    found = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
+    if found is None:
+        raise SynthError(f"tensor {name!r} is no part of a plain {model_type}")
+    return found
 
 
-def natural_order(name: str) -> list[str | int]:
-    """A key that sorts names by the numbers in them."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+@cache
+def _known_names(model_type: str, n_layers: int) -> Any:
+    gguf = import_gguf()
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[model_type]], n_layers)
 
 
 def interleave_rotary(name: str, tensor: np.ndarray, n_heads: int, n_kv_heads: int) -> np.ndarray:
@@ -113,7 +80,7 @@ def write_gguf(
     tensors: Iterable[GgufTensor],
     progress: Progress | None = None,
     with_data: bool = True,
-    architecture: str = "llama",
+    model_type: str = "llama",
 ) -> None:
     """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
 
@@ -123,10 +90,11 @@ def write_gguf(
         tensors: in the order in which they shall lie in the file.
         progress: called after each chunk.
         with_data: False leaves a hole for the tensors: enough to plan on, and no space on disk.
-        architecture: llama.cpp's name of it.
+        model_type: of the checkpoint, a key of `ARCHITECTURES`.
     """
     gguf = import_gguf()
-    writer = gguf.GGUFWriter(None, architecture)
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[model_type]]
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     add_metadata(writer)
     tensors = list(tensors)
     for tensor in tensors:
@@ -187,11 +155,11 @@ def reserve_blocks(descriptor: int, n_bytes: int) -> None:
 
 
 def import_gguf() -> Any:
-    """The `gguf` package. Raises GgufExportError where it is missing."""
+    """The `gguf` package. Raises SynthError where it is missing."""
     try:
         import gguf
     except ImportError as error:
-        raise GgufExportError(
+        raise SynthError(
             "writing GGUF needs the gguf package: pip install 'specdec[gguf]'"
         ) from error
     return gguf
