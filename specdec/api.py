@@ -287,7 +287,6 @@ class LLM:
         check_vocabulary(prompt_ids, self.target.vocab_size)
         check_room(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(
-            self.session,
             prompt_ids,
             params,
             spec,
@@ -296,7 +295,7 @@ class LLM:
             priority=priority,
             drafter=drafter,
         )
-        return GenerationStream(request)
+        return GenerationStream(self.session, request)
 
     def save_prompt_cache(self) -> None:
         """Write the KV of the last prompt and its text to the `prompt_cache_file`.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +26,17 @@ from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.lockstep import Steps
 from specdec.engine.outputs import CompletionOutput, StreamChunk
+from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence, VerifiedTree
-from specdec.engine.token_limit import TokenLimit
 from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.beam_search import BeamRules, BeamSearch, by_score
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.token_limit import TokenLimit
 from specdec.text.stream import TextStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
-
-if TYPE_CHECKING:
-    from specdec.engine.request import Request
 
 _ONE_TOKEN = (DraftTree(0), Acceptance((0,), 0, is_bonus=False))
 """For the statistics: a step brings all beams one token further."""
@@ -167,8 +164,9 @@ class BeamSequence(Sequence):
         """Return a tree that nobody looks at: the nodes are the beams'."""
         num_live, num_pending = len(self._parents), len(self._pending)
         if num_pending > (num_free := self.computing.node_room):
-            self.error = BeamMemoryFull(
-                self.sampler.params.num_beams, num_live + num_pending, num_live + num_free
+            num_beams = self.sampler.params.num_beams
+            self.request.fail(
+                BeamMemoryFull(num_beams, num_live + num_pending, num_live + num_free)
             )
         return _ONE_TOKEN[0]
         yield  # what makes this a generator
@@ -196,7 +194,7 @@ class BeamSequence(Sequence):
             self._advance([PREFIX] * len(self._search.running))
             self._has_started = True
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceScores) -> VerifiedTree | None:
         """Lengthen the running beams by one token."""
@@ -209,7 +207,7 @@ class BeamSequence(Sequence):
             self._prune()
             self.request.recorder.record_round(*_ONE_TOKEN)
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
         return None
 
     def finish(self) -> None:

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from traceback import clear_frames
+from typing import NamedTuple, Protocol
 
 from specdec.engine.engine_thread import EngineThread, ModelClosed
-from specdec.engine.request import Request
+from specdec.engine.request import Request, own_errors
 from specdec.engine.scheduler import Batch, Scheduler
+from specdec.engine.sequence import Sequence
 from specdec.engine.speculation import Speculation, Trees
 from specdec.policy.spare_memory import SpareMemory
+
+
+class Owner(Protocol):
+    """Who has sequences run."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Prepare it; in the engine's thread."""
+
+    def note_finished(self, request: Request) -> None:
+        """Note the request's figures at its end; in the engine's thread."""
+
+
+class Running(NamedTuple):
+    """A request, its sequences and who wants them."""
+
+    request: Request
+    sequences: SequenceOf[Sequence]
+    owner: Owner
+
+    def finish(self) -> None:
+        """Complete outputs and figures, and let nobody wait any more."""
+        try:
+            for sequence in self.sequences:
+                sequence.finish()
+            self.owner.note_finished(self.request)
+        finally:
+            self.request.finish()
 
 
 class Engine(EngineThread):
@@ -24,7 +53,7 @@ class Engine(EngineThread):
     spare: SpareMemory
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
+        self._running: list[Running] = []
         self._in_pass: SequenceOf[Request] = ()
         """Requests that the running step serves."""
         self._num_cancels = 0
@@ -33,8 +62,8 @@ class Engine(EngineThread):
 
     def run(self) -> None:
         while not self.is_closing:
-            self.drain_inbox(must_wait=not self._requests)
-            if self._requests and not self.is_closing:
+            self.drain_inbox(must_wait=not self._running)
+            if self._running and not self.is_closing:
                 self.run_step()
 
     def run_step(self) -> None:
@@ -78,12 +107,12 @@ class Engine(EngineThread):
         """
         _release_frames(error)
         self._in_pass = ()
-        everything = [one for request in self._requests for one in request.sequences]
+        everything = [sequence for one in self._running for sequence in one.sequences]
         for sequence in batch.sequences or everything:
             if is_cancelled:
                 sequence.try_recover()
             else:
-                sequence.error = sequence.error or error
+                sequence.request.fail(error)
 
     def _make_way(self, batch: Batch) -> None:
         """Free memory that holds layers, where prompts are about to need it."""
@@ -114,36 +143,40 @@ class Engine(EngineThread):
         """Free sequences that are over, and finish the requests that have no others."""
         assert self.scheduler is not None, "requests are added when the models are loaded"
         self.scheduler.free_finished()
-        for request in [one for one in self._requests if one.has_ended]:
-            self._requests.remove(request)
+        is_over = [all(one.is_finished for one in running.sequences) for running in self._running]
+        over = [one for one, has_ended in zip(self._running, is_over, strict=True) if has_ended]
+        self._running = [one for one in self._running if one not in over]
+        for running in over:
             self.scheduler.totals.add(requests=1)
-            request.finish()
+            running.finish()
 
     def abort(self, error: BaseException | None) -> None:
-        for request in self._requests:
-            request.is_cancelled = request.is_cancelled or error is None
+        for running in self._running:
             if error is not None:
-                request.finish(error)
-        if self._requests:
+                running.request.fail(error)
+            running.request.is_cancelled = True
+        if self._running:
             self._finish_requests()
 
     # --- messages, from any thread -------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Let it take part from the next step on. Raises CalledFromInside."""
+    def add(self, request: Request, sequences: SequenceOf[Sequence], owner: Owner) -> None:
+        """Let a request take part from the next step on. Raises CalledFromInside."""
         self.check_caller()
 
         def begin() -> None:
-            if self.is_closing or self.scheduler is None or request.is_cancelled:
-                request.finish(ModelClosed() if self.is_closing else None)
-                return
-            try:
-                request.begin()
-            except BaseException as error:
-                request.finish(error)
-                return
-            self._requests.append(request)
-            self.scheduler.add(request.sequences)
+            running = Running(request, sequences, owner)
+            if self.is_closing or self.scheduler is None:
+                request.fail(ModelClosed())
+            if not request.is_aborted:
+                with own_errors(request):
+                    for sequence in sequences:
+                        owner.begin(sequence)
+            if request.is_aborted or self.scheduler is None:
+                running.finish()
+            else:
+                self._running.append(running)
+                self.scheduler.add(sequences)
 
         self.send(begin)
 
@@ -153,7 +186,12 @@ class Engine(EngineThread):
         A call that comes just before a pass may be lost: whoever waits for the end asks again.
         """
         request.is_cancelled = True
-        self.send(lambda: None if request in self._requests else request.finish())
+
+        def end() -> None:
+            if all(one.request is not request for one in self._running):
+                request.finish()
+
+        self.send(end)
         served = self._in_pass
         if served and all(one is request for one in served):
             self.cancel_pass()

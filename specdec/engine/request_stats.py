@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from backends.contract.backend import Backend
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
-from specdec.metrics.stats import GenerationStats, ratio
+from specdec.engine.request import Request
+from specdec.metrics.stats import EngineStats, GenerationStats, ratio
 from specdec.planning.gpu import vram_peak_bytes
+from specdec.planning.run_plan import RunPlan
 from specdec.run_options import CUDA
 
-if TYPE_CHECKING:
-    from specdec.engine.request import Request
 
+def stats_of(
+    request: Request,
+    plan: RunPlan,
+    backends: Sequence[Backend],
+    flops: ModelFlops | None,
+    of_all: EngineStats,
+) -> GenerationStats:
+    """Return the figures of a request so far.
 
-def stats_of(request: Request) -> GenerationStats:
-    """Return the figures so far."""
-    session, plan = request.session, request.session.plan
-    use = session.target.stream_use
+    backends: the target first.
+    of_all: the engine's figures.
+    """
+    use = backends[0].stream_use
     before = request.use_before or use
-    kv_bytes = sum(backend.kv_bytes for backend in session.backends)
-    flops = session.model_flops
-    recorded, of_all = request.recorder.stats(), session.stats
+    kv_bytes = sum(backend.kv_bytes for backend in backends)
+    recorded = request.recorder.stats()
     return replace(
         recorded,
         bytes_streamed=use.bytes_streamed - before.bytes_streamed,
@@ -36,7 +44,7 @@ def stats_of(request: Request) -> GenerationStats:
         peak_memory_bytes=process_memory().peak_rss_bytes,
         memory_budget_bytes=plan.budget_bytes,
         kv_bytes=kv_bytes,
-        held_bytes=sum(backend.held_bytes for backend in session.backends),
+        held_bytes=sum(backend.held_bytes for backend in backends),
         kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,
         model_flops=0 if flops is None else _decoded_flops(request, flops, recorded),
@@ -52,5 +60,5 @@ def _decoded_flops(request: Request, flops: ModelFlops, recorded: GenerationStat
     Beams count as one token per position.
     """
     num_tokens = max(recorded.generated_tokens - 1, 0)
-    num_seqs = len(request.sequences)
+    num_seqs = 1 if request.params.num_beams > 1 else request.params.n
     return flops.of_tokens(num_tokens, recorded.prompt_tokens + num_tokens // (2 * num_seqs))

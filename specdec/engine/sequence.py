@@ -8,10 +8,9 @@ computed in prefill chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +21,15 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.lockstep import Steps
 from specdec.drafters.proposal import check_proposal
 from specdec.engine.outputs import CompletionOutput, StreamChunk
-from specdec.engine.token_limit import TokenLimit
+from specdec.engine.request import Request, own_errors
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.token_limit import TokenLimit
+from specdec.sampling.verifier import Verifier
 from specdec.text.stream import TextStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
-from specdec.verification.verifier import Verifier
-
-if TYPE_CHECKING:
-    from specdec.engine.request import Request
 
 
 class VerifiedTree(NamedTuple):
@@ -57,7 +54,6 @@ class Sequence:
         kv: KV cache of the target; None while the sequence waits.
         kv_file: the KV of a preempted sequence, where it was swapped out.
         arrival: number of the sequence in the order of arrival.
-        error: what ended this sequence and no other one.
     """
 
     def __init__(
@@ -75,7 +71,6 @@ class Sequence:
         self.kv: TokenSequence | None = None
         self.kv_file: KvFile | None = None
         self.arrival = -1
-        self.error: BaseException | None = None
         self._num_cached_tokens = 0
         self._num_taken = 0
         self._pieces: list[str] = []
@@ -97,10 +92,7 @@ class Sequence:
     @property
     def can_start(self) -> bool:
         """Whether it may be scheduled: a caller's own drafter serves one sequence at a time."""
-        request = self.request
-        if request.drafter is None:
-            return True
-        return not any(one.is_open for one in request.sequences[: self.index])
+        return self.request.drafter is None or self.request.drafting_index >= self.index
 
     @property
     def is_open(self) -> bool:
@@ -165,7 +157,7 @@ class Sequence:
     def detach(self) -> None:
         """Forget the KV, which is free or another one's from here on."""
         self.kv = None
-        with own_errors(self):
+        with own_errors(self.request):
             self.drafter.reset()
 
     def prefill_chunk(self, max_tokens: int) -> SequenceRows:
@@ -181,7 +173,7 @@ class Sequence:
             if self.policy.uses_draft(num_seqs):
                 yield from self.drafter.reading(self.token_ids, max_tokens)
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
 
     def propose(self, num_seqs: int, max_nodes: int) -> Steps[DraftTree]:
         """Return the draft tree of the next step.
@@ -202,7 +194,7 @@ class Sequence:
             )
             return tree
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
             return DraftTree(self.token_ids[-1])
 
     def min_rows(self) -> SequenceRows:
@@ -229,10 +221,10 @@ class Sequence:
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._emit((token,))
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceScores) -> VerifiedTree | None:
-        """Accept what the target agrees with; None after an error of this sequence's own."""
+        """Accept what the target agrees with; None after an error of this request's own."""
         recorder = self.request.recorder
         try:
             logits = scores.logits
@@ -247,7 +239,7 @@ class Sequence:
             num_taken = self._emit(new_ids)
             recorder.record_round(tree, acceptance, n_emitted=num_taken)
         except Exception as error:
-            self.error = error
+            self.request.fail(error)
             return None
         return VerifiedTree(tree, acceptance, new_ids)
 
@@ -258,8 +250,8 @@ class Sequence:
         self.drafter.reset()
 
     def try_recover(self) -> None:
-        """`recover`; a failure of this sequence's own drafter ends no other one."""
-        with own_errors(self):
+        """`recover`; a failure of its own drafter ends no other request."""
+        with own_errors(self.request):
             self.recover()
 
     def finish(self) -> None:
@@ -276,8 +268,10 @@ class Sequence:
         """Hand new tokens and their text to the caller, up to the sequence's end; how many."""
         taken, text = self._take(new_ids)
         self.request.put(StreamChunk(text, tuple(taken), self.index))
-        if not self.is_open and (rest := self._flush()):
-            self.request.put(StreamChunk(rest, (), self.index))
+        if not self.is_open:
+            self.request.drafting_index = self.index + 1
+            if rest := self._flush():
+                self.request.put(StreamChunk(rest, (), self.index))
         return len(taken)
 
     def _take(self, new_ids: SequenceOf[int]) -> tuple[SequenceOf[int], str]:
@@ -343,12 +337,3 @@ class Sequence:
             finish_note=self._limit.note if self._finish_reason == "length" else None,
         )
         return [output]
-
-
-@contextmanager
-def own_errors(sequence: Sequence) -> Iterator[None]:
-    """Let an error in the block end this sequence and no other one: a drafter may be a caller's."""
-    try:
-        yield
-    except Exception as error:
-        sequence.error = sequence.error or error

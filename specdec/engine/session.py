@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,10 +23,14 @@ from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
 from specdec.engine.kept_experience import KeptExperience
 from specdec.engine.prompt_cache import PromptCache, check_file
+from specdec.engine.request import Request
+from specdec.engine.request_stats import stats_of
+from specdec.engine.sequence import Sequence
+from specdec.engine.sequence_factory import SequenceFactory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
-from specdec.metrics.recorder import Totals
-from specdec.metrics.stats import EngineStats, PassTime
+from specdec.metrics.recorder import StatsRecorder, Totals
+from specdec.metrics.stats import EngineStats, GenerationStats, PassTime
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
@@ -128,9 +133,62 @@ class Session:
         stack.callback(worker.close)  # before the draft, which it uses
         texts = (self.texts, self.draft_texts)
         assemble(self.engine, self.plan, self.options, target, draft, *texts, worker, self.totals)
-        self.drafters = Drafters(
-            draft, self.draft_texts, self.draft_window, target.max_context, parallel
+        self._factory = SequenceFactory(
+            tokenizer=self.tokenizer,
+            num_tokens=self.n_tokens,
+            eos_token_ids=self.eos_token_ids,
+            max_context=target.max_context,
+            model_context=self.model_context,
+            max_beams=self.options.target_rows(self.plan.n_draft_tokens),
+            begin_grammar=self._begin_grammar,
+            drafters=Drafters(
+                draft, self.draft_texts, self.draft_window, target.max_context, parallel
+            ),
+            plan=self.plan,
+            experience=self.experience,
         )
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def new_sequences(self, request: Request) -> list[Sequence]:
+        """Return the sequences of a request. Raises ConfigError."""
+        return self._factory.new_sequences(request)
+
+    def start(self, request: Request, sequences: SequenceOf[Sequence]) -> None:
+        """Hand a request to the engine.
+
+        Its clocks begin here, with the first chunk asked for, not when it was made.
+        """
+        request.use_before = self.target.stream_use
+        request.recorder = StatsRecorder(len(request.prompt_ids), totals=self.totals)
+        self.engine.add(request, sequences, self)
+
+    def begin(self, sequence: Sequence) -> None:
+        self._factory.begin(sequence)
+
+    def note_finished(self, request: Request) -> None:
+        if not request.is_aborted:
+            self._check_figures(request.recorder.stats().pass_times)
+        request.stats = self.stats_of(request)
+
+    def stats_of(self, request: Request) -> GenerationStats:
+        """Return the figures of a request so far."""
+        return stats_of(request, self.plan, self.backends, self.model_flops, self.stats)
+
+    def _check_figures(self, passes: SequenceOf[PassTime]) -> None:
+        """Have the machine measured anew, by the next process, where the figures that the plan
+        goes by are contradicted."""
+        plan = self.plan.pass_cost
+        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
+        ratios = [
+            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
+            for one in passes
+            if not one.is_drafting_ahead
+        ]
+        if len(ratios) < _ENOUGH_PASSES:
+            return
+        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
+            forget_figures()
 
     @property
     def model_flops(self) -> ModelFlops | None:
@@ -161,11 +219,6 @@ class Session:
         """Tokens that both the tokenizer and the target know."""
         return min(self.tokenizer.n_tokens, self.target.vocab_size)
 
-    @property
-    def max_beams(self) -> int:
-        """Most beams, or rows of a pass, that memory was set aside for."""
-        return self.options.target_rows(self.plan.n_draft_tokens)
-
     def chat_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters of an answer in a conversation: it ends with the turn.
 
@@ -182,7 +235,7 @@ class Session:
         known = tuple(i for i in ids if i is not None and i < self.n_tokens)
         return params.replace(stop=stops, eos_token_ids=known)
 
-    def begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
+    def _begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
         """What a text of these parameters keeps to, if anything; before its first token."""
         if params.constraint is None:
             return None
@@ -242,21 +295,6 @@ class Session:
             cache.save(self.texts, self.draft_texts)
 
         self.engine.call(save)
-
-    def check_figures(self, passes: Sequence[PassTime]) -> None:
-        """Have the machine measured anew, by the next process, where the figures that the plan
-        goes by are contradicted."""
-        plan = self.plan.pass_cost
-        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
-        ratios = [
-            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
-            for one in passes
-            if not one.is_drafting_ahead
-        ]
-        if len(ratios) < _ENOUGH_PASSES:
-            return
-        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
-            forget_figures()
 
     # --- the end -------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class Speculation:
             trees = [
                 (sequence, tree)
                 for sequence, tree in zip(batch.decode, proposed, strict=True)
-                if sequence.error is None and tree is not None
+                if sequence.request.error is None and tree is not None
             ]
             trees = _trim(trees, batch.num_prefill_tokens, max_nodes)
         inputs = _inputs(trees, batch)

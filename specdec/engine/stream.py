@@ -10,6 +10,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelElsewhere
 from specdec.engine.outputs import CompletionOutput, GenerationResult, StreamChunk
 from specdec.engine.request import Request
+from specdec.engine.session import Session
 
 
 class GenerationStream:
@@ -18,11 +19,12 @@ class GenerationStream:
     The engine computes on also while nobody takes the chunks.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._session, self._request = request.session, request
+    def __init__(self, session: Session, request: Request) -> None:
+        self._session, self._request = session, request
+        self._sequences = session.new_sequences(request)
         # One that nobody holds any more keeps no KV: it ends before the next step. Not held by its
         # finalizer: the traceback of its error may lead to this stream, which would stay for good.
-        weakref.finalize(self, _abandon, request.session.engine, weakref.ref(request))
+        weakref.finalize(self, _abandon, session.engine, weakref.ref(request))
 
     def __iter__(self) -> Iterator[StreamChunk]:
         return self
@@ -33,7 +35,7 @@ class GenerationStream:
             raise StopIteration
         self._session.engine.check_caller()
         try:
-            self._request.start()
+            self._start()
             chunk = self._request.output.get()
         except BaseException:  # Ctrl-C
             self.cancel()
@@ -71,7 +73,11 @@ class GenerationStream:
         """
         self._session.check_open()
         self._request.is_streamed, self._request.on_output = is_streamed, on_output
-        self._request.start()
+        self._start()
+
+    def _start(self) -> None:
+        if self._request.claim_start():
+            self._session.start(self._request, self._sequences)
 
     @property
     def is_over(self) -> bool:
@@ -110,12 +116,13 @@ class GenerationStream:
     def result(self) -> GenerationResult:
         """The text so far; complete once the iterator is exhausted."""
         request = self._request
-        return GenerationResult(self.outputs, request.stats(), request.prompt_ids)
+        stats = request.stats or self._session.stats_of(request)
+        return GenerationResult(self.outputs, stats, request.prompt_ids)
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:
         """Those of `result`, which takes longer: it has figures, too."""
-        return self._request.outputs
+        return tuple(output for sequence in self._sequences for output in sequence.outputs)
 
 
 def _abandon(engine: Engine, request: weakref.ref[Request]) -> None:

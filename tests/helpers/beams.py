@@ -11,10 +11,10 @@ from backends.contract.backend import Backend
 from specdec.engine.beam_sequence import BeamSequence, Hypothesis
 from specdec.engine.scheduler import Batch, PrefillChunk
 from specdec.engine.speculation import Speculation
-from specdec.engine.token_limit import TokenLimit
 from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.token_limit import TokenLimit
 
 
 def search(

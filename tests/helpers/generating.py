@@ -17,16 +17,16 @@ from specdec.engine.scheduler import Batch, PrefillChunk
 from specdec.engine.sequence import Sequence as TokenSequence
 from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
-from specdec.engine.token_limit import TokenLimit
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder
 from specdec.policy.costs import PassCost
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.token_limit import TokenLimit
+from specdec.sampling.verifier import Verifier
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
-from specdec.verification.verifier import Verifier
 
 FREE = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
 

@@ -1,0 +1,108 @@
+"""Makes the sequences of a request, and gives them what they draft and verify with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.drafters.assembly import Drafters
+from specdec.engine.beam_sequence import BeamSequence, check_beams
+from specdec.engine.outputs import sequence_seed
+from specdec.engine.request import Request
+from specdec.engine.sequence import Sequence
+from specdec.grammar.state import GrammarState
+from specdec.planning.run_plan import RunPlan
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.experience import Experience
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.token_limit import token_limit
+from specdec.sampling.verifier import Verifier
+from specdec.text.contract import TokenDecoder
+from specdec.text.stream import TextStream
+
+_CHAIN_STREAM = 2**64 - 1
+"""Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
+
+
+@dataclass(frozen=True)
+class SequenceFactory:
+    """Makes sequences for one pair of loaded models.
+
+    Attributes:
+        num_tokens: tokens that both the tokenizer and the target know.
+        max_context: tokens of a sequence that memory was planned for.
+        model_context: tokens of a sequence that the model was made for.
+        max_beams: tokens of a pass that memory was planned for.
+        begin_grammar: (parameters, prompt length) -> what a sequence keeps to, if anything.
+        experience: acceptance statistics of earlier generations.
+    """
+
+    tokenizer: TokenDecoder
+    num_tokens: int
+    eos_token_ids: tuple[int, ...]
+    max_context: int
+    model_context: int
+    max_beams: int
+    begin_grammar: Callable[[SamplingParams, int], GrammarState | None]
+    drafters: Drafters
+    plan: RunPlan
+    experience: Experience
+
+    def new_sequences(self, request: Request) -> list[Sequence]:
+        """Return `params.n` sequences, or one that runs a beam search.
+
+        Raises ConfigError where there is no capacity for what is asked for.
+        """
+        params, prompt_ids = request.params, request.prompt_ids
+        limit = token_limit(params, len(prompt_ids), self.max_context, self.model_context)
+        first = self._new_sampler(request, params)
+
+        def new_text() -> TextStream:
+            return TextStream(self.tokenizer, prompt_ids=prompt_ids, stop=params.stop)
+
+        if params.num_beams > 1:
+            check_beams(params.num_beams, request.spec, self.max_beams)
+            return [BeamSequence(request, first, limit, new_text)]
+        seeds = [sequence_seed(first.seed, i) for i in range(1, params.n)]
+        more = [self._new_sampler(request, params.replace(seed=seed)) for seed in seeds]
+        return [
+            Sequence(request, sampler, limit, new_text(), index)
+            for index, sampler in enumerate([first, *more])
+        ]
+
+    def _new_sampler(self, request: Request, params: SamplingParams) -> Sampler:
+        num_prompt_tokens = len(request.prompt_ids)
+        return Sampler(
+            params,
+            n_tokens=self.num_tokens,
+            eos_token_ids=self.eos_token_ids,
+            prompt_length=num_prompt_tokens,
+            logits_processors=request.processors,
+            grammar=self.begin_grammar(params, num_prompt_tokens),
+        )
+
+    def begin(self, sequence: Sequence) -> None:
+        """Give it a drafter, a policy and a rule; in the engine's thread, which owns the draft."""
+        if isinstance(sequence, BeamSequence):
+            return
+        request, sampler = sequence.request, sequence.sampler
+        key = np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64)
+        rng = np.random.Generator(np.random.Philox(key=key))
+        drafter = request.drafter
+        if drafter is None:
+            drafter = self.drafters.of_text(sampler, request.spec, rng)
+        else:
+            drafter.reset()
+        policy = DraftPolicy(
+            request.spec,
+            self.plan.pass_cost,
+            self.max_context,
+            self.plan.draft_cost,
+            self.plan.n_draft_tokens,
+            experience=self.experience,
+            temperature=sampler.params.temperature,
+        )
+        sequence.begin(drafter, policy, Verifier(sampler, request.spec, rng))
