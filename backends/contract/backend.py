@@ -1,5 +1,6 @@
-"""The contract of a backend: one loaded model with the KV cache of its texts, draft and target
-alike.
+"""The contract of a backend: one loaded model with the KV cache of its sequences.
+
+Draft and target fulfil the same one.
 
 A backend knows tokens, logits and its KV cache. It knows nothing of speculation: it scores
 tentative *nodes*, and is told afterwards which of them became part of the text.
@@ -9,23 +10,19 @@ Logits are numpy arrays, so that a backend without torch fits the same contract.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from typing_extensions import Self
 
 from backends.contract.sequence import (
-    SavedTensors,
-    SequenceRows,
-    SequenceScores,
-    Text,
-    TokenSequence,
+    SequenceInput,
+    SequenceKV,
+    SequenceOutput,
 )
 from offload.errors import SpecdecError
-from offload.formats.mapped import TensorShape
 
 if TYPE_CHECKING:  # only names of types, for the command line imports this
     from offload.experts.readers import ExpertStats
@@ -99,11 +96,8 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
 
 
-class Backend(Text):
-    """One model and the KV cache of its sequences.
-
-    Used as a `Text` itself it has a sequence of its own, which it makes for the first such call.
-    """
+class Backend(ABC):
+    """One model and the KV cache of its sequences."""
 
     vocab_size: int
     """Columns of the logits; may exceed the tokenizer's length by padding rows."""
@@ -111,22 +105,21 @@ class Backend(Text):
     """Most tokens (committed and live depth) that a sequence may have."""
     max_nodes: int | None = None
     """Most live nodes at a time, of all sequences; None where memory alone is the limit."""
-    _own_text: TokenSequence | None = None
 
     @abstractmethod
-    def sequence(self) -> TokenSequence:
-        """A text of its own beside others, empty as yet.
+    def new_sequence(self) -> SequenceKV:
+        """Return the KV of a further sequence, empty as yet.
 
-        Raises BackendError where there is no room for one more.
+        Raises BackendError where there is no capacity for one more.
         """
 
     @abstractmethod
-    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
-        """One pass over what each sequence adds, each of which is in the batch once.
+    def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
+        """Run one forward pass over what each sequence adds, each of which is in the batch once.
 
-        What fails drops the live nodes of all of them and leaves their committed prefixes.
-        Raises ContextFull where a text gets longer than `max_context`, and BackendError where the
-        texts together take more than the backend has room for.
+        A failure drops the live nodes of all of them and leaves their committed prefixes.
+        Raises ContextFull where a sequence gets longer than `max_context`, and BackendError where
+        all together take more than the backend has capacity for.
         """
 
     @property
@@ -134,55 +127,10 @@ class Backend(Text):
         """Live nodes that there may be beside those of all sequences now."""
         return _PLENTY_NODES
 
-    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
+    def n_fitting(self, batch: Sequence[SequenceInput]) -> int:
         """How many of these, from the first on, there is room for in one pass, as far as memory and
         live nodes go."""
         return len(batch)
-
-    @property
-    def text(self) -> TokenSequence:
-        """The sequence of its own."""
-        if self._own_text is None:
-            self._own_text = self.sequence()
-        return self._own_text
-
-    @property
-    def committed_ids(self) -> Sequence[int]:
-        return self.text.committed_ids
-
-    @property
-    def next_node_id(self) -> int:
-        return self.text.next_node_id
-
-    @property
-    def node_room(self) -> int:
-        return self.text.node_room
-
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        return self.text.prefill(token_ids)
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        return self.text.extend(token_ids, parents, rows)
-
-    def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self.text.commit(path, keep)
-
-    def prune(self, nodes: Collection[int]) -> None:
-        self.text.prune(nodes)
-
-    def rollback(self, length: int) -> None:
-        self.text.rollback(length)
-
-    def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        return self.text.prefix_tensors()
-
-    def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self.text.save_prefix(buffers)
-
-    def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
-        self.text.load_prefix(token_ids, tensors)
 
     @property
     def can_save_prefix(self) -> bool:
@@ -239,11 +187,11 @@ class Backend(Text):
         """Memory of layers that would stream and are held for now."""
         return 0
 
-    def hold(self, n_bytes: int) -> None:
+    def hold(self, n_bytes: int) -> None:  # noqa: B027 (optional)
         """Let layers that stream stay in memory after their next use, as many as so many bytes
         hold; what is held beyond that is given back at once. Between passes only."""
 
-    def request_cancel(self) -> None:
+    def request_cancel(self) -> None:  # noqa: B027 (optional)
         """End a running pass soon with an error; any thread may call it."""
 
     @abstractmethod

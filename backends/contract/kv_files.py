@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backends.contract.backend import Backend, BackendError
-from backends.contract.sequence import TokenSequence
+from backends.contract.sequence import SequenceKV
 from offload.formats.unnamed import UnnamedFile
 from offload.process.temporary import temporary_folder
 from offload.units import GIB
@@ -28,7 +28,7 @@ class KvFile:
         self.token_ids, self.n_bytes = token_ids, file.n_bytes
         self._n_mapped = n_mapped
 
-    def load(self, text: TokenSequence, n_growth_bytes: int = 0) -> bool:
+    def load(self, text: SequenceKV, n_growth_bytes: int = 0) -> bool:
         """Into an empty text; False, and it stays empty, where the file cannot be read.
 
         n_growth_bytes: that the KV cache may take for it.
@@ -73,7 +73,7 @@ class KvFiles:
         """Of all that there are."""
         return sum(one.n_bytes for one in self._open)
 
-    def write(self, text: TokenSequence) -> KvFile | None:
+    def write(self, text: SequenceKV) -> KvFile | None:
         """The committed prefix of a text; None where there is no room for it, or no way."""
         if not self._backend.can_save_prefix or not text.n_committed:
             return None

@@ -1,9 +1,9 @@
-"""Several texts in one pass: sequences of a backend, and what a pass adds to each.
+"""One sequence of a backend, and what a forward pass adds to it.
 
-    backend.run([SequenceRows(a, tokens), SequenceRows(b, tokens, parents), ...])
+    backend.forward([SequenceInput(a, tokens), SequenceInput(b, tokens, parents), ...])
 
-is one read of the model for all of them, whose cost is that of its rows together. A sequence is one
-text: a committed prefix and live nodes below it (see Text). One text is a batch of one.
+is one read of the model for all of them, whose cost is that of its tokens together. One sequence is
+a batch of one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,28 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next(i for i, (one, other) in enumerate(pairs) if one != other)
 
 
-class Text(ABC):
-    """The KV of one text: a committed prefix of `n_committed` tokens plus any number of live
+class ForwardPasses(Protocol):
+    """The part of a backend that its sequences use."""
+
+    def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
+        """See Backend.forward."""
+
+    def n_fitting(self, batch: Sequence[SequenceInput]) -> int:
+        """See Backend.n_fitting."""
+
+
+class SequenceKV(ABC):
+    """KV cache of one sequence: a committed prefix of `n_committed` tokens plus any number of live
     tentative nodes, which form a forest below the prefix.
 
     Node ids are consecutive integers that are never used twice; the next call of `extend` gives
     `next_node_id` to its first node, so that a batch can name parents inside itself.
 
     An error or a cancel in any method leaves the committed prefix as it was before the call
-    and drops every live node.
+    and drops every live node; an error in a forward pass those of all its sequences.
     """
+
+    backend: ForwardPasses
 
     @property
     @abstractmethod
@@ -59,27 +71,32 @@ class Text(ABC):
     @property
     @abstractmethod
     def node_room(self) -> int:
-        """Live nodes that a pass may add now, beside those that are live in this and other texts
-        of the backend; how deep they may lie is `max_context`'s."""
+        """Live nodes that a pass may add now, beside those of all sequences of the backend.
 
-    @abstractmethod
+        How deep they may lie is bounded by `max_context`.
+        """
+
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append `token_ids` to the committed prefix; return the last one's logits [vocab].
 
         Costs one read of the model however long the prompt is. Live nodes are dropped.
         Raises ContextFull when the tokens do not fit.
         """
+        row: np.ndarray = self.backend.forward([SequenceInput(self, token_ids)])[0].logits[0]
+        return row
 
-    @abstractmethod
     def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        logits_at: Sequence[int] | None = None,
     ) -> tuple[list[int], np.ndarray]:
-        """Score n tentative nodes in one pass.
+        """Score n tentative nodes in one pass of this sequence alone; see SequenceInput.
 
-        parents [n]: PREFIX, a live node's id, or the id of an earlier node of this call.
-        rows: positions within this call whose logits are wanted (all when None).
-        Returns, when the pass is over, the n new ids and float32 logits [len(rows) or n, vocab].
+        Returns the n new ids and float32 logits [len(logits_at) or n, vocab].
         """
+        output = self.backend.forward([SequenceInput(self, token_ids, parents, logits_at)])[0]
+        return output.node_ids, output.logits
 
     @abstractmethod
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
@@ -98,8 +115,10 @@ class Text(ABC):
         """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
 
     def cut_to(self, token_ids: Sequence[int]) -> list[int]:
-        """Cut the committed prefix to the beginning that it shares with these tokens, the last one
-        left out; those of them that it then lacks."""
+        """Cut the committed prefix to what it shares with these tokens; return those it lacks.
+
+        The last token is always among these: its logits are wanted.
+        """
         wanted = list(token_ids)
         n_kept = common_length(list(self.committed_ids), wanted[:-1])
         if n_kept < self.n_committed:
@@ -122,70 +141,35 @@ class Text(ABC):
         """Make `token_ids` the committed prefix, with the KV that `save_prefix` wrote for it.
 
         Raises BackendError where the tensors are not those of such a prefix of this model; the
-        text is empty then.
+        sequence is empty then.
         """
 
-
-class Passes(Protocol):
-    """What runs sequences together: their backend."""
-
-    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
-        """See Backend.run."""
-
-    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
-        """See Backend.n_fitting."""
-
-
-class TokenSequence(Text):
-    """One text of a backend that may hold several.
-
-    What fails in a pass drops every live node of each of its sequences.
-    """
-
-    backend: Passes
-
-    def rows_to(self, token_ids: Sequence[int]) -> SequenceRows:
-        """What makes `token_ids` the committed prefix, keeping the KV of what they share."""
-        return SequenceRows(self, self.cut_to(token_ids))
-
     @abstractmethod
-    def run(self, rows: SequenceRows) -> SequenceScores:
-        """A pass of this sequence alone."""
+    def fork(self, length: int | None = None) -> SequenceKV:
+        """Return a sequence that begins with the first `length` committed tokens (None: all).
 
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        row: np.ndarray = self.run(SequenceRows(self, token_ids)).logits[0]
-        return row
-
-    def extend(
-        self, token_ids: Sequence[int], parents: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[list[int], np.ndarray]:
-        found = self.run(SequenceRows(self, token_ids, parents, rows))
-        return found.node_ids, found.logits
-
-    @abstractmethod
-    def fork(self, length: int | None = None) -> TokenSequence:
-        """A sequence that begins with the first `length` committed tokens (None: all), whose KV
-        both hold once until one of them changes it."""
+        Both hold their KV once until one of them changes it.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give its KV back. Idempotent."""
+        """Give the KV back. Idempotent."""
 
 
 @dataclass(frozen=True)
-class SequenceRows:
-    """What a pass adds to one sequence.
+class SequenceInput:
+    """Tokens that a forward pass computes for one sequence.
 
     parents: None appends `token_ids` to the committed prefix, as a part of a prompt; [n] adds
         tentative nodes: PREFIX, a live node's id, or the id of an earlier node of these.
-    rows: positions within `token_ids` whose logits are wanted; None: all of nodes, of a prompt the
-        last one.
+    logits_at: positions within `token_ids` whose logits are wanted; None: all of nodes, of a prompt
+        the last one.
     """
 
-    sequence: TokenSequence
+    kv: SequenceKV
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
-    rows: Sequence[int] | None = None
+    logits_at: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None and not self.token_ids:
@@ -194,16 +178,16 @@ class SequenceRows:
             raise ValueError(f"{len(self.token_ids)} tokens have {len(self.parents)} parents")
 
     @property
-    def wanted(self) -> list[int]:
-        """The rows whose logits are wanted."""
-        if self.rows is not None:
-            return list(self.rows)
+    def logit_positions(self) -> list[int]:
+        """Positions within `token_ids` whose logits are wanted."""
+        if self.logits_at is not None:
+            return list(self.logits_at)
         n_tokens = len(self.token_ids)
         return [n_tokens - 1] if self.parents is None else list(range(n_tokens))
 
 
 @dataclass(frozen=True)
-class SequenceScores:
+class SequenceOutput:
     """node_ids [n], empty for a prompt's tokens; logits float32 [wanted, vocab]."""
 
     node_ids: list[int]

@@ -23,9 +23,9 @@ import torch
 from backends.attention.batch import BLOCK_ROWS, BatchLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, KvUse, StreamUse
-from backends.contract.mending import MendingBackend
-from backends.contract.sequence import SavedTensors, SequenceRows
-from backends.contract.text_kv import NewRows
+from backends.contract.recovery import RecoveringBackend
+from backends.contract.sequence import SavedTensors, SequenceInput
+from backends.contract.store import NewTokens
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
@@ -38,7 +38,7 @@ from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of, most_new_blocks
 from backends.kv.rows import rows_of_pass, take_rows
-from backends.kv.sequence import SequenceKv
+from backends.kv.sequence import BlockStore
 from offload.formats.mapped import TensorShape
 from offload.ring.slots import Check
 
@@ -51,7 +51,7 @@ _ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
 
-class TorchBackend(MendingBackend[SequenceKv]):
+class TorchBackend(RecoveringBackend[BlockStore]):
     """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
 
     kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
@@ -145,7 +145,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
         """See Backend.sibling; the passes of the two take turns."""
         if self._weights.streams:
             raise BackendError("a streamed model cannot share its weights")
-        other = self._without_texts()
+        other = self._without_sequences()
         other._owner = self
         other.max_context = min(max_context, self._model.max_context)
         other.max_nodes = max_nodes
@@ -170,7 +170,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
         """Blocks that were never in use: texts of the same length begin new ones in one pass."""
         if self._weights.device.type != "cpu":
             return 0
-        pool, kvs = self._pool, [one.kv for one in self._sequences]
+        pool, kvs = self._pool, [one.store for one in self._sequences]
         n_rows = n_tokens + (self.max_nodes or 0) + self._exactness.n_least_rows
         n_rows = max(0, n_rows - sum(kv.table.n_committed for kv in kvs))
         rows_left = [left for kv in kvs for left in kv.rows_left] + [0] * n_new_texts
@@ -219,30 +219,30 @@ class TorchBackend(MendingBackend[SequenceKv]):
 
     def _free_cache(self) -> None:
         for one in self._sequences:
-            one.kv.close()
+            one.store.close()
         self._pool.free()
 
-    def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
+    def _guarded(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
         """The same with tensors of the weights' device."""
 
         def on_device() -> _T:
             with self._weights.computing(), torch.inference_mode():
                 return operation()
 
-        return super()._repaired(on_device, repair)
+        return super()._guarded(on_device, repair)
 
     # --- sequences --------------------------------------------------------------------------
 
-    def _new_kv(self) -> SequenceKv:
-        return SequenceKv(self._pool)
+    def _new_kv(self) -> BlockStore:
+        return BlockStore(self._pool)
 
-    def _fork(self, kv: SequenceKv, length: int) -> SequenceKv:
+    def _fork(self, kv: BlockStore, length: int) -> BlockStore:
         return kv.fork(length)
 
-    def _free_rows(self, kv: SequenceKv) -> int:
+    def _free_rows(self, kv: BlockStore) -> int:
         return min(kv.n_free_rows - self._exactness.n_least_rows, self.max_context)
 
-    def _room_of(self, kv: SequenceKv, rows: SequenceRows) -> Sequence[int]:
+    def _room_of(self, kv: BlockStore, rows: SequenceInput) -> Sequence[int]:
         return (kv.n_blocks_for(len(rows.token_ids)),)
 
     def _free_units(self) -> Sequence[int]:
@@ -252,13 +252,13 @@ class TorchBackend(MendingBackend[SequenceKv]):
         with self._turn:
             self._weights.restart()
 
-    def _prefix_tensors(self, kv: SequenceKv) -> tuple[TensorShape, ...]:
+    def _prefix_tensors(self, kv: BlockStore) -> tuple[TensorShape, ...]:
         return prefix_tensors(self._pool, kv)
 
-    def _save_prefix(self, kv: SequenceKv, buffers: Mapping[str, memoryview]) -> None:
+    def _save_prefix(self, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
         save_prefix(self._pool, kv, buffers)
 
-    def _load_prefix(self, kv: SequenceKv, token_ids: list[int], tensors: SavedTensors) -> None:
+    def _load_prefix(self, kv: BlockStore, token_ids: list[int], tensors: SavedTensors) -> None:
         self._free_if_unused()
         try:
             device = self._weights.device
@@ -276,12 +276,12 @@ class TorchBackend(MendingBackend[SequenceKv]):
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _compute(self, new: Sequence[NewRows[SequenceKv]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
         self._is_cancelled = False
         with threads_of_pass(self._n_threads, self._follows_load):
             return self._run_pass(new)
 
-    def _run_pass(self, new: Sequence[NewRows[SequenceKv]]) -> list[np.ndarray]:
+    def _run_pass(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
         device = self._weights.device
         token_ids = [token for one in new for token in one.token_ids]
         n_more = max(0, self._exactness.n_least_rows - len(token_ids))
@@ -308,7 +308,7 @@ class TorchBackend(MendingBackend[SequenceKv]):
             self._has_run = True
             self._pool.check_written(len(token_ids))
             found = self._weights.on_host(logits[:n_wanted])
-        ends = np.cumsum([len(one.rows) for one in new])
+        ends = np.cumsum([len(one.logits_at) for one in new])
         return np.split(found, ends[:-1])
 
     def _bring_experts(

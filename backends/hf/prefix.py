@@ -15,13 +15,13 @@ from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
 from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
-from backends.kv.sequence import SequenceKv
+from backends.kv.sequence import BlockStore
 from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def prefix_tensors(pool: KvPool, text: SequenceKv) -> tuple[TensorShape, ...]:
+def prefix_tensors(pool: KvPool, text: BlockStore) -> tuple[TensorShape, ...]:
     n_tokens = text.table.n_committed
     return tuple(
         TensorShape(name, _NAMES[rows.dtype], (rows.shape[1], n_tokens, rows.shape[3]))
@@ -29,7 +29,7 @@ def prefix_tensors(pool: KvPool, text: SequenceKv) -> tuple[TensorShape, ...]:
     )
 
 
-def save_prefix(pool: KvPool, text: SequenceKv, buffers: Mapping[str, memoryview]) -> None:
+def save_prefix(pool: KvPool, text: BlockStore, buffers: Mapping[str, memoryview]) -> None:
     n_tokens = text.table.n_committed
     runs = runs_of(rows_in_pool(text.blocks, np.arange(n_tokens)))
     for name, rows in _pools(pool, n_tokens):
@@ -41,7 +41,7 @@ def save_prefix(pool: KvPool, text: SequenceKv, buffers: Mapping[str, memoryview
 
 def load_prefix(
     pool: KvPool,
-    text: SequenceKv,
+    text: BlockStore,
     model: HfModel,
     token_ids: list[int],
     tensors: SavedTensors,

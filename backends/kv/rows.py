@@ -8,19 +8,19 @@ import numpy as np
 
 from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
-from backends.contract.text_kv import NewRows
-from backends.kv.sequence import SequenceKv
+from backends.contract.store import NewTokens
+from backends.kv.sequence import BlockStore
 
 
-def layout_of(new: NewRows[SequenceKv]) -> PassLayout:
+def layout_of(new: NewTokens[BlockStore]) -> PassLayout:
     """Who sees whom among one sequence's new rows and those that it has."""
-    table, n_live = new.kv.table, new.n_live_before
+    table, n_live = new.store.table, new.n_live_before
     if not new.are_nodes:
         return CausalLayout(table.n_committed, len(new.token_ids))
     return PassLayout(table.n_committed, table.positions(), table.visible(n_live))
 
 
-def take_rows(new: Sequence[NewRows[SequenceKv]], n_more: int) -> tuple[np.ndarray, BatchLayout]:
+def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.ndarray, BatchLayout]:
     """Blocks for the new rows, and `n_more` behind the last ones, which fill the pass up.
 
     Returns where in the pool they lie, int64 [rows], and who sees whom.
@@ -29,17 +29,17 @@ def take_rows(new: Sequence[NewRows[SequenceKv]], n_more: int) -> tuple[np.ndarr
     for one in new:
         n_rows = len(one.token_ids) + (n_more if one is new[-1] else 0)
         layout = layout_of(one)
-        places.append(one.kv.make_room(layout.prefix + layout.first_new, n_rows))
-        parts.append(one.kv.part(layout))
+        places.append(one.store.make_room(layout.prefix + layout.first_new, n_rows))
+        parts.append(one.store.part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 
 
-def rows_of_pass(new: Sequence[NewRows[SequenceKv]]) -> list[int]:
+def rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
     """The rows whose logits are wanted, counted over all sequences."""
     found: list[int] = []
     first = 0
     for one in new:
-        found += [first + row for row in one.rows]
+        found += [first + row for row in one.logits_at]
         first += len(one.token_ids)
     return found

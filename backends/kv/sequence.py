@@ -12,7 +12,7 @@ from backends.contract.nodes import NodeTable
 from backends.kv.pool import KvPool, blocks_of
 
 
-class SequenceKv:
+class BlockStore:
     """Blocks of a pool, kept in step with a `NodeTable`.
 
     Row i of the sequence is row i % BLOCK_ROWS of its block i // BLOCK_ROWS.
@@ -97,9 +97,9 @@ class SequenceKv:
         self.table.drop_live()
         self.trim()
 
-    def fork(self, length: int) -> SequenceKv:
+    def fork(self, length: int) -> BlockStore:
         """Another sequence with the first `length` tokens of the prefix, which both hold once."""
-        other = SequenceKv(self._pool)
+        other = BlockStore(self._pool)
         other.table.append(self.table.committed[:length])
         other._blocks = self._blocks[: blocks_of(length)]
         for block in other._blocks:

@@ -13,12 +13,12 @@ import numpy as np
 
 from backends.contract.backend import BackendError, ContextFull, KvUse, StreamUse
 from backends.contract.exactness import NOT_ASKED, Exactness
-from backends.contract.mending import MendingBackend
-from backends.contract.sequence import SavedTensors, SequenceRows
-from backends.contract.text_kv import NewRows
+from backends.contract.recovery import RecoveringBackend
+from backends.contract.sequence import SavedTensors, SequenceInput
+from backends.contract.store import NewTokens
 from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
-from backends.llama.cache import MIN_IN_USE, TreeSequences
+from backends.llama.cache import MIN_IN_USE, CellStore
 from backends.llama.cells import Cells
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.loading import check_options, load_llama_model
@@ -35,7 +35,7 @@ from offload.units import Progress
 _VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
 
 
-class LlamaBackend(MendingBackend[TreeSequences]):
+class LlamaBackend(RecoveringBackend[CellStore]):
     """A GGUF model on llama.cpp.
 
     Args:
@@ -157,7 +157,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         """See Backend.sibling."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
-        other = self._without_texts()
+        other = self._without_sequences()
         other._closing = []
         try:
             other._open_context(
@@ -178,16 +178,16 @@ class LlamaBackend(MendingBackend[TreeSequences]):
 
     # --- the contract ----------------------------------------------------------------------
 
-    def _new_kv(self) -> TreeSequences:
-        return TreeSequences(self._cells)
+    def _new_kv(self) -> CellStore:
+        return CellStore(self._cells)
 
-    def _fork(self, kv: TreeSequences, length: int) -> TreeSequences:
+    def _fork(self, kv: CellStore, length: int) -> CellStore:
         return kv.fork(length)
 
-    def _free_rows(self, kv: TreeSequences) -> int:
+    def _free_rows(self, kv: CellStore) -> int:
         return self._cells.n_free
 
-    def _room_of(self, kv: TreeSequences, rows: SequenceRows) -> Sequence[int]:
+    def _room_of(self, kv: CellStore, rows: SequenceInput) -> Sequence[int]:
         n_leaves = 0 if rows.parents is None else kv.n_leaves_with(rows.parents)
         return len(rows.token_ids), max(MIN_IN_USE, n_leaves) - kv.n_needed
 
@@ -237,13 +237,13 @@ class LlamaBackend(MendingBackend[TreeSequences]):
     def can_save_prefix(self) -> bool:
         return self._model.sliding_window == 0
 
-    def _prefix_tensors(self, kv: TreeSequences) -> tuple[TensorShape, ...]:
+    def _prefix_tensors(self, kv: CellStore) -> tuple[TensorShape, ...]:
         return self._prefix.tensors(kv.in_use[0])
 
-    def _save_prefix(self, kv: TreeSequences, buffers: Mapping[str, memoryview]) -> None:
+    def _save_prefix(self, kv: CellStore, buffers: Mapping[str, memoryview]) -> None:
         self._prefix.save(buffers, kv.in_use[0])
 
-    def _load_prefix(self, kv: TreeSequences, token_ids: list[int], tensors: SavedTensors) -> None:
+    def _load_prefix(self, kv: CellStore, token_ids: list[int], tensors: SavedTensors) -> None:
         self._settle(kv, len(token_ids))
         self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
@@ -265,11 +265,11 @@ class LlamaBackend(MendingBackend[TreeSequences]):
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _compute(self, new: Sequence[NewRows[TreeSequences]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[CellStore]]) -> list[np.ndarray]:
         """A streamed model is read once for every `max_rows` tokens."""
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
-        self._settle(new[0].kv, len(rows))
+        self._settle(new[0].store, len(rows))
         found = []
         for part, batch in rows.batches(
             self.max_rows, self._options.n_least_rows, self._cells.spare
@@ -290,7 +290,7 @@ class LlamaBackend(MendingBackend[TreeSequences]):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _settle(self, text: TreeSequences, n_new: int) -> None:
+    def _settle(self, text: CellStore, n_new: int) -> None:
         """Make room for so many cells, of this text and maybe others."""
         n_free = self._cells.n_free
         if n_new > n_free:

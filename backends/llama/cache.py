@@ -31,7 +31,7 @@ MIN_IN_USE = 2
 two sequences on every committed cell a rollback finds all of them."""
 
 
-class TreeSequences:
+class CellStore:
     """Which sequence holds which live node of a text, kept in step with a `NodeTable`."""
 
     def __init__(self, room: Cells) -> None:
@@ -205,9 +205,9 @@ class TreeSequences:
             self._room.copy(self._owned[0], sequence, 0, len(token_ids))
         self.check_integrity()
 
-    def fork(self, length: int) -> TreeSequences:
+    def fork(self, length: int) -> CellStore:
         """Another text with the first `length` tokens of the prefix, whose cells both hold."""
-        other = TreeSequences(self._room)
+        other = CellStore(self._room)
         for sequence in other._owned:
             self._room.copy(self._owned[0], sequence, 0, length)
         other.table.append(self.table.committed[:length])

@@ -31,7 +31,7 @@ MOVED_CELLS = 8
 
 
 class CellUser(Protocol):
-    """A text, as far as its cells go (see TreeSequences)."""
+    """A text, as far as its cells go (see CellStore)."""
 
     cells: list[Cell]
     """Of its prefix and its live nodes, in their order."""

@@ -6,23 +6,23 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from backends.contract.text_kv import NewRows
+from backends.contract.store import NewTokens
 from backends.llama.batch import Batch
-from backends.llama.cache import TreeSequences
+from backends.llama.cache import CellStore
 
 
 class PassRows:
     """The new rows of all texts, one text after the other."""
 
-    def __init__(self, new: Sequence[NewRows[TreeSequences]]) -> None:
+    def __init__(self, new: Sequence[NewTokens[CellStore]]) -> None:
         self.token_ids = [token for one in new for token in one.token_ids]
-        self.texts = [one.kv for one in new for _ in one.token_ids]
+        self.texts = [one.store for one in new for _ in one.token_ids]
         self.positions = [position for one in new for position in _positions(one).tolist()]
         self._sequences = [names for one in new for names in _sequences(one)]
         ends = np.cumsum([len(one.token_ids) for one in new])
         starts = [0, *ends[:-1].tolist()]
         self._rows_of_texts = [
-            start + np.array(one.rows, dtype=np.int64)
+            start + np.array(one.logits_at, dtype=np.int64)
             for start, one in zip(starts, new, strict=True)
         ]
         self._wanted = np.unique(np.concatenate(self._rows_of_texts))
@@ -61,12 +61,12 @@ class PassRows:
         return [found[rows] for rows in places]
 
 
-def _positions(new: NewRows[TreeSequences]) -> np.ndarray:
-    table = new.kv.table
+def _positions(new: NewTokens[CellStore]) -> np.ndarray:
+    table = new.store.table
     if new.are_nodes:
         return table.positions(new.n_live_before)
     return table.n_committed + np.arange(len(new.token_ids))
 
 
-def _sequences(new: NewRows[TreeSequences]) -> Sequence[list[int]]:
-    return new.kv.new if new.are_nodes else [new.kv.in_use] * len(new.token_ids)
+def _sequences(new: NewTokens[CellStore]) -> Sequence[list[int]]:
+    return new.store.new if new.are_nodes else [new.store.in_use] * len(new.token_ids)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.contract.backend import PREFIX, Backend
+from backends.contract.backend import PREFIX
 from backends.contract.curve import ComputeCurve
+from backends.contract.sequence import SequenceKV
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from backends.timing.kept import kept_curve
 from backends.timing.measure import Product, measure_curve
@@ -76,18 +77,19 @@ def measure_passes(
     )
     n_prefix = loading.max_context - 1
     with source.load(loading) as backend:
+        sequence = backend.new_sequence()
         if n_prefix:
-            backend.prefill([0] * n_prefix)
-        passes = {n: _pass(backend, n, n_prefix) for n in rows}
+            sequence.prefill([0] * n_prefix)
+        passes = {n: _pass(sequence, n, n_prefix) for n in rows}
         n_bytes = {n: source.pass_bytes(n) + source.head_bytes for n in rows}
         return measure_curve(passes, n_bytes, reading)
 
 
-def _pass(backend: Backend, n_rows: int, n_prefix: int) -> Product:
+def _pass(sequence: SequenceKV, n_rows: int, n_prefix: int) -> Product:
     """A level of a tree: so many nodes next to each other."""
 
     def run() -> None:
-        backend.extend([0] * n_rows, [PREFIX] * n_rows)
-        backend.rollback(n_prefix)
+        sequence.extend([0] * n_rows, [PREFIX] * n_rows)
+        sequence.rollback(n_prefix)
 
     return run

@@ -33,16 +33,17 @@ class NotStreamed(SpecdecError):
 
 def passes(target: Backend, prompt_ids: list[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """(name, logits) of passes with one row, several rows, a tree, and a rollback."""
-    yield f"prompt of {len(prompt_ids)} tokens", target.prefill(prompt_ids)
+    kv = target.new_sequence()
+    yield f"prompt of {len(prompt_ids)} tokens", kv.prefill(prompt_ids)
     chain = [(7 * i + 11) % target.vocab_size for i in range(N_NODES)]
-    first = target.next_node_id
+    first = kv.next_node_id
     tree = [PREFIX, *(first + i // 2 for i in range(N_NODES - 1))]
-    ids, logits = target.extend(chain, tree)
+    ids, logits = kv.extend(chain, tree)
     yield f"tree of {N_NODES} nodes", logits
-    target.commit([ids[0], ids[1]])
-    yield "one node after a commit", target.extend([5], [PREFIX])[1]
-    target.rollback(len(prompt_ids))
-    yield "one node after a rollback", target.extend([5], [PREFIX])[1]
+    kv.commit([ids[0], ids[1]])
+    yield "one node after a commit", kv.extend([5], [PREFIX])[1]
+    kv.rollback(len(prompt_ids))
+    yield "one node after a rollback", kv.extend([5], [PREFIX])[1]
 
 
 def record(load: dict[str, Any], *, streamed: bool) -> list[tuple[str, NDArray[np.float32]]]:

@@ -62,13 +62,14 @@ def examine(
 
 def _rows(target: Backend, prefix: Sequence[int]) -> list[NDArray[np.float32]]:
     """Logits after `prefix` from passes of different sizes, that of one row first."""
-    target.rollback(0)
-    as_prompt = target.prefill(prefix)
-    target.rollback(len(prefix) - 1)
+    kv = target.new_sequence()
+    as_prompt = kv.prefill(prefix)
+    kv.rollback(len(prefix) - 1)
     rows = []
-    for n_rows in sorted({min(n, target.node_room) for n in BATCH_ROWS}):
+    for n_rows in sorted({min(n, kv.node_room) for n in BATCH_ROWS}):
         fillers = [prefix[i % len(prefix)] for i in range(n_rows - 1)]
-        ids, logits = target.extend([prefix[-1], *fillers], [PREFIX] * n_rows, rows=[0])
-        target.prune(ids)
+        ids, logits = kv.extend([prefix[-1], *fillers], [PREFIX] * n_rows, logits_at=[0])
+        kv.prune(ids)
         rows.append(logits[0])
+    kv.close()
     return [*rows, as_prompt]

@@ -89,10 +89,10 @@ def _drift_of_rows(s: Settings) -> float:
     from backends.contract.backend import PREFIX
 
     with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
-        target, ids = llm.target, llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
-        target.prefill(ids)
-        rows: list[NDArray[np.float32]] = [target.extend([5], [PREFIX])[1][0]]
-        target.rollback(len(ids))
-        several = target.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
+        kv, ids = llm.target.new_sequence(), llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
+        kv.prefill(ids)
+        rows: list[NDArray[np.float32]] = [kv.extend([5], [PREFIX])[1][0]]
+        kv.rollback(len(ids))
+        several = kv.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
         rows.append(several[0])
     return float(np.abs(rows[0] - rows[1]).max())

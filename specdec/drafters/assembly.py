@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from backends.contract.backend import Backend
-from backends.contract.kept_texts import KeptTexts
+from backends.contract.prefix_cache import PrefixCache
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
@@ -40,7 +40,7 @@ class Drafters:
     def __init__(
         self,
         draft: Backend | None,
-        texts: KeptTexts | None,
+        texts: PrefixCache | None,
         window: DraftWindow,
         max_context: int,
         n_texts: int,

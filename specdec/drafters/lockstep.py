@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from backends.contract.sequence import SequenceRows, SequenceScores
+from backends.contract.sequence import SequenceInput, SequenceOutput
 
 T = TypeVar("T")
 
-Steps = Generator[SequenceRows, SequenceScores | None, T]
+Steps = Generator[SequenceInput, SequenceOutput | None, T]
 """Yields rows to compute, is sent their scores (None where the KV cache has no room for them), and
 returns what it came to."""
 
@@ -34,9 +34,9 @@ def in_lockstep(
     max_rows: of a pass; more rows go in several.
     """
     found: list[T | None] = [None] * len(all_steps)
-    waiting: dict[int, SequenceRows] = {}
+    waiting: dict[int, SequenceInput] = {}
 
-    def go_on(index: int, scores: SequenceScores | None) -> None:
+    def go_on(index: int, scores: SequenceOutput | None) -> None:
         try:
             waiting[index] = all_steps[index].send(scores)
         except StopIteration as end:
@@ -57,14 +57,14 @@ def in_lockstep(
     return found
 
 
-def _batches(waiting: dict[int, SequenceRows], max_rows: int | None) -> list[list[int]]:
+def _batches(waiting: dict[int, SequenceInput], max_rows: int | None) -> list[list[int]]:
     """Which of them share a pass: those of one model, up to so many rows."""
     batches: list[list[int]] = []
     n_rows = 0
     for index, rows in waiting.items():
         before = waiting[batches[-1][0]] if batches else None
         n_rows += len(rows.token_ids)
-        is_new = before is None or before.sequence.backend is not rows.sequence.backend
+        is_new = before is None or before.kv.backend is not rows.kv.backend
         if is_new or (max_rows is not None and n_rows > max_rows):
             batches.append([])
             n_rows = len(rows.token_ids)
@@ -72,11 +72,11 @@ def _batches(waiting: dict[int, SequenceRows], max_rows: int | None) -> list[lis
     return batches
 
 
-def _run(batch: list[SequenceRows]) -> list[SequenceScores | None]:
+def _run(batch: list[SequenceInput]) -> list[SequenceOutput | None]:
     """A pass over as many of these, from the first on, as the KV cache has room for."""
-    backend = batch[0].sequence.backend
+    backend = batch[0].kv.backend
     n_fitting = backend.n_fitting(batch)
-    scores: list[SequenceScores | None] = []
+    scores: list[SequenceOutput | None] = []
     if n_fitting:
-        scores += backend.run(batch[:n_fitting])
+        scores += backend.forward(batch[:n_fitting])
     return scores + [None] * (len(batch) - n_fitting)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import Backend, BackendError
-from backends.contract.kept_texts import OwnText, Texts
-from backends.contract.sequence import SequenceRows, TokenSequence
+from backends.contract.prefix_cache import PrefixCache
+from backends.contract.sequence import SequenceInput, SequenceKV
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
@@ -63,7 +63,7 @@ class ModelDrafter(Drafter):
             the likeliest tokens are built, for the match walk.
         ranker: which tokens are likeliest; by default those with the draft's largest logits.
         window: what the draft's cache holds of the context.
-        texts: where its texts' KV comes from; None: the backend's own, of one text at a time.
+        texts: where its sequences' KV comes from; None: nothing is cached.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class ModelDrafter(Drafter):
         chain: tuple[Sampler, np.random.Generator] | None = None,
         ranker: CandidateRanker | None = None,
         window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
-        texts: Texts | None = None,
+        texts: PrefixCache | None = None,
     ) -> None:
         self._backend = backend
-        self._texts = texts or OwnText(backend)
+        self._texts = texts or PrefixCache(backend, 0)
         self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
         self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._context: Sequence[int] = ()  # up to the tree's root
-        self._text: TokenSequence | None = None
+        self._text: SequenceKV | None = None
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
         self._n_fresh_runs = 1  # of the last tree that began with nothing
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         chunk = self._text.cut_to(view)[:-1][:most]  # the last one's logits are wanted later
         if chunk:
             self._texts.make_room(self._text, len(chunk))
-            yield SequenceRows(self._text, chunk, rows=[])
+            yield SequenceInput(self._text, chunk, logits_at=[])
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
         if self._text is None or self._window.n_recent is not None:  # which may jump next
@@ -200,7 +200,7 @@ class ModelDrafter(Drafter):
     # --- trees ---------------------------------------------------------------------------------
 
     @property
-    def _sequence(self) -> TokenSequence:
+    def _sequence(self) -> SequenceKV:
         assert self._text is not None, "it begins with the first proposal"
         return self._text
 
@@ -215,7 +215,7 @@ class ModelDrafter(Drafter):
         if not self._has_begun(view):
             return None
         assert self._text is not None, "it has begun"
-        rows = self._text.rows_to(view)
+        rows = SequenceInput(self._text, self._text.cut_to(view))
         self._texts.make_room(self._text, len(rows.token_ids) + self._limits.max_nodes)
         scores = yield rows
         return None if scores is None else scores.logits[0]
@@ -267,7 +267,7 @@ class ModelDrafter(Drafter):
         parents = [
             ids[id(parent)] if parent.node_id is None else parent.node_id for parent, _ in level
         ]
-        scores = yield SequenceRows(text, [node.token_id for _, node in level], parents)
+        scores = yield SequenceInput(text, [node.token_id for _, node in level], parents)
         if scores is None:
             return []
         places = [node.position + 1 for _, node in level]
@@ -306,7 +306,7 @@ class ModelDrafter(Drafter):
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])
-                scores = yield SequenceRows(self._sequence, [token], [_live_id(parent)])
+                scores = yield SequenceInput(self._sequence, [token], [_live_id(parent)])
                 if scores is None:
                     break  # for want of room, which has nothing to do with the tokens
                 (row,) = scores.logits

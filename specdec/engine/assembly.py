@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backends.contract.backend import Backend
-from backends.contract.kept_texts import KeptTexts
 from backends.contract.kv_files import KvFiles
+from backends.contract.prefix_cache import PrefixCache
 from specdec.drafters.model import level_width
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
@@ -24,8 +24,8 @@ def assemble(
     options: RunOptions,
     target: Backend,
     draft: Backend | None,
-    texts: KeptTexts,
-    draft_texts: KeptTexts | None,
+    texts: PrefixCache,
+    draft_texts: PrefixCache | None,
     worker: DraftWorker,
     totals: Totals,
 ) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX
-from backends.contract.sequence import SequenceRows, SequenceScores
+from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.lockstep import Steps
@@ -171,12 +171,12 @@ class BeamSequence(Sequence):
         return _ONE_TOKEN[0]
         yield  # what makes this a generator
 
-    def min_rows(self) -> SequenceRows:
+    def min_rows(self) -> SequenceInput:
         return self.decode_chunk(_ONE_TOKEN[0]) if self._has_started else super().min_rows()
 
-    def decode_chunk(self, tree: DraftTree) -> SequenceRows:
+    def decode_chunk(self, tree: DraftTree) -> SequenceInput:
         parents, token_ids = zip(*self._pending, strict=True)
-        return SequenceRows(self.computing, token_ids, parents)
+        return SequenceInput(self.computing, token_ids, parents)
 
     @property
     def _pending(self) -> list[tuple[int, int]]:
@@ -184,7 +184,7 @@ class BeamSequence(Sequence):
 
     # --- what a step brought -------------------------------------------------------------------
 
-    def sample_first(self, scores: SequenceScores) -> None:
+    def sample_first(self, scores: SequenceOutput) -> None:
         """Choose the beams' first tokens, where the prompt has come to its end."""
         if not len(scores.logits):
             return
@@ -196,7 +196,7 @@ class BeamSequence(Sequence):
         except Exception as error:
             self.request.fail(error)
 
-    def accept(self, tree: DraftTree, scores: SequenceScores) -> VerifiedTree | None:
+    def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Lengthen the running beams by one token."""
         try:
             unique, beams = self._pending, [beam.pending for beam in self._search.running]

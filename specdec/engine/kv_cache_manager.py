@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from backends.contract.backend import Backend, BackendError
-from backends.contract.kept_texts import KeptTexts
 from backends.contract.kv_files import KvFiles
-from backends.contract.sequence import SequenceRows, TokenSequence, common_length
+from backends.contract.prefix_cache import PrefixCache
+from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.costs import PassCost
@@ -48,7 +48,7 @@ class KVCacheManager:
     def __init__(
         self,
         target: Backend,
-        cache: KeptTexts,
+        cache: PrefixCache,
         files: KvFiles,
         cost: PassCost,
         totals: Totals,
@@ -111,7 +111,7 @@ class KVCacheManager:
         self.discard_file(sequence)  # it cannot be read
         return self._match_prefix(sequence)
 
-    def _new_kv(self, token_ids: SequenceOf[int], cache_prompt: bool) -> TokenSequence | None:
+    def _new_kv(self, token_ids: SequenceOf[int], cache_prompt: bool) -> SequenceKV | None:
         """Return None where the backend has no capacity for one more beside those that run."""
         try:
             return self.cache.begin(token_ids, is_fresh=not cache_prompt)
@@ -120,7 +120,7 @@ class KVCacheManager:
                 return None
             raise
 
-    def _has_capacity(self, num_tokens: int, kv: TokenSequence) -> bool:
+    def _has_capacity(self, num_tokens: int, kv: SequenceKV) -> bool:
         """Return whether it fits with the others' growth.
 
         Alone it is let in: more capacity there will never be.
@@ -207,7 +207,7 @@ class KVCacheManager:
             return False
         return self._is_worth_it(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
 
-    def _num_shared(self, sequence: Sequence, own: TokenSequence | None = None) -> int:
+    def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
         """Return how many of its first tokens others have KV of."""
         if not sequence.request.cache_prompt:
             return 0
@@ -222,6 +222,6 @@ class KVCacheManager:
         return seconds > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
 
 
-def _tokens(kv: TokenSequence, num_tokens: int) -> SequenceRows:
+def _tokens(kv: SequenceKV, num_tokens: int) -> SequenceInput:
     """Return so many tokens, to ask for the capacity that they take."""
-    return SequenceRows(kv, [0] * num_tokens)
+    return SequenceInput(kv, [0] * num_tokens)

@@ -18,8 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from backends.contract.backend import BackendError
-from backends.contract.kept_texts import KeptTexts
-from backends.contract.sequence import SavedTensors, TokenSequence
+from backends.contract.prefix_cache import PrefixCache
+from backends.contract.sequence import SavedTensors, SequenceKV
 from offload.errors import SpecdecError
 from offload.formats.mapped import MappedFile, TensorShape, read_mapped, write_mapped
 from offload.formats.safetensors import read_header_and_metadata
@@ -99,7 +99,7 @@ class PromptCache:
             )
         return file
 
-    def restore(self, target: KeptTexts, draft: KeptTexts | None) -> None:
+    def restore(self, target: PrefixCache, draft: PrefixCache | None) -> None:
         """Keep what the file has as a text that is over; done once.
 
         Raises PromptCacheError where it cannot be this model's, or the model's KV not be saved.
@@ -123,7 +123,7 @@ class PromptCache:
         self._in_file = _held(both)
         reset_peak_rss()  # the file's pages were this process's for a moment
 
-    def save(self, target: KeptTexts, draft: KeptTexts | None) -> None:
+    def save(self, target: PrefixCache, draft: PrefixCache | None) -> None:
         """Write the newest text, unless that is what the file has.
 
         Raises PromptCacheError, and leaves the file as it was.
@@ -135,7 +135,7 @@ class PromptCache:
         except BackendError as error:
             raise self._not_written(str(error)) from error
 
-    def _save(self, newest: Mapping[str, TokenSequence | None]) -> None:
+    def _save(self, newest: Mapping[str, SequenceKV | None]) -> None:
         texts = {role: text for role, text in newest.items() if text is not None}
         held = {role: list(text.committed_ids) for role, text in texts.items() if text.n_committed}
         if held == self._in_file or _TARGET not in held:
@@ -160,7 +160,7 @@ class PromptCache:
             raise self._not_written(f"{error.strerror or error}: name another file") from error
         self._in_file = held
 
-    def _fill(self, role: str, texts: KeptTexts, file: MappedFile) -> None:
+    def _fill(self, role: str, texts: PrefixCache, file: MappedFile) -> None:
         backend = texts.backend
         token_ids, tensors = self._saved(role, backend.vocab_size, file)
         if len(token_ids) > backend.max_context:
@@ -170,7 +170,7 @@ class PromptCache:
                 f"its {len(token_ids)} tokens do not fit in the context of "
                 f"{backend.max_context} (raise --ctx-size)"
             )
-        text = backend.sequence()
+        text = backend.new_sequence()
         try:
             text.load_prefix(token_ids, tensors)
         except BackendError as error:
@@ -212,14 +212,14 @@ def _refusal(path: Path, reason: str) -> PromptCacheError:
     )
 
 
-def _by_role(target: KeptTexts, draft: KeptTexts | None) -> dict[str, KeptTexts]:
+def _by_role(target: PrefixCache, draft: PrefixCache | None) -> dict[str, PrefixCache]:
     if draft is None or not draft.backend.can_save_prefix:
         return {_TARGET: target}
     return {_TARGET: target, _DRAFT: draft}
 
 
 @contextmanager
-def _at_rest(texts: KeptTexts) -> Iterator[TokenSequence | None]:
+def _at_rest(texts: PrefixCache) -> Iterator[SequenceKV | None]:
     """The newest text, for its live nodes to be dropped, as saving does: of one that is in use,
     whose drafter or beams go on with theirs, another sequence with the same prefix."""
     newest = texts.newest
@@ -230,7 +230,7 @@ def _at_rest(texts: KeptTexts) -> Iterator[TokenSequence | None]:
         yield other
 
 
-def _held(both: Mapping[str, KeptTexts]) -> dict[str, list[int]]:
+def _held(both: Mapping[str, PrefixCache]) -> dict[str, list[int]]:
     """Tokens of the newest text of each model, where there is one."""
     held = {
         role: list(texts.newest.committed_ids)

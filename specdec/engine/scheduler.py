@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from backends.contract.sequence import SequenceRows
+from backends.contract.sequence import SequenceInput
 from specdec.engine.kv_cache_manager import KVCacheManager
 from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence
@@ -35,11 +35,11 @@ class PrefillChunk(NamedTuple):
     """The next tokens of a prompt, or of a sequence that was preempted."""
 
     sequence: Sequence
-    rows: SequenceRows
+    input: SequenceInput
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rows.token_ids)
+        return len(self.input.token_ids)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.kv_files import KvFile
-from backends.contract.sequence import SequenceRows, SequenceScores, TokenSequence
+from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
 from specdec.drafters.lockstep import Steps
 from specdec.drafters.proposal import check_proposal
@@ -68,7 +68,7 @@ class Sequence:
         self._limit, self._text = limit, text
         self.token_ids = list(request.prompt_ids)
         self._num_prompt_tokens = len(self.token_ids)
-        self.kv: TokenSequence | None = None
+        self.kv: SequenceKV | None = None
         self.kv_file: KvFile | None = None
         self.arrival = -1
         self._num_cached_tokens = 0
@@ -104,7 +104,7 @@ class Sequence:
         return self.request.is_aborted or not self.is_open
 
     @property
-    def computing(self) -> TokenSequence:
+    def computing(self) -> SequenceKV:
         """The KV cache of a sequence that takes part in forward passes."""
         assert self.kv is not None, "a sequence has KV while it takes part in forward passes"
         return self.kv
@@ -144,7 +144,7 @@ class Sequence:
 
     # --- what it adds to a step ----------------------------------------------------------------
 
-    def attach(self, kv: TokenSequence, *, is_restored: bool = False) -> None:
+    def attach(self, kv: SequenceKV, *, is_restored: bool = False) -> None:
         """Take up the KV of a beginning of the tokens.
 
         is_restored: the sequence's own KV, which had been swapped out.
@@ -160,12 +160,12 @@ class Sequence:
         with own_errors(self.request):
             self.drafter.reset()
 
-    def prefill_chunk(self, max_tokens: int) -> SequenceRows:
+    def prefill_chunk(self, max_tokens: int) -> SequenceInput:
         """Return the next tokens to compute; the logits of a prompt's last token are wanted."""
         start = self.computing.n_committed
         chunk = self.ids_to_compute[start : start + max_tokens]
         is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
-        return SequenceRows(self.computing, chunk, rows=None if is_last else [])
+        return SequenceInput(self.computing, chunk, logits_at=None if is_last else [])
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> Steps[None]:
         """Compute the draft's KV of a prefill chunk, beside so many sequences that decode."""
@@ -197,19 +197,19 @@ class Sequence:
             self.request.fail(error)
             return DraftTree(self.token_ids[-1])
 
-    def min_rows(self) -> SequenceRows:
+    def min_rows(self) -> SequenceInput:
         """Return the tokens that it adds to a step at least, to ask for their capacity."""
-        return SequenceRows(self.computing, [0] * max(1, self.num_uncomputed))
+        return SequenceInput(self.computing, [0] * max(1, self.num_uncomputed))
 
-    def decode_chunk(self, tree: DraftTree) -> SequenceRows:
+    def decode_chunk(self, tree: DraftTree) -> SequenceInput:
         """Return the tree's nodes as the target is to score them."""
         first = self.computing.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        return SequenceRows(self.computing, tree.token_ids, parents)
+        return SequenceInput(self.computing, tree.token_ids, parents)
 
     # --- what a step brought -------------------------------------------------------------------
 
-    def sample_first(self, scores: SequenceScores) -> None:
+    def sample_first(self, scores: SequenceOutput) -> None:
         """Sample the first new token, where the prompt has come to its end."""
         if self.num_new_tokens or not len(scores.logits):
             return
@@ -223,7 +223,7 @@ class Sequence:
         except Exception as error:
             self.request.fail(error)
 
-    def accept(self, tree: DraftTree, scores: SequenceScores) -> VerifiedTree | None:
+    def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Accept what the target agrees with; None after an error of this request's own."""
         recorder = self.request.recorder
         try:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from backends.contract.backend import Backend
-from backends.contract.kept_texts import KeptTexts
+from backends.contract.prefix_cache import PrefixCache
 from offload.process.remembered import forget_figures
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
@@ -127,8 +127,8 @@ class Session:
 
     def _make_scheduler(self, stack: ExitStack) -> None:
         target, draft, parallel = self.target, self.draft, self.options.parallel
-        self.texts = KeptTexts(target, parallel)
-        self.draft_texts = None if draft is None else KeptTexts(draft, parallel)
+        self.texts = PrefixCache(target, parallel)
+        self.draft_texts = None if draft is None else PrefixCache(draft, parallel)
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         texts = (self.texts, self.draft_texts)

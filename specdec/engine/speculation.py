@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 
 from backends.contract.backend import Backend
-from backends.contract.sequence import SequenceRows, SequenceScores
+from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.drafters.lockstep import in_lockstep
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.scheduler import Batch
@@ -83,13 +83,13 @@ class Speculation:
     def _max_draft_nodes(self, batch: Batch) -> int:
         """Return the draft tokens that the step has capacity for."""
         num_tokens = sum(sequence.min_step_tokens for sequence in batch.decode)
-        wanted = sum(len(chunk.rows.wanted) for chunk in batch.prefill)
+        wanted = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
         num_nodes = min(self._max_nodes - wanted, self._target.num_free_nodes) - num_tokens
         if batch.max_num_tokens is not None:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)
         return max(0, num_nodes)
 
-    def verify(self, trees: Trees, batch: Batch) -> list[SequenceScores]:
+    def verify(self, trees: Trees, batch: Batch) -> list[SequenceOutput]:
         """Run the forward pass; where it pays, the drafters prepare the next trees beside it.
 
         Returns the scores of the trees, and then of the prefill chunks.
@@ -102,7 +102,7 @@ class Speculation:
         self.totals.add(recomputed_tokens=num_again)
         return scores
 
-    def _verify(self, trees: Trees, inputs: SequenceOf[SequenceRows]) -> list[SequenceScores]:
+    def _verify(self, trees: Trees, inputs: SequenceOf[SequenceInput]) -> list[SequenceOutput]:
         drafting, worker = _drafting([sequence for sequence, _ in trees]), self._worker
         if worker is None:
             return self._forward(trees, inputs)
@@ -130,8 +130,8 @@ class Speculation:
         )
 
     def _forward(
-        self, trees: Trees, inputs: SequenceOf[SequenceRows], *, is_drafting_ahead: bool = False
-    ) -> list[SequenceScores]:
+        self, trees: Trees, inputs: SequenceOf[SequenceInput], *, is_drafting_ahead: bool = False
+    ) -> list[SequenceOutput]:
         num_tokens = sum(len(one.token_ids) for one in inputs)
         num_prompt = sum(len(one.token_ids) for one in inputs[len(trees) :])
         began, has_held = time.perf_counter(), self._target.held_bytes > 0
@@ -142,7 +142,7 @@ class Speculation:
                         num_tokens, is_drafting_ahead=is_drafting_ahead, has_held=has_held
                     )
                 )
-            scores = self._target.run(inputs)
+            scores = self._target.forward(inputs)
         seconds = time.perf_counter() - began
         self.totals.add(
             passes=1, pass_rows=num_tokens, prompt_rows=num_prompt, pass_seconds=seconds
@@ -181,9 +181,9 @@ def _trim(trees: Trees, num_other_tokens: int, max_nodes: int) -> Trees:
     return [(one, next(kept) if one.drafts else tree) for one, tree in trees]
 
 
-def _inputs(trees: Trees, batch: Batch) -> list[SequenceRows]:
+def _inputs(trees: Trees, batch: Batch) -> list[SequenceInput]:
     chunks = [sequence.decode_chunk(tree) for sequence, tree in trees]
-    return [*chunks, *(chunk.rows for chunk in batch.prefill)]
+    return [*chunks, *(chunk.input for chunk in batch.prefill)]
 
 
 def _drafting(sequences: SequenceOf[Sequence]) -> list[Sequence]:

@@ -8,7 +8,7 @@ round, and layers that would stream stay in what is left, until something else a
 from __future__ import annotations
 
 from backends.contract.backend import Backend
-from backends.contract.kept_texts import KeptTexts
+from backends.contract.prefix_cache import PrefixCache
 from offload.process.memory import process_memory, recent_peak_rss
 from offload.units import MIB
 
@@ -52,7 +52,7 @@ class SpareMemory:
         draft_level_rows: int = 1,
         drafting_bytes: int = 0,
         is_streamed: bool = True,
-        draft_texts: KeptTexts | None = None,
+        draft_texts: PrefixCache | None = None,
     ) -> None:
         self._target, self._is_streamed = target, is_streamed
         self._draft, self._draft_texts = draft, draft_texts

@@ -14,7 +14,7 @@ from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.scheduler import Batch, PrefillChunk
-from specdec.engine.sequence import Sequence as TokenSequence
+from specdec.engine.sequence import Sequence as SequenceKV
 from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
@@ -117,7 +117,7 @@ class LoneSequence:
 
     def start(self, prompt: Sequence[int]) -> int:
         request: Any = LoneRequest(prompt, self._recorder)
-        sequence = TokenSequence(request, self._sampler, TokenLimit(2**30, None))
+        sequence = SequenceKV(request, self._sampler, TokenLimit(2**30, None))
         self.sequence, request.sequences = sequence, [sequence]
         sequence.begin(*self._parts)
         self._target.text.rows_to(prompt)

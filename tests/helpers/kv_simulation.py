@@ -21,7 +21,7 @@ N_BLOCKS = 8
 class ExpectedText:
     """A text's rows: one number for each, written nowhere else."""
 
-    kv: kv_sequence.SequenceKv
+    kv: kv_sequence.BlockStore
     committed: list[int] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class KvSimulation:
         operations += [self.prune, self.rollback, self.fork, self.abort]
         for _ in range(n_operations):
             if not self.texts or (len(self.texts) < 4 and self.rng.random() < 0.1):
-                self.texts.append(ExpectedText(self.sequence.SequenceKv(self.pool)))
+                self.texts.append(ExpectedText(self.sequence.BlockStore(self.pool)))
             elif len(self.texts) > 2 and self.rng.random() < 0.08:
                 self.texts.pop(self.rng.randrange(len(self.texts))).kv.close()
             self.rng.choice(operations)(self.rng.choice(self.texts))

@@ -9,11 +9,11 @@ from exact_rules import Rows
 
 from backends.contract.backend import Backend, KvUse
 from backends.contract.nodes import NodeTable
-from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
+from backends.contract.sequence import SavedTensors, SequenceInput, SequenceOutput, SequenceKV
 from offload.formats.mapped import TensorShape
 
 
-class TableSequence(TokenSequence):
+class TableSequence(SequenceKV):
     """One text of a TableBackend."""
 
     def __init__(self, backend: TableBackend) -> None:
@@ -34,7 +34,7 @@ class TableSequence(TokenSequence):
         most = self.backend.max_nodes
         return self.backend.max_context if most is None else most - len(self.table)
 
-    def run(self, rows: SequenceRows) -> SequenceScores:
+    def run(self, rows: SequenceInput) -> SequenceOutput:
         return self.backend.run([rows])[0]
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
@@ -85,10 +85,10 @@ class TableBackend(Backend):
         assert isinstance(self.text, TableSequence)
         return self.text.table
 
-    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
+    def run(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
         return [self._scores(one) for one in batch]
 
-    def _scores(self, added: SequenceRows) -> SequenceScores:
+    def _scores(self, added: SequenceInput) -> SequenceOutput:
         text = added.sequence
         assert isinstance(text, TableSequence)
         if added.parents is None:
@@ -96,11 +96,11 @@ class TableBackend(Backend):
             text.table.append(added.token_ids)
             ends = range(len(text.committed_ids) - len(added.token_ids), len(text.committed_ids))
             prefixes = [text.committed_ids[: ends[row] + 1] for row in added.wanted]
-            return SequenceScores([], self._stack(prefixes))
+            return SequenceOutput([], self._stack(prefixes))
         ids = text.table.add(added.parents, added.token_ids)
         text.tokens.update(zip(ids, added.token_ids, strict=True))
         paths = [[text.tokens[n] for n in text.table.path(ids[row])] for row in added.wanted]
-        return SequenceScores(ids, self._stack([[*text.committed_ids, *path] for path in paths]))
+        return SequenceOutput(ids, self._stack([[*text.committed_ids, *path] for path in paths]))
 
     def _stack(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
         rows = [self.logits(prefix) for prefix in prefixes]

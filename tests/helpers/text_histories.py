@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from backends.contract.backend import PREFIX, BackendError
-from backends.contract.mending import KvSequence, MendingBackend
-from backends.contract.sequence import SequenceRows
+from backends.contract.recovery import RecoverableKV, RecoveringBackend
+from backends.contract.sequence import SequenceInput
 
 MOST_TEXTS = 5
 MOST_NODES = 16  # of one text
@@ -33,7 +33,7 @@ Path = tuple[int, ...]
 class Text:
     """A sequence beside the plain lists of tokens that it should stand for."""
 
-    sequence: KvSequence[Any]
+    sequence: RecoverableKV[Any]
     committed: list[int]
     live: dict[int, Path] = field(default_factory=dict)
     """Node id -> tokens from the prefix down."""
@@ -48,7 +48,7 @@ class Text:
 class TextsMachine(RuleBasedStateMachine):
     """One backend for all examples: each begins with what the last one left behind."""
 
-    backend: MendingBackend[Any]
+    backend: RecoveringBackend[Any]
     plain: Plain
     depth: int  # most nodes in a row
     longest: int  # prompt
@@ -75,13 +75,13 @@ class TextsMachine(RuleBasedStateMachine):
     def arrive(self, data: st.DataObject) -> None:
         prompt = data.draw(st.lists(tokens, min_size=1, max_size=self.longest))
         text = Text(self.backend.sequence(), [])
-        if not self.backend.n_fitting([SequenceRows(text.sequence, prompt)]):
+        if not self.backend.n_fitting([SequenceInput(text.sequence, prompt)]):
             text.sequence.close()
             return
         self.texts.append(text)
         at = data.draw(st.integers(0, len(prompt) - 1))
         if at:  # in two parts, the first of which needs no logits
-            found = self.backend.run([SequenceRows(text.sequence, prompt[:at], rows=())])
+            found = self.backend.run([SequenceInput(text.sequence, prompt[:at], rows=())])
             assert found[0].logits.shape == (0, self.backend.vocab_size)
         self.check(text.sequence.prefill(prompt[at:]), prompt)
         text.committed = prompt
@@ -109,7 +109,7 @@ class TextsMachine(RuleBasedStateMachine):
                 text.committed += rows.token_ids
             text.live.update(paths)
 
-    def rows_of(self, text: Text, data: st.DataObject) -> tuple[SequenceRows, dict[int, Path]]:
+    def rows_of(self, text: Text, data: st.DataObject) -> tuple[SequenceInput, dict[int, Path]]:
         """The next tokens of a prompt or some nodes, of which all rows are wanted or a few."""
         new = data.draw(st.lists(tokens, min_size=1, max_size=6))
         if len(text.committed) + len(new) > self.backend.max_context:
@@ -117,7 +117,7 @@ class TextsMachine(RuleBasedStateMachine):
             text.committed, text.live = text.committed[:1], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
         if len(text.live) + len(new) > MOST_NODES or data.draw(st.booleans()):
-            return SequenceRows(text.sequence, new, rows=rows), {}
+            return SequenceInput(text.sequence, new, rows=rows), {}
         first, parents = text.sequence.next_node_id, []
         found: dict[int, Path] = {}
         room = min(self.depth, self.backend.max_context - len(text.committed))
@@ -126,7 +126,7 @@ class TextsMachine(RuleBasedStateMachine):
             parent = data.draw(st.sampled_from([n for n in known if len(known[n]) < room]))
             parents.append(parent)
             found[first + i] = (*known[parent], token)
-        return SequenceRows(text.sequence, new, parents, rows), found
+        return SequenceInput(text.sequence, new, parents, rows), found
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -182,7 +182,7 @@ class TextsMachine(RuleBasedStateMachine):
         chosen = self.some_texts(data)
         batch = [self.rows_of(text, data)[0] for text in chosen]
         unknown = chosen[-1].sequence.next_node_id + 7
-        batch[-1] = SequenceRows(chosen[-1].sequence, [9], [unknown])
+        batch[-1] = SequenceInput(chosen[-1].sequence, [9], [unknown])
         with pytest.raises(BackendError, match="not a live node"):
             self.backend.run(batch)
         for text in chosen:
@@ -193,7 +193,7 @@ class TextsMachine(RuleBasedStateMachine):
     def restore(self, data: st.DataObject) -> None:
         """One text's prefix in the place of another's."""
         text, other = self.a_text(data), self.a_text(data)
-        whole = SequenceRows(other.sequence, text.committed or [0])
+        whole = SequenceInput(other.sequence, text.committed or [0])
         if not text.committed or not self.backend.n_fitting([whole]):
             return
         tensors = text.sequence.prefix_tensors()
@@ -216,7 +216,7 @@ class TextsMachine(RuleBasedStateMachine):
 
 
 def try_texts(
-    backend: MendingBackend[Any],
+    backend: RecoveringBackend[Any],
     plain: Plain,
     *,
     depth: int = MOST_NODES,

@@ -12,7 +12,7 @@ from text_histories import try_texts
 
 from backends.attention.batch import BLOCK_ROWS
 from backends.contract.backend import PREFIX, BackendError
-from backends.contract.sequence import SequenceRows
+from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
@@ -49,7 +49,7 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
 def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
     text, whole = backend.sequence(), backend.sequence()
     expected = whole.prefill([5, 6, 7, 8])
-    found = text.run(SequenceRows(text, [5, 6], rows=()))
+    found = text.run(SequenceInput(text, [5, 6], rows=()))
     assert (found.node_ids, found.logits.shape) == ([], (0, backend.vocab_size))
     assert np.array_equal(text.prefill([7, 8]), expected)
 
@@ -74,7 +74,7 @@ def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend
     row = backend.prefill([5, 6, 7])
     fork = backend.text.fork(2)
     assert np.array_equal(fork.prefill([7]), row)
-    rows = [SequenceRows(text, [8], [PREFIX]) for text in (backend.text, fork)]
+    rows = [SequenceInput(text, [8], [PREFIX]) for text in (backend.text, fork)]
     first, second = backend.run(rows)
     assert np.array_equal(first.logits, second.logits)
     assert backend.next_node_id == 1
@@ -83,7 +83,7 @@ def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend
 def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
     texts = [backend.sequence() for _ in range(2)]
     rows = [text.prefill([9, 10, 11]) for text in texts]
-    batch = [SequenceRows(texts[0], [12]), SequenceRows(texts[1], [13], [77])]
+    batch = [SequenceInput(texts[0], [12]), SequenceInput(texts[1], [13], [77])]
     with pytest.raises(BackendError, match="77, which is not a live node"):
         backend.run(batch)
     with pytest.raises(ValueError, match="in the batch twice"):

@@ -17,7 +17,7 @@ from gguf_texts import exact_source, filled_up_source, load
 
 from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.contract.exactness import NOT_ASKED
-from backends.contract.sequence import SequenceRows
+from backends.contract.sequence import SequenceInput
 from backends.llama.backend import LlamaBackend
 from backends.llama.passes import PassCancelled
 
@@ -156,16 +156,16 @@ def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
     texts = [backend.sequence() for _ in range(3)]
     for text in texts:
         text.prefill([5, 6])
-    wide = [SequenceRows(text, [7] * 4, [PREFIX] * 4, []) for text in texts]
+    wide = [SequenceInput(text, [7] * 4, [PREFIX] * 4, []) for text in texts]
     assert backend.n_fitting(wide) == 1
-    chains = [SequenceRows(text, [7, 8], [PREFIX, 0], []) for text in texts]
+    chains = [SequenceInput(text, [7, 8], [PREFIX, 0], []) for text in texts]
     assert backend.n_fitting([wide[0], *chains[1:]]) == 3
     backend.run([wide[0], *chains[1:]])
     assert backend.n_fitting(chains) == 0  # nodes
-    prompt = SequenceRows(texts[0], [5] * (backend._cells.n_free + 1))
+    prompt = SequenceInput(texts[0], [5] * (backend._cells.n_free + 1))
     assert backend.n_fitting([prompt]) == 0
-    prompt = SequenceRows(texts[0], [5] * 4)
-    more = SequenceRows(texts[1], [7] * 4, [1, 1, 1, 1], [])
+    prompt = SequenceInput(texts[0], [5] * 4)
+    more = SequenceInput(texts[1], [7] * 4, [1, 1, 1, 1], [])
     assert backend.n_fitting([prompt, more]) == 2
     backend.run([prompt, more])
 
@@ -173,14 +173,14 @@ def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
 def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_outputs=3, max_texts=2)
     texts = [backend.sequence() for _ in range(2)]
-    batch = [SequenceRows(text, [5, 6], rows=[0, 1]) for text in texts]
+    batch = [SequenceInput(text, [5, 6], rows=[0, 1]) for text in texts]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
         backend.run(batch)
-    backend.run([batch[0], SequenceRows(texts[1], [5, 6])])
+    backend.run([batch[0], SequenceInput(texts[1], [5, 6])])
     with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
         backend.run(
             [
-                SequenceRows(text, [7] * n, [PREFIX] * n, [])
+                SequenceInput(text, [7] * n, [PREFIX] * n, [])
                 for text, n in zip(texts, (4, 5), strict=True)
             ]
         )
@@ -214,7 +214,7 @@ def test_a_cancel_leaves_every_text_as_it_was(
         text.prefill([3, 4, 5])
     kept, _ = other.extend([6, 7], [PREFIX, 0])
     tree.extend([6, 7], [PREFIX, 0])
-    batch = [SequenceRows(long, [9] * 600), SequenceRows(tree, [8], [1])]
+    batch = [SequenceInput(long, [9] * 600), SequenceInput(tree, [8], [1])]
     decode, n_seen = backend._context.decode, []
 
     def cancel(batch: Any) -> int:
@@ -289,6 +289,6 @@ def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
         with pytest.raises(BackendError, match="KV cache is full"):
             texts[2].extend([5], [PREFIX])
         texts[2].rollback(n_cells - 201)
-        rows = [SequenceRows(text, [5]) for text in texts[2:]]
+        rows = [SequenceInput(text, [5]) for text in texts[2:]]
         backend.run(rows)
         assert backend._cells.n_free == 0

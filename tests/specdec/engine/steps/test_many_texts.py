@@ -14,7 +14,7 @@ from many_texts import LONG, PROMPTS, alone, load, params
 from stepping import Stepping
 
 import specdec
-from backends.contract.sequence import SequenceRows
+from backends.contract.sequence import SequenceInput
 from specdec.api import LLM
 from specdec.checks import ConfigError
 
@@ -207,7 +207,7 @@ def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
     llm.session.forget_prompt()
     texts = [llm.target.sequence() for _ in range(6)]
     try:
-        batch = [SequenceRows(text, LONG) for text in texts]
+        batch = [SequenceInput(text, LONG) for text in texts]
         n_fitting = llm.target.n_fitting(batch)
         assert n_fitting > 0
         llm.target.run(batch[:n_fitting])

@@ -1,4 +1,4 @@
-"""What a backend keeps of one text: its KV, and what a pass adds to it."""
+"""Storage of one sequence's KV in a backend, and the tokens that a pass adds to it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 from backends.contract.nodes import NodeTable
 
 
-class TextKv(Protocol):
-    """The KV of one text in step with its table; operations are the contract's (see Text)."""
+class SequenceStore(Protocol):
+    """KV of one sequence in step with its table; operations are those of SequenceKV."""
 
     table: NodeTable
     """The committed prefix and the live nodes."""
@@ -40,20 +40,20 @@ class TextKv(Protocol):
         """Raise RuntimeError where the cache does not hold what the table says."""
 
 
-Kv = TypeVar("Kv", bound=TextKv)
+Store = TypeVar("Store", bound=SequenceStore)
 
 
 @dataclass(frozen=True)
-class NewRows(Generic[Kv]):
-    """What one text gets in a pass: the next tokens of a prompt, or nodes that its table has."""
+class NewTokens(Generic[Store]):
+    """Tokens of one sequence in a pass: the next ones of a prompt, or nodes that its table has."""
 
-    kv: Kv
+    store: Store
     token_ids: Sequence[int]
-    rows: list[int]
-    """Those of them whose logits are wanted."""
+    logits_at: list[int]
+    """Positions within them whose logits are wanted."""
     are_nodes: bool
 
     @property
     def n_live_before(self) -> int:
         """Live nodes that the cache has rows of already."""
-        return len(self.kv.table) - len(self.token_ids) if self.are_nodes else 0
+        return len(self.store.table) - len(self.token_ids) if self.are_nodes else 0

@@ -1,5 +1,4 @@
-"""What both backends share: their sequences, the frame of their operations, and what follows one
-that broke off."""
+"""RecoveringBackend: sequences, the frame of their operations, and recovery from a failed one."""
 
 from __future__ import annotations
 
@@ -13,71 +12,68 @@ import numpy as np
 from typing_extensions import Self
 
 from backends.contract.backend import Backend, BackendError, ContextFull
-from backends.contract.sequence import SavedTensors, SequenceRows, SequenceScores, TokenSequence
-from backends.contract.text_kv import Kv, NewRows
+from backends.contract.sequence import SavedTensors, SequenceInput, SequenceKV, SequenceOutput
+from backends.contract.store import NewTokens, Store
 from offload.formats.mapped import TensorShape
 
 _T = TypeVar("_T")
 
 
-class KvSequence(TokenSequence, Generic[Kv]):
-    """One text of a MendingBackend."""
+class RecoverableKV(SequenceKV, Generic[Store]):
+    """One sequence of a RecoveringBackend."""
 
-    backend: MendingBackend[Kv]
+    backend: RecoveringBackend[Store]
 
-    def __init__(self, backend: MendingBackend[Kv], kv: Kv) -> None:
-        self.backend, self.kv = backend, kv
+    def __init__(self, backend: RecoveringBackend[Store], kv: Store) -> None:
+        self.backend, self.store = backend, kv
         self.is_closed = False
 
     @property
     def committed_ids(self) -> Sequence[int]:
-        return self.kv.table.committed
+        return self.store.table.committed
 
     @property
     def next_node_id(self) -> int:
-        return self.kv.table.next_id
+        return self.store.table.next_id
 
     @property
     def node_room(self) -> int:
-        return self.backend.node_room_of(self.kv)
-
-    def run(self, rows: SequenceRows) -> SequenceScores:
-        return self.backend.run([rows])[0]
+        return self.backend.node_room_of(self.store)
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        self._mend(lambda: self.kv.commit(path, keep))
+        self._recovering(lambda: self.store.commit(path, keep))
 
     def prune(self, nodes: Collection[int]) -> None:
-        self._mend(lambda: self.kv.prune(nodes))
+        self._recovering(lambda: self.store.prune(nodes))
 
     def rollback(self, length: int) -> None:
         n_intact = length if 0 <= length <= self.n_committed else None
-        self._mend(lambda: self.kv.rollback(length), n_intact)
+        self._recovering(lambda: self.store.rollback(length), n_intact)
 
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         def shapes() -> tuple[TensorShape, ...]:
-            self.kv.abort()
-            return self.backend._prefix_tensors(self.kv)
+            self.store.abort()
+            return self.backend._prefix_tensors(self.store)
 
-        return self._mend(shapes)
+        return self._recovering(shapes)
 
     def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        self._mend(lambda: self.backend._save_prefix(self.kv, buffers))
+        self._recovering(lambda: self.backend._save_prefix(self.store, buffers))
 
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         def load() -> None:
-            self.kv.rollback(0)
-            self.backend._check_length(self.kv, len(token_ids), len(token_ids))
-            self.backend._load_prefix(self.kv, list(token_ids), tensors)
+            self.store.rollback(0)
+            self.backend._check_length(self.store, len(token_ids), len(token_ids))
+            self.backend._load_prefix(self.store, list(token_ids), tensors)
 
-        self._mend(load, n_intact=0)
+        self._recovering(load, n_intact=0)
 
-    def fork(self, length: int | None = None) -> KvSequence[Kv]:
+    def fork(self, length: int | None = None) -> RecoverableKV[Store]:
         n_tokens = self.n_committed if length is None else length
         if not 0 <= n_tokens <= self.n_committed:
             raise BackendError(f"cannot fork at {n_tokens}: {self.n_committed} are committed")
         self.check_open()
-        return self.backend._begin(lambda: self.backend._fork(self.kv, n_tokens))
+        return self.backend._begin(lambda: self.backend._fork(self.store, n_tokens))
 
     def close(self) -> None:
         if not self.is_closed:
@@ -87,41 +83,41 @@ class KvSequence(TokenSequence, Generic[Kv]):
         if self.is_closed:
             raise BackendError("the sequence is closed: begin another one")
 
-    def _mend(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
+    def _recovering(self, operation: Callable[[], _T], n_intact: int | None = None) -> _T:
         self.check_open()
-        return self.backend.mend([self], operation, n_intact)
+        return self.backend.recovering([self], operation, n_intact)
 
 
-class MendingBackend(Backend, Generic[Kv]):
-    """A backend whose operations are repaired where an error cuts them short."""
+class RecoveringBackend(Backend, Generic[Store]):
+    """A backend whose sequences are whole again after an operation that an error cut short."""
 
     _is_closed = False
 
     def __init__(self) -> None:
-        self._sequences: list[KvSequence[Kv]] = []
-        self._repairs: list[Callable[[], None]] = []
+        self._sequences: list[RecoverableKV[Store]] = []
+        self._recoveries: list[Callable[[], None]] = []
         """That are due, of operations that broke off."""
 
     # --- what a backend has of its own ------------------------------------------------------
 
     @abstractmethod
-    def _new_kv(self) -> Kv:
+    def _new_kv(self) -> Store:
         """Of an empty text."""
 
     @abstractmethod
-    def _fork(self, kv: Kv, length: int) -> Kv:
+    def _fork(self, kv: Store, length: int) -> Store:
         """Another one with the first `length` tokens of the prefix, which both hold once."""
 
     @abstractmethod
-    def _compute(self, new: Sequence[NewRows[Kv]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[Store]]) -> list[np.ndarray]:
         """One pass over rows that fit; float32 logits [wanted, vocab] of each."""
 
     @abstractmethod
-    def _free_rows(self, kv: Kv) -> int:
+    def _free_rows(self, kv: Store) -> int:
         """Tokens or nodes that this text may get now, as far as memory goes."""
 
     @abstractmethod
-    def _room_of(self, kv: Kv, rows: SequenceRows) -> Sequence[int]:
+    def _room_of(self, kv: Store, rows: SequenceInput) -> Sequence[int]:
         """Units of each kind (blocks or cells, sequences of llama.cpp) that these new rows of a
         text take."""
 
@@ -134,40 +130,40 @@ class MendingBackend(Backend, Generic[Kv]):
         """Let a ring begin at layer 0."""
 
     @abstractmethod
-    def _prefix_tensors(self, kv: Kv) -> tuple[TensorShape, ...]: ...
+    def _prefix_tensors(self, kv: Store) -> tuple[TensorShape, ...]: ...
 
     @abstractmethod
-    def _save_prefix(self, kv: Kv, buffers: Mapping[str, memoryview]) -> None: ...
+    def _save_prefix(self, kv: Store, buffers: Mapping[str, memoryview]) -> None: ...
 
     @abstractmethod
-    def _load_prefix(self, kv: Kv, token_ids: list[int], tensors: SavedTensors) -> None:
+    def _load_prefix(self, kv: Store, token_ids: list[int], tensors: SavedTensors) -> None:
         """Fill an empty one. Raises BackendError for tensors that are not such a prefix's."""
 
     # --- sequences --------------------------------------------------------------------------
 
-    def sequence(self) -> KvSequence[Kv]:
+    def new_sequence(self) -> RecoverableKV[Store]:
         return self._begin(self._new_kv)
 
-    def _begin(self, make: Callable[[], Kv]) -> KvSequence[Kv]:
-        made: list[KvSequence[Kv]] = []
+    def _begin(self, make: Callable[[], Store]) -> RecoverableKV[Store]:
+        made: list[RecoverableKV[Store]] = []
 
         def add() -> None:
-            made.append(KvSequence(self, make()))
+            made.append(RecoverableKV(self, make()))
             self._sequences += made
 
-        self._repaired(add, lambda: None)
+        self._guarded(add, lambda: None)
         return made[0]
 
-    def _end(self, sequence: KvSequence[Kv]) -> None:
+    def _end(self, sequence: RecoverableKV[Store]) -> None:
         sequence.is_closed = True
         self._sequences.remove(sequence)
         if not self._is_closed:
-            sequence.kv.close()
+            sequence.store.close()
 
-    def _without_texts(self) -> Self:
+    def _without_sequences(self) -> Self:
         """A copy that has none of its own yet."""
         other = copy.copy(self)
-        other._sequences, other._own_text = [], None
+        other._sequences = []
         return other
 
     @property
@@ -176,14 +172,14 @@ class MendingBackend(Backend, Generic[Kv]):
             return super().num_free_nodes
         return self.max_nodes - self._n_live
 
-    def node_room_of(self, kv: Kv) -> int:
+    def node_room_of(self, kv: Store) -> int:
         """See Text.node_room."""
         return max(0, min(self._free_rows(kv), self.num_free_nodes))
 
-    def n_fitting(self, batch: Sequence[SequenceRows]) -> int:
+    def n_fitting(self, batch: Sequence[SequenceInput]) -> int:
         n_nodes, n_units = self._n_live, np.array(self._free_units())
         for n_before, one in enumerate(batch):
-            kv, n_tokens = cast(KvSequence[Kv], one.sequence).kv, len(one.token_ids)
+            kv, n_tokens = cast(RecoverableKV[Store], one.kv).store, len(one.token_ids)
             n_units -= self._room_of(kv, one)
             n_nodes += n_tokens if one.parents is not None else -len(kv.table)
             if (n_units < 0).any():
@@ -194,12 +190,12 @@ class MendingBackend(Backend, Generic[Kv]):
 
     @property
     def _n_live(self) -> int:
-        return sum(len(one.kv.table) for one in self._sequences)
+        return sum(len(one.store.table) for one in self._sequences)
 
     # --- passes -----------------------------------------------------------------------------
 
-    def run(self, batch: Sequence[SequenceRows]) -> list[SequenceScores]:
-        sequences = [cast(KvSequence[Kv], one.sequence) for one in batch]
+    def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
+        sequences = [cast(RecoverableKV[Store], one.kv) for one in batch]
         if len(set(map(id, sequences))) < len(sequences):
             raise ValueError("a sequence is in the batch twice")
         for one in sequences:
@@ -207,29 +203,29 @@ class MendingBackend(Backend, Generic[Kv]):
             if one.backend is not self:
                 raise ValueError("a sequence of another backend is in the batch")
 
-        def grow() -> list[SequenceScores]:
+        def grow() -> list[SequenceOutput]:
             for sequence, rows in zip(sequences, batch, strict=True):
                 if rows.parents is None:
-                    sequence.kv.abort()
+                    sequence.store.abort()
             ids, new = zip(*map(self._new_rows, sequences, batch), strict=True)
             computed = [one for one in new if one.token_ids]
             logits = iter(self._compute(computed) if computed else ())
             for one in computed:
                 if not one.are_nodes:
-                    one.kv.append(one.token_ids)
-                one.kv.check_integrity()
+                    one.store.append(one.token_ids)
+                one.store.check_integrity()
             nothing = np.zeros((0, self.vocab_size), dtype=np.float32)
             found = [next(logits) if one.token_ids else nothing for one in new]
-            return [SequenceScores(*pair) for pair in zip(ids, found, strict=True)]
+            return [SequenceOutput(*pair) for pair in zip(ids, found, strict=True)]
 
-        return self.mend(sequences, grow) if batch else []
+        return self.recovering(sequences, grow) if batch else []
 
     def _new_rows(
-        self, sequence: KvSequence[Kv], added: SequenceRows
-    ) -> tuple[list[int], NewRows[Kv]]:
+        self, sequence: RecoverableKV[Store], added: SequenceInput
+    ) -> tuple[list[int], NewTokens[Store]]:
         """Ids of new nodes, and what is to be computed; nodes are in the table from here on."""
-        kv, n_tokens = sequence.kv, len(added.token_ids)
-        new = NewRows(kv, added.token_ids, added.wanted, added.parents is not None)
+        kv, n_tokens = sequence.store, len(added.token_ids)
+        new = NewTokens(kv, added.token_ids, added.logit_positions, added.parents is not None)
         if added.parents is None:
             self._check_length(kv, n_tokens, n_tokens)
             return [], new
@@ -245,7 +241,7 @@ class MendingBackend(Backend, Generic[Kv]):
                 "backend was made for: draft fewer tokens or raise max_nodes"
             )
 
-    def _check_length(self, kv: Kv, depth: int, n_tokens: int) -> None:
+    def _check_length(self, kv: Store, depth: int, n_tokens: int) -> None:
         """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
         n_committed = kv.table.n_committed
         if n_committed + depth > self.max_context:
@@ -253,9 +249,9 @@ class MendingBackend(Backend, Generic[Kv]):
 
     # --- repairs ----------------------------------------------------------------------------
 
-    def mend(
+    def recovering(
         self,
-        sequences: Sequence[KvSequence[Kv]],
+        sequences: Sequence[RecoverableKV[Store]],
         operation: Callable[[], _T],
         n_intact: int | None = None,
     ) -> _T:
@@ -266,29 +262,29 @@ class MendingBackend(Backend, Generic[Kv]):
         """
         lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
 
-        def repair() -> None:
+        def recover() -> None:
             for one, length in zip(sequences, lengths, strict=True):
                 if not one.is_closed:
-                    one.kv.abort(length)
+                    one.store.abort(length)
             self._restart()
 
-        return self._repaired(operation, repair)
+        return self._guarded(operation, recover)
 
-    def _repaired(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
+    def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
         """Call `operation`, and `repair` after any failure; again before the next operation, where
         the repair fails as well."""
         if self._is_closed:
             raise BackendError("the backend is closed; load the model again")
-        self._make_repairs()
+        self._recover_all()
         try:
             return operation()
         except BaseException:
-            self._repairs.append(repair)
+            self._recoveries.append(recover)
             with suppress(Exception):  # what ended the operation is what its caller is told
-                self._make_repairs()
+                self._recover_all()
             raise
 
-    def _make_repairs(self) -> None:
-        while self._repairs:
-            self._repairs[0]()
-            del self._repairs[0]
+    def _recover_all(self) -> None:
+        while self._recoveries:
+            self._recoveries[0]()
+            del self._recoveries[0]
