@@ -75,6 +75,7 @@ def test_other_threads_run_meanwhile(
     assert len([n for n in seen if before + 16 < n < before + 496]) >= 3
 
 
+@needs_advice
 @pytest.mark.usefixtures("_populates")
 def test_ctrl_c_is_heard_before_all_is_there(committed: Callable[[], None]) -> None:
     """Be it where signals may end work only at places that can bear it."""
