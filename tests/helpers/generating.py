@@ -13,6 +13,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.engine.draft_worker import DraftWorker
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
 from specdec.engine.sequence import Sequence as TokenSequence
 from specdec.engine.sequence import VerifiedTree
@@ -79,19 +80,6 @@ class SteppedAhead(DraftWorker):
         return run_pass()
 
 
-class LoneRequest:
-    """The part of a request that its sequence looks at."""
-
-    priority, drafter, cache_prompt, is_streamed, is_aborted = 0, None, True, True, False
-
-    def __init__(self, prompt_ids: Sequence[int], recorder: StatsRecorder) -> None:
-        self.prompt_ids, self.recorder = prompt_ids, recorder
-        self.chunks: list[Any] = []
-
-    def put(self, chunk: Any) -> None:
-        self.chunks.append(chunk)
-
-
 class LoneSequence:
     """A sequence and the steps that decode it, alone, on the target's own KV."""
 
@@ -107,7 +95,7 @@ class LoneSequence:
     ) -> None:
         self._target, self._speculation = target, Speculation(target, worker=ahead)
         self._recorder = recorder or StatsRecorder()
-        self._sampler = sampler
+        self._sampler, self._spec = sampler, spec
         policy = DraftPolicy(spec, FREE, target.max_context)
         self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
@@ -116,9 +104,10 @@ class LoneSequence:
         return self.sequence.token_ids
 
     def start(self, prompt: Sequence[int]) -> int:
-        request: Any = LoneRequest(prompt, self._recorder)
+        request = Request(prompt, self._sampler.params, self._spec)
+        request.recorder = self._recorder
         sequence = TokenSequence(request, self._sampler, TokenLimit(2**30, None))
-        self.sequence, request.sequences = sequence, [sequence]
+        self.sequence = sequence
         sequence.begin(*self._parts)
         self._target.text.rows_to(prompt)
         sequence.attach(self._target.text)
@@ -141,8 +130,8 @@ class LoneSequence:
         return verified
 
     def _check(self) -> None:
-        if self.sequence.error is not None:
-            raise self.sequence.error
+        if self.sequence.request.error is not None:
+            raise self.sequence.request.error
 
 
 def make_controller(
