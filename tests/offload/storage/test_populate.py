@@ -68,35 +68,3 @@ def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
     is_over.set()
     thread.join()
     assert len([n for n in seen if before + 16 < n < before + 496]) >= 3
-<<<<<<< HEAD
-=======
-
-
-@needs_advice
-@pytest.mark.usefixtures("_populates")
-def test_ctrl_c_is_heard_before_all_is_there(committed: Callable[[], None]) -> None:
-    """Be it where signals may end work only at places that can bear it."""
-    before = process_memory().anonymous_bytes
-    given_up = threading.Event()
-
-    def handle(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    @uninterrupted
-    def commit_all() -> None:
-        try:
-            committed()
-        except KeyboardInterrupt:
-            given_up.set()
-            raise
-
-    previous = signal.signal(signal.SIGALRM, handle)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
-        with pytest.raises(KeyboardInterrupt):
-            commit_all()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert given_up.is_set(), "it was heard after everything"
-    assert process_memory().anonymous_bytes - before < 16 * MIB
->>>>>>> main
