@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from generating import LoneRequest
+from alone import own
 
 from backends.contract.backend import Backend
+from specdec.config import SpecConfig
 from specdec.engine.beam_sequence import BeamSequence, Hypothesis
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
 from specdec.engine.speculation import Speculation
-from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -29,15 +29,14 @@ def steps(
     target: Backend, prompt: list[int], params: SamplingParams, eos: tuple[int, ...], limit: int
 ) -> Iterator[BeamSequence]:
     """Yield the search behind its first tokens, and behind each step."""
-    target.rollback(0)
+    own(target).rollback(0)
     sampler = Sampler(
         params, n_tokens=target.vocab_size, eos_token_ids=eos, prompt_length=len(prompt)
     )
-    request: Any = LoneRequest(prompt, StatsRecorder())
+    request = Request(prompt, params, SpecConfig())
     beams = BeamSequence(request, sampler, TokenLimit(limit, None), lambda: None)
-    request.sequences = [beams]
     speculation = Speculation(target)
-    beams.attach(target.text)
+    beams.attach(own(target))
     prefill = Batch(prefill=[PrefillChunk(beams, beams.prefill_chunk(len(prompt)))])
     beams.sample_first(speculation.verify([], prefill)[0])
     check(beams)
@@ -52,5 +51,5 @@ def steps(
 
 
 def check(beams: BeamSequence) -> None:
-    if beams.error is not None:
-        raise beams.error
+    if beams.request.error is not None:
+        raise beams.request.error

@@ -7,14 +7,16 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from alone import own
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
 from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.engine.draft_worker import DraftWorker
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
-from specdec.engine.sequence import Sequence as SequenceKV
+from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
@@ -79,19 +81,6 @@ class SteppedAhead(DraftWorker):
         return run_pass()
 
 
-class LoneRequest:
-    """The part of a request that its sequence looks at."""
-
-    priority, drafter, cache_prompt, is_streamed, is_aborted = 0, None, True, True, False
-
-    def __init__(self, prompt_ids: Sequence[int], recorder: StatsRecorder) -> None:
-        self.prompt_ids, self.recorder = prompt_ids, recorder
-        self.chunks: list[Any] = []
-
-    def put(self, chunk: Any) -> None:
-        self.chunks.append(chunk)
-
-
 class LoneSequence:
     """A sequence and the steps that decode it, alone, on the target's own KV."""
 
@@ -107,7 +96,7 @@ class LoneSequence:
     ) -> None:
         self._target, self._speculation = target, Speculation(target, worker=ahead)
         self._recorder = recorder or StatsRecorder()
-        self._sampler = sampler
+        self._sampler, self._spec = sampler, spec
         policy = DraftPolicy(spec, FREE, target.max_context)
         self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
@@ -116,12 +105,14 @@ class LoneSequence:
         return self.sequence.token_ids
 
     def start(self, prompt: Sequence[int]) -> int:
-        request: Any = LoneRequest(prompt, self._recorder)
-        sequence = SequenceKV(request, self._sampler, TokenLimit(2**30, None))
-        self.sequence, request.sequences = sequence, [sequence]
+        request = Request(prompt, self._sampler.params, self._spec)
+        request.recorder = self._recorder
+        sequence = EngineSequence(request, self._sampler, TokenLimit(2**30, None))
+        self.sequence = sequence
         sequence.begin(*self._parts)
-        self._target.text.rows_to(prompt)
-        sequence.attach(self._target.text)
+        kv = own(self._target)
+        kv.cut_to(prompt)
+        sequence.attach(kv)
         chunk = PrefillChunk(sequence, sequence.prefill_chunk(len(prompt)))
         scores = self._speculation.verify([], Batch(prefill=[chunk]))
         sequence.sample_first(scores[0])
@@ -141,8 +132,8 @@ class LoneSequence:
         return verified
 
     def _check(self) -> None:
-        if self.sequence.error is not None:
-            raise self.sequence.error
+        if self.sequence.request.error is not None:
+            raise self.sequence.request.error
 
 
 def make_controller(

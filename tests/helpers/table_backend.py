@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from alone import own
 from exact_rules import Rows
 
 from backends.contract.backend import Backend, KvUse
 from backends.contract.nodes import NodeTable
-from backends.contract.sequence import SavedTensors, SequenceInput, SequenceOutput, SequenceKV
+from backends.contract.sequence import SavedTensors, SequenceInput, SequenceKV, SequenceOutput
 from offload.formats.mapped import TensorShape
 
 
 class TableSequence(SequenceKV):
-    """One text of a TableBackend."""
+    """One sequence of a TableBackend."""
 
     def __init__(self, backend: TableBackend) -> None:
         self.backend = backend
@@ -34,9 +35,6 @@ class TableSequence(SequenceKV):
         most = self.backend.max_nodes
         return self.backend.max_context if most is None else most - len(self.table)
 
-    def run(self, rows: SequenceInput) -> SequenceOutput:
-        return self.backend.run([rows])[0]
-
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self.table.commit(path, keep)
 
@@ -47,7 +45,7 @@ class TableSequence(SequenceKV):
         self.table.rollback(length)
 
     def fork(self, length: int | None = None) -> TableSequence:
-        other = self.backend.sequence()
+        other = self.backend.new_sequence()
         other.table.append(self.committed_ids[:length])
         return other
 
@@ -76,30 +74,32 @@ class TableBackend(Backend):
     def logits(self, prefix: Sequence[int]) -> np.ndarray:
         return np.log(self._rows(tuple(prefix))).astype(np.float32)
 
-    def sequence(self) -> TableSequence:
+    def new_sequence(self) -> TableSequence:
         return TableSequence(self)
 
     @property
     def table(self) -> NodeTable:
-        """Of the text of its own."""
-        assert isinstance(self.text, TableSequence)
-        return self.text.table
+        """The table of its one sequence (see `own`)."""
+        table: NodeTable = own(self).table
+        return table
 
-    def run(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
+    def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
         return [self._scores(one) for one in batch]
 
     def _scores(self, added: SequenceInput) -> SequenceOutput:
-        text = added.sequence
+        text = added.kv
         assert isinstance(text, TableSequence)
         if added.parents is None:
             text.table.drop_live()
             text.table.append(added.token_ids)
             ends = range(len(text.committed_ids) - len(added.token_ids), len(text.committed_ids))
-            prefixes = [text.committed_ids[: ends[row] + 1] for row in added.wanted]
+            prefixes = [text.committed_ids[: ends[row] + 1] for row in added.logit_positions]
             return SequenceOutput([], self._stack(prefixes))
         ids = text.table.add(added.parents, added.token_ids)
         text.tokens.update(zip(ids, added.token_ids, strict=True))
-        paths = [[text.tokens[n] for n in text.table.path(ids[row])] for row in added.wanted]
+        paths = [
+            [text.tokens[n] for n in text.table.path(ids[row])] for row in added.logit_positions
+        ]
         return SequenceOutput(ids, self._stack([[*text.committed_ids, *path] for path in paths]))
 
     def _stack(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:

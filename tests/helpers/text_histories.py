@@ -74,7 +74,7 @@ class TextsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         prompt = data.draw(st.lists(tokens, min_size=1, max_size=self.longest))
-        text = Text(self.backend.sequence(), [])
+        text = Text(self.backend.new_sequence(), [])
         if not self.backend.n_fitting([SequenceInput(text.sequence, prompt)]):
             text.sequence.close()
             return
@@ -103,7 +103,7 @@ class TextsMachine(RuleBasedStateMachine):
                     {},
                     [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))],
                 )
-            for row, logits in zip(rows.wanted, score.logits, strict=True):
+            for row, logits in zip(rows.logit_positions, score.logits, strict=True):
                 self.check(logits, [*text.committed, *ends[row]])
             if rows.parents is None:
                 text.committed += rows.token_ids

@@ -34,7 +34,7 @@ def test_logits_are_the_same_to_the_bit_beside_other_texts(
     backend: Backend, tmp_path: Path
 ) -> None:
     files = KvFiles(backend, lambda: tmp_path)
-    text, other = backend.sequence(), backend.sequence()
+    text, other = backend.new_sequence(), backend.new_sequence()
     text.prefill(IDS)
     other.prefill(IDS[::-1])
     node_ids, _ = text.extend([5, 6], [-1, -1])
@@ -45,7 +45,7 @@ def test_logits_are_the_same_to_the_bit_beside_other_texts(
     expected = text.extend([9, 8, 7], [-1, text.next_node_id, -1])[1]
     text.close()
     other.prefill([3])
-    again = backend.sequence()
+    again = backend.new_sequence()
     assert file.load(again)
     file.close()
     assert list(again.committed_ids) == [*IDS, 6]
@@ -57,7 +57,7 @@ def test_logits_are_the_same_to_the_bit_beside_other_texts(
 
 
 def test_there_are_so_many_and_no_more(backend: Backend, tmp_path: Path) -> None:
-    text = backend.sequence()
+    text = backend.new_sequence()
     assert KvFiles(backend, lambda: tmp_path).write(text) is None, "there is nothing to write"
     text.prefill(IDS)
     one = KvFiles(backend, lambda: tmp_path).write(text)
@@ -76,7 +76,7 @@ def test_there_are_so_many_and_no_more(backend: Backend, tmp_path: Path) -> None
 
 def test_without_a_folder_or_memory_for_it_there_is_none(backend: Backend, tmp_path: Path) -> None:
     asked: list[int] = []
-    text = backend.sequence()
+    text = backend.new_sequence()
     text.prefill(IDS)
     largest = max(tensor.n_bytes for tensor in text.prefix_tensors())
     assert KvFiles(backend, lambda: None).write(text) is None

@@ -54,6 +54,6 @@ def test_texts_to_come_begin_a_block_each(tmp_path: Path) -> None:
     model = HfSource(save_model(tmp_path, seed=0), BackendOptions()).model
     with TorchBackend.held_in_memory(model, kv_rows=4096) as backend:
         to_come = backend.kv_growth_bytes(20 * 3, 20)
-        backend.run([SequenceInput(backend.sequence(), [5 + i, 6, 7]) for i in range(20)])
+        backend.run([SequenceInput(backend.new_sequence(), [5 + i, 6, 7]) for i in range(20)])
         assert backend.kv_bytes == 20 * backend._pool.block_bytes
         assert backend.kv_bytes <= to_come

@@ -30,7 +30,7 @@ def backend(checkpoint_factory: Any) -> Iterator[TorchBackend]:
 
 
 def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
-    first = backend.sequence()
+    first = backend.new_sequence()
     first.prefill([5] * (2 * BLOCK_ROWS + 3))
     n_bytes = backend.kv_bytes
     forks = [first.fork() for _ in range(20)]
@@ -47,7 +47,7 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
 
 
 def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
-    text, whole = backend.sequence(), backend.sequence()
+    text, whole = backend.new_sequence(), backend.new_sequence()
     expected = whole.prefill([5, 6, 7, 8])
     found = text.run(SequenceInput(text, [5, 6], rows=()))
     assert (found.node_ids, found.logits.shape) == ([], (0, backend.vocab_size))
@@ -55,7 +55,7 @@ def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
 
 
 def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> None:
-    first = backend.sequence()
+    first = backend.new_sequence()
     first.prefill([5] * (BLOCK_ROWS + 3))
     fork = first.fork()
     room = first.node_room
@@ -81,7 +81,7 @@ def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend
 
 
 def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
-    texts = [backend.sequence() for _ in range(2)]
+    texts = [backend.new_sequence() for _ in range(2)]
     rows = [text.prefill([9, 10, 11]) for text in texts]
     batch = [SequenceInput(texts[0], [12]), SequenceInput(texts[1], [13], [77])]
     with pytest.raises(BackendError, match="77, which is not a live node"):

@@ -11,6 +11,7 @@ from gguf_models import save_tiny_gguf
 from gguf_streaming import exercise, residency, same
 from gguf_texts import filled_up_source
 from hypothesis import Phase
+from mapped_weights import needs_whole_pages
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -20,7 +21,7 @@ from backends.contract.source import BackendOptions, Loading
 from backends.llama.source import GgufSource
 from offload.residency.plan import plan_residency
 
-pytestmark = pytest.mark.gguf
+pytestmark = [pytest.mark.gguf, needs_whole_pages]
 
 
 def make_source(path):

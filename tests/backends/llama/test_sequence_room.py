@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., LlamaBackend]]:
 
 def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_context=200, kv_rows=256, max_nodes=400, max_texts=8)
-    first = backend.sequence()
+    first = backend.new_sequence()
     first.prefill([5] * 180)
     n_free = backend._cells.n_free
     forks = [first.fork() for _ in range(5)]
@@ -60,7 +60,7 @@ def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None
 def test_cells_that_only_ended_texts_hold_are_free(make: Callable[..., LlamaBackend]) -> None:
     backend = make()
     n_cells = backend._cells.n_free
-    first, other = backend.sequence(), backend.sequence()
+    first, other = backend.new_sequence(), backend.new_sequence()
     other.prefill([4] * 5)
     first.prefill([5] * 50)
     fork = first.fork(40)
@@ -78,7 +78,7 @@ def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     """Those of an ended text are taken when they are needed, and what lies behind is moved."""
     backend = make(max_context=400, kv_rows=256, max_nodes=400)
     prompts = [[5 + i] * 110 for i in range(4)]
-    texts = [backend.sequence() for _ in prompts]
+    texts = [backend.new_sequence() for _ in prompts]
     rows = [text.prefill(prompt) for text, prompt in zip(texts, prompts, strict=True)]
     n_free = backend._cells.n_free
     texts[1].extend([3, 4], [PREFIX, PREFIX])
@@ -90,7 +90,7 @@ def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     texts[0].close()
     texts[1].prune([0])
     assert backend._cells.n_moved == 0
-    newcomer = backend.sequence()
+    newcomer = backend.new_sequence()
     row = newcomer.prefill(prompts[0])
     assert np.array_equal(row, rows[0])
     assert backend._cells.n_moved == 331
@@ -101,12 +101,12 @@ def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
 
 def test_cells_behind_all_others_are_free_at_once(make: Callable[..., LlamaBackend]) -> None:
     backend = make()
-    first, last = backend.sequence(), backend.sequence()
+    first, last = backend.new_sequence(), backend.new_sequence()
     first.prefill([5] * 50)
     for _ in range(20):
         last.prefill([6] * 50)
         last.close()
-        last = backend.sequence()
+        last = backend.new_sequence()
     assert backend._cells.n_moved == 0
 
 
@@ -114,7 +114,7 @@ def test_a_text_that_ends_in_front_of_others_is_not_worth_a_move(
     make: Callable[..., LlamaBackend],
 ) -> None:
     backend = make()
-    first, *others = (backend.sequence() for _ in range(4))
+    first, *others = (backend.new_sequence() for _ in range(4))
     first.prefill([5] * 30)
     for text in others:
         text.prefill([6] * 20)
@@ -129,11 +129,11 @@ def test_a_text_that_ends_in_front_of_others_is_not_worth_a_move(
 
 def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_texts=2)  # ten sequences
-    tree, others = backend.sequence(), [backend.sequence() for _ in range(3)]
+    tree, others = backend.new_sequence(), [backend.new_sequence() for _ in range(3)]
     tree.prefill([5, 6])
     tree.extend([7, 8, 9, 10], [PREFIX] * 4)
     with pytest.raises(BackendError, match="all of the cache's 10 sequences are in use, one for"):
-        backend.sequence()
+        backend.new_sequence()
     with pytest.raises(
         BackendError, match="of which there are 4: draft fewer branches, end a text"
     ):
@@ -153,7 +153,7 @@ def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> N
 
 def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_texts=1)  # and eight sequences
-    texts = [backend.sequence() for _ in range(3)]
+    texts = [backend.new_sequence() for _ in range(3)]
     for text in texts:
         text.prefill([5, 6])
     wide = [SequenceInput(text, [7] * 4, [PREFIX] * 4, []) for text in texts]
@@ -172,7 +172,7 @@ def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
 
 def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_outputs=3, max_texts=2)
-    texts = [backend.sequence() for _ in range(2)]
+    texts = [backend.new_sequence() for _ in range(2)]
     batch = [SequenceInput(text, [5, 6], rows=[0, 1]) for text in texts]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
         backend.run(batch)
@@ -209,7 +209,7 @@ def test_a_cancel_leaves_every_text_as_it_was(
     """In the first or the second batch of a pass."""
     sizes = {"max_context": 700, "kv_rows": 2500, "max_nodes": 16}
     backend = make(is_streamed=is_streamed, **sizes)
-    other, long, tree = (backend.sequence() for _ in range(3))
+    other, long, tree = (backend.new_sequence() for _ in range(3))
     for text in (other, long, tree):
         text.prefill([3, 4, 5])
     kept, _ = other.extend([6, 7], [PREFIX, 0])
@@ -249,7 +249,7 @@ def test_a_move_that_fails_loses_no_text(
     broken: str, make: Callable[..., LlamaBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make()
-    first, second = backend.sequence(), backend.sequence()
+    first, second = backend.new_sequence(), backend.new_sequence()
     expected = first.prefill([5] * 30), second.prefill([6] * 30)
     first.rollback(10)
 
@@ -269,7 +269,7 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
     make: Callable[..., LlamaBackend],
 ) -> None:
     backend = make()
-    text = backend.sequence()
+    text = backend.new_sequence()
     row = text.prefill([5, 6, 7])
     with backend.sibling(max_context=30, max_nodes=8, max_rows=8) as other:
         assert (other.n_committed, backend.n_committed) == (0, 0)
@@ -281,7 +281,7 @@ def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
     """Rows of no use take cells behind the others, which are free after the pass."""
     source = filled_up_source(tmp_path)
     with load(source, max_context=100, kv_rows=200, max_nodes=64) as backend:
-        texts = [backend.sequence() for _ in range(3)]
+        texts = [backend.new_sequence() for _ in range(3)]
         n_cells = backend._cells.n_free
         for i, text in enumerate(texts):
             text.prefill([5] * min(100, n_cells - 100 * i))

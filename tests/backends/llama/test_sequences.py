@@ -73,7 +73,7 @@ def test_texts_of_a_streamed_model(tmp_path: Path) -> None:
     source = exact_source("llama", tmp_path, dtype="F16")
     with load(source, is_streamed=True) as backend, load(source) as plain:
         try_texts(backend, Plain(plain), max_examples=6)
-        texts = [backend.sequence() for _ in range(3)]
+        texts = [backend.new_sequence() for _ in range(3)]
         n_model = sum(r.n_bytes for layer in source.layers for r in layer.streamed)
         for n_texts in (1, 3):
             before = backend.stream_use.bytes_streamed

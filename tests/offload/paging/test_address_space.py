@@ -8,7 +8,15 @@ import os
 from pathlib import Path
 
 import pytest
-from mapped_weights import MAP_PRIVATE, MAP_SHARED, is_readable, libc, map_file, memory_in
+from mapped_weights import (
+    MAP_PRIVATE,
+    MAP_SHARED,
+    is_readable,
+    libc,
+    map_file,
+    memory_in,
+    needs_whole_pages,
+)
 from system_probes import needs_populated_memory, needs_split_mappings
 
 from offload.paging import address_space
@@ -29,7 +37,7 @@ from offload.paging.address_space import (
     unmap,
     view,
 )
-from offload.storage.aligned import PAGE_BYTES
+from offload.storage.aligned import PAGE_BYTES, page_up
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -58,6 +66,7 @@ def test_zeros_take_no_memory_until_something_is_written(room: int) -> None:
 # --- mappings ------------------------------------------------------------------------------
 
 
+@needs_whole_pages
 @pytest.mark.parametrize("flags", [MAP_SHARED, MAP_PRIVATE])
 def test_find_mapping(tmp_path: Path, flags: int) -> None:
     path, other = tmp_path / "a b.bin", tmp_path / "other"
@@ -66,7 +75,7 @@ def test_find_mapping(tmp_path: Path, flags: int) -> None:
     assert find_mapping(path) == []
     third = map_file(other)
     address, size = map_file(path, 8 * PAGE_BYTES, flags)
-    assert size == 53_248
+    assert size == page_up(50_000)
     try:
         assert find_mapping(path) == [MappedRange(address, size, 0)]
         link = tmp_path / "link"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mapped_weights import HUGE, mapped
+from mapped_weights import HUGE, mapped, needs_whole_pages
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, check_memory, one_file
 from streaming import reader_threads
@@ -58,9 +58,10 @@ def test_neighbours_share_pages_with_what_stays(tmp_path: Path) -> None:
 def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies between two tensors of a layer is read along: padding, the layer's own tensors."""
     path = tmp_path / "f"
-    records, _ = one_file(path, [50_000, 20_000, 50_000, 20_000, 50_000])
+    scale = PAGE // 4096
+    records, _ = one_file(path, [scale * n for n in (50_000, 20_000, 50_000, 20_000, 50_000)])
     first, between, second, gap, third = records
-    files = {path: [MappedRange(1 << 40, 200_000, 0)]}
+    files = {path: [MappedRange(1 << 40, scale * 200_000, 0)]}
 
     def n_parts(layer: LayerWeights, resident=(), untouched=()) -> int:
         (paged,) = plan_paging([layer], resident, files, untouched).layers
@@ -78,7 +79,7 @@ def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = LayerWeights((gap,))
     plan = plan_paging([whole, other], (), files)
     assert [len(layer.parts) for layer in plan.layers if layer] == [2, 1]
-    monkeypatch.setattr("offload.paging.spans.MAX_GAP_BYTES", 19_999)
+    monkeypatch.setattr("offload.paging.spans.MAX_GAP_BYTES", scale * 19_999)
     assert n_parts(whole) == 3
 
 
@@ -180,6 +181,7 @@ print("survived")
 """
 
 
+@needs_whole_pages
 @pytest.mark.parametrize("moment", ["before", "after", "closed", "write"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_an_absent_layer_faults(tmp_path: Path, layer: int, moment: str) -> None:

@@ -83,12 +83,13 @@ def test_nothing_is_read_during_a_pause(tmp_path: Path) -> None:
     gate = Gate(n_open=1)
     reads = PausableReads(gate.storage)
     file, memory = reads.open(path), AlignedBuffer(4096)
-    file.read_into(memory.view, 0)
-    second = threading.Thread(target=file.read_into, args=(memory.view, 4096))
+    page = memory.view[:4096]
+    file.read_into(page, 0)
+    second = threading.Thread(target=file.read_into, args=(page, 4096))
     second.start()
     gate.reached.wait(10)
     threading.Timer(0.05, gate.opened.set).start()
-    third = threading.Thread(target=file.read_into, args=(memory.view, 8192))
+    third = threading.Thread(target=file.read_into, args=(page, 8192))
     with reads.paused() as n_bytes:
         second.join(10)
         assert n_bytes == 8192  # the one that was running has ended

@@ -14,7 +14,7 @@ from weight_files import FaultyReads, write_weights
 
 from offload.ring import file_supply
 from offload.ring.streamer import StreamStats, WeightStreamer, resident_footprint
-from offload.storage.aligned import ALIGNMENT
+from offload.storage.aligned import ALIGNMENT, buffer_bytes
 
 PAGE = ALIGNMENT
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -51,7 +51,9 @@ def test_tensors_straddle_shards_and_are_partly_resident(tmp_path: Path) -> None
         weights.walk(streamer, n_passes=4)
         records = [r for layer in weights.layers for r in layer.resident_records]
         assert streamer.resident_bytes == resident_footprint(records)
-        assert streamer.ring_bytes == 2 * max(layer.slot_bytes for layer in weights.layers)
+        assert streamer.ring_bytes == 2 * max(
+            buffer_bytes(layer.slot_bytes) for layer in weights.layers
+        )
     assert seen[-1][0] == seen[-1][1] > sum(record.n_bytes for record in records) - 1
     assert seen == sorted(seen)
 

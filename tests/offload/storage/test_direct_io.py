@@ -22,8 +22,10 @@ from weight_files import FaultyReads
 from offload.storage import page_cache
 from offload.storage.aligned import (
     ALIGNMENT,
+    PAGE_BYTES,
     AlignedBuffer,
     align_up,
+    page_up,
 )
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.storage.page_cache import bytes_from_devices, drop_cached, is_cached
@@ -204,7 +206,7 @@ def test_fallback_is_said_once_and_drops_behind(
         return real_open(name, flags, *rest)  # type: ignore[call-overload]
 
     def refuse_probe(descriptor: int, views: list[memoryview], offset: int) -> int:
-        if len(views[0]) == ALIGNMENT:
+        if len(views[0]) in (ALIGNMENT, PAGE_BYTES):
             raise OSError(number, "larger blocks")
         return real_preadv(descriptor, views, offset)
 
@@ -219,7 +221,7 @@ def test_fallback_is_said_once_and_drops_behind(
     assert sum("without O_DIRECT" in record.message for record in caplog.records) == 1
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, how: dropped.append(size))
     assert read_all(files[0], 100_003) == content
-    assert dropped == [align_up(100_003)]
+    assert dropped == [page_up(100_003)]
 
 
 def test_other_errors_of_the_probe_are_errors(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from mapped_weights import mapped
+from mapped_weights import mapped, needs_whole_pages
 from paging import page_weights, slot_ranges
 from streaming import small_weights
 from system_probes import needs_advice
@@ -147,6 +147,7 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
+@needs_whole_pages
 def test_a_child_that_collects_models_keeps_its_own_memory(tmp_path: Path) -> None:
     assert run_program(COLLECTING, tmp_path) == ""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mapped_weights import needs_whole_pages
 from page_cache import forget, n_cached
 
 from offload.formats.part import read_part
@@ -51,6 +52,7 @@ def test_files_that_are_not_there_are_the_readers_to_miss(file: Path, tmp_path: 
     assert n_cached(file) == 0
 
 
+@needs_whole_pages
 @given(st.integers(0, 4 * MIB + 200), st.integers(0, 9000))
 def test_a_part_is_that_of_the_file_and_leaves_nothing(
     file: Path, offset: int, n_bytes: int

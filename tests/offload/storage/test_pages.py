@@ -17,7 +17,7 @@ from offload.storage import aligned, page_cache
 from offload.storage.aligned import ALIGNMENT, PAGE_BYTES, buffer_bytes, populate
 from offload.storage.page_cache import drop_cached, is_cached
 
-SIZES = [4096, 16_384, 65_536]
+SIZES = [size for size in [4096, 16_384, 65_536] if size >= mmap.PAGESIZE]
 page_sizes = pytest.mark.parametrize("page", SIZES)
 
 

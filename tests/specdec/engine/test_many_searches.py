@@ -37,7 +37,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...
 
 
 def check_nothing_left(llm: LLM) -> None:
-    assert not llm.session.engine._requests
+    assert not llm.session.engine._running
     assert not llm.session.engine.scheduler.running
     assert not llm.session.texts._in_use
 

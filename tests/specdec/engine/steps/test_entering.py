@@ -113,7 +113,7 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
         run = llm.target.run
 
         def noted(batch: Any) -> Any:
-            n_rows.append(sum(len(rows.wanted) for rows in batch))
+            n_rows.append(sum(len(rows.logit_positions) for rows in batch))
             return run(batch)
 
         monkeypatch.setattr(llm.target, "run", noted)

@@ -11,7 +11,7 @@ import specdec
 from specdec.api import LLM
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.proposal import BadProposal
-from specdec.engine.sequence import own_errors
+from specdec.engine.request import own_errors
 from specdec.engine.stream import GenerationStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -86,7 +86,7 @@ def check_own_error(llm: LLM, failing: GenerationStream, message: str) -> None:
     for _ in other:
         pass
     assert other.result.token_ids == expected
-    assert not llm.session.engine._requests
+    assert not llm.session.engine._running
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
         pass
     assert other.result.token_ids == expected
     assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
-    assert not llm.session.engine._requests
+    assert not llm.session.engine._running
     assert not llm.session.texts._in_use
 
 
@@ -132,15 +132,13 @@ def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     next(failing)
     failing.cancel()
     assert failing.result.finish_reason == "cancelled"
-    assert not llm.session.engine._requests
+    assert not llm.session.engine._running
     assert not llm.session.texts._in_use
 
 
 def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:
-    stream = llm.stream(PROMPT, max_tokens=N_TOKENS)
-    stream._request.begin()
-    (job,) = stream._request.sequences
+    request = llm.stream(PROMPT, max_tokens=N_TOKENS)._request
     for message in ("first", "second"):
-        with own_errors(job):
+        with own_errors(request):
             raise ValueError(message)
-    assert str(job.error) == "first"
+    assert str(request.error) == "first"

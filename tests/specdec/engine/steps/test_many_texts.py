@@ -83,7 +83,7 @@ def check_nothing_left(llm: LLM) -> None:
     """Nothing but what is kept holds KV."""
     llm.generate(PROMPTS[0], params(0.0))  # streams that were dropped end before this round
     engine = llm.session.engine
-    assert not engine._requests
+    assert not engine._running
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert not llm.session.texts._in_use
@@ -160,8 +160,8 @@ def test_cancel_frees_rows_and_kv_by_the_next_pass(llm: LLM) -> None:
     with Stepping(llm) as steps:
         steps.next(first), steps.next(second)
         steps.cancel(first)
-        (job,) = first._request.sequences
-        assert job.kv is None  # type: ignore[attr-defined]
+        (sequence,) = first._sequences
+        assert sequence.kv is None
         assert len(llm.session.texts._in_use) == 1
         assert steps.rest(second)
     check_nothing_left(llm)
