@@ -45,7 +45,7 @@ class Stepping:
 
     def next(self, stream: Any) -> StreamChunk:
         """Return the next chunk of a stream, after as many steps as that takes."""
-        stream._request.start()
+        stream._start()
         while (chunk := stream.next_nowait()) is None:
             self.step()
         return chunk

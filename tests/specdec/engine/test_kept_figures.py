@@ -34,5 +34,5 @@ def test_figures_are_kept_while_passes_take_what_was_planned(
         planned = llm.plan.pass_cost.seconds(4)
         # Held while they ran, whatever is held when the last one of them is over.
         passes = [PassTime(4, times_planned * planned, has_held=has_held)] * n_passes
-        llm.session.check_figures([*passes, PassTime(4, 100 * planned, is_drafting_ahead=True)])
+        llm.session._check_figures([*passes, PassTime(4, 100 * planned, is_drafting_ahead=True)])
     assert figure.exists() == is_kept

@@ -126,7 +126,7 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
         for stream in streams:
             stream.start()
         next(streams[2])
-        assert max(n_rows) <= llm.session.max_beams == 11
+        assert max(n_rows) <= llm.session._factory.max_beams == 11
 
 
 def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:
