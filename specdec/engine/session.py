@@ -132,7 +132,17 @@ class Session:
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         texts = (self.texts, self.draft_texts)
-        assemble(self.engine, self.plan, self.options, target, draft, *texts, worker, self.totals)
+        assemble(
+            self.engine,
+            self.plan,
+            self.options,
+            target,
+            draft,
+            *texts,
+            worker,
+            self.totals,
+            self.experience.cost,
+        )
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
@@ -178,10 +188,10 @@ class Session:
     def _check_figures(self, passes: SequenceOf[PassTime]) -> None:
         """Have the machine measured anew, by the next process, where the figures that the plan
         goes by are contradicted."""
-        plan = self.plan.pass_cost
+        plan = self.plan.cost_model
         # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
         ratios = [
-            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
+            max(one.seconds / plan.planned_seconds(one.n_rows), 1.0 if one.has_held else 0.0)
             for one in passes
             if not one.is_drafting_ahead
         ]
