@@ -128,9 +128,9 @@ class RunPlan:
         """Cost of the draft's passes, one for each level of a tree; None without a draft model."""
         return None if self.chosen.draft is None else self.chosen.draft.cost_model()
 
-    def pass_seconds(self, n_rows: int) -> float:
-        """Predicted, for a pass that follows the one before it at once."""
-        return self.decoding.target.seconds(n_rows)
+    def pass_seconds(self, num_tokens: int) -> float:
+        """Return what is predicted for a pass that follows the one before it at once."""
+        return self.decoding.target.seconds(num_tokens)
 
     @property
     def plain_tokens_per_second(self) -> float:

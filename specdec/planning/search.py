@@ -77,10 +77,10 @@ class Alternative:
 
     def decoding(self, n_tokens: int) -> Alternative:
         """Its speed while texts of so many tokens, together, leave memory to layers."""
-        division, n_rows = self.division, 1 + self.n_tree
-        placed = division.lending.hold(division.target, n_tokens, n_rows)
+        division, num_tokens = self.division, 1 + self.n_tree
+        placed = division.lending.hold(division.target, n_tokens, num_tokens)
         target = replace(self.target, placement=placed)
-        seconds = _round_seconds(target, self.draft, n_rows, self.drafting_seconds)
+        seconds = _round_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
     @property
@@ -264,10 +264,10 @@ def _predict_tree(
 
 
 def _round_seconds(
-    target: PassSimulation, draft: PassSimulation | None, n_rows: int, drafting_seconds: float
+    target: PassSimulation, draft: PassSimulation | None, num_tokens: int, drafting_seconds: float
 ) -> float:
-    """Of drafting and the pass that follows it."""
+    """Return the seconds of drafting and the pass that follows it."""
     if draft is not None and draft.placement.n_slots:
         # It has the storage to itself: nothing of the target is read meanwhile.
-        return target.seconds(n_rows) + drafting_seconds
-    return target.times(n_rows, drafting_seconds).cycle_seconds
+        return target.seconds(num_tokens) + drafting_seconds
+    return target.times(num_tokens, drafting_seconds).cycle_seconds

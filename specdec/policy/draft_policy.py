@@ -46,7 +46,7 @@ class Round:
     catch_up_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
     n_texts: int = 1  # that share its drafting and its pass
-    n_rows: int = 1  # of its pass, of all texts
+    num_tokens: int = 1  # of its pass, of all texts
 
 
 class DraftPolicy:

@@ -55,7 +55,7 @@ def trim_together(
     for policy, tree in zip(policies, kept, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
             policy.lessons.note_kept(tree.n_drafted)
-        policy.round.n_rows = n_other_rows + sum(map(len, kept))
+        policy.round.num_tokens = n_other_rows + sum(map(len, kept))
     return kept
 
 
@@ -91,7 +91,7 @@ def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
     is_ahead = "on" in wants
     if using and "auto" in wants and not is_ahead:
         experience = policies[0].experience
-        seconds = experience.cost.seconds(using[0].round.n_rows)
+        seconds = experience.cost.seconds(using[0].round.num_tokens)
         is_ahead = experience.ahead.next_is_ahead(seconds)
     for policy, wanted in zip(policies, wants, strict=True):
         policy.round.is_ahead = is_ahead and wanted != "off"
@@ -111,7 +111,7 @@ def observe_together(
     seconds = _note_pass(policies[0], policies[0].clock() - this.drafted_at)
     n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
     # Prompts pay for themselves.
-    seconds *= cost.seconds(n_texts + n_more) / cost.seconds(this.n_rows)
+    seconds *= cost.seconds(n_texts + n_more) / cost.seconds(this.num_tokens)
     least = min(seconds, cost.seconds(n_texts)) if n_more else seconds
     outcomes: dict[tuple[int, bool], list[tuple[DraftPolicy, Outcome]]] = {}
     for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
@@ -128,9 +128,9 @@ def observe_together(
 def _note_pass(policy: DraftPolicy, seconds: float) -> float:
     """The pass's seconds, less what held it up."""
     this, cost, ahead = policy.round, policy.experience.cost, policy.experience.ahead
-    usual = cost.seconds(this.n_rows)
+    usual = cost.seconds(this.num_tokens)
     slowdown = ahead.slowdown if this.is_ahead else 1.0
     seconds = min(seconds, _STUMBLE * usual * slowdown)
     ahead.record_pass(this.is_ahead, seconds / usual)
-    cost.observe(this.n_rows, seconds / (ahead.slowdown if this.is_ahead else 1.0))
+    cost.observe(this.num_tokens, seconds / (ahead.slowdown if this.is_ahead else 1.0))
     return seconds

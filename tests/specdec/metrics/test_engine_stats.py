@@ -109,7 +109,7 @@ def test_beams_count_their_passes(tmp_path: Path) -> None:
         assert found.passes == 1 + result.stats.passes
         assert found.pass_rows == 3 + 2 * result.stats.passes
         assert result.stats.pass_rows == 2 * result.stats.passes
-        assert {one.n_rows for one in result.stats.pass_times} == {2}
+        assert {one.num_tokens for one in result.stats.pass_times} == {2}
 
 
 def test_what_a_beam_search_waited_is_told(tmp_path: Path) -> None:

@@ -104,6 +104,22 @@ def test_a_prompt_enters_however_long_its_rows_take(
         assert scheduler._max_num_tokens(unread) == llm.max_context
 
 
+def test_a_prompt_enters_by_what_passes_were_measured_to_take(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by the same figures as trees grow and sequences are swapped out."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        scheduler, cost = llm.session.engine.scheduler, llm.session.experience.cost
+        assert scheduler._cost is scheduler.kv._cost is cost
+        assert cost is not llm.plan.cost_model
+        cost = CostModel(0.0, 0.05, 0.01)
+        monkeypatch.setattr(scheduler, "_cost", cost)
+        assert scheduler._max_num_tokens(sequences(1)) == 20
+        for num_tokens in (1, 8, 32):
+            cost.observe(num_tokens, 0.5 * cost.planned_seconds(num_tokens))
+        assert scheduler._max_num_tokens(sequences(1)) == 45
+
+
 def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
