@@ -132,8 +132,8 @@ class Session:
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         texts = (self.texts, self.draft_texts)
-        shared = (worker, self.totals, self.experience.cost)
-        assemble(self.engine, self.plan, self.options, target, draft, *texts, *shared)
+        plan, totals, cost = self.plan, self.totals, self.experience.cost
+        assemble(self.engine, plan, self.options, target, draft, *texts, worker, totals, cost)
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
