@@ -18,7 +18,7 @@ from specdec.metrics.stats import (
     LARGEST,
     SUMMED,
     TRUE_FOR_ALL,
-    PassTime,
+    MeasuredPass,
     percentile,
     ratio,
 )
@@ -249,33 +249,33 @@ def seconds_by_position(record: RecordDict) -> dict[int, float]:
 # L * T(1) / T(N). What drafting, acceptance and the rest of the loop take is missing to it.
 
 
-def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[PassTime]:
+def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[MeasuredPass]:
     """Of all passes of `bench.process.results.Record`s, also of those read from JSON."""
     return [
-        PassTime(int(one[0]), float(one[1]), bool(one[2]))
+        MeasuredPass(int(one[0]), float(one[1]), bool(one[2]))
         for record in records
         for one in record["pass_times"]
     ]
 
 
-def median_pass_seconds(times: Iterable[PassTime], n_rows: int) -> float | None:
-    """Of the passes with exactly so many rows; None without any."""
-    seconds = [one.seconds for one in times if one.n_rows == n_rows]
+def median_pass_seconds(times: Iterable[MeasuredPass], num_tokens: int) -> float | None:
+    """Return that of passes with exactly so many tokens; None without any."""
+    seconds = [one.seconds for one in times if one.num_tokens == num_tokens]
     return median(seconds) if seconds else None
 
 
-def typical_pass_seconds(times: Iterable[PassTime]) -> float | None:
+def typical_pass_seconds(times: Iterable[MeasuredPass]) -> float | None:
     """Of passes of several sizes: the mean of the medians of each size, weighted by its passes.
 
     A stray slow pass does not count, where there are others of its size. None without any pass.
     """
-    by_rows: dict[int, list[float]] = defaultdict(list)
+    by_size: dict[int, list[float]] = defaultdict(list)
     for one in times:
-        by_rows[one.n_rows].append(one.seconds)
-    n_passes = sum(map(len, by_rows.values()))
+        by_size[one.num_tokens].append(one.seconds)
+    n_passes = sum(map(len, by_size.values()))
     if not n_passes:
         return None
-    return sum(len(seconds) * median(seconds) for seconds in by_rows.values()) / n_passes
+    return sum(len(seconds) * median(seconds) for seconds in by_size.values()) / n_passes
 
 
 def efficiency(

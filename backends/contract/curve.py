@@ -1,6 +1,6 @@
-"""Seconds of something that computes, by its rows: what was timed, and straight lines between.
+"""Seconds of something that computes, by its tokens: what was timed, and straight lines between.
 
-A product with N rows takes about as long as reading its weights from memory, and from some N on as
+A product for N tokens takes about as long as reading its weights from memory, and from some N on as
 long as its arithmetic; in between, and with kernels that differ by N, only a measurement tells.
 """
 
@@ -12,80 +12,81 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeCurve:
-    """Seconds of something that computes, by its rows: a product, or all of a pass."""
+    """Measured seconds of something that computes, by its tokens: a product, or a forward pass."""
 
-    rows: tuple[int, ...]
-    """Ascending, the first is 1."""
+    num_tokens: tuple[int, ...]
+    """Numbers of tokens that were timed, ascending from 1."""
     alone: tuple[float, ...]
-    """Seconds with so many rows, nothing else running."""
+    """Seconds with so many tokens, nothing else running."""
     beside_reads: tuple[float, ...]
     """The same while storage is read."""
 
     def __post_init__(self) -> None:
-        if not (self.rows and len(self.rows) == len(self.alone) == len(self.beside_reads)):
-            raise ValueError("a compute curve needs a figure of each kind for every number of rows")
-        if self.rows[0] != 1 or list(self.rows) != sorted(set(self.rows)):
-            raise ValueError(f"the rows of a compute curve ascend from 1, not {self.rows}")
+        sizes = self.num_tokens
+        if not (sizes and len(sizes) == len(self.alone) == len(self.beside_reads)):
+            raise ValueError("a compute curve needs a figure of each kind for every num_tokens")
+        if sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"the num_tokens of a compute curve ascend from 1, not {sizes}")
 
     @classmethod
-    def linear(cls, fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
-        """fixed + per_row * rows, whether storage is read or not."""
-        ends = (fixed_seconds + seconds_per_row, fixed_seconds + 2 * seconds_per_row)
+    def linear(cls, fixed_seconds: float, seconds_per_token: float) -> ComputeCurve:
+        """Return fixed + per_token * num_tokens, whether storage is read or not."""
+        ends = (fixed_seconds + seconds_per_token, fixed_seconds + 2 * seconds_per_token)
         return cls((1, 2), ends, ends)
 
-    def seconds(self, n_rows: int) -> float:
-        """Alone."""
-        return _interpolate(self.rows, self.alone, n_rows)
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds with nothing beside it."""
+        return _interpolate(self.num_tokens, self.alone, num_tokens)
 
-    def beside_factor(self, n_rows: int) -> float:
-        """How many times as long it takes while storage is read, 1 or more."""
-        beside = _interpolate(self.rows, self.beside_reads, n_rows)
-        return max(1.0, beside / max(self.seconds(n_rows), 1e-12))
-
-    @property
-    def most_rows_per_second(self) -> float:
-        """Alone, with as many rows at once as are the fastest."""
-        return max(n / max(self.seconds(n), 1e-15) for n in self.rows)
+    def beside_factor(self, num_tokens: int) -> float:
+        """Return how many times as long it takes while storage is read, 1 or more."""
+        beside = _interpolate(self.num_tokens, self.beside_reads, num_tokens)
+        return max(1.0, beside / max(self.seconds(num_tokens), 1e-12))
 
     @property
-    def seconds_of_a_row(self) -> float:
-        """Of a further row, where rows are many."""
-        if len(self.rows) == 1:
+    def max_tokens_per_second(self) -> float:
+        """Tokens per second of the fastest number at once, nothing beside it."""
+        return max(n / max(self.seconds(n), 1e-15) for n in self.num_tokens)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of one token more, where there are many."""
+        if len(self.num_tokens) == 1:
             return self.alone[0]
-        last = self.rows[-1]
-        rise = self.seconds(last) - self.seconds(self.rows[-2])
-        if rise <= 0.0:  # timings that were disturbed tell only how long all of the rows take
+        before, last = self.num_tokens[-2:]
+        rise = self.seconds(last) - self.seconds(before)
+        if rise <= 0.0:  # timings that were disturbed tell only how long all of them take
             return self.seconds(last) / last
-        return rise / (last - self.rows[-2])
+        return rise / (last - before)
 
     def times(self, factor: float) -> ComputeCurve:
-        """So many times as much to compute, or seconds for bytes."""
+        """Return the curve of so many times as much to compute, or seconds for bytes."""
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
-        return ComputeCurve(self.rows, tuple(alone), tuple(beside))
+        return ComputeCurve(self.num_tokens, tuple(alone), tuple(beside))
 
-    def filled_up(self, n_least_rows: int) -> ComputeCurve:
-        """Of passes that are filled up to so many rows: fewer take as long."""
-        if n_least_rows == 1:
+    def filled_up(self, min_batch_tokens: int) -> ComputeCurve:
+        """Return the curve of passes that are filled up to so many tokens: fewer take as long."""
+        if min_batch_tokens == 1:
             return self
-        rows = tuple(sorted({*self.rows, n_least_rows}))
-        at = [max(n, n_least_rows) for n in rows]
+        sizes = tuple(sorted({*self.num_tokens, min_batch_tokens}))
+        at = [max(n, min_batch_tokens) for n in sizes]
         alone = tuple(self.seconds(n) for n in at)
         beside = tuple(self.seconds(n) * self.beside_factor(n) for n in at)
-        return ComputeCurve(rows, alone, beside)
+        return ComputeCurve(sizes, alone, beside)
 
     @classmethod
     def mixed(cls, parts: Sequence[tuple[float, ComputeCurve]]) -> ComputeCurve:
-        """Of work that is made up of `parts`: (how many times, curve)."""
-        rows = tuple(sorted({n for _, curve in parts for n in curve.rows}))
+        """Return the curve of work that is made up of `parts`: (how many times, curve)."""
+        sizes = tuple(sorted({n for _, curve in parts for n in curve.num_tokens}))
 
-        def total(kind: int, n_rows: int) -> float:
+        def total(kind: int, num_tokens: int) -> float:
             return sum(
-                times * _interpolate(curve.rows, curve._kinds[kind], n_rows)
+                times * _interpolate(curve.num_tokens, curve._kinds[kind], num_tokens)
                 for times, curve in parts
             )
 
-        alone, beside = (tuple(total(kind, n) for n in rows) for kind in (0, 1))
-        return cls(rows, alone, beside)
+        alone, beside = (tuple(total(kind, n) for n in sizes) for kind in (0, 1))
+        return cls(sizes, alone, beside)
 
     @property
     def is_slowed(self) -> bool:
@@ -93,28 +94,32 @@ class ComputeCurve:
         return self.beside_reads != self.alone
 
     def beside_fewer_reads(self, share: float) -> ComputeCurve:
-        """Beside reads with `share` of the bandwidth that was measured: a byte read costs the
-        arithmetic as much as before. What more bandwidth would cost is not known: 1 at most."""
+        """Return the curve beside reads with `share` of the bandwidth that was measured.
+
+        A byte read costs the arithmetic as much as before. What more bandwidth would cost is not
+        known: 1 at most.
+        """
         beside = tuple(
             one + share * (other - one)
             for one, other in zip(self.alone, self.beside_reads, strict=True)
         )
-        return ComputeCurve(self.rows, self.alone, beside)
+        return ComputeCurve(self.num_tokens, self.alone, beside)
 
     @property
     def _kinds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return self.alone, self.beside_reads
 
 
-def _interpolate(rows: Sequence[int], seconds: Sequence[float], n_rows: int) -> float:
-    """On straight lines through the points; the last one goes on.
+def _interpolate(sizes: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
+    """Return the value on straight lines through the points; the last one goes on.
 
-    More rows never take less: a figure above a later one was disturbed, and is taken for that one.
+    More tokens never take less: a figure above a later one was disturbed, and is taken for that.
     """
-    mended = [min(seconds[i:]) for i in range(len(rows))]
-    if len(rows) == 1 or n_rows <= rows[0]:
+    mended = [min(seconds[i:]) for i in range(len(sizes))]
+    if len(sizes) == 1 or num_tokens <= sizes[0]:
         return mended[0]
-    high = next((i for i, n in enumerate(rows) if n >= n_rows), len(rows) - 1)
-    slope = (mended[high] - mended[high - 1]) / (rows[high] - rows[high - 1])
-    on_line = mended[high - 1] + slope * (n_rows - rows[high - 1])
-    return min(on_line, mended[high]) if n_rows <= rows[high] else on_line  # it may be rounded up
+    high = next((i for i, n in enumerate(sizes) if n >= num_tokens), len(sizes) - 1)
+    slope = (mended[high] - mended[high - 1]) / (sizes[high] - sizes[high - 1])
+    on_line = mended[high - 1] + slope * (num_tokens - sizes[high - 1])
+    # It may be rounded up.
+    return min(on_line, mended[high]) if num_tokens <= sizes[high] else on_line

@@ -39,36 +39,28 @@ class BackendOptions:
 
 
 @dataclass(frozen=True)
-class PassCompute:
-    """Arithmetic of a pass over all layers and the head: fixed + per_row * rows, in seconds."""
-
-    fixed_seconds: float
-    seconds_per_row: float
-
-
-@dataclass(frozen=True)
 class ModelCompute:
-    """Arithmetic of one model."""
+    """Measured arithmetic of one model, wherever its layers are placed."""
 
     per_byte: ComputeCurve
     """Seconds for each byte of the weights that a pass multiplies with."""
     head_bytes: int
-    """Of the weights that come after the layers."""
+    """Size of the weights that come after the layers."""
     seconds_per_streamed_byte: float = 0.0
-    """Between the arrival of a layer and its use, and after that; nothing is computed then."""
+    """Time between the arrival of a layer and its use, and after that; nothing is computed then."""
     head_per_byte: ComputeCurve | None = None
-    """The same of the weights after the layers, where their number format is another."""
+    """The same for the weights after the layers, where their number format is another."""
     per_pass: ComputeCurve | None = None
-    """Seconds of a pass that no weights account for, by its rows."""
+    """Seconds of a pass that no weights account for."""
 
-    def outer_seconds(self, n_rows: int) -> float:
-        """After the layers."""
+    def outer_seconds(self, num_tokens: int) -> float:
+        """Return the seconds after the layers."""
         head = self.head_per_byte or self.per_byte
-        seconds = head.seconds(n_rows) * self.head_bytes
-        return seconds if self.per_pass is None else seconds + self.per_pass.seconds(n_rows)
+        seconds = head.seconds(num_tokens) * self.head_bytes
+        return seconds if self.per_pass is None else seconds + self.per_pass.seconds(num_tokens)
 
     def times(self, factor: float) -> ModelCompute:
-        """Of arithmetic that takes so many times as long."""
+        """Return arithmetic that takes so many times as long."""
         head, rest = (
             None if curve is None else curve.times(factor)
             for curve in (self.head_per_byte, self.per_pass)

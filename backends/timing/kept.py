@@ -48,7 +48,11 @@ def kept_curve(
     with beside_others() as others:
         curve = measure()
     if not others.are_busy:
-        kinds = {"rows": curve.rows, "alone": curve.alone, "beside_reads": curve.beside_reads}
+        kinds = {
+            "rows": curve.num_tokens,
+            "alone": curve.alone,
+            "beside_reads": curve.beside_reads,
+        }
         remember_figure(path, kinds, "how fast this machine computes")
     return curve
 

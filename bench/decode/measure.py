@@ -109,9 +109,8 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
     plan, few = llm.plan, {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
     for way in ways.values():  # threads, caches and scratch memory, not the policy
         llm.generate(spec.prompts[0].text, **way, **few)
-    experiences = {
-        mode: Experience(plan.pass_cost, plan.draft_cost, plan.n_draft_tokens) for mode in ways
-    }
+    costs = plan.cost_model, plan.draft_cost_model
+    experiences = {mode: Experience(*costs, plan.n_draft_tokens) for mode in ways}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):

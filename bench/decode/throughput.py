@@ -61,7 +61,7 @@ def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**spec.load, progress=progress)
     with llm:
-        cost = llm.plan.pass_cost
+        cost = llm.plan.cost_model
         rows: list[dict[str, Any]] = []
         texts: dict[int, tuple[int, ...]] = {}
         for count in spec.counts:

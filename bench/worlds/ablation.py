@@ -18,9 +18,9 @@ import numpy as np
 
 from bench.worlds.settings import NOT_WORTH_IT, SIX, WORLDS, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, costs, modes, shared_round, tree_shape
+from specdec.policy import calibration, cost_model, modes, shared_round, tree_shape
 from specdec.policy.calibration import Calibration
-from specdec.policy.costs import PassTimes
+from specdec.policy.cost_model import CostModel
 from specdec.policy.experience import Experience, Lessons
 from specdec.policy.modes import AheadChoice, DraftChoice
 
@@ -61,8 +61,8 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "calibration by buckets (one shift for all)": [(calibration, "_shifts", _one_shift_for_all)],
     "the common shift of all buckets": [(calibration, "_shifts", _each_bucket_alone)],
     "measured times of drafting (the plan's instead)": [(Experience, "note_drafting", NOTHING)],
-    "measured times of passes (the plan's instead)": [(PassTimes, "observe", NOTHING)],
-    "times by size of the pass (one factor instead)": [(costs, "_CLOSENESS", math.inf)],
+    "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
+    "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
     "the bound on what a disturbed pass counts": [(shared_round, "_STUMBLE", math.inf)],
     "slow start, and no more candidates than of use": [(Lessons, "n_candidates", ANYTHING)],
     "the credit of a draft": [

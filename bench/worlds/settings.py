@@ -10,27 +10,27 @@ import numpy as np
 
 from bench.worlds.world import Draft, World, simulate
 from specdec.config import SpecConfig
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 
-STREAMED = PassCost(read_seconds=1.0, row_free_seconds=0.1, seconds_per_row=0.02)
-RESIDENT = PassCost(read_seconds=0.0, row_free_seconds=0.05, seconds_per_row=0.012)
-FEW_FREE = PassCost(read_seconds=1.6, row_free_seconds=0.5, seconds_per_row=0.14)  # 13B Q4_0
+STREAMED = CostModel(read_seconds=1.0, fixed_seconds=0.1, seconds_per_token=0.02)
+RESIDENT = CostModel(read_seconds=0.0, fixed_seconds=0.05, seconds_per_token=0.012)
+FEW_FREE = CostModel(read_seconds=1.6, fixed_seconds=0.5, seconds_per_token=0.14)  # 13B Q4_0
 USELESS = Draft(sharpness=0.3, bias=-4.0, coverage=0.1)  # as sure as a good one, never right
 MISTAKEN = Draft(sharpness=0.3, bias=-4.0)  # its second choices are right, its first ones never
 
 SIX: Mapping[str, World] = {
-    "streamed, greedy": World(PassCost(1.3, 0.1, 0.012), Draft(ease=2.0, bias=0.5)),
-    "streamed, sampled": World(PassCost(1.3, 0.1, 0.012), Draft(ease=1.0)),
+    "streamed, greedy": World(CostModel(1.3, 0.1, 0.012), Draft(ease=2.0, bias=0.5)),
+    "streamed, sampled": World(CostModel(1.3, 0.1, 0.012), Draft(ease=1.0)),
     "few free rows": World(FEW_FREE, Draft(ease=2.0, bias=0.5, run_seconds=0.01)),
     "in memory": World(RESIDENT, Draft(run_seconds=0.006)),
     "in memory, sure draft": World(RESIDENT, Draft(ease=2.5, bias=0.5, run_seconds=0.01)),
-    "n-grams, streamed": World(PassCost(0.3, 0.03, 0.006), None, copied_share=0.5),
+    "n-grams, streamed": World(CostModel(0.3, 0.03, 0.006), None, copied_share=0.5),
 }
 """What stands for the six settings of the table in docs/benchmarks.md."""
 
 OTHERS: Mapping[str, World] = {
-    "fast storage": World(PassCost(0.4, 0.08, 0.012), Draft(sharpness=1.3, bias=0.3)),
-    "slow storage, plan far off": World(PassCost(2.0, 0.1, 0.02), Draft(), planned_error=2.5),
+    "fast storage": World(CostModel(0.4, 0.08, 0.012), Draft(sharpness=1.3, bias=0.3)),
+    "slow storage, plan far off": World(CostModel(2.0, 0.1, 0.02), Draft(), planned_error=2.5),
     "in memory, plan far off": World(RESIDENT, Draft(run_seconds=0.006), planned_error=0.3),
     "overconfident draft": World(STREAMED, Draft(ease=3.0, sharpness=0.6, bias=-1.0)),
     "underconfident draft": World(STREAMED, Draft(ease=0.0, sharpness=1.5, bias=1.5)),
@@ -38,7 +38,7 @@ OTHERS: Mapping[str, World] = {
     "expensive draft": World(STREAMED, Draft(ease=2.0, run_seconds=0.4, run_node_seconds=0.002)),
     "wide levels are slow": World(STREAMED, Draft(run_seconds=0.02, run_node_seconds=0.02)),
     "n-grams alone, in memory": World(RESIDENT, None, copied_share=0.5),
-    "n-grams and a draft": World(PassCost(0.5, 0.1, 0.02), Draft(run_seconds=0.08), 0.5),
+    "n-grams and a draft": World(CostModel(0.5, 0.1, 0.02), Draft(run_seconds=0.08), 0.5),
     "n-grams and a useless draft": World(
         RESIDENT, replace(USELESS, run_seconds=0.02), copied_share=0.5
     ),

@@ -19,7 +19,7 @@ import numpy as np
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.experience import Experience
 from specdec.policy.shared_round import observe_together, should_draft_ahead, trim_together
@@ -52,7 +52,7 @@ class Draft:
 class World:
     """Costs and texts. The second kind of text and speed begin at `change_at`."""
 
-    target: PassCost
+    target: CostModel
     draft: Draft | None = None
     copied_share: float = 0.0  # of the text in passages that n-grams predict
     passage: tuple[int, int] = (20, 50)  # tokens of one, at least and below
@@ -67,15 +67,15 @@ class World:
     slowdown: float = 1.0  # of a pass with drafting beside it
     max_nodes: int = MAX_NODES  # that memory is set aside for
 
-    def planned(self) -> PassCost:
+    def planned(self) -> CostModel:
         off, cost = self.planned_error, self.target
-        return PassCost(cost.read_seconds, off * cost.row_free_seconds, off * cost.seconds_per_row)
+        return CostModel(cost.read_seconds, off * cost.fixed_seconds, off * cost.seconds_per_token)
 
-    def planned_draft(self) -> PassCost | None:
+    def planned_draft(self) -> CostModel | None:
         if self.draft is None:
             return None
         off = self.planned_error
-        return PassCost(0.0, off * self.draft.run_seconds, off * self.draft.run_node_seconds)
+        return CostModel(0.0, off * self.draft.run_seconds, off * self.draft.run_node_seconds)
 
 
 class Text:
@@ -257,12 +257,10 @@ def simulate(
     if world.draft is None:
         spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
     drafter, model = drafters_of(world, spec, text, clock, noise)
-    planned, planned_draft = world.planned(), world.planned_draft()
-    most = world.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
-    experience = experience or Experience(planned, planned_draft, most)
-    policy = DraftPolicy(
-        spec, planned, NEVER, planned_draft, most, experience=experience, clock=clock
-    )
+    if experience is None:
+        most = world.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
+        experience = Experience(world.planned(), world.planned_draft(), most)
+    policy = DraftPolicy(spec, experience, NEVER, clock=clock)
     context, n = [0, *map(int, text.tokens[1 : 1 + start])], start
     result = Outcome([0.0], [start], [])
     while n < n_tokens and len(result.sizes) < n_rounds:

@@ -29,8 +29,8 @@ class ModelFlops:
         """compute: of this machine; its fastest measured products are the peak."""
         matrices = [matrix for layer in shape.layers for matrix in layer.matrices]
         weights_per_byte = sum(m.n_weights for m in matrices) / sum(m.n_bytes for m in matrices)
-        rows_per_second = compute.per_byte.most_rows_per_second  # of one byte of weights
-        return cls(shape, 2 * weights_per_byte * rows_per_second)
+        tokens_per_second = compute.per_byte.max_tokens_per_second  # of one byte of weights
+        return cls(shape, 2 * weights_per_byte * tokens_per_second)
 
     def of_tokens(self, n_tokens: int, context: int) -> int:
         """FLOPs of tokens that have `context` tokens on average before them and with them.

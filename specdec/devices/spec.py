@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from backends.contract.source import PassCompute
+from backends.contract.curve import ComputeCurve
 from offload.errors import SpecdecError
 from offload.formats.tensors import TensorRecord
 from offload.units import GIB
@@ -75,21 +75,21 @@ class DeviceSpec:
             f"{', '.join(sorted(known))}: add it or {DEFAULT_FORMAT!r} to its flops_per_second"
         )
 
-    def pass_compute(self, matrices: Iterable[TensorRecord]) -> PassCompute:
-        """Arithmetic of a pass that multiplies with these weights, all of them in memory.
+    def compute_curve(self, matrices: Iterable[TensorRecord]) -> ComputeCurve:
+        """Return the arithmetic of a pass that multiplies with these weights, all in memory.
 
-        One row takes as long as reading the weights or as multiplying, whichever is longer; each
-        further row as long as multiplying.
+        One token takes as long as reading the weights or as multiplying, whichever is longer; each
+        further token as long as multiplying.
         """
-        n_bytes, per_row = 0, 0.0
+        n_bytes, per_token = 0, 0.0
         for record in matrices:
             n_bytes += record.n_bytes
             n_weights = 1
             for size in record.shape:
                 n_weights *= size
-            per_row += 2 * n_weights / self.flops(record.dtype)
-        one_row = max(n_bytes / self.dram_bytes_per_second, per_row)
-        return PassCompute(one_row - per_row, per_row)
+            per_token += 2 * n_weights / self.flops(record.dtype)
+        one_token = max(n_bytes / self.dram_bytes_per_second, per_token)
+        return ComputeCurve.linear(one_token - per_token, per_token)
 
     def to_dict(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}

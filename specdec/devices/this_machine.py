@@ -60,7 +60,7 @@ class ThisMachine:
     @cached_property
     def flops_per_second(self) -> Mapping[str, float]:
         return {
-            name: 2 / (weight_bytes * profile.seconds_of_a_row)
+            name: 2 / (weight_bytes * profile.seconds_per_token)
             for name, (profile, weight_bytes) in self._profiles.items()
         }
 

@@ -14,6 +14,7 @@ from specdec.engine.speculation import Speculation
 from specdec.metrics.recorder import Totals
 from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
+from specdec.policy.cost_model import CostModel
 from specdec.policy.spare_memory import SpareMemory
 from specdec.run_options import RunOptions
 
@@ -28,12 +29,14 @@ def assemble(
     draft_texts: PrefixCache | None,
     worker: DraftWorker,
     totals: Totals,
+    cost: CostModel,
 ) -> None:
     """Give the engine its scheduler, speculation and memory that layers may use.
 
     Args:
         texts, draft_texts: the KV of the target's and the draft's texts.
         totals: what all of them count in.
+        cost: a pass of the target, as planned and measured.
     """
     max_nodes = options.target_rows(plan.n_draft_tokens)
     parts = dict(plan.parts)
@@ -58,7 +61,7 @@ def assemble(
         totals=totals,
     )
     files = KvFiles(target, make_way=engine.spare.make_way)
-    cost, max_num_seqs = plan.pass_cost, options.parallel
+    max_num_seqs = options.parallel
     engine.scheduler = Scheduler(
         KVCacheManager(target, texts, files, cost, totals, max_num_seqs),
         cost,

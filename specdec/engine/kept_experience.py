@@ -13,7 +13,6 @@ import os
 from backends.contract.kept_checks import processor
 from offload.process.remembered import cache_folder, recall, remember
 from specdec.planning.plan import PlannedModels
-from specdec.policy.costs import MOST_TIMED_ROWS
 from specdec.policy.experience import experience_of
 
 _BUDGETS_PER_DOUBLING = 4
@@ -37,13 +36,8 @@ class KeptExperience:
         )
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         self._path = cache_folder() / f"pair-{digest}.json"
-        self.experience = experience_of(
-            plan.pass_cost,
-            plan.draft_cost,
-            plan.n_draft_tokens,
-            recall(self._path),
-            max_rows=MOST_TIMED_ROWS,
-        )
+        costs = plan.cost_model, plan.draft_cost_model
+        self.experience = experience_of(*costs, plan.n_draft_tokens, recall(self._path))
         self._before = self.experience.kept()
 
     def save(self) -> None:

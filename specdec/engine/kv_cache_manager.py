@@ -16,7 +16,7 @@ from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 
 FILE_SECONDS = 0.01
 """Of writing a file and reading it again, however short it is, and ..."""
@@ -38,7 +38,7 @@ class KVCacheManager:
     Args:
         cache: the target's KV by prefix.
         files: where preempted sequences are swapped out to.
-        cost: of a pass, as planned.
+        cost: how long passes take.
         max_num_seqs: that have KV at a time.
 
     Attributes:
@@ -50,7 +50,7 @@ class KVCacheManager:
         target: Backend,
         cache: PrefixCache,
         files: KvFiles,
-        cost: PassCost,
+        cost: CostModel,
         totals: Totals,
         max_num_seqs: int,
     ) -> None:

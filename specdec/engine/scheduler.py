@@ -22,7 +22,7 @@ from specdec.engine.kv_cache_manager import KVCacheManager
 from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
-from specdec.policy.costs import MOST_TIMED_ROWS, PassCost
+from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 
 LONGEST_PASS = 1.5
 """Times as long as else a pass may take for a prefill chunk beside others' decoding ..."""
@@ -77,7 +77,7 @@ class Scheduler:
 
     Args:
         kv: who has KV.
-        cost: of a pass, as planned.
+        cost: how long passes take.
         max_num_seqs: sequences of one pass.
         max_prefill_tokens: prompt tokens of one pass.
     """
@@ -85,7 +85,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KVCacheManager,
-        cost: PassCost,
+        cost: CostModel,
         totals: Totals,
         *,
         max_num_seqs: int,
@@ -163,10 +163,9 @@ class Scheduler:
         """
         cost, num_tokens = self._cost, _num_tokens(decode)
         if not any(sequence.request.is_streamed for sequence in decode):
-            return max(num_tokens + 1, min(self._max_prefill_tokens, MOST_TIMED_ROWS))
+            return max(num_tokens + 1, min(self._max_prefill_tokens, MAX_MEASURED_TOKENS))
         seconds = max(LONGEST_PASS * cost.seconds(num_tokens), UNNOTICED_SECONDS)
-        num_most = (seconds - cost.row_free_seconds) / cost.seconds_per_row
-        return max(num_tokens + 1, int(num_most + 1e-6))
+        return max(num_tokens + 1, cost.max_num_tokens(seconds))
 
 
 def _num_tokens(decode: SequenceOf[Sequence]) -> int:

@@ -98,11 +98,8 @@ class SequenceFactory:
             drafter.reset()
         policy = DraftPolicy(
             request.spec,
-            self.plan.pass_cost,
+            self.experience,
             self.max_context,
-            self.plan.draft_cost,
-            self.plan.n_draft_tokens,
-            experience=self.experience,
             temperature=sampler.params.temperature,
         )
         sequence.begin(drafter, policy, Verifier(sampler, request.spec, rng))

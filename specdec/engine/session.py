@@ -30,7 +30,7 @@ from specdec.engine.sequence_factory import SequenceFactory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals
-from specdec.metrics.stats import EngineStats, GenerationStats, PassTime
+from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
 from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
@@ -132,7 +132,8 @@ class Session:
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         texts = (self.texts, self.draft_texts)
-        assemble(self.engine, self.plan, self.options, target, draft, *texts, worker, self.totals)
+        plan, totals, cost = self.plan, self.totals, self.experience.cost
+        assemble(self.engine, plan, self.options, target, draft, *texts, worker, totals, cost)
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
@@ -175,13 +176,13 @@ class Session:
         """Return the figures of a request so far."""
         return stats_of(request, self.plan, self.backends, self.model_flops, self.stats)
 
-    def _check_figures(self, passes: SequenceOf[PassTime]) -> None:
+    def _check_figures(self, passes: SequenceOf[MeasuredPass]) -> None:
         """Have the machine measured anew, by the next process, where the figures that the plan
         goes by are contradicted."""
-        plan = self.plan.pass_cost
+        plan = self.plan.cost_model
         # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
         ratios = [
-            max(one.seconds / plan.seconds(one.n_rows), 1.0 if one.has_held else 0.0)
+            max(one.seconds / plan.planned_seconds(one.num_tokens), 1.0 if one.has_held else 0.0)
             for one in passes
             if not one.is_drafting_ahead
         ]

@@ -17,7 +17,7 @@ from specdec.metrics.stats import (
     PREFILL,
     EngineStats,
     GenerationStats,
-    PassTime,
+    MeasuredPass,
     percentile,
 )
 from specdec.verification.acceptance import Acceptance
@@ -83,7 +83,7 @@ class StatsRecorder:
         # Of the last pass, and of the drafting beside it: (began, ended).
         self._last_pass = self._last_ahead = (0.0, 0.0)
         self._is_ahead_open = False  # drafting ran beside a pass whose outcome is not known yet
-        self._pass_times: list[PassTime] = []
+        self._pass_times: list[MeasuredPass] = []
         self._token_seconds: list[float] = []
         self._tried: Counter[int] = Counter()  # by depth
         self._accepted_at: Counter[int] = Counter()
@@ -124,12 +124,12 @@ class StatsRecorder:
     @recorded(PASS, "pass")
     @contextmanager
     def verifying(
-        self, n_rows: int = 1, *, is_drafting_ahead: bool = False, has_held: bool = False
+        self, num_tokens: int = 1, *, is_drafting_ahead: bool = False, has_held: bool = False
     ) -> Iterator[None]:
-        """Time of the block counts as pass_seconds: a pass of `n_rows`.
+        """Count the time of the block as pass_seconds: a pass of `num_tokens`.
 
         is_drafting_ahead: another thread drafts meanwhile (`drafting_ahead`).
-        has_held: see PassTime.
+        has_held: see MeasuredPass.
         """
         began = self.clock()
         try:
@@ -137,9 +137,11 @@ class StatsRecorder:
         finally:
             ended = self.clock()
             self._add(pass_seconds=ended - began)
-        self._add(pass_rows=n_rows)
+        self._add(pass_rows=num_tokens)
         self._last_pass = (began, ended)
-        self._pass_times.append(PassTime(n_rows, ended - began, is_drafting_ahead, has_held))
+        self._pass_times.append(
+            MeasuredPass(num_tokens, ended - began, is_drafting_ahead, has_held)
+        )
 
     @recorded(DRAFT, "draft ahead")
     @contextmanager
@@ -228,12 +230,12 @@ class StatsRecorder:
     def _compared_pass_seconds(self) -> tuple[float, float]:
         """Seconds of the passes with drafting beside them, and of as many without; of those sizes
         of which there are both."""
-        seconds_by_rows: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        seconds_by_size: dict[tuple[int, bool], list[float]] = defaultdict(list)
         for one in self._pass_times:
-            seconds_by_rows[one.n_rows, one.is_drafting_ahead].append(one.seconds)
+            seconds_by_size[one.num_tokens, one.is_drafting_ahead].append(one.seconds)
         slowed = unslowed = 0.0
-        for (n_rows, is_slowed), seconds in seconds_by_rows.items():
-            alone = seconds_by_rows.get((n_rows, False))
+        for (num_tokens, is_slowed), seconds in seconds_by_size.items():
+            alone = seconds_by_size.get((num_tokens, False))
             if is_slowed and alone:
                 slowed += sum(seconds)
                 unslowed += len(seconds) * sum(alone) / len(alone)

@@ -18,10 +18,10 @@ PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
 acceptance marks its end."""
 
 
-class PassTime(NamedTuple):
+class MeasuredPass(NamedTuple):
     """One decode pass of the target."""
 
-    n_rows: int
+    num_tokens: int
     seconds: float
     is_drafting_ahead: bool = False  # another thread drafted meanwhile
     has_held: bool = False  # layers that were to stream were in memory
@@ -77,7 +77,7 @@ class GenerationStats:
     is_exact: bool = False  # True: the tokens are plain decoding's, to the bit
     tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
     accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
-    pass_times: tuple[PassTime, ...] = ()  # of every decode pass, in order; not in `to_dict`
+    pass_times: tuple[MeasuredPass, ...] = ()  # of every decode pass, in order; not in `to_dict`
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from specdec.planning.plan_report import (
     speed_lines,
 )
 from specdec.planning.search import Alternative
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.run_options import CPU, CUDA
 
 
@@ -119,18 +119,18 @@ class RunPlan:
         return self.residency.streamed_bytes - self.decoding.target.placement.streamed_bytes
 
     @cached_property
-    def pass_cost(self) -> PassCost:
-        """Of passes when nothing is lent."""
-        return self.chosen.target.cost()
+    def cost_model(self) -> CostModel:
+        """Cost of the target's passes while no layer is lent memory; nothing of it is measured."""
+        return self.chosen.target.cost_model()
 
     @cached_property
-    def draft_cost(self) -> PassCost | None:
-        """Of one level of a draft tree; None without a draft model."""
-        return None if self.chosen.draft is None else self.chosen.draft.cost()
+    def draft_cost_model(self) -> CostModel | None:
+        """Cost of the draft's passes, one for each level of a tree; None without a draft model."""
+        return None if self.chosen.draft is None else self.chosen.draft.cost_model()
 
-    def pass_seconds(self, n_rows: int) -> float:
-        """Predicted, for a pass that follows the one before it at once."""
-        return self.decoding.target.seconds(n_rows)
+    def pass_seconds(self, num_tokens: int) -> float:
+        """Return what is predicted for a pass that follows the one before it at once."""
+        return self.decoding.target.seconds(num_tokens)
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -145,6 +145,7 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         residency, draft = self.residency, self.draft_residency
+        draft_cost = self.draft_cost_model
         return {
             "memory_budget_bytes": self.budget_bytes,
             "memory_budget_source": self.budget_source,
@@ -168,8 +169,8 @@ class RunPlan:
             "storage_bytes_per_second": self.storage_bytes_per_second,
             "num_draft_tokens": self.n_draft_tokens,
             "draft_depth": self.chosen.depth if self.chosen.draft is not None else 0,
-            "pass_cost": asdict(self.pass_cost),
-            "draft_cost": None if self.draft_cost is None else asdict(self.draft_cost),
+            "pass_cost": self.cost_model.to_dict(),
+            "draft_cost": draft_cost and draft_cost.to_dict(),
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "predicted_tokens_per_second": self.predicted_tokens_per_second,
             "is_lossless": self.accept_threshold is None,

@@ -2,7 +2,7 @@
 
 A byte can hold a part of the target that is then not read in every pass, a layer of the draft that
 is then not read for every level of every tree, or room for a larger tree. What a pass takes is
-simulated (`specdec.planning.pass_model`); what a tree brings is assumed
+simulated (`specdec.planning.pass_simulation`); what a tree brings is assumed
 (`specdec.policy.assumptions`).
 """
 
@@ -19,7 +19,7 @@ from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.memory.division import Divider, Division, Shape
 from specdec.planning.memory.lending import TEXT_TOKENS
-from specdec.planning.pass_model import PassModel
+from specdec.planning.pass_simulation import PassSimulation
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
     best_depth,
@@ -63,8 +63,8 @@ class Alternative:
     """One division, with what is predicted of it."""
 
     division: Division
-    target: PassModel
-    draft: PassModel | None
+    target: PassSimulation
+    draft: PassSimulation | None
     n_tree: int
     """Draft tokens of the tree that should be the fastest, in the room that there is."""
     depth: int
@@ -77,10 +77,10 @@ class Alternative:
 
     def decoding(self, n_tokens: int) -> Alternative:
         """Its speed while texts of so many tokens, together, leave memory to layers."""
-        division, n_rows = self.division, 1 + self.n_tree
-        placed = division.lending.hold(division.target, n_tokens, n_rows)
+        division, num_tokens = self.division, 1 + self.n_tree
+        placed = division.lending.hold(division.target, n_tokens, num_tokens)
         target = replace(self.target, placement=placed)
-        seconds = _round_seconds(target, self.draft, n_rows, self.drafting_seconds)
+        seconds = _round_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
     @property
@@ -227,10 +227,12 @@ def predict(
     n_room: what the room is taken to be, in draft tokens.
     """
     speeds = figures.storage_bytes_per_second, figures.copy_bytes_per_second
-    target = PassModel(division.target, figures.target, *speeds, figures.expert_seconds_per_byte)
+    target = PassSimulation(
+        division.target, figures.target, *speeds, figures.expert_seconds_per_byte
+    )
     draft, draft_compute = None, figures.draft_on(division.shape.draft_device)
     if division.draft is not None and draft_compute is not None:
-        draft = PassModel(division.draft, draft_compute, *speeds)
+        draft = PassSimulation(division.draft, draft_compute, *speeds)
     n_room = division.n_drafted if n_room is None else n_room
     sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
     if sizes and draft is None:
@@ -240,7 +242,11 @@ def predict(
 
 
 def _predict_tree(
-    division: Division, target: PassModel, draft: PassModel | None, n_drafted: int, spec: SpecConfig
+    division: Division,
+    target: PassSimulation,
+    draft: PassSimulation | None,
+    n_drafted: int,
+    spec: SpecConfig,
 ) -> Alternative:
     n_abreast = max(1, min(n_drafted, level_width(n_drafted)))
     level = draft.seconds(n_abreast) if draft is not None else 0.0
@@ -258,10 +264,10 @@ def _predict_tree(
 
 
 def _round_seconds(
-    target: PassModel, draft: PassModel | None, n_rows: int, drafting_seconds: float
+    target: PassSimulation, draft: PassSimulation | None, num_tokens: int, drafting_seconds: float
 ) -> float:
-    """Of drafting and the pass that follows it."""
+    """Return the seconds of drafting and the pass that follows it."""
     if draft is not None and draft.placement.n_slots:
         # It has the storage to itself: nothing of the target is read meanwhile.
-        return target.seconds(n_rows) + drafting_seconds
-    return target.times(n_rows, drafting_seconds).cycle_seconds
+        return target.seconds(num_tokens) + drafting_seconds
+    return target.times(num_tokens, drafting_seconds).cycle_seconds

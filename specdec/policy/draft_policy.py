@@ -15,7 +15,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.calibration import note_chain
-from specdec.policy.costs import PassCost, level_seconds
+from specdec.policy.cost_model import level_seconds
 from specdec.policy.experience import Experience
 from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.tree_shape import TreeShape
@@ -46,7 +46,7 @@ class Round:
     catch_up_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
     n_texts: int = 1  # that share its drafting and its pass
-    n_rows: int = 1  # of its pass, of all texts
+    num_tokens: int = 1  # of its pass, of all texts
 
 
 class DraftPolicy:
@@ -63,11 +63,8 @@ class DraftPolicy:
 
     Args:
         config: what the user fixed; the rest is chosen here.
-        cost: of a pass of the target, as planned.
+        experience: costs of passes and drafts, and what earlier generations taught.
         max_context: tokens that a sequence may have.
-        draft_cost: of running one level of a tree through the draft model, if there is one.
-        max_nodes: most draft tokens that memory was set aside for.
-        experience: of earlier generations; a fresh one when left out.
         temperature: of the sampling; acceptance is learnt apart for each.
         clock: seconds.
     """
@@ -75,12 +72,9 @@ class DraftPolicy:
     def __init__(
         self,
         config: SpecConfig,
-        cost: PassCost,
+        experience: Experience,
         max_context: int,
-        draft_cost: PassCost | None = None,
-        max_nodes: int | None = None,
         *,
-        experience: Experience | None = None,
         temperature: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -88,31 +82,31 @@ class DraftPolicy:
         self.max_context = max_context
         self.clock = clock
         self.is_chain = config.acceptance != "match"
+        self.experience = experience
+        cost, draft_cost = experience.cost, experience.draft_cost
         if config.num_draft_tokens is not None:
             n_nodes = n_likely = config.num_draft_tokens
         else:
-            n_free = cost.free_rows() - 1
-            n_nodes = min(n_free, MAX_AUTO_NODES) if max_nodes is None else max_nodes
+            n_nodes = experience.n_nodes
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
-            n_likely = min(n_free, n_nodes)
+            n_likely = min(cost.num_free_tokens - 1, n_nodes)
         self.n_nodes = n_nodes
         """Draft tokens of a tree when nothing else bounds it: what memory is set aside for."""
         per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, n_likely)
-        self.depth = best_depth(config, config.depth, cost.seconds(1 + n_likely), per_level)
+        self.depth = best_depth(config, config.depth, cost.planned_seconds(1 + n_likely), per_level)
         """Levels of a tree that the plan's costs make best."""
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
-        self.experience = experience or Experience(cost, draft_cost, self.n_nodes)
 
         def first_choice(n_texts: int) -> DraftChoice:
             """By what the plan expects of a text's share of a round with the draft model and
             without: the nodes that one text would have are shared."""
             n_nodes = max(1, (1 + n_likely) // n_texts - 1)
             tokens = tokens_of_levels(min(self.depth, n_nodes))
-            seconds = cost.seconds(n_texts * (1 + n_nodes)) + self.depth * per_level
+            seconds = cost.planned_seconds(n_texts * (1 + n_nodes)) + self.depth * per_level
             planned = (tokens, seconds / n_texts) if self._has_model else None
-            return DraftChoice(planned, cost.seconds(n_texts) / n_texts)
+            return DraftChoice(planned, cost.planned_seconds(n_texts) / n_texts)
 
         self.lessons = self.experience.lessons(
             (
@@ -207,7 +201,7 @@ class DraftPolicy:
 
     def _note_plain(self) -> None:
         n_texts = self.round.n_texts
-        self.choice.plain_seconds = self.experience.passes.of(n_texts) / n_texts
+        self.choice.plain_seconds = self.experience.cost.seconds(n_texts) / n_texts
 
 
 def _temperature_class(temperature: float) -> float:

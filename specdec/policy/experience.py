@@ -7,10 +7,11 @@ for each way of choosing tokens: a greedy target takes its likeliest token, a sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from specdec.policy.calibration import Calibration, chain_survival, level_yield
-from specdec.policy.costs import PassCost, PassTimes, level_seconds
+from specdec.policy.cost_model import CostModel, level_seconds
 from specdec.policy.fading import LASTING, MOST_KEPT, RECENT, FadingMean, kept_numbers
 from specdec.policy.modes import AheadChoice, DraftChoice
 
@@ -82,17 +83,17 @@ class Experience:
     """Costs, and lessons for each way of choosing tokens: at first what the plan expects.
 
     Args:
-        cost: of a pass of the target, as planned.
-        draft_cost: of running one level of a tree through the draft model, if there is one.
+        cost: a pass of the target as planned; the object itself is left as it is.
+        draft_cost: a run of one level of a tree through the draft model, if there is one.
         n_nodes: most draft tokens of a tree.
-        max_rows: most rows of a pass of several texts.
+
+    Attributes:
+        cost: a pass of the target, as planned and measured.
     """
 
-    def __init__(
-        self, cost: PassCost, draft_cost: PassCost | None, n_nodes: int, max_rows: int = 0
-    ) -> None:
+    def __init__(self, cost: CostModel, draft_cost: CostModel | None, n_nodes: int) -> None:
         run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
-        self.passes = PassTimes(cost.seconds, max(1 + n_nodes, max_rows))
+        self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
         self._drafts = FadingMean(LASTING, (run_seconds,))
         self.ahead = AheadChoice()
         self._lessons: dict[tuple[object, ...], Lessons] = {}
@@ -123,7 +124,7 @@ class Experience:
         lessons = {str(key): lessons.kept() for key, lessons in self._lessons.items()}
         return {
             "version": _VERSION,
-            "passes": self.passes.kept().tolist(),
+            "passes": self.cost.kept().tolist(),
             "drafts": self._drafts.kept(),
             "ahead": self.ahead.kept(),
             "lessons": dict([*lessons.items(), *self._kept.items()][:MOST_KEPT]),
@@ -131,18 +132,13 @@ class Experience:
 
 
 def experience_of(
-    cost: PassCost,
-    draft_cost: PassCost | None,
-    n_nodes: int,
-    kept: Any = None,
-    *,
-    max_rows: int = 0,
+    cost: CostModel, draft_cost: CostModel | None, n_nodes: int, kept: Any = None
 ) -> Experience:
     """One that begins with what another process has `kept`, as far as that can be made sense of."""
-    experience = Experience(cost, draft_cost, n_nodes, max_rows)
+    experience = Experience(cost, draft_cost, n_nodes)
     try:
         if kept["version"] == _VERSION:
-            experience.passes.restore(kept["passes"])
+            experience.cost.restore(kept["passes"])
             experience._drafts.restore(kept["drafts"])
             if experience.run_seconds < 0.0:
                 raise ValueError("no run of a draft")
@@ -150,5 +146,5 @@ def experience_of(
             lessons = list(dict(kept["lessons"]).items())
             experience._kept = dict(lessons[:MOST_KEPT])
     except _BROKEN:
-        return Experience(cost, draft_cost, n_nodes, max_rows)
+        return Experience(cost, draft_cost, n_nodes)
     return experience

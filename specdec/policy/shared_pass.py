@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.policy.costs import PassTimes
+from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 from specdec.verification.tree import ROOT, DraftTree
 
 
@@ -32,7 +32,7 @@ class Offer:
 
 def choose_nodes(
     offers: Sequence[Offer],
-    passes: PassTimes,
+    cost: CostModel,
     n_other_rows: int = 0,
     max_nodes: int | None = None,
 ) -> tuple[list[list[int]], float]:
@@ -48,8 +48,8 @@ def choose_nodes(
     nodes = np.concatenate([np.arange(1, len(offer.tree)) for offer in offers])
     order = np.argsort(-probs, kind="stable")  # parents stay before their children
     n_least = n_other_rows + len(offers)
-    # Passes with more rows than times are known of, a long prompt's, take no nodes beside them.
-    seconds = passes.seconds(n_least + len(probs))[min(n_least, passes.max_rows) - 1 :]
+    # Passes of more tokens than are measured, a long prompt's, take no nodes beside them.
+    seconds = cost.table(n_least + len(probs))[min(n_least, MAX_MEASURED_TOKENS) - 1 :]
     # With λ tokens of all texts per second; the rates are those of their shares of the time.
     costs = float(np.mean([offer.rate for offer in offers])) * seconds
     tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]

@@ -46,8 +46,8 @@ def trim_together(
         n_left = None
         if max_nodes is not None:
             n_left = max_nodes - n_whole + len(trees) - len(weighed)
-        passes = policies[0].experience.passes
-        chosen, price = choose_nodes(offers, passes, n_others, n_left)
+        cost = policies[0].experience.cost
+        chosen, price = choose_nodes(offers, cost, n_others, n_left)
         for i, shape, this, offer, indices in zip(
             weighed, shapes, rounds, offers, chosen, strict=True
         ):
@@ -55,7 +55,7 @@ def trim_together(
     for policy, tree in zip(policies, kept, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
             policy.lessons.note_kept(tree.n_drafted)
-        policy.round.n_rows = n_other_rows + sum(map(len, kept))
+        policy.round.num_tokens = n_other_rows + sum(map(len, kept))
     return kept
 
 
@@ -91,7 +91,7 @@ def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
     is_ahead = "on" in wants
     if using and "auto" in wants and not is_ahead:
         experience = policies[0].experience
-        seconds = experience.passes.of(using[0].round.n_rows)
+        seconds = experience.cost.seconds(using[0].round.num_tokens)
         is_ahead = experience.ahead.next_is_ahead(seconds)
     for policy, wanted in zip(policies, wants, strict=True):
         policy.round.is_ahead = is_ahead and wanted != "off"
@@ -107,11 +107,12 @@ def observe_together(
     that. Texts that choose by the same lessons are one outcome, their mean: the choice was made
     once for all of them.
     """
-    this, passes = policies[0].round, policies[0].experience.passes
+    this, cost = policies[0].round, policies[0].experience.cost
     seconds = _note_pass(policies[0], policies[0].clock() - this.drafted_at)
     n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
-    seconds *= passes.of(n_texts + n_more) / passes.of(this.n_rows)  # prompts pay for themselves
-    least = min(seconds, passes.of(n_texts)) if n_more else seconds
+    # Prompts pay for themselves.
+    seconds *= cost.seconds(n_texts + n_more) / cost.seconds(this.num_tokens)
+    least = min(seconds, cost.seconds(n_texts)) if n_more else seconds
     outcomes: dict[tuple[int, bool], list[tuple[DraftPolicy, Outcome]]] = {}
     for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
         extra = (seconds - least) * tree.n_drafted / n_more if n_more else 0.0
@@ -126,10 +127,10 @@ def observe_together(
 
 def _note_pass(policy: DraftPolicy, seconds: float) -> float:
     """The pass's seconds, less what held it up."""
-    this, passes, ahead = policy.round, policy.experience.passes, policy.experience.ahead
-    usual = passes.of(this.n_rows)
+    this, cost, ahead = policy.round, policy.experience.cost, policy.experience.ahead
+    usual = cost.seconds(this.num_tokens)
     slowdown = ahead.slowdown if this.is_ahead else 1.0
     seconds = min(seconds, _STUMBLE * usual * slowdown)
     ahead.record_pass(this.is_ahead, seconds / usual)
-    passes.observe(this.n_rows, seconds / (ahead.slowdown if this.is_ahead else 1.0))
+    cost.observe(this.num_tokens, seconds / (ahead.slowdown if this.is_ahead else 1.0))
     return seconds

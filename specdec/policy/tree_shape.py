@@ -35,7 +35,7 @@ class TreeShape:
         self, config: SpecConfig, experience: Experience, lessons: Lessons, has_model: bool
     ) -> None:
         self._config = config
-        self._experience, self._passes = experience, experience.passes
+        self._experience, self._cost = experience, experience.cost
         self._lessons = lessons
         self._has_model = has_model
         self._n_texts = 1
@@ -72,7 +72,7 @@ class TreeShape:
     def least_draft_seconds(self, n_texts: int) -> float:
         """What one level and one node of a text add to a round without the draft: its share of the
         drafting, and the time that its row takes."""
-        seconds = self._passes.seconds(n_texts + 1)[n_texts - 1 :]
+        seconds = self._cost.table(n_texts + 1)[n_texts - 1 :]
         return self._experience.run_seconds / n_texts + max(0.0, float(seconds[-1] - seconds[0]))
 
     @property
@@ -109,7 +109,7 @@ class TreeShape:
         if most < 1:
             return 0
         tokens = np.cumsum(self._lessons.chain.means[0] ** np.arange(most + 1))
-        seconds = self._passes.seconds(self._n_texts + most)[self._n_texts - 1 :]
+        seconds = self._cost.table(self._n_texts + most)[self._n_texts - 1 :]
         tokens = tokens[: len(seconds)]
         if uses_draft:
             seconds = seconds + self._level_seconds * np.arange(len(seconds))

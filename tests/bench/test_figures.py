@@ -13,7 +13,7 @@ from bench.figures import (
     pass_times_of,
     typical_pass_seconds,
 )
-from specdec.metrics.stats import GenerationStats, PassTime
+from specdec.metrics.stats import GenerationStats, MeasuredPass
 
 
 def record(
@@ -115,7 +115,12 @@ def test_depths_are_summed() -> None:
     assert (total["tried_by_depth"], total["accepted_by_depth"]) == ([4, 1], [3, 0])
 
 
-TIMES = [PassTime(1, 1.0), PassTime(1, 2.0), PassTime(1, 30.0), PassTime(5, 4.0, True)]
+TIMES = [
+    MeasuredPass(1, 1.0),
+    MeasuredPass(1, 2.0),
+    MeasuredPass(1, 30.0),
+    MeasuredPass(5, 4.0, True),
+]
 
 
 def test_median_of_one_size() -> None:

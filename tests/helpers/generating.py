@@ -21,8 +21,9 @@ from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.experience import Experience
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -30,7 +31,7 @@ from specdec.sampling.verifier import Verifier
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 
-FREE = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
+FREE = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
 
 
 class RandomDrafter(Drafter):
@@ -97,7 +98,7 @@ class LoneSequence:
         self._target, self._speculation = target, Speculation(target, worker=ahead)
         self._recorder = recorder or StatsRecorder()
         self._sampler, self._spec = sampler, spec
-        policy = DraftPolicy(spec, FREE, target.max_context)
+        policy = DraftPolicy(spec, Experience(FREE, None, 99), target.max_context)
         self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
     @property
@@ -160,7 +161,7 @@ def make_controller(
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
     """Of the next proposal of such a controller, where `spec` fixes the size of trees."""
-    return DraftPolicy(spec, FREE, 256).limits(len(context_ids), 99, 256)
+    return DraftPolicy(spec, Experience(FREE, None, 99), 256).limits(len(context_ids), 99, 256)
 
 
 def run(

@@ -248,7 +248,7 @@ def test_a_drafter_of_ones_own(llm):
     result = llm.generate(prompt, spec=spec, drafter=oracle, max_tokens=21, ignore_eos=True)
     assert result.token_ids == plain.token_ids
     assert result.stats.passes == 5
-    assert [one.n_rows for one in result.stats.pass_times] == [4] * 5
+    assert [one.num_tokens for one in result.stats.pass_times] == [4] * 5
     assert oracle.n_resets == 2  # before its text, and behind it
 
 
@@ -265,7 +265,7 @@ def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
     sampling = {"temperature": 2.0, "seed": 1} if rule == "block" else {}
     with specdec.load(target, target, ctx_size=128, threads=1, **options) as llm:
         stats = llm.generate([5, 6, 7], max_tokens=60, ignore_eos=True, **sampling).stats
-    assert stats.pass_times[0].n_rows == 1 + 12
+    assert stats.pass_times[0].num_tokens == 1 + 12
 
 
 @pytest.mark.parametrize(

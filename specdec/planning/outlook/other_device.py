@@ -200,13 +200,12 @@ def _compute(
         return source.measure_compute(beside_reads)
     whole = source if source.layers else target
     n_bytes = layer_bytes(whole)
-    one = device.pass_compute(whole.multiplied)
-    fixed_seconds, decode_seconds = one.fixed_seconds, whole.decode_seconds()
+    parts = [(1 / n_bytes, device.compute_curve(whole.multiplied))]
+    decode_seconds = whole.decode_seconds()
     if decode_seconds:
         slower = machine.dram_bytes_per_second / device.dram_bytes_per_second
-        fixed_seconds += decode_seconds * slower
-    curve = ComputeCurve.linear(fixed_seconds / n_bytes, one.seconds_per_row / n_bytes)
-    return ModelCompute(curve, source.head_bytes)
+        parts.append((slower / n_bytes, ComputeCurve.linear(decode_seconds, 0.0)))
+    return ModelCompute(ComputeCurve.mixed(parts), source.head_bytes)
 
 
 def _twice_as_fast(figures: Figures) -> Figures:

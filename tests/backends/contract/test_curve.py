@@ -1,4 +1,4 @@
-"""Curves of seconds by rows."""
+"""Curves of seconds by tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from backends.contract.curve import ComputeCurve
 
 
 def curve(*seconds: float, beside: tuple[float, ...] | None = None) -> ComputeCurve:
-    rows = (1, 4, 16, 64)[: len(seconds)]
-    return ComputeCurve(rows, seconds, beside or seconds)
+    sizes = (1, 4, 16, 64)[: len(seconds)]
+    return ComputeCurve(sizes, seconds, beside or seconds)
 
 
 def test_straight_lines_between_what_was_timed_and_on():
@@ -19,14 +19,14 @@ def test_straight_lines_between_what_was_timed_and_on():
     assert [one.seconds(n) for n in (1, 2, 4, 10, 16)] == [1.0, 1.5, 2.5, 2.5, 2.5]
     assert one.seconds(40) == pytest.approx(7.3)
     assert one.seconds(128) == pytest.approx(12.1 + 64 * 0.2)
-    assert one.seconds_of_a_row == pytest.approx(0.2)
+    assert one.seconds_per_token == pytest.approx(0.2)
 
 
-def test_of_timings_that_do_not_rise_a_row_takes_its_share_of_all():
-    assert curve(2.0, 1.0, 1.0).seconds_of_a_row == pytest.approx(1.0 / 16)
+def test_of_timings_that_do_not_rise_a_token_takes_its_share_of_all():
+    assert curve(2.0, 1.0, 1.0).seconds_per_token == pytest.approx(1.0 / 16)
 
 
-def test_more_rows_never_take_less():
+def test_more_tokens_never_take_less():
     one = curve(2.0, 1.0, 3.0)  # the first one was disturbed
     assert [one.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]
 
@@ -35,10 +35,10 @@ def test_more_rows_never_take_less():
     st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4), st.integers(1, 300), st.integers(1, 9)
 )
 @example([1.9, 249.0, 248.5], 4, 1)  # the line to the second point ends above it, rounded
-def test_curves_rise_and_scale(seconds, n_rows, more):
+def test_curves_rise_and_scale(seconds, num_tokens, more):
     one = curve(*seconds)
-    assert one.seconds(n_rows + more) >= one.seconds(n_rows)
-    assert one.times(3.0).seconds(n_rows) == pytest.approx(3 * one.seconds(n_rows))
+    assert one.seconds(num_tokens + more) >= one.seconds(num_tokens)
+    assert one.times(3.0).seconds(num_tokens) == pytest.approx(3 * one.seconds(num_tokens))
 
 
 def test_reads_slow_it_but_never_make_it_faster():
@@ -49,19 +49,19 @@ def test_reads_slow_it_but_never_make_it_faster():
     assert ComputeCurve.linear(2.0, 0.5).beside_factor(9) == 1.0
 
 
-@pytest.mark.parametrize("rows", [(), (2, 4), (1, 1), (4, 1)])
-def test_rows_ascend_from_one(rows):
-    figures = tuple(1.0 for _ in rows)
-    with pytest.raises(ValueError, match="rows"):
-        ComputeCurve(rows, figures, figures)
+@pytest.mark.parametrize("sizes", [(), (2, 4), (1, 1), (4, 1)])
+def test_sizes_ascend_from_one(sizes):
+    figures = tuple(1.0 for _ in sizes)
+    with pytest.raises(ValueError, match="num_tokens"):
+        ComputeCurve(sizes, figures, figures)
 
 
-def test_mixtures_are_sums_at_every_number_of_rows():
+def test_mixtures_are_sums_at_every_number_of_tokens():
     first, second = curve(1.0, 4.0), ComputeCurve((1, 2, 8), (5.0, 6.0, 9.0), (6.0, 6.0, 9.0))
     mixed = ComputeCurve.mixed([(2.0, first), (0.5, second)])
-    for n_rows in (1, 2, 3, 4, 6, 8, 20):
-        expected = 2 * first.seconds(n_rows) + 0.5 * second.seconds(n_rows)
-        assert mixed.seconds(n_rows) == pytest.approx(expected)
+    for num_tokens in (1, 2, 3, 4, 6, 8, 20):
+        expected = 2 * first.seconds(num_tokens) + 0.5 * second.seconds(num_tokens)
+        assert mixed.seconds(num_tokens) == pytest.approx(expected)
     assert mixed.beside_factor(1) == pytest.approx((2 + 3.0) / (2 + 2.5))
 
 

@@ -125,7 +125,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_layers_are_timed_as_llama_cpp_runs_them(timed: Any) -> None:
     compute = timed().measure_compute(beside_reads=False)
-    assert compute.per_byte.rows == gguf_source._SAMPLE_ROWS
+    assert compute.per_byte.num_tokens == gguf_source._SAMPLE_ROWS
     assert 0.0 < compute.per_byte.seconds(1) < 1.0
     assert compute.head_per_byte.seconds(1) == 7.0
 

@@ -19,7 +19,7 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     small.write_bytes(b"x")
     made: list[int] = []
     found = measure_curve({4: lambda: made.append(4), 1: lambda: made.append(1)}, 10, small)
-    assert found.rows == (1, 4)
+    assert found.num_tokens == (1, 4)
     assert found.alone == found.beside_reads == (0.1, 0.1)
     assert set(made) == {1, 4}
 

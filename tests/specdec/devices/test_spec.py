@@ -103,12 +103,11 @@ def test_flops_by_format() -> None:
 def test_a_pass_is_bound_by_memory_first_and_by_arithmetic_then() -> None:
     device = DeviceSpec("d", 1.0, 100.0, {"BF16": 1000.0}, 1)
     record = TensorRecord("w", "BF16", (10, 50), Path("x"), 0, 1000)
-    compute = device.pass_compute([record, record])
-    assert compute.fixed_seconds + compute.seconds_per_row == pytest.approx(20.0)  # 2000 B
-    assert compute.seconds_per_row == pytest.approx(2.0)  # 2 x 500 x 2 FLOP at 1000 FLOP/s
-    busy = replace(device, flops_per_second={"BF16": 10.0}).pass_compute([record])
-    assert busy.fixed_seconds == 0.0
-    assert busy.seconds_per_row == pytest.approx(100.0)
+    compute = device.compute_curve([record, record])
+    assert compute.seconds(1) == pytest.approx(20.0)  # 2000 B
+    assert compute.seconds_per_token == pytest.approx(2.0)  # 2 x 500 x 2 FLOP at 1000 FLOP/s
+    busy = replace(device, flops_per_second={"BF16": 10.0}).compute_curve([record])
+    assert busy.seconds(7) == pytest.approx(700.0)
 
 
 @pytest.mark.parametrize(

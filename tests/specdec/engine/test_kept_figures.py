@@ -8,7 +8,7 @@ import pytest
 
 import specdec
 from offload.process import remembered
-from specdec.metrics.stats import PassTime
+from specdec.metrics.stats import MeasuredPass
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,10 @@ def test_figures_are_kept_while_passes_take_what_was_planned(
     monkeypatch.setattr(remembered, "_in_use", set())
     remembered.remember_figure(figure, {}, "a figure")
     with specdec.load(small_target, ctx_size=64) as llm:
-        planned = llm.plan.pass_cost.seconds(4)
+        planned = llm.plan.cost_model.seconds(4)
         # Held while they ran, whatever is held when the last one of them is over.
-        passes = [PassTime(4, times_planned * planned, has_held=has_held)] * n_passes
-        llm.session._check_figures([*passes, PassTime(4, 100 * planned, is_drafting_ahead=True)])
+        passes = [MeasuredPass(4, times_planned * planned, has_held=has_held)] * n_passes
+        llm.session._check_figures(
+            [*passes, MeasuredPass(4, 100 * planned, is_drafting_ahead=True)]
+        )
     assert figure.exists() == is_kept

@@ -15,7 +15,7 @@ from backends.attention.batch import BLOCK_ROWS
 from specdec.api import LLM
 from specdec.metrics.recorder import Totals
 from specdec.metrics.stats import EngineStats, sum_of
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 
 PROMPT = [7 + i % 60 for i in range(2 * BLOCK_ROWS + 5)]
 OPTIONS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
@@ -79,7 +79,7 @@ def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
 
 def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
-        llm.session.engine.scheduler.kv._cost = PassCost(0.0, 0.0, 1.0)  # files are quicker
+        llm.session.engine.scheduler.kv._cost = CostModel(0.0, 0.0, 1.0)  # files are quicker
         llm.generate([[20, 21], [30, 31], [40, 41]], max_tokens=180, ignore_eos=True)
         found = llm.stats
         assert found.set_aside > 0
@@ -109,7 +109,7 @@ def test_beams_count_their_passes(tmp_path: Path) -> None:
         assert found.passes == 1 + result.stats.passes
         assert found.pass_rows == 3 + 2 * result.stats.passes
         assert result.stats.pass_rows == 2 * result.stats.passes
-        assert {one.n_rows for one in result.stats.pass_times} == {2}
+        assert {one.num_tokens for one in result.stats.pass_times} == {2}
 
 
 def test_what_a_beam_search_waited_is_told(tmp_path: Path) -> None:

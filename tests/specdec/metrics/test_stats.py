@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specdec.metrics.recorder import StatsRecorder
-from specdec.metrics.stats import GenerationStats, PassTime, percentile
+from specdec.metrics.stats import GenerationStats, MeasuredPass, percentile
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -226,5 +226,5 @@ def test_times_of_passes_in_order_beside_the_plain_figures() -> None:
     run_pass(recorder, clock, 1.0)
     run_pass_beside(recorder, clock, 2.5, 1.0, n_rows=9)
     stats = recorder.stats()
-    assert stats.pass_times == (PassTime(4, 1.0), PassTime(9, 2.5, is_drafting_ahead=True))
+    assert stats.pass_times == (MeasuredPass(4, 1.0), MeasuredPass(9, 2.5, is_drafting_ahead=True))
     assert "pass_times" not in stats.to_dict()  # one for each pass: too many to show

@@ -21,10 +21,9 @@ from specdec.models.names import resolve_model
 from specdec.planning import plan
 from specdec.planning.gpu import on_gpu
 from specdec.planning.memory.placer import CpuPlacer
-from specdec.planning.pass_model import PassModel
+from specdec.planning.pass_simulation import PassSimulation
 from specdec.planning.plan import measure_experts, plan_run
 from specdec.planning.plan_report import expert_line
-from specdec.policy.costs import PassTimes
 from specdec.policy.shared_pass import Offer, choose_nodes
 from specdec.verification.tree import DraftTree
 
@@ -82,13 +81,13 @@ def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
     one, seconds, read = slot_bytes(source.experts), [], []
     for n_missing in (30, 20, 10, 0):
         placed = placer.place(placer.all_bytes - n_missing * one, 0)
-        model = PassModel(placed, COMPUTE, 1e6)
+        model = PassSimulation(placed, COMPUTE, 1e6)
         seconds.append(model.seconds(1))
         read.append(placed.streamed_bytes)
         assert model.seconds(8) > model.seconds(1)
         if n_missing:
             assert placed.streamed_bytes / 1e6 == pytest.approx(seconds[-1], rel=0.01)
-            assert model.cost().seconds(8) > 1.5 * model.cost().seconds(1)
+            assert model.cost_model().seconds(8) > 1.5 * model.cost_model().seconds(1)
     assert seconds == sorted(seconds, reverse=True)
     assert read == sorted(read, reverse=True)
     assert read[-1] == 0
@@ -97,11 +96,13 @@ def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
 def test_missing_experts_take_longer_than_their_bytes(placer) -> None:
     """Storage of 1 MB/s, and as long again for each byte."""
     placed = placer.place(placer.all_bytes - 20 * slot_bytes(placer.source.experts), 0)
-    read_only = PassModel(placed, COMPUTE, 1e6)
+    read_only = PassSimulation(placed, COMPUTE, 1e6)
     model = replace(read_only, expert_seconds_per_byte=1e-6)
     assert model.expert_bytes_per_second == pytest.approx(5e5)
     assert model.seconds(1) == pytest.approx(2 * read_only.seconds(1), rel=0.01)
-    assert model.cost().seconds(4) == pytest.approx(2 * read_only.cost().seconds(4), rel=0.01)
+    assert model.cost_model().seconds(4) == pytest.approx(
+        2 * read_only.cost_model().seconds(4), rel=0.01
+    )
 
 
 def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> None:
@@ -118,7 +119,7 @@ def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
     one = slot_bytes(placer.source.experts)
     placed = placer.place(placer.all_bytes - 20 * one, 0)
     assert placed.experts is not None
-    times = PassTimes(PassModel(placed, COMPUTE, 1e6).cost().seconds, 64)
+    cost = PassSimulation(placed, COMPUTE, 1e6).cost_model()
 
     def read_seconds(n_rows: int) -> float:
         return sum(placed.experts.read_bytes(i, n_rows) for i in range(3)) / 1e6
@@ -128,7 +129,7 @@ def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
     tree.add(0, 1, 0.0)
     for share in (0.9, 1.1):  # of its probability is what the node costs
         sure, hopeless = (Offer(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0))
-        kept, _ = choose_nodes([sure, *[hopeless] * (n_texts - 1)], times)
+        kept, _ = choose_nodes([sure, *[hopeless] * (n_texts - 1)], cost)
         assert [len(nodes) for nodes in kept] == [1 + (share < 1), *[1] * (n_texts - 1)]
 
 

@@ -34,7 +34,7 @@ def test_a_draft_that_is_left_out_is_not_loaded_and_one_note_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = planned(LARGE, monkeypatch)
-    assert (found.draft, found.plan.draft_cost) == (None, None)
+    assert (found.draft, found.plan.draft_cost_model) == (None, None)
     assert found.options.draft_model is None
     assert found.options.spec.spec_type == ("ngram",)
     (note,) = found.plan.notes

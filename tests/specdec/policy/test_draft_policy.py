@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from exact_rules import Case, chain_error, table_rows
@@ -11,7 +12,7 @@ from bench.worlds.world import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.experience import Experience
 from specdec.policy.shared_round import observe_together, trim_together
@@ -19,27 +20,21 @@ from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
 
-FREE = PassCost(read_seconds=9.0, row_free_seconds=0.0, seconds_per_row=0.001)
-DRAFT = PassCost(read_seconds=0.01, row_free_seconds=0.0, seconds_per_row=1e-6)
+FREE = CostModel(read_seconds=9.0, fixed_seconds=0.0, seconds_per_token=0.001)
+DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 
 
-def test_nodes_are_free_while_reading_takes_longer():
-    cost = PassCost(read_seconds=2.0, row_free_seconds=0.5, seconds_per_row=0.05)
-    assert cost.free_rows() == 30
-    assert cost.seconds(30) == pytest.approx(2.0)
-    assert cost.seconds(40) == pytest.approx(2.5)
-    assert DraftPolicy(SpecConfig(), cost, 1000).n_nodes == 29
+def new_policy(
+    config: SpecConfig, cost: CostModel, draft_cost: CostModel | None = None, **keywords: Any
+) -> DraftPolicy:
+    experience = Experience(cost, draft_cost, min(cost.num_free_tokens - 1, MAX_AUTO_NODES))
+    return DraftPolicy(config, experience, 1000, **keywords)
 
 
-def test_a_resident_target_gets_a_small_tree():
-    cost = PassCost(read_seconds=0.0, row_free_seconds=1.0, seconds_per_row=0.1)
-    assert cost.free_rows() == 6  # half as long again as one row's pass
-
-
-def test_auto_is_bounded_and_an_explicit_number_is_not_changed():
-    assert DraftPolicy(SpecConfig(), FREE, 1000).n_nodes == MAX_AUTO_NODES
-    assert DraftPolicy(SpecConfig(num_draft_tokens=500), FREE, 1000).n_nodes == 500
-    assert DraftPolicy(SpecConfig(num_draft_tokens=0), FREE, 1000).n_nodes == 0
+def test_an_explicit_number_is_not_changed():
+    assert new_policy(SpecConfig(), FREE).n_nodes == MAX_AUTO_NODES
+    assert new_policy(SpecConfig(num_draft_tokens=500), FREE).n_nodes == 500
+    assert new_policy(SpecConfig(num_draft_tokens=0), FREE).n_nodes == 0
 
 
 @pytest.mark.parametrize(
@@ -47,22 +42,23 @@ def test_auto_is_bounded_and_an_explicit_number_is_not_changed():
     [(10, 64, 32), (10, 5, 4), (10, 1, 0), (95, 64, 5), (100, 64, 0)],
 )
 def test_depth_stays_within_context_and_tokens_wanted(context, wanted, depth):
-    cost = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
-    assert DraftPolicy(SpecConfig(), cost, 100).limits(context, wanted, 1000).max_depth == depth
+    cost = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
+    policy = DraftPolicy(SpecConfig(), Experience(cost, None, 99), 100)
+    assert policy.limits(context, wanted, 1000).max_depth == depth
 
 
 def test_a_tree_has_no_more_nodes_than_the_target_has_room_for():
-    policy = DraftPolicy(SpecConfig(), FREE, 1000)
+    policy = new_policy(SpecConfig(), FREE)
     assert policy.limits(10, 64, node_room=9).max_nodes == 8
     assert policy.limits(10, 64, node_room=1).max_nodes == 0
 
 
 def test_a_slow_draft_is_asked_for_fewer_levels():
-    cost = PassCost(read_seconds=2.0, row_free_seconds=0.1, seconds_per_row=0.1)
+    cost = CostModel(read_seconds=2.0, fixed_seconds=0.1, seconds_per_token=0.1)
 
     def depth(level_seconds: float) -> int:
-        draft_cost = PassCost(level_seconds, 0.0, 1e-9)
-        return DraftPolicy(SpecConfig(), cost, 1000, draft_cost).depth
+        draft_cost = CostModel(level_seconds, 0.0, 1e-9)
+        return new_policy(SpecConfig(), cost, draft_cost).depth
 
     depths = [depth(seconds) for seconds in (1e-4, 0.05, 0.5, 5.0)]
     assert depths == sorted(depths, reverse=True)
@@ -76,7 +72,7 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
 
 def test_running_the_prompt_is_not_held_against_the_draft():
     clock = Clock()
-    policy = DraftPolicy(SpecConfig(("draft",)), FREE, 1000, DRAFT, clock=clock)
+    policy = new_policy(SpecConfig(("draft",)), FREE, DRAFT, clock=clock)
     assert policy.limits(10, 64, 1000).max_nodes
     tree = DraftTree(0)
     node = tree.add(0, 1, -0.1)
@@ -89,7 +85,7 @@ def test_running_the_prompt_is_not_held_against_the_draft():
 
 
 def test_a_fixed_depth_is_kept():
-    policy = DraftPolicy(SpecConfig(draft_depth=7), PassCost(2.0, 0.1, 0.1), 1000, DRAFT)
+    policy = new_policy(SpecConfig(draft_depth=7), CostModel(2.0, 0.1, 0.1), DRAFT)
     assert policy.depth == 7
     limits = policy.limits(10, 64, 1000)
     assert (limits.max_depth, limits.min_level_probability) == (7, 0.0)
@@ -97,7 +93,7 @@ def test_a_fixed_depth_is_kept():
 
 def test_each_way_of_accepting_learns_for_itself() -> None:
     """A lower threshold takes more of the same draft's tokens."""
-    cost, clock = PassCost(0.0, 1.0, 0.1), Clock()
+    cost, clock = CostModel(0.0, 1.0, 0.1), Clock()
     experience = Experience(cost, DRAFT, 8)
     likely = DraftTree(0)
     likely.add(0, 1, -0.1)
@@ -105,7 +101,7 @@ def test_each_way_of_accepting_learns_for_itself() -> None:
     def n_kept(threshold: float | None, n_rounds: int = 1) -> int:
         """Of a likely tree, after rounds in which such trees failed."""
         config = SpecConfig(accept_threshold=threshold)
-        policy = DraftPolicy(config, cost, 1000, DRAFT, 8, experience=experience, clock=clock)
+        policy = DraftPolicy(config, experience, 1000, clock=clock)
         for _ in range(n_rounds):
             policy.limits(10, 64, 1000)
             (kept,) = trim_together([policy], [likely])
@@ -129,8 +125,8 @@ def unlikely_chain() -> DraftTree:
 
 
 def test_a_number_that_the_user_fixed_is_kept():
-    cost = PassCost(0.0, 0.1, 1.0)
-    policy = DraftPolicy(SpecConfig(num_draft_tokens=6, tree_width=3), cost, 1000, DRAFT)
+    cost = CostModel(0.0, 0.1, 1.0)
+    policy = new_policy(SpecConfig(num_draft_tokens=6, tree_width=3), cost, DRAFT)
     tree = unlikely_chain()
     for _ in range(50):  # however often it fails
         limits = policy.limits(10, 64, 1000)
@@ -141,7 +137,7 @@ def test_a_number_that_the_user_fixed_is_kept():
 
 
 def test_what_is_not_worth_its_row_is_cut():
-    policy = DraftPolicy(SpecConfig(), PassCost(0.0, 1.0, 0.1), 1000)
+    policy = new_policy(SpecConfig(), CostModel(0.0, 1.0, 0.1))
     policy.limits(10, 64, 1000)
     assert trim_together([policy], [unlikely_chain().best_subset(4)])[0].n_drafted == 0
 
@@ -152,7 +148,7 @@ CHAIN = SpecConfig(("draft",), acceptance="rejection")
 
 
 def test_a_drawn_chain_is_never_cut_and_never_stopped_by_its_own_tokens():
-    policy = DraftPolicy(CHAIN, PassCost(0.0, 1.0, 0.1), 1000, DRAFT)
+    policy = new_policy(CHAIN, CostModel(0.0, 1.0, 0.1), DRAFT)
     limits = policy.limits(10, 64, 1000)
     assert limits.width == 1
     assert limits.min_level_probability == 0.0
@@ -163,7 +159,7 @@ def test_a_drawn_chain_is_never_cut_and_never_stopped_by_its_own_tokens():
 def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
     def length(n_accepted: int) -> int:
         clock = Clock()
-        policy = DraftPolicy(CHAIN, FREE, 1000, PassCost(0.8, 0.0, 1e-6), clock=clock)
+        policy = new_policy(CHAIN, FREE, CostModel(0.8, 0.0, 1e-6), clock=clock)
         limits = TreeLimits(0, 0, 1)
         for _ in range(150):
             limits = policy.limits(10, 64, 1000)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from bench.worlds.settings import SIX
 from bench.worlds.world import MAX_NODES, World, simulate
 from specdec.config import SpecConfig
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.experience import Experience, experience_of
 
-COST, DRAFT = PassCost(1.0, 0.2, 0.05), PassCost(0.02, 0.0, 1e-6)
+COST, DRAFT = CostModel(1.0, 0.2, 0.05), CostModel(0.02, 0.0, 1e-6)
 WORLD = SIX["streamed, greedy"]
 
 
@@ -35,22 +35,22 @@ def learnt(world: World, n_tokens: int = 200) -> Any:
 def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() -> None:
     experience = Experience(COST, DRAFT, 32)
     for _ in range(5):
-        experience.passes.observe(17, 3.0)
+        experience.cost.observe(17, 3.0)
         experience.note_drafting(4, 0.4)
     kept = json.loads(json.dumps(experience.kept()))
-    other = experience_of(PassCost(2.0, 0.4, 0.1), DRAFT, 32, kept)
-    assert other.passes.of(17) == pytest.approx(3.0, rel=0.02)
+    other = experience_of(CostModel(2.0, 0.4, 0.1), DRAFT, 32, kept)
+    assert other.cost.seconds(17) == pytest.approx(3.0, rel=0.02)
     assert other.run_seconds == pytest.approx(experience.run_seconds)
 
 
 def test_what_is_kept_counts_little_against_what_is_measured() -> None:
     experience = Experience(COST, DRAFT, 32)
     for _ in range(50):
-        experience.passes.observe(17, 1.0)
+        experience.cost.observe(17, 1.0)
     again = experience_of(COST, DRAFT, 32, experience.kept())
     for _ in range(8):
-        again.passes.observe(17, 3.0)
-    assert again.passes.of(17) > 2.3
+        again.cost.observe(17, 3.0)
+    assert again.cost.seconds(17) > 2.3
 
 
 def test_a_text_that_is_known_changes_nothing_by_being_kept_twice() -> None:

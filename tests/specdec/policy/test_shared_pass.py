@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.policy.costs import PassCost, PassTimes
+from specdec.policy.cost_model import CostModel
 from specdec.policy.shared_pass import Offer, choose_nodes
 from specdec.verification.tree import DraftTree
 
@@ -37,10 +37,10 @@ def offers_of(trees: list[DraftTree], rate: float) -> list[Offer]:
 )
 def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n_other: int):
     """Tokens - λ * seconds, over all prefix-closed sets of nodes of every text."""
-    passes = PassTimes(PassCost(0.0, 1.0, per_row).seconds, MAX_ROWS)
+    cost = CostModel(0.0, 1.0, per_row)
     rate = 0.7
-    kept, _ = choose_nodes(offers_of(trees, rate), passes, n_other)
-    seconds = passes.seconds(MAX_ROWS)
+    kept, _ = choose_nodes(offers_of(trees, rate), cost, n_other)
+    seconds = cost.table(MAX_ROWS)
 
     def value(sets: tuple[tuple[int, ...], ...]) -> float:
         probs = sum(
@@ -73,15 +73,14 @@ def test_a_sure_text_gets_the_rows_that_a_hopeless_one_does_not() -> None:
     for token in range(6):
         node = sure.add(node, token, math.log(0.95))
         hopeless.add(0, token, math.log(0.01))
-    passes = PassTimes(PassCost(0.0, 1.0, 0.1).seconds, MAX_ROWS)
-    kept, _ = choose_nodes(offers_of([hopeless, sure], 2.0), passes)
+    cost = CostModel(0.0, 1.0, 0.1)
+    kept, _ = choose_nodes(offers_of([hopeless, sure], 2.0), cost)
     assert kept == [[0], [0, 1, 2, 3, 4, 5, 6]]
 
 
-def test_no_pass_has_more_rows_than_times_are_known_of() -> None:
+def test_no_pass_has_more_tokens_than_are_measured() -> None:
     tree = DraftTree(0)
     for token in range(40):
         tree.add(0, token, math.log(0.02))
-    passes = PassTimes(lambda n_rows: 1.0, 16)
-    kept, _ = choose_nodes(offers_of([tree], 0.5), passes)
+    kept, _ = choose_nodes(offers_of([tree], 0.5), CostModel(1.0, 0.0, 1e-9), 1024 - 16)
     assert len(kept[0]) == 16

@@ -8,23 +8,22 @@ import pytest
 
 from bench.worlds.world import Clock
 from specdec.config import SpecConfig
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.experience import Experience
 from specdec.policy.shared_round import observe_together, trim_together
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
-COST = PassCost(read_seconds=1.0, row_free_seconds=0.0, seconds_per_row=0.01)
-DRAFT = PassCost(read_seconds=0.01, row_free_seconds=0.0, seconds_per_row=1e-6)
+COST = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
+DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 
 
 def round_of(n_texts: int, is_right: bool) -> tuple[Experience, DraftPolicy]:
     """One round in which every draft has one node, accepted or not."""
-    clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
+    clock, experience = Clock(), Experience(COST, DRAFT, 99)
     policies = [
-        DraftPolicy(SpecConfig(("draft",)), COST, 1000, DRAFT, experience=experience, clock=clock)
-        for _ in range(n_texts)
+        DraftPolicy(SpecConfig(("draft",)), experience, 1000, clock=clock) for _ in range(n_texts)
     ]
     trees = []
     for policy in policies:
@@ -64,20 +63,18 @@ def test_the_plan_shares_the_free_rows_among_the_texts() -> None:
 
 def test_single_passes_that_were_held_up_count_little() -> None:
     clock, experience = Clock(), Experience(COST, None, 64)
-    policy = DraftPolicy(SpecConfig(("ngram",)), COST, 1000, experience=experience, clock=clock)
+    policy = DraftPolicy(SpecConfig(("ngram",)), experience, 1000, clock=clock)
     for i in range(40):
         policy.limits(10, 64, 1000)
         (kept,) = trim_together([policy], [DraftTree(0)])
         clock.now += 30.0 if i % 10 == 3 else 1.5
         observe_together([policy], [Acceptance((0,), 99, False)], [kept])
-    assert experience.passes.of(1) == pytest.approx(1.5, rel=0.15)
+    assert experience.cost.seconds(1) == pytest.approx(1.5, rel=0.15)
 
 
 def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
-    clock, experience = Clock(), Experience(COST, DRAFT, 64, max_rows=1024)
-    policy = DraftPolicy(
-        SpecConfig(("draft",)), COST, 1000, DRAFT, experience=experience, clock=clock
-    )
+    clock, experience = Clock(), Experience(COST, DRAFT, 64)
+    policy = DraftPolicy(SpecConfig(("draft",)), experience, 1000, clock=clock)
     policy.limits(10, 64, 1000)
     tree = DraftTree(0)
     (kept,) = trim_together([policy], [tree], n_entering)

@@ -26,7 +26,7 @@ from bench.worlds.settings import (
 )
 from bench.worlds.world import MAX_NODES, Draft, World, simulate
 from specdec.config import SpecConfig
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 from specdec.policy.experience import Experience
 
 SHORT, MEDIUM = 64, 400  # tokens of a text
@@ -177,7 +177,7 @@ def test_drafting_ahead_is_chosen_where_it_pays(slowdown, hit_rate, is_better, s
 @pytest.mark.parametrize("planned_error", [1.0, 2.5])
 def test_a_dear_draft_is_kept_though_n_grams_are_lucky_at_times(planned_error: float) -> None:
     """Eight levels take as long as a pass, and short passages of the text are copied."""
-    target = PassCost(read_seconds=0.17, row_free_seconds=0.15, seconds_per_row=0.006)
+    target = CostModel(read_seconds=0.17, fixed_seconds=0.15, seconds_per_token=0.006)
     draft = Draft(ease=2.0, run_seconds=0.021)
     world = World(
         target,
@@ -210,6 +210,6 @@ def test_passes_are_followed_while_drafting_goes_on_beside_them(kind: str) -> No
     for seed in SEEDS:
         experience = Experience(world.planned(), world.planned_draft(), MAX_NODES)
         simulate(replace(world, seed=seed), spec, n_tokens, experience)
-        found.append(experience.passes.of(12))
+        found.append(experience.cost.seconds(12))
     slowed = 4.0 * (1.1 if kind == "on" else 1.0)  # "on" never sees what a pass takes alone
     assert sum(found) / len(found) == pytest.approx(slowed, rel=0.15)

@@ -11,7 +11,7 @@ from stepping import Stepping
 
 from specdec.api import LLM
 from specdec.checks import ConfigError
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 
 
 def test_a_long_prompt_enters_in_chunks_beside_others(
@@ -30,7 +30,7 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
             return run(batch)
 
         monkeypatch.setattr(llm.target, "run", noted)
-        cost = PassCost(0.0, 1.0, 0.1)
+        cost = CostModel(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
         with Stepping(llm) as steps:
@@ -67,7 +67,7 @@ def test_its_draft_enters_in_chunks_beside_it(
             return run(batch)
 
         monkeypatch.setattr(llm.draft, "run", noted)
-        cost = PassCost(0.0, 1.0, 0.1)
+        cost = CostModel(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
         with Stepping(llm) as steps:
@@ -93,15 +93,31 @@ def test_a_prompt_enters_however_long_its_rows_take(
 ) -> None:
     with load(tmp_path_factory, kv_tokens=400) as llm:
         scheduler = llm.session.engine.scheduler
-        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.0, 1.0))
+        monkeypatch.setattr(scheduler, "_cost", CostModel(0.0, 0.0, 1.0))
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 2, 8)] == [2, 3, 12]
-        monkeypatch.setattr(scheduler, "_cost", PassCost(0.0, 0.05, 0.01))  # in memory
+        monkeypatch.setattr(scheduler, "_cost", CostModel(0.0, 0.05, 0.01))  # in memory
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 20)] == [20, 32]
         # Sequences that nobody reads along notice no gaps.
         unread = [
             SimpleNamespace(request=SimpleNamespace(is_streamed=False), min_step_tokens=1)
         ] * 20
         assert scheduler._max_num_tokens(unread) == llm.max_context
+
+
+def test_a_prompt_enters_by_what_passes_were_measured_to_take(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by the same figures as trees grow and sequences are swapped out."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        scheduler, cost = llm.session.engine.scheduler, llm.session.experience.cost
+        assert scheduler._cost is scheduler.kv._cost is cost
+        assert cost is not llm.plan.cost_model
+        cost = CostModel(0.0, 0.05, 0.01)
+        monkeypatch.setattr(scheduler, "_cost", cost)
+        assert scheduler._max_num_tokens(sequences(1)) == 20
+        for num_tokens in (1, 8, 32):
+            cost.observe(num_tokens, 0.5 * cost.planned_seconds(num_tokens))
+        assert scheduler._max_num_tokens(sequences(1)) == 45
 
 
 def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(

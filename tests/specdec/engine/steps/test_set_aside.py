@@ -15,11 +15,11 @@ from tiny_pair import save_model
 import specdec
 from backends.contract.backend import BackendError
 from specdec.api import LLM
-from specdec.policy.costs import PassCost
+from specdec.policy.cost_model import CostModel
 
 PROMPTS = [[20 + i, 21 + i, *range(30, 50)] for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "logprobs": True, "seed": 3}
-SLOW = PassCost(0.0, 0.0, 1.0)
+SLOW = CostModel(0.0, 0.0, 1.0)
 """A second for each row: a file is always quicker."""
 
 
@@ -81,7 +81,7 @@ def test_where_the_disk_is_full_they_are_computed_anew(
 def test_where_rows_are_quicker_they_are_computed_anew(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.session.engine.scheduler.kv, "_cost", PassCost(0.0, 0.0, 1e-6))
+    monkeypatch.setattr(llm.session.engine.scheduler.kv, "_cost", CostModel(0.0, 0.0, 1e-6))
     check_equal(llm)
     assert llm.stats.set_aside > 0
     assert llm.stats.restored == 0
@@ -136,7 +136,7 @@ def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
     room = llm.session.engine.scheduler.kv
     assert room._is_worth_it(100, num_shared=50, num_bytes=1000)
     assert not room._is_worth_it(100, num_shared=51, num_bytes=1000)
-    room._cost = PassCost(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
+    room._cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
     assert not room._is_worth_it(9, num_shared=0, num_bytes=1000)
     assert room._is_worth_it(10, num_shared=0, num_bytes=1000)
     assert not room._is_worth_it(10, num_shared=0, num_bytes=10**7)

@@ -15,6 +15,7 @@ from specdec.drafters.model import level_width
 from specdec.planning.memory.division import Divider, Gpu, Shape, Smallest
 from specdec.planning.search import Alternative, Figures, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.policy.experience import Experience
 from specdec.run_options import RunOptions
 
 BASE_BYTES = 300 * MIB
@@ -181,13 +182,9 @@ def test_trees_are_as_large_as_copies_hide_them():
 
 def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
     alternative = weigh_by_rows(1e-15)
-    policy = DraftPolicy(
-        SpecConfig(("draft",)),
-        alternative.target.cost(),
-        4096,
-        alternative.draft.cost(),
-        alternative.division.n_drafted,
-    )
+    costs = alternative.target.cost_model(), alternative.draft.cost_model()
+    experience = Experience(*costs, alternative.division.n_drafted)
+    policy = DraftPolicy(SpecConfig(("draft",)), experience, 4096)
     assert policy.n_nodes == alternative.division.n_drafted >= 4 * MAX_AUTO_NODES
 
 

@@ -157,8 +157,8 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
     found = plan_on(device, "t", "self:window=512", ctx_size=256).plan
-    per_pass = found.draft_cost.seconds(1)
-    assert per_pass == pytest.approx(found.pass_cost.seconds(1), rel=0.01)
+    per_pass = found.draft_cost_model.seconds(1)
+    assert per_pass == pytest.approx(found.cost_model.seconds(1), rel=0.01)
 
 
 def test_a_device_has_a_name() -> None:

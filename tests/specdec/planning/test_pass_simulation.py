@@ -12,7 +12,7 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.residency.plan import plan_residency
 from offload.units import GIB, MIB
-from specdec.planning.pass_model import PassModel
+from specdec.planning.pass_simulation import PassSimulation
 
 LAYERS = PaperModel("t", 12, 4 * MIB).layers
 LAYER_BYTES = 12 * 8 * MIB
@@ -21,9 +21,9 @@ HEAD_BYTES = 10 * MIB
 
 def model(
     available_bytes: int, curve: ComputeCurve, storage: float = 1e9, n_slots: int = 3
-) -> PassModel:
+) -> PassSimulation:
     plan = plan_residency(LAYERS, available_bytes, n_slots=n_slots)
-    return PassModel(plan, ModelCompute(curve, HEAD_BYTES), storage)
+    return PassSimulation(plan, ModelCompute(curve, HEAD_BYTES), storage)
 
 
 def linear(fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
@@ -64,7 +64,7 @@ def test_reads_that_slow_the_arithmetic_count_while_they_run():
 )
 def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_row, n_rows):
     one = model(available * MIB, linear(fixed, per_row))
-    cost = one.cost()
+    cost = one.cost_model()
     assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.1)
 
 
@@ -75,15 +75,15 @@ def test_what_only_the_largest_passes_take_is_not_held_against_smaller_ones(most
     figures = tuple(seconds / n_bytes for seconds in (0.01, 0.02, 0.05, most_seconds))
     one = model(40 * MIB, ComputeCurve((1, 16, 64, 128), figures, figures))
     assert one.seconds(64) == pytest.approx(one.seconds(1))
-    cost = one.cost()
+    cost = one.cost_model()
     for n_rows in (1, 32, 64, 128):
         assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.01)
-    assert cost.free_rows() >= 64
+    assert cost.num_free_tokens >= 64
 
 
 def test_moving_what_has_arrived_is_work_too():
     plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
-    one = PassModel(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
+    one = PassSimulation(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
     assert one.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
 
 
@@ -94,9 +94,9 @@ def test_what_comes_after_the_layers_is_the_same_on_a_gpu():
         head_per_byte=ComputeCurve.linear(2 / HEAD_BYTES, 1 / HEAD_BYTES),
         per_pass=ComputeCurve.linear(5.0, 0.5),
     )
-    on_gpu = PassModel(plan_tiers(LAYERS, GIB, GIB), compute, 1e9, 1e10)
+    on_gpu = PassSimulation(plan_tiers(LAYERS, GIB, GIB), compute, 1e9, 1e10)
     assert on_gpu.placement.n_moving_layers == 0
     layers = LAYER_BYTES / (LAYER_BYTES + HEAD_BYTES) * 0.4
     assert on_gpu.seconds(3) == pytest.approx(layers + (2 + 3) + (5 + 1.5))
-    on_cpu = PassModel(plan_residency(LAYERS, GIB), compute, 1e9)
+    on_cpu = PassSimulation(plan_residency(LAYERS, GIB), compute, 1e9)
     assert on_cpu.seconds(3) == pytest.approx(on_gpu.seconds(3))

@@ -1,0 +1,127 @@
+"""How long a forward pass should take a model whose layers are placed as planned.
+
+Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
+their real order and sizes (`offload.residency.simulation`), with this machine's bandwidth and
+arithmetic; so are the copies to a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from backends.contract.source import ModelCompute
+from offload.residency.placement import Placement
+from offload.residency.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
+from specdec.policy.cost_model import CostModel
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of tokens."""
+_GPU_SIZES = (*_SIZES, 256, 512, 1024)
+_FEW_TOKENS = 16
+_ABOVE_THE_KNEE = 1.05
+"""Times one token's seconds: passes that take so much longer are held up by their tokens."""
+
+
+@dataclass(frozen=True)
+class PassSimulation:
+    """Forward passes of one model, placed, on one machine; a CostModel begins with its times."""
+
+    placement: Placement
+    compute: ModelCompute
+    storage_bytes_per_second: float
+    copy_bytes_per_second: float = 0.0
+    """Between pinned host memory and a GPU's; of use where a GPU computes."""
+    expert_seconds_per_byte: float = 0.0
+    """Cost of missing experts beside what the storage's bandwidth says: their reads are short, and
+    their pages are taken from other experts."""
+    _known: dict[tuple[int, float], SimulatedPass] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def times(self, num_tokens: int, gap_seconds: float = 0.0) -> SimulatedPass:
+        """Return a pass in the midst of others that drafting of `gap_seconds` parts."""
+        key = (num_tokens, gap_seconds)
+        if key not in self._known:
+            self._known[key] = self._simulate(num_tokens, gap_seconds)
+        return self._known[key]
+
+    @property
+    def expert_bytes_per_second(self) -> float:
+        """Rate at which missing experts are read."""
+        return 1.0 / (1.0 / self.storage_bytes_per_second + self.expert_seconds_per_byte)
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds of a pass that follows the one before it at once."""
+        return self.times(num_tokens).seconds
+
+    def cost_model(self) -> CostModel:
+        """Return the larger of two: one token's pass, and a line through those that tokens hold up.
+
+        Two pieces are as good for the policy as the simulated times themselves (docs/policy.md).
+        """
+        # Nothing hides tokens: a few of them count. Nor are experts' reads hidden, of which every
+        # token asks for some.
+        if not self.placement.n_moving_layers or self.placement.experts is not None:
+            few = self.seconds(_FEW_TOKENS)
+            return CostModel(0.0, *_line(1, self.seconds(1), _FEW_TOKENS, few))
+        sizes = _GPU_SIZES if self.placement.is_on_device else _SIZES
+        seconds = {n: self.seconds(n) for n in sizes}
+        floor = seconds[1]
+        above = [n for n in sizes if seconds[n] > _ABOVE_THE_KNEE * floor]
+        low = min(above, default=sizes[-2])
+        low, high = min(low, sizes[-2]), sizes[-1]
+        # Reads that hide all of the tokens say nothing about the line: arithmetic alone does.
+        line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
+        return CostModel(floor, *_line(low, line[low], high, line[high]))
+
+    def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
+        placed, per_byte = self.placement, self.compute.per_byte
+        is_copied = placed.is_on_device
+        # A GPU's arithmetic neither reads nor copies slow down.
+        overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(num_tokens))
+        moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
+        seconds = per_byte.seconds(num_tokens)
+        layers = [
+            LayerWork(
+                layer.slot_bytes / self.storage_bytes_per_second,
+                seconds * layer.n_bytes
+                + moving * layer.slot_bytes
+                + self._expert_seconds(index, num_tokens),
+                layer.copied_bytes / self.copy_bytes_per_second if is_copied else 0.0,
+            )
+            for index, layer in enumerate(placed.layers)
+        ]
+        return simulate_passes(
+            layers,
+            placed.n_slots,
+            placed.n_device_slots,
+            outer_seconds=self.compute.outer_seconds(num_tokens),
+            gap_seconds=gap_seconds,
+            overlap=overlap,
+        )
+
+    def _expert_seconds(self, layer: int, num_tokens: int) -> float:
+        """Return what a layer's routed experts take: missing ones are read, then all computed."""
+        room = self.placement.experts
+        experts = None if room is None else room.layers[layer]
+        if room is None or experts is None:
+            return 0.0
+        per_byte = self.compute.per_byte.seconds(experts.rows_each(num_tokens))
+        missing_seconds = room.read_bytes(layer, num_tokens) / self.expert_bytes_per_second
+        return missing_seconds + per_byte * experts.used_bytes(num_tokens)
+
+    def _compute_seconds(self, num_tokens: int) -> float:
+        n_bytes = sum(layer.n_bytes for layer in self.placement.layers)
+        return self.compute.per_byte.seconds(num_tokens) * n_bytes + self.compute.outer_seconds(
+            num_tokens
+        )
+
+
+def _line(n_low: int, low: float, n_high: int, high: float) -> tuple[float, float]:
+    """Return (fixed seconds, seconds per token) of the line through two points.
+
+    A steep line is below zero where there are no tokens, and it must be: raised to zero it would be
+    above what was measured at the lower point.
+    """
+    slope = max((high - low) / (n_high - n_low), 1e-12)
+    return low - slope * n_low, slope

@@ -1,0 +1,137 @@
+"""Seconds of passes as planned, and from noisy, changing measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
+
+READ, FIXED, PER_TOKEN = 1.0, 0.2, 0.05
+
+costs = st.builds(CostModel, st.floats(0.0, 10.0), st.floats(0.0, 3.0), st.floats(1e-3, 1.0))
+measured = st.lists(
+    st.tuples(st.integers(1, MAX_MEASURED_TOKENS), st.floats(0.05, 20.0)), max_size=6
+)
+
+
+@pytest.fixture
+def cost() -> CostModel:
+    return CostModel(READ, FIXED, PER_TOKEN)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+@given(costs, st.integers(1, 100_000))
+def test_the_plan_holds_until_something_is_measured(cost: CostModel, num_tokens: int) -> None:
+    assert cost.seconds(num_tokens) == cost.planned_seconds(num_tokens)
+
+
+def test_tokens_are_free_while_reading_takes_longer() -> None:
+    cost = CostModel(read_seconds=2.0, fixed_seconds=0.5, seconds_per_token=0.05)
+    assert cost.num_free_tokens == 30
+    assert cost.seconds(30) == pytest.approx(2.0)
+    assert cost.seconds(40) == pytest.approx(2.5)
+
+
+def test_in_memory_few_tokens_are_free() -> None:
+    cost = CostModel(read_seconds=0.0, fixed_seconds=1.0, seconds_per_token=0.1)
+    assert cost.num_free_tokens == 6  # half as long again as one token's pass
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between(
+    cost: CostModel,
+) -> None:
+    planned = [cost.seconds(n) for n in range(1, 41)]
+    for _ in range(5):
+        for n in (1, 32):
+            cost.observe(n, 2.0 * cost.planned_seconds(n))
+    assert [cost.seconds(n) for n in range(1, 41)] == pytest.approx([2.0 * one for one in planned])
+
+
+def test_a_size_of_its_own_is_not_drowned_by_many_passes_of_another(cost: CostModel) -> None:
+    cost.observe(1, 0.3)
+    for _ in range(60):
+        cost.observe(4, 5.0)
+    assert cost.seconds(1) == pytest.approx(0.3, rel=0.05)
+    assert cost.seconds(4) == pytest.approx(5.0, rel=0.05)
+
+
+def test_a_change_of_speed_is_followed_within_some_passes(cost: CostModel) -> None:
+    for _ in range(100):
+        cost.observe(8, 1.0)
+    for _ in range(24):
+        cost.observe(8, 4.0)
+    assert cost.seconds(8) == pytest.approx(4.0, rel=0.15)
+
+
+def test_a_size_that_is_long_out_of_use_follows_the_others(cost: CostModel) -> None:
+    cost.observe(1, 1.0)
+    for _ in range(2000):
+        cost.observe(8, 4.0)
+    assert cost.seconds(1) == pytest.approx(4.0, rel=1e-3)  # both are bound by the same reads
+
+
+def test_passes_larger_than_any_that_is_measured_take_as_much_longer_as_the_largest(
+    cost: CostModel,
+) -> None:
+    cost.observe(MAX_MEASURED_TOKENS, 3.0 * cost.seconds(MAX_MEASURED_TOKENS))
+    cost.observe(10 * MAX_MEASURED_TOKENS, 1e-3)  # not learnt from
+    assert cost.seconds(5000) == pytest.approx(3.0 * cost.planned_seconds(5000))
+    assert len(cost.table(5000)) == MAX_MEASURED_TOKENS
+
+
+@given(costs, measured)
+def test_the_table_is_the_seconds_of_every_size(
+    cost: CostModel, passes: list[tuple[int, float]]
+) -> None:
+    for num_tokens, seconds in passes:
+        cost.observe(num_tokens, seconds)
+    table = cost.table(300)
+    assert table.shape == (300,)
+    for num_tokens in (1, 2, 7, 64, 100, 300):
+        assert table[num_tokens - 1] == pytest.approx(cost.seconds(num_tokens))
+
+
+@given(costs, measured, st.floats(0.01, 300.0))
+def test_the_largest_pass_within_a_time(
+    cost: CostModel, passes: list[tuple[int, float]], seconds: float
+) -> None:
+    for num_tokens, taken in passes:
+        cost.observe(num_tokens, taken)
+    most = cost.max_num_tokens(seconds)
+    if most:
+        assert cost.seconds(most) <= seconds * (1 + 1e-6)
+    larger = [n for n in range(most + 1, MAX_MEASURED_TOKENS + 1) if n < most + 50 or n % 37 == 0]
+    assert all(cost.seconds(n) > seconds for n in [*larger, most + 2, 2 * most + 2])
+
+
+def test_of_a_copy_nothing_is_measured(cost: CostModel) -> None:
+    """Such as the plan's, which others begin with as well."""
+    cost.observe(8, 40.0)
+    assert replace(cost).seconds(8) == cost.planned_seconds(8)
+
+
+@given(costs, measured)
+def test_what_is_kept_holds_under_another_plan(
+    cost: CostModel, passes: list[tuple[int, float]]
+) -> None:
+    for num_tokens, seconds in passes:
+        cost.observe(num_tokens, seconds)
+    same, other = replace(cost), CostModel(2.0, 0.4, 0.1)
+    same.restore(cost.kept().tolist())
+    other.restore(cost.kept().tolist())
+    assert same.kept() == pytest.approx(other.kept(), abs=1e-6)
+    if len(passes) == 1:
+        num_tokens = 1 << (passes[0][0].bit_length() - 1)  # one of the sizes that are learnt
+        cost, other = replace(cost), replace(other)
+        cost.observe(num_tokens, passes[0][1])
+        other.restore(cost.kept().tolist())
+        assert other.seconds(num_tokens) == pytest.approx(passes[0][1])
