@@ -55,7 +55,7 @@ class KVCacheManager:
         max_num_seqs: int,
     ) -> None:
         self.cache, self.files = cache, files
-        self._target, self._cost, self._totals = target, cost, totals
+        self._target, self.cost, self._totals = target, cost, totals
         self._max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
 
@@ -218,7 +218,7 @@ class KVCacheManager:
         num_own = num_tokens - num_shared
         if num_own < _OWN_SHARE * num_tokens:
             return False
-        seconds = self._cost.seconds(1 + num_own) - self._cost.seconds(1)
+        seconds = self.cost.seconds(1 + num_own) - self.cost.seconds(1)
         return seconds > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
 
 

@@ -93,7 +93,7 @@ class Scheduler:
         max_prefill_tokens: int,
     ) -> None:
         self.kv, self.totals = kv, totals
-        self._cost = cost
+        self.cost = cost
         self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._max_num_nodes = max_num_nodes
         self.waiting: list[Sequence] = []
@@ -161,7 +161,7 @@ class Scheduler:
         Prompts come before draft tokens, which cost the others the same. At least one prompt token
         is scheduled, so that no request starves.
         """
-        cost, num_tokens = self._cost, _num_tokens(decode)
+        cost, num_tokens = self.cost, _num_tokens(decode)
         if not any(sequence.request.is_streamed for sequence in decode):
             return max(num_tokens + 1, min(self._max_prefill_tokens, MAX_MEASURED_TOKENS))
         seconds = max(LONGEST_PASS * cost.seconds(num_tokens), UNNOTICED_SECONDS)

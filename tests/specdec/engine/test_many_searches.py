@@ -76,7 +76,7 @@ def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
 ) -> None:
     prompt = LONG[100:200]
     expected, beams = alone(llm, [80, 9], TEXT), alone(llm, prompt, SEARCH)
-    monkeypatch.setattr(llm.session.engine.scheduler, "_cost", CostModel(0.0, 1.0, 0.1))
+    monkeypatch.setattr(llm.session.engine.scheduler, "cost", CostModel(0.0, 1.0, 0.1))
     beside, search = llm.stream([80, 9], TEXT), llm.stream(prompt, SEARCH)
     with Stepping(llm) as steps:
         taken = list(steps.next(beside).token_ids)

@@ -79,7 +79,7 @@ def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
 
 def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
-        llm.session.engine.scheduler.kv._cost = CostModel(0.0, 0.0, 1.0)  # files are quicker
+        llm.session.engine.scheduler.kv.cost = CostModel(0.0, 0.0, 1.0)  # files are quicker
         llm.generate([[20, 21], [30, 31], [40, 41]], max_tokens=180, ignore_eos=True)
         found = llm.stats
         assert found.set_aside > 0

@@ -31,7 +31,7 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
 
         monkeypatch.setattr(llm.target, "run", noted)
         cost = CostModel(0.0, 1.0, 0.1)
-        monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
+        monkeypatch.setattr(llm.session.engine.scheduler, "cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
         with Stepping(llm) as steps:
             steps.next(decoding)
@@ -68,7 +68,7 @@ def test_its_draft_enters_in_chunks_beside_it(
 
         monkeypatch.setattr(llm.draft, "run", noted)
         cost = CostModel(0.0, 1.0, 0.1)
-        monkeypatch.setattr(llm.session.engine.scheduler, "_cost", cost)
+        monkeypatch.setattr(llm.session.engine.scheduler, "cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
         with Stepping(llm) as steps:
             steps.next(decoding)
@@ -93,9 +93,9 @@ def test_a_prompt_enters_however_long_its_rows_take(
 ) -> None:
     with load(tmp_path_factory, kv_tokens=400) as llm:
         scheduler = llm.session.engine.scheduler
-        monkeypatch.setattr(scheduler, "_cost", CostModel(0.0, 0.0, 1.0))
+        monkeypatch.setattr(scheduler, "cost", CostModel(0.0, 0.0, 1.0))
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 2, 8)] == [2, 3, 12]
-        monkeypatch.setattr(scheduler, "_cost", CostModel(0.0, 0.05, 0.01))  # in memory
+        monkeypatch.setattr(scheduler, "cost", CostModel(0.0, 0.05, 0.01))  # in memory
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 20)] == [20, 32]
         # Sequences that nobody reads along notice no gaps.
         unread = [
@@ -110,10 +110,10 @@ def test_a_prompt_enters_by_what_passes_were_measured_to_take(
     """And by the same figures as trees grow and sequences are swapped out."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         scheduler, cost = llm.session.engine.scheduler, llm.session.experience.cost
-        assert scheduler._cost is scheduler.kv._cost is cost
+        assert scheduler.cost is scheduler.kv.cost is cost
         assert cost is not llm.plan.cost_model
         cost = CostModel(0.0, 0.05, 0.01)
-        monkeypatch.setattr(scheduler, "_cost", cost)
+        monkeypatch.setattr(scheduler, "cost", cost)
         assert scheduler._max_num_tokens(sequences(1)) == 20
         for num_tokens in (1, 8, 32):
             cost.observe(num_tokens, 0.5 * cost.planned_seconds(num_tokens))

@@ -39,7 +39,7 @@ def llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         model, ctx_size=192, kv_tokens=256, parallel=4, threads=1, num_draft_tokens=4
     ) as loaded:
         room = loaded.session.engine.scheduler.kv
-        monkeypatch.setattr(room, "_cost", SLOW)
+        monkeypatch.setattr(room, "cost", SLOW)
         monkeypatch.setattr(room.files, "_find_folder", lambda: tmp_path)
         yield loaded
 
@@ -81,7 +81,7 @@ def test_where_the_disk_is_full_they_are_computed_anew(
 def test_where_rows_are_quicker_they_are_computed_anew(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.session.engine.scheduler.kv, "_cost", CostModel(0.0, 0.0, 1e-6))
+    monkeypatch.setattr(llm.session.engine.scheduler.kv, "cost", CostModel(0.0, 0.0, 1e-6))
     check_equal(llm)
     assert llm.stats.set_aside > 0
     assert llm.stats.restored == 0
@@ -136,7 +136,7 @@ def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
     room = llm.session.engine.scheduler.kv
     assert room._is_worth_it(100, num_shared=50, num_bytes=1000)
     assert not room._is_worth_it(100, num_shared=51, num_bytes=1000)
-    room._cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
+    room.cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
     assert not room._is_worth_it(9, num_shared=0, num_bytes=1000)
     assert room._is_worth_it(10, num_shared=0, num_bytes=1000)
     assert not room._is_worth_it(10, num_shared=0, num_bytes=10**7)
