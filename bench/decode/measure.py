@@ -118,7 +118,7 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
         first = index % len(spec.modes)
         turn = []
         for mode in spec.modes[first:] + spec.modes[:first]:
-            llm.session.experience = experiences[mode]
+            llm.session.use_experience(experiences[mode])
             turn.append(_measure_one(llm, prompt, mode, {**ways[mode], **spec.sampling}, probe))
             if spec.log is not None:
                 append_line(asdict(turn[-1]), Path(spec.log))

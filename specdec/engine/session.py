@@ -35,6 +35,7 @@ from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import plan_models
+from specdec.policy.experience import Experience
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
@@ -147,6 +148,10 @@ class Session:
             plan=self.plan,
             experience=self.experience,
         )
+
+    def use_experience(self, experience: Experience) -> None:
+        """Go on with other acceptance statistics: modes of a benchmark do not learn together."""
+        self._factory = replace(self._factory, experience=experience)
 
     # --- requests ------------------------------------------------------------------------------
 
