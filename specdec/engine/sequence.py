@@ -121,7 +121,8 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that prefill chunks still have to compute."""
-        return len(self.ids_to_compute) - self.computing.n_committed
+        num_pending = 1 if self.num_new_tokens else 0  # counted without a copy: every step asks
+        return len(self.token_ids) - num_pending - self.computing.n_committed
 
     @property
     def is_decoding(self) -> bool:

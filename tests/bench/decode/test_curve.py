@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def test_the_text_may_end_early(target: Path) -> None:
     settings = CurveSettings((0.9,), (3,), max_tokens=20)
     with specdec.load(**load_keywords(load, settings)) as llm:
         text = llm.generate(PROMPTS[0].text, max_tokens=20, ignore_eos=True).token_ids
-        llm.session.eos_token_ids = (text[5],)
+        session = llm.session
+        session._factory = replace(session._factory, eos_token_ids=(text[5],))
         result = measure_curve(llm, PROMPTS[:1], settings, io.StringIO())
     end = text.index(text[5]) + 1
     assert [tuple(r["token_ids"]) for r in result["records"]] == [text[:end]] * 2

@@ -99,7 +99,7 @@ def test_demanded_with_a_rule_that_chooses_other_tokens_it_is_refused(
     rule: tuple[str, ...], models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = models.run_argv("-p", "ab", "-n", "4", "--exact", "on", *rule)
-    expect_error(capsys, argv, "exact is 'on', but", rule[-1], "exact 'auto'")
+    expect_error(capsys, argv, "--exact is 'on', but with", rule[-1], "use 'auto'")
     assert main([*argv, "--num-draft-tokens", "0"]) == 0  # the rule decides about drafts alone
 
 
