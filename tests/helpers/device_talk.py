@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 from cpu_engine import CpuEngine
 from tiered import DEVICE, HOST, STORAGE, tiered_model
 
@@ -52,11 +53,11 @@ def on_device(
 
 def conversation(backend: Backend) -> list[np.ndarray]:
     """A prompt, a tree, a commit that moves rows, a tree below it, a rollback, a prompt."""
-    seen = [backend.prefill(PROMPT)]
-    first = backend.next_node_id
-    ids, logits = backend.extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
+    seen = [own(backend).prefill(PROMPT)]
+    first = own(backend).next_node_id
+    ids, logits = own(backend).extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])
     seen.append(logits)
-    backend.commit([ids[0], ids[2]], keep=[ids[5]])
-    seen.append(backend.extend([50, 51], [ids[5], PREFIX], rows=[1])[1])
-    backend.rollback(5)
-    return [*seen, backend.prefill(PROMPT[5:])]
+    own(backend).commit([ids[0], ids[2]], keep=[ids[5]])
+    seen.append(own(backend).extend([50, 51], [ids[5], PREFIX], logits_at=[1])[1])
+    own(backend).rollback(5)
+    return [*seen, own(backend).prefill(PROMPT[5:])]

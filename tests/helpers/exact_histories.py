@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from alone import own
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,15 +36,15 @@ class Plain:
         backend, text = self.backend, tuple(text)
         if text not in self.rows:
             n_shared = next(n for n in range(len(text), -1, -1) if self.is_committed(text[:n]))
-            backend.rollback(min(n_shared, len(text) - 1))
-            for n in range(backend.n_committed, len(text)):
-                ids, rows = backend.extend([text[n]], [PREFIX])
-                backend.commit(ids)
+            own(backend).rollback(min(n_shared, len(text) - 1))
+            for n in range(own(backend).n_committed, len(text)):
+                ids, rows = own(backend).extend([text[n]], [PREFIX])
+                own(backend).commit(ids)
                 self.rows[text[: n + 1]] = rows[0]
         return self.rows[text]
 
     def is_committed(self, text: tuple[int, ...]) -> bool:
-        return tuple(self.backend.committed_ids[: len(text)]) == text
+        return tuple(own(self.backend).committed_ids[: len(text)]) == text
 
 
 class Fresh(Plain):
@@ -52,8 +53,8 @@ class Fresh(Plain):
     def row(self, text: Sequence[int]) -> np.ndarray:
         text = tuple(text)
         if text not in self.rows:
-            self.backend.rollback(0)
-            self.rows[text] = self.backend.prefill(text)
+            own(self.backend).rollback(0)
+            self.rows[text] = own(self.backend).prefill(text)
         return self.rows[text]
 
 
@@ -71,7 +72,7 @@ class ExactMachine(RuleBasedStateMachine):
 
     @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=20))
     def begin(self, prompt):
-        self.backend.rollback(0)
+        own(self.backend).rollback(0)
         self.text, self.live = [], {}
         self.prefill([*self.beginning, *prompt])
 
@@ -80,7 +81,7 @@ class ExactMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), n=st.integers(1, 9))
     def extend(self, data, n):
-        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        first, parents, tokens, paths = own(self.backend).next_node_id, [], [], {}
         for i in range(n):
             parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
             parents.append(parent)
@@ -91,13 +92,13 @@ class ExactMachine(RuleBasedStateMachine):
         if len(self.live) + n > MAX_NODES or is_too_deep:
             return
         rows = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
-        ids, logits = self.backend.extend(tokens, parents, rows)
+        ids, logits = own(self.backend).extend(tokens, parents, rows)
         for row, values in zip(range(n) if rows is None else rows, logits, strict=True):
             self.check(values, [*self.text, *paths[ids[row]]])
         self.live.update(paths)
 
     def path(self, node):
-        return self.backend.text.kv.table.path(node)
+        return own(self.backend).store.table.path(node)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), is_empty=st.booleans())
@@ -107,7 +108,7 @@ class ExactMachine(RuleBasedStateMachine):
         keep = [n for n in below if data.draw(st.booleans())]
         kept = [n for n in self.live if set(keep) & set(self.path(n))]
         self.text += self.live[path[-1]] if path else []
-        self.backend.commit(path, keep)
+        own(self.backend).commit(path, keep)
         self.live = {n: self.live[n][len(path) :] for n in kept}
 
     @precondition(lambda self: self.live)
@@ -115,30 +116,30 @@ class ExactMachine(RuleBasedStateMachine):
     def prune(self, data):
         doomed = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3))
         gone = [n for n in self.live if set(doomed) & set(self.path(n))]
-        self.backend.prune(doomed)
+        own(self.backend).prune(doomed)
         self.live = {n: t for n, t in self.live.items() if n not in gone}
 
     @rule(data=st.data())
     def rollback(self, data):
         least = max(0, len(self.beginning) - CONTEXT)
         self.text = self.text[: data.draw(st.integers(least, len(self.text)))]
-        self.backend.rollback(len(self.text))
+        own(self.backend).rollback(len(self.text))
         self.live = {}
 
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12))
     def prefill(self, tokens):
         if len(self.text) + len(tokens) <= self.context:
             self.text, self.live = [*self.text, *tokens], {}
-            self.check(self.backend.prefill(tokens), self.text)
+            self.check(own(self.backend).prefill(tokens), self.text)
 
     @precondition(lambda self: self.text and self.backend.can_save_prefix)
     @rule()
     def restore(self):
-        tensors = self.backend.prefix_tensors()
+        tensors = own(self.backend).prefix_tensors()
         buffers = {t.name: memoryview(bytearray(t.n_bytes)) for t in tensors}
-        self.backend.save_prefix(buffers)
-        self.backend.rollback(0)
-        self.backend.load_prefix(self.text, {t.name: (t, buffers[t.name]) for t in tensors})
+        own(self.backend).save_prefix(buffers)
+        own(self.backend).rollback(0)
+        own(self.backend).load_prefix(self.text, {t.name: (t, buffers[t.name]) for t in tensors})
         self.live = {}
 
 

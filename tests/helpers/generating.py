@@ -174,7 +174,7 @@ def run(
     **options: object,
 ) -> list[int]:
     """`n` new tokens after the prompt, fewer when a stop token comes."""
-    target.rollback(0)
+    own(target).rollback(0)
     if drafter is not None:
         drafter.reset()
     params = params or SamplingParams()
@@ -186,5 +186,5 @@ def run(
     while len(tokens) < n and tokens[-1] not in stops:
         tokens += controller.step(n - len(tokens)).token_ids
         assert len(tokens) <= n
-        assert target.n_committed == len(prompt) + len(tokens) - 1
+        assert own(target).n_committed == len(prompt) + len(tokens) - 1
     return tokens

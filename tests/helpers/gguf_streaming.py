@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from alone import own
 
 from backends.contract.backend import PREFIX
 from backends.llama.backend import LlamaBackend
@@ -37,15 +38,15 @@ def exercise(backend):
     """The logits of two rounds with trees, chains, commits, prunes and rollbacks."""
     found = []
     for _ in range(2):
-        found.append(backend.prefill(PROMPT))
-        first = backend.next_node_id
+        found.append(own(backend).prefill(PROMPT))
+        first = own(backend).next_node_id
         parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
-        found.append(backend.extend(TREE_TOKENS, parents)[1])
-        backend.commit([first, first + 1, first + 3], keep=[first + 6])
-        found.append(backend.extend([50, 51], [first + 6, PREFIX], rows=[1])[1])
-        backend.prune([first + 6])
-        found.append(backend.extend([9], [PREFIX])[1])
-        backend.rollback(7)
+        found.append(own(backend).extend(TREE_TOKENS, parents)[1])
+        own(backend).commit([first, first + 1, first + 3], keep=[first + 6])
+        found.append(own(backend).extend([50, 51], [first + 6, PREFIX], logits_at=[1])[1])
+        own(backend).prune([first + 6])
+        found.append(own(backend).extend([9], [PREFIX])[1])
+        own(backend).rollback(7)
     return found
 
 

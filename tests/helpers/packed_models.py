@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from alone import own
 from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -44,10 +45,10 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
     if not is_streamed:
         layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
     with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
-        found = [backend.prefill([5, 9, 44, 3])]
-        ids, rows = backend.extend([7, 8, 9], [PREFIX, PREFIX, PREFIX])
-        backend.commit(ids[:1])
-        return [*found, *rows, *backend.extend([11], [PREFIX])[1]]
+        found = [own(backend).prefill([5, 9, 44, 3])]
+        ids, rows = own(backend).extend([7, 8, 9], [PREFIX, PREFIX, PREFIX])
+        own(backend).commit(ids[:1])
+        return [*found, *rows, *own(backend).extend([11], [PREFIX])[1]]
 
 
 def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:

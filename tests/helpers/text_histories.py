@@ -39,7 +39,7 @@ class Text:
     """Node id -> tokens from the prefix down."""
 
     def ids(self, node: int) -> list[int]:
-        return self.sequence.kv.table.path(node)
+        return self.sequence.store.table.path(node)
 
     def below(self, roots: Sequence[int]) -> set[int]:
         return {n for n in self.live if set(roots) & set(self.ids(n))}
@@ -81,7 +81,7 @@ class TextsMachine(RuleBasedStateMachine):
         self.texts.append(text)
         at = data.draw(st.integers(0, len(prompt) - 1))
         if at:  # in two parts, the first of which needs no logits
-            found = self.backend.run([SequenceInput(text.sequence, prompt[:at], rows=())])
+            found = self.backend.forward([SequenceInput(text.sequence, prompt[:at], logits_at=())])
             assert found[0].logits.shape == (0, self.backend.vocab_size)
         self.check(text.sequence.prefill(prompt[at:]), prompt)
         text.committed = prompt
@@ -117,7 +117,7 @@ class TextsMachine(RuleBasedStateMachine):
             text.committed, text.live = text.committed[:1], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
         if len(text.live) + len(new) > MOST_NODES or data.draw(st.booleans()):
-            return SequenceInput(text.sequence, new, rows=rows), {}
+            return SequenceInput(text.sequence, new, logits_at=rows), {}
         first, parents = text.sequence.next_node_id, []
         found: dict[int, Path] = {}
         room = min(self.depth, self.backend.max_context - len(text.committed))
@@ -207,8 +207,8 @@ class TextsMachine(RuleBasedStateMachine):
     def lengths_are_exact(self) -> None:
         for text in self.texts:
             assert list(text.sequence.committed_ids) == text.committed
-            assert set(text.sequence.kv.table.ids) == set(text.live)
-            text.sequence.kv.check_integrity()
+            assert set(text.sequence.store.table.ids) == set(text.live)
+            text.sequence.store.check_integrity()
 
     def teardown(self) -> None:
         for text in self.texts:

@@ -15,6 +15,7 @@ from typing import Any
 
 import config_mutants
 import pytest
+from alone import own
 from checkpoints import FAMILIES, MIXTURES, save_tiny_checkpoint
 
 from backends.contract.source import BackendOptions
@@ -72,8 +73,8 @@ def use(folder: Path) -> None:
     assert source.outer_bytes + source.head_bytes > 0
     assert source.fingerprint()
     with TorchBackend.resident(folder, max_context=_CTX) as backend:
-        backend.prefill([3, 17, 5, 60])
-        backend.extend([5, 6], [-1, -1])
+        own(backend).prefill([3, 17, 5, 60])
+        own(backend).extend([5, 6], [-1, -1])
 
 
 def test_checkpoints_are_loaded_and_run_or_refused(tmp_path: Path) -> None:
@@ -189,10 +190,10 @@ def test_an_error_of_a_later_pass_is_a_bug_and_keeps_its_traceback(
         raise RuntimeError("ours")
 
     with TorchBackend.resident(folder, max_context=_CTX) as backend:
-        backend.prefill([3, 17])
+        own(backend).prefill([3, 17])
         monkeypatch.setattr("backends.hf.backend.run_model", fail)
         with pytest.raises(RuntimeError, match="ours"):
-            backend.extend([5], [-1])
+            own(backend).extend([5], [-1])
 
 
 def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone import own
 from disagreements import PARTS, Disagreement, Writer
 from family_checks import TOLERANCE, scale
 from hypothesis import HealthCheck, example, given, settings
@@ -85,7 +86,7 @@ def theirs(directory: Path) -> np.ndarray | set[str]:
 def ours(directory: Path) -> np.ndarray:
     model = load_hf_model(directory)
     with TorchBackend(model, CpuWeights(model, model.layer_weights, 2)) as backend:
-        return backend.prefill(PROMPT)
+        return own(backend).prefill(PROMPT)
 
 
 def check(directory: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone import own
 from checkpoints import save_tiny_checkpoint
 from quantised_models import awq, compressed, fp8, gptq, save_quantised
 from safetensors.torch import load_file, save_file
@@ -60,7 +61,10 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
     if not is_streamed:
         layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
     with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
-        return [backend.prefill([5, 9, 44, 3]), *backend.extend([7, 8], [PREFIX, PREFIX])[1]]
+        return [
+            own(backend).prefill([5, 9, 44, 3]),
+            *own(backend).extend([7, 8], [PREFIX, PREFIX])[1],
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

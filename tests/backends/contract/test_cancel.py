@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 from cpu_engine import CpuEngine
 from gguf_models import save_tiny_gguf
 from hanging_storage import HangingStorage
@@ -75,7 +76,7 @@ def backend(
 
 
 def extend(backend: Backend) -> np.ndarray:
-    return backend.extend([7, 20, 30], [PREFIX] * 3)[1]
+    return own(backend).extend([7, 20, 30], [PREFIX] * 3)[1]
 
 
 def request(backend: Backend, is_over: threading.Event) -> None:
@@ -105,19 +106,19 @@ def cut_short(backend: Backend, storage: HangingStorage) -> None:
         is_over.set()
         thread.join()
     assert storage.is_hanging
-    assert backend.n_committed == len(PROMPT)
+    assert own(backend).n_committed == len(PROMPT)
 
 
 def test_a_read_that_does_not_end(backend: Backend, storage: HangingStorage) -> None:
-    backend.prefill(PROMPT)
+    own(backend).prefill(PROMPT)
     expected = extend(backend)
-    backend.rollback(len(PROMPT))
+    own(backend).rollback(len(PROMPT))
     storage.hang()
     for _ in range(2):  # the same read still hangs when the next pass comes to it
         cut_short(backend, storage)
     storage.let_go()
     assert np.array_equal(extend(backend), expected)
-    backend.rollback(len(PROMPT))
+    own(backend).rollback(len(PROMPT))
     assert np.array_equal(extend(backend), expected)
 
 
@@ -126,8 +127,8 @@ def test_a_long_prompt_ends_between_two_chunks_of_a_layer(
 ) -> None:
     monkeypatch.setattr(torch_backend, "CHUNK_ROWS", 2)
     with TorchBackend.resident(checkpoint_factory("llama")) as backend:
-        expected = backend.prefill(PROMPT)
-        backend.rollback(0)
+        expected = own(backend).prefill(PROMPT)
+        own(backend).rollback(0)
         runner = backend._runners[1]
         forward, chunks = runner._forward, []
 
@@ -138,7 +139,7 @@ def test_a_long_prompt_ends_between_two_chunks_of_a_layer(
 
         runner._forward = cancelling
         with pytest.raises(BackendError, match="the pass was cancelled"):
-            backend.prefill(PROMPT)
+            own(backend).prefill(PROMPT)
         assert chunks == [2]
         runner._forward = forward
-        assert np.array_equal(backend.prefill(PROMPT), expected)
+        assert np.array_equal(own(backend).prefill(PROMPT), expected)

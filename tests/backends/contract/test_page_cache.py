@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import own
 from checkpoints import in_dtype, save_tiny_checkpoint
 from gguf_models import save_tiny_gguf
 from page_cache import forget, n_cached
@@ -107,6 +108,6 @@ def test_loading_and_computing_leave_nothing_there(name: str, tmp_path: Path) ->
     source.fingerprint()
     loading = Loading(placed(source, case.streams), 32, 4, 4, load_mode=case.load_mode)
     with source.load(loading) as backend:
-        backend.prefill([5, 6, 7])
-        backend.extend([8], [PREFIX])
+        own(backend).prefill([5, 6, 7])
+        own(backend).extend([8], [PREFIX])
         assert {file: n_cached(file) for file in files} == dict.fromkeys(files, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
@@ -20,8 +21,8 @@ def test_a_repair_that_fails_is_made_before_the_next_pass(
 ) -> None:
     model = load_hf_model(checkpoint_factory("llama", num_hidden_layers=6))
     with TorchBackend(model, CpuWeights(model, model.layer_weights, 2)) as backend:
-        expected = backend.prefill(PROMPT)
-        backend.rollback(0)
+        expected = own(backend).prefill(PROMPT)
+        own(backend).rollback(0)
         restart, refusals = backend._restart, [OSError("refused"), OSError("refused")]
 
         def restart_unless_refused() -> None:
@@ -36,7 +37,7 @@ def test_a_repair_that_fails_is_made_before_the_next_pass(
         with monkeypatch.context() as inside_a_layer:
             inside_a_layer.setattr(backend._runners[3], "_forward", break_off)
             with pytest.raises(RuntimeError, match="broke off"):
-                backend.prefill(PROMPT)
+                own(backend).prefill(PROMPT)
         with pytest.raises(OSError, match="refused"):
-            backend.prefill(PROMPT)
-        assert np.array_equal(backend.prefill(PROMPT), expected)
+            own(backend).prefill(PROMPT)
+        assert np.array_equal(own(backend).prefill(PROMPT), expected)

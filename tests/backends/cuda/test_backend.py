@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from alone import own
 from checkpoints import FAMILIES
 from cpu_engine import CpuEngine
 from device_talk import PROMPT, all_there, conversation, everywhere, on_device
@@ -42,7 +43,7 @@ def test_every_family_is_bit_equal_to_memory(family: str, copies: Policy, checkp
     with on_device(directory, engine) as backend:
         for _ in range(2):
             assert equal(conversation(backend), expected)
-            backend.rollback(0)
+            own(backend).rollback(0)
     assert (engine.n_allocated, engine.n_pinned) == (0, 0)
 
 
@@ -52,7 +53,7 @@ def test_traffic_of_a_pass(tier: str, checkpoint_factory) -> None:
     plan = tiered_model(model, lambda i, j: tier)
     with TorchBackend(model, DeviceWeights(model, plan, CpuEngine())) as backend:
         for _ in range(4):
-            backend.extend([5], [PREFIX])
+            own(backend).extend([5], [PREFIX])
         use = backend.stream_use
         assert 4 * plan.moved_bytes <= use.bytes_copied <= 5 * plan.moved_bytes
         # A file ends before its last block does, and how much is read ahead is a matter of luck.
@@ -72,11 +73,11 @@ def test_a_cancel_ends_the_pass_and_only_that(checkpoint_factory) -> None:
             return forward(*args, **kwargs)
 
         runner._forward = cancelling
-        backend.rollback(0)
+        own(backend).rollback(0)
         with pytest.raises(BackendError, match="the pass was cancelled"):
-            backend.prefill(PROMPT)
+            own(backend).prefill(PROMPT)
         runner._forward = forward
-        assert backend.n_committed == 0
+        assert own(backend).n_committed == 0
         assert equal(conversation(backend), expected)
 
 
@@ -84,11 +85,11 @@ def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
     """So that it is what is timed, and what an error of the device belongs to."""
     engine = CpuEngine()
     with on_device(checkpoint_factory("llama"), engine, all_there) as backend:
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
         engine.compute_stream.policy = Policy.LATE
         done: list[bool] = []
         engine.compute(lambda: done.append(True))
-        backend.extend([7], [PREFIX])
+        own(backend).extend([7], [PREFIX])
         assert done
         engine.compute_stream.policy = Policy.EARLY
 
@@ -102,24 +103,26 @@ def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
     ):
         streamed.sibling(**sizes)
     with on_device(directory, CpuEngine(), all_there) as held:
-        expected = held.prefill(PROMPT)
+        expected = own(held).prefill(PROMPT)
         with held.sibling(**sizes) as other:
-            assert np.array_equal(other.prefill(PROMPT), expected)
-            again = held.prefill(held.cut_to(PROMPT))
-            assert np.array_equal(again, other.prefill(other.cut_to(PROMPT)))
+            assert np.array_equal(own(other).prefill(PROMPT), expected)
+            again = own(held).prefill(own(held).cut_to(PROMPT))
+            assert np.array_equal(again, own(other).prefill(own(other).cut_to(PROMPT)))
 
 
 def test_a_saved_prefix_is_restored_on_the_device(checkpoint_factory) -> None:
     directory = checkpoint_factory("llama")
     with on_device(directory, CpuEngine()) as backend:
-        backend.prefill(PROMPT)
-        shapes = backend.prefix_tensors()
+        own(backend).prefill(PROMPT)
+        shapes = own(backend).prefix_tensors()
         saved = {shape.name: memoryview(bytearray(shape.n_bytes)) for shape in shapes}
-        backend.save_prefix(saved)
-        expected = backend.extend([7], [PREFIX])[1]
-        backend.rollback(0)
-        backend.load_prefix(PROMPT, {shape.name: (shape, saved[shape.name]) for shape in shapes})
-        assert np.array_equal(backend.extend([7], [PREFIX])[1], expected)
+        own(backend).save_prefix(saved)
+        expected = own(backend).extend([7], [PREFIX])[1]
+        own(backend).rollback(0)
+        own(backend).load_prefix(
+            PROMPT, {shape.name: (shape, saved[shape.name]) for shape in shapes}
+        )
+        assert np.array_equal(own(backend).extend([7], [PREFIX])[1], expected)
 
 
 def test_a_plan_over_tiers_loads_the_model_onto_the_device(

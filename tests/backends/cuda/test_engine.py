@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alone import own
 from device_talk import (
     PROMPT,
     all_there,
@@ -121,7 +122,10 @@ def test_three_tiers_equal_vram_and_the_cpu(
     seen = {}
     for name, tier_of in (("vram", all_there), ("tiers", everywhere)):
         with on_device(directory, engine, tier_of) as backend:
-            seen[name] = [conversation(backend), (backend.rollback(0), conversation(backend))[1]]
+            seen[name] = [
+                conversation(backend),
+                (own(backend).rollback(0), conversation(backend))[1],
+            ]
     for one, two in zip(seen["vram"], seen["tiers"], strict=True):
         for in_vram, through_tiers, on_cpu in zip(one, two, expected, strict=True):
             assert np.array_equal(in_vram, through_tiers)
@@ -135,9 +139,9 @@ def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None
     budget = 512 * MIB
     engine = CudaEngine(budget)
     with on_device(checkpoint_factory("llama"), engine, lambda i, j: HOST) as backend:
-        backend.prefill(PROMPT)
-        _, expected = backend.extend([7, 9], [PREFIX, PREFIX])
-        backend.rollback(len(PROMPT))
+        own(backend).prefill(PROMPT)
+        _, expected = own(backend).extend([7, 9], [PREFIX, PREFIX])
+        own(backend).rollback(len(PROMPT))
         forward = backend._runners[1]._forward
 
         def greedy(*args: object, **kwargs: object) -> object:
@@ -146,10 +150,10 @@ def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None
 
         backend._runners[1]._forward = greedy
         with pytest.raises(VramExceeded, match="raise --vram-budget"):
-            backend.extend([7, 9], [PREFIX, PREFIX])
+            own(backend).extend([7, 9], [PREFIX, PREFIX])
         backend._runners[1]._forward = forward
-        assert backend.n_committed == len(PROMPT)
-        assert np.array_equal(backend.extend([7, 9], [PREFIX, PREFIX])[1], expected)
+        assert own(backend).n_committed == len(PROMPT)
+        assert np.array_equal(own(backend).extend([7, 9], [PREFIX, PREFIX])[1], expected)
     assert vram_peak_bytes() <= budget
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from alone import own
 from cpu_engine import CpuEngine
 from device_talk import PROMPT, on_device
 
@@ -62,9 +63,9 @@ def test_an_error_that_follows_one_is_one() -> None:
 def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint_factory) -> None:
     """torch's own error, as the CUDA allocator raises it, at every layer of a pass."""
     with on_device(checkpoint_factory("llama"), CpuEngine()) as backend:
-        backend.prefill(PROMPT)
-        _, expected = backend.extend([7, 9], [PREFIX, PREFIX])
-        backend.rollback(len(PROMPT))
+        own(backend).prefill(PROMPT)
+        _, expected = own(backend).extend([7, 9], [PREFIX, PREFIX])
+        own(backend).rollback(len(PROMPT))
         for runner in backend._runners:
             forward = runner._forward
 
@@ -78,13 +79,13 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
             with pytest.raises(
                 BudgetExceeded, match="20.00 MiB more.*raise --vram-budget"
             ) as raised:
-                backend.extend([7, 9], [PREFIX, PREFIX])
+                own(backend).extend([7, 9], [PREFIX, PREFIX])
             runner._forward = forward
             assert raised.value.wanted_bytes == 20 * 2**20
             assert "\n" not in str(raised.value)
-            assert backend.n_committed == len(PROMPT)
-            assert np.array_equal(backend.extend([7, 9], [PREFIX, PREFIX])[1], expected)
-            backend.rollback(len(PROMPT))
+            assert own(backend).n_committed == len(PROMPT)
+            assert np.array_equal(own(backend).extend([7, 9], [PREFIX, PREFIX])[1], expected)
+            own(backend).rollback(len(PROMPT))
 
 
 def test_out_of_memory_lets_go_of_the_activations() -> None:

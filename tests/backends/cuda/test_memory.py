@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from alone import own
 from checkpoints import FAMILIES
 from device_talk import all_there, on_device
 from hypothesis import given
@@ -89,10 +90,10 @@ def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_p
         tmp_path, CudaEngine(4 * GIB), all_there,
         max_context=4096, max_nodes=MAX_NODES,
     ) as backend:  # fmt: skip
-        backend.prefill([5])  # the KV cache, and what libraries set up
+        own(backend).prefill([5])  # the KV cache, and what libraries set up
         model, held = backend._model, torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        backend.prefill([5] * 3000)
-        backend.extend([5] * 257, [PREFIX] * 257)
+        own(backend).prefill([5] * 3000)
+        own(backend).extend([5] * 257, [PREFIX] * 257)
         taken = torch.cuda.max_memory_allocated() - held
         assert taken <= activation_bytes(model, 3000, MAX_NODES, on_gpu=True)

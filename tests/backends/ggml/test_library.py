@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from gguf_models import FAMILIES, VOCAB, save_tiny_gguf
 from paper_models import PaperModel
 
@@ -126,24 +127,24 @@ def test_contract_in_memory(load_mode, path):
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode=load_mode) as backend:
         assert backend.vocab_size == VOCAB
         assert backend.max_context == 60
-        logits = backend.prefill([3, 4, 5])
+        logits = own(backend).prefill([3, 4, 5])
         assert logits.shape == (VOCAB,)
         assert logits.dtype == np.float32
-        _, rows = backend.extend([5, 6, 7], [PREFIX] * 3, rows=[2, 0])
-        _, again = backend.extend([7, 5], [PREFIX] * 2)
+        _, rows = own(backend).extend([5, 6, 7], [PREFIX] * 3, logits_at=[2, 0])
+        _, again = own(backend).extend([7, 5], [PREFIX] * 2)
         assert np.abs(rows - again).max() < 1e-2
-        assert backend.extend([8], [PREFIX], rows=[])[1].shape == (0, VOCAB)
+        assert own(backend).extend([8], [PREFIX], logits_at=[])[1].shape == (0, VOCAB)
         assert backend.stream_use == StreamUse()
     backend.close()
     with pytest.raises(BackendError, match="closed"):
-        backend.prefill([3])
+        own(backend).prefill([3])
 
 
 def test_logits_are_copies(path):
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
-        first = backend.prefill([3, 4, 5])
+        first = own(backend).prefill([3, 4, 5])
         kept = first.copy()
-        backend.prefill([50, 60])
+        own(backend).prefill([50, 60])
         assert np.array_equal(first, kept)
 
 
@@ -159,43 +160,43 @@ def test_logits_are_copies(path):
 def test_a_refused_extend_leaves_the_prefix(tokens, parents, named, path):
     model = load_gguf_model(path)
     with LlamaBackend(model, max_context=60, max_nodes=8, load_mode="mmap") as backend:
-        expected = backend.prefill([3, 4, 5])
-        backend.extend([5, 6], [PREFIX] * 2)
+        expected = own(backend).prefill([3, 4, 5])
+        own(backend).extend([5, 6], [PREFIX] * 2)
         with pytest.raises(BackendError, match=named):
-            backend.extend(tokens, parents)
-        assert backend.n_committed == 3
-        backend.rollback(2)
-        assert np.abs(backend.prefill([5]) - expected).max() < 1e-2
+            own(backend).extend(tokens, parents)
+        assert own(backend).n_committed == 3
+        own(backend).rollback(2)
+        assert np.abs(own(backend).prefill([5]) - expected).max() < 1e-2
 
 
 def test_more_leaves_than_sequences(path, monkeypatch):
     monkeypatch.setattr("backends.llama.context.MAX_LEAVES", 4)
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
-        expected = backend.prefill([3, 4, 5])
-        ids, logits = backend.extend([5, 6, 7, 8], [PREFIX] * 4)
-        backend.extend([5, 6, 7, 8], ids)
-        backend.rollback(3)
+        expected = own(backend).prefill([3, 4, 5])
+        ids, logits = own(backend).extend([5, 6, 7, 8], [PREFIX] * 4)
+        own(backend).extend([5, 6, 7, 8], ids)
+        own(backend).rollback(3)
         with pytest.raises(
             BackendError, match="all of the cache's 4 sequences are in use, one for each leaf"
         ):
-            backend.extend([5, 6, 7, 8, 9], [PREFIX] * 5)
-        assert np.array_equal(backend.extend([5, 6, 7, 8], [PREFIX] * 4)[1], logits)
-        backend.rollback(2)
-        assert np.abs(backend.prefill([5]) - expected).max() < 1e-2
+            own(backend).extend([5, 6, 7, 8, 9], [PREFIX] * 5)
+        assert np.array_equal(own(backend).extend([5, 6, 7, 8], [PREFIX] * 4)[1], logits)
+        own(backend).rollback(2)
+        assert np.abs(own(backend).prefill([5]) - expected).max() < 1e-2
 
 
 def test_a_draft_longer_than_the_window_is_refused(tmp_path):
     model = load_gguf_model(save_tiny_gguf("gemma2", tmp_path / "m.gguf"))
     with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
-        backend.prefill([3, 4])
+        own(backend).prefill([3, 4])
         with pytest.raises(BackendError, match="sliding window of 8"):
-            backend.extend([5] * 8, [PREFIX, *range(7)])
+            own(backend).extend([5] * 8, [PREFIX, *range(7)])
 
 
 def test_a_long_pass_in_memory_can_be_cancelled(path):
     model = load_gguf_model(path)
     with LlamaBackend(model, max_context=500, max_nodes=8, load_mode="mmap") as backend:
-        expected = backend.prefill([3, 4, 5])
+        expected = own(backend).prefill([3, 4, 5])
         was_cancelled = threading.Event()
 
         def cancel():
@@ -204,8 +205,8 @@ def test_a_long_pass_in_memory_can_be_cancelled(path):
 
         def keep_reading():
             for _ in range(1000):
-                backend.rollback(3)
-                backend.prefill([7] * 490)
+                own(backend).rollback(3)
+                own(backend).prefill([7] * 490)
 
         thread = threading.Thread(target=cancel)
         thread.start()
@@ -213,9 +214,9 @@ def test_a_long_pass_in_memory_can_be_cancelled(path):
             keep_reading()
         was_cancelled.set()
         thread.join()
-        assert backend.n_committed == 3
-        backend.rollback(0)
-        assert np.array_equal(backend.prefill([3, 4, 5]), expected)
+        assert own(backend).n_committed == 3
+        own(backend).rollback(0)
+        assert np.array_equal(own(backend).prefill([3, 4, 5]), expected)
 
 
 @pytest.mark.parametrize(

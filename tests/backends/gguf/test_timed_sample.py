@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alone import own
 from gguf_bytes import make_file
 from gguf_models import FAMILIES, save_tiny_gguf
 from open_files import n_open_files
@@ -42,7 +43,7 @@ def test_llama_cpp_runs_a_sample_of_every_architecture(
         source = gguf_source.GgufSource(sample, BackendOptions(n_threads=1))
         residency = plan_residency(source.layers, 1 << 40)
         with source.load(Loading(residency, 16, 4, 4, load_mode="mmap")) as backend:
-            assert backend.prefill([3, 1, 2]).shape == (256,)
+            assert own(backend).prefill([3, 1, 2]).shape == (256,)
 
 
 def test_its_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPa
 
     def loaded(self: gguf_source.GgufSource, loading: Loading) -> Any:
         backend = load(self, loading)
-        extend = backend.extend
+        extend = own(backend).extend
 
         def slow(ids: list[int], *arguments: Any) -> Any:
             nonlocal now

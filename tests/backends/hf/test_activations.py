@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from alone import own
 from checkpoints import FAMILIES, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,7 +43,7 @@ def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
     """Most bytes that torch holds at a time during a prefill; the KV cache is not from torch."""
     gc.collect()  # what is let go of meanwhile would count as less
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        backend.prefill(token_ids)
+        own(backend).prefill(token_ids)
     held = most = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":

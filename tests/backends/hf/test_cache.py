@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,17 +34,17 @@ class KvMachine(RuleBasedStateMachine):
         self.backend = TorchBackend.resident(self.directory, max_context=CONTEXT)
         self.text = list(prompt)
         self.live = {}  # node id -> tokens from the prefix down
-        self.check(self.backend.prefill(prompt), self.text)
+        self.check(own(self.backend).prefill(prompt), self.text)
 
     def check(self, logits, tokens):
-        self.fresh.rollback(0)
-        expected = self.fresh.prefill(tokens)
+        own(self.fresh).rollback(0)
+        expected = own(self.fresh).prefill(tokens)
         scale = max(1.0, float(np.abs(expected).max()))
         assert np.abs(logits - expected).max() <= TOLERANCE * scale
 
     @rule(data=st.data(), n=st.integers(1, 6))
     def extend(self, data, n):
-        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        first, parents, tokens, paths = own(self.backend).next_node_id, [], [], {}
         for i in range(n):
             parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
             token = data.draw(st.integers(3, 95))
@@ -53,10 +54,10 @@ class KvMachine(RuleBasedStateMachine):
             paths[first + i] = (*above, token)
         if len(self.text) + max(map(len, paths.values())) > CONTEXT:
             with pytest.raises(ContextFull):
-                self.backend.extend(tokens, parents)
+                own(self.backend).extend(tokens, parents)
             self.live = {}
             return
-        ids, logits = self.backend.extend(tokens, parents)
+        ids, logits = own(self.backend).extend(tokens, parents)
         assert ids == list(paths)
         self.live.update(paths)
         row = data.draw(st.integers(0, n - 1))
@@ -71,7 +72,7 @@ class KvMachine(RuleBasedStateMachine):
         children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
         kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
-        self.backend.commit(path, keep)
+        own(self.backend).commit(path, keep)
         self.text += tokens
         self.live = {n: self.live[n][len(tokens) :] for n in kept}
 
@@ -80,13 +81,13 @@ class KvMachine(RuleBasedStateMachine):
     def prune(self, data):
         doomed = data.draw(st.sampled_from(list(self.live)))
         gone = [n for n in self.live if doomed in self.ids_on_path(n)]
-        self.backend.prune([doomed])
+        own(self.backend).prune([doomed])
         self.live = {n: t for n, t in self.live.items() if n not in gone}
 
     @rule(data=st.data())
     def rollback(self, data):
         length = data.draw(st.integers(0, len(self.text)))
-        self.backend.rollback(length)
+        own(self.backend).rollback(length)
         self.text, self.live = self.text[:length], {}
 
     @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
@@ -94,30 +95,30 @@ class KvMachine(RuleBasedStateMachine):
         self.live = {}
         if len(self.text) + len(tokens) > CONTEXT:
             with pytest.raises(ContextFull):
-                self.backend.prefill(tokens)
+                own(self.backend).prefill(tokens)
             return
         self.text += tokens
-        self.check(self.backend.prefill(tokens), self.text)
+        self.check(own(self.backend).prefill(tokens), self.text)
 
     @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
     def cut_to_another_text(self, data, tokens):
         """Another text, which may begin like the present one."""
         n_shared = data.draw(st.integers(0, len(self.text)))
         wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = self.backend.cut_to(wanted)
+        lacking = own(self.backend).cut_to(wanted)
         assert 0 < len(lacking) <= max(len(wanted) - n_shared, 1)
-        logits = self.backend.prefill(lacking)
+        logits = own(self.backend).prefill(lacking)
         self.text, self.live = wanted, {}
         self.check(logits, wanted)
 
     def ids_on_path(self, node):
-        return self.backend.text.kv.table.path(node)
+        return own(self.backend).store.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "backend"):
-            assert list(self.backend.committed_ids) == self.text
-            self.backend.text.kv.check_integrity()
+            assert list(own(self.backend).committed_ids) == self.text
+            own(self.backend).store.check_integrity()
 
     def teardown(self):
         if hasattr(self, "backend"):

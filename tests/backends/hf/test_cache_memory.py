@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alone import own
 from tiny_pair import save_model
 
 from backends.attention.batch import BLOCK_ROWS
@@ -21,7 +22,7 @@ def test_what_is_counted_is_what_a_text_takes(tmp_path: Path, n_tokens: int) -> 
     source = HfSource(save_model(tmp_path, seed=0), BackendOptions())
     with TorchBackend.held_in_memory(source.model) as backend:
         to_come = backend.kv_growth_bytes(n_tokens)
-        backend.prefill([5] * n_tokens)
+        own(backend).prefill([5] * n_tokens)
         assert backend.kv_bytes <= to_come
         assert backend.kv_bytes <= source.kv_bytes(n_tokens, 0)
         n_least = source.exactness.n_least_rows
@@ -31,21 +32,21 @@ def test_what_is_counted_is_what_a_text_takes(tmp_path: Path, n_tokens: int) -> 
 
 def test_what_was_rolled_back_is_used_again(tmp_path: Path) -> None:
     with TorchBackend.resident(save_model(tmp_path, seed=0)) as backend:
-        backend.prefill([5] * 300)
+        own(backend).prefill([5] * 300)
         n_bytes = backend.kv_bytes
         for _ in range(5):
-            backend.rollback(0)
-            backend.prefill([6] * 300)
+            own(backend).rollback(0)
+            own(backend).prefill([6] * 300)
         assert backend.kv_bytes == n_bytes
 
 
 def test_a_long_context_takes_no_memory_until_it_is_used(tmp_path: Path) -> None:
     model = save_model(tmp_path, seed=0, max_position_embeddings=2**16)
     with TorchBackend.resident(model) as backend:
-        backend.prefill([5])
+        own(backend).prefill([5])
         before = process_memory().rss_bytes
         whole = (2**16) * backend._model.kv_bytes_per_token
-        backend.prefill([5])
+        own(backend).prefill([5])
         assert backend._pool.n_blocks * backend._pool.block_bytes >= whole
         assert process_memory().rss_bytes - before < max(MIB, whole // 4)
 
@@ -54,6 +55,6 @@ def test_texts_to_come_begin_a_block_each(tmp_path: Path) -> None:
     model = HfSource(save_model(tmp_path, seed=0), BackendOptions()).model
     with TorchBackend.held_in_memory(model, kv_rows=4096) as backend:
         to_come = backend.kv_growth_bytes(20 * 3, 20)
-        backend.run([SequenceInput(backend.new_sequence(), [5 + i, 6, 7]) for i in range(20)])
+        backend.forward([SequenceInput(backend.new_sequence(), [5 + i, 6, 7]) for i in range(20)])
         assert backend.kv_bytes == 20 * backend._pool.block_bytes
         assert backend.kv_bytes <= to_come

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alone import own
 from checkpoints import FAMILIES, in_dtype
 from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 
@@ -80,18 +81,18 @@ def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> No
     ):
         plain = Plain(one)
         for lengths in ([230], [41, 189], [128, 1, 101]):
-            backend.rollback(0)
+            own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-                row = backend.prefill(text[start : start + n])
+                row = own(backend).prefill(text[start : start + n])
                 assert np.array_equal(row, plain.row(text[: start + n]))
-        backend.rollback(126)
-        first = backend.next_node_id
+        own(backend).rollback(126)
+        first = own(backend).next_node_id
         tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
-        ids, rows = backend.extend([9, text[126], 5, 6, text[127], text[128]], tree)
+        ids, rows = own(backend).extend([9, text[126], 5, 6, text[127], text[128]], tree)
         for i, n in ((1, 127), (4, 128), (5, 129)):
             assert np.array_equal(rows[i], plain.row(text[:n]))
-        backend.commit([ids[1], ids[4]], keep=[ids[5]])
-        _, rows = backend.extend(text[129:131], [ids[5], backend.next_node_id])
+        own(backend).commit([ids[1], ids[4]], keep=[ids[5]])
+        _, rows = own(backend).extend(text[129:131], [ids[5], own(backend).next_node_id])
         assert np.array_equal(rows[-1], plain.row(text[:131]))
 
 
@@ -99,9 +100,9 @@ def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:
     directory, text = checkpoint_factory("llama"), long_text(20)
     with load(make_source(directory)) as held, load(make_source(directory), n_slots=2) as streamed:
         for backend in (held, streamed):
-            backend.prefill(text)
-        parents = [PREFIX, PREFIX, held.next_node_id]
-        rows = [backend.extend([5, 6, 7], parents)[1] for backend in (held, streamed)]
+            own(backend).prefill(text)
+        parents = [PREFIX, PREFIX, own(held).next_node_id]
+        rows = [own(backend).extend([5, 6, 7], parents)[1] for backend in (held, streamed)]
         assert np.array_equal(*rows)
         assert streamed.stream_use.bytes_streamed > 0
 
@@ -139,13 +140,13 @@ def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monke
     if mistake is not None:
         mistake(monkeypatch, source)
     with load(source, 256) as backend:
-        rows = [backend.prefill(text[:200])]
+        rows = [own(backend).prefill(text[:200])]
         for n in (1, 2, 3, 14):
-            start, first = backend.n_committed, backend.next_node_id
+            start, first = own(backend).n_committed, own(backend).next_node_id
             parents = [PREFIX, *range(first, first + n - 1)]
-            ids, found = backend.extend(text[start : start + n], parents)
+            ids, found = own(backend).extend(text[start : start + n], parents)
             rows += list(found)
-            backend.commit(ids)
+            own(backend).commit(ids)
     expected = [plain.rows[tuple(text[:n])] for n in range(200, 221)]
     is_equal = all(map(np.array_equal, rows, expected))
     assert is_equal == (mistake is None)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from alone import own
 from checkpoints import FAMILIES, VOCAB
 from family_checks import (
     PROMPT,
@@ -32,10 +33,10 @@ def test_prefill_and_tree_equal_transformers(family, checkpoint_factory):
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
         expected = reference_logits(directory, PROMPT)[-1]
-        assert np.abs(backend.prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
-        first = backend.next_node_id
+        assert np.abs(own(backend).prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
+        first = own(backend).next_node_id
         parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
-        _, logits = backend.extend(TREE_TOKENS, parents)
+        _, logits = own(backend).extend(TREE_TOKENS, parents)
         for node, row in enumerate(logits):
             expected = reference_logits(directory, PROMPT + path_tokens(node))[-1]
             assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
@@ -45,15 +46,15 @@ def test_prefill_and_tree_equal_transformers(family, checkpoint_factory):
 def test_commit_continues_without_recomputing(family, checkpoint_factory):
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
-        backend.prefill(PROMPT)
-        first = backend.next_node_id
-        ids, _ = backend.extend(
+        own(backend).prefill(PROMPT)
+        first = own(backend).next_node_id
+        ids, _ = own(backend).extend(
             TREE_TOKENS, [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
         )
-        backend.commit([ids[0], ids[1], ids[3]], keep=[ids[6]])
-        assert backend.n_committed == len(PROMPT) + 3
+        own(backend).commit([ids[0], ids[1], ids[3]], keep=[ids[6]])
+        assert own(backend).n_committed == len(PROMPT) + 3
         text = PROMPT + path_tokens(3)
-        _, logits = backend.extend([50, 51], [ids[6], PREFIX])
+        _, logits = own(backend).extend([50, 51], [ids[6], PREFIX])
         for row, tail in zip(logits, ([TREE_TOKENS[6], 50], [51]), strict=True):
             expected = reference_logits(directory, text + tail)[-1]
             assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
@@ -64,10 +65,12 @@ def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
     monkeypatch.setattr("backends.hf.backend.CHUNK_ROWS", 5)
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
-        backend.prefill(PROMPT[:4])
+        own(backend).prefill(PROMPT[:4])
         before = backend.stream_use.bytes_streamed
         expected = reference_logits(directory, PROMPT)[-1]
-        assert np.abs(backend.prefill(PROMPT[4:]) - expected).max() <= TOLERANCE * scale(expected)
+        assert np.abs(own(backend).prefill(PROMPT[4:]) - expected).max() <= TOLERANCE * scale(
+            expected
+        )
         one_pass = sum(layer.slot_bytes for layer in load_hf_model(directory).layer_weights)
         # Chunks go through a layer while it is in memory; only the ring's read-ahead comes on top.
         assert backend.stream_use.bytes_streamed - before <= 2 * one_pass
@@ -77,9 +80,12 @@ def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
 def test_streamed_is_bit_equal_to_resident(family, checkpoint_factory):
     directory = checkpoint_factory(family)
     with streamed(directory) as ring, TorchBackend.resident(directory) as resident:
-        assert np.array_equal(ring.prefill(PROMPT), resident.prefill(PROMPT))
+        assert np.array_equal(own(ring).prefill(PROMPT), own(resident).prefill(PROMPT))
         for _ in range(3):
-            a, b = ring.extend([5, 6], [PREFIX] * 2)[1], resident.extend([5, 6], [PREFIX] * 2)[1]
+            a, b = (
+                own(ring).extend([5, 6], [PREFIX] * 2)[1],
+                own(resident).extend([5, 6], [PREFIX] * 2)[1],
+            )
             assert np.array_equal(a, b)
 
 
@@ -87,7 +93,7 @@ def test_streamed_is_bit_equal_to_resident(family, checkpoint_factory):
 def test_kv_bytes_are_as_planned(family, checkpoint_factory):
     directory = checkpoint_factory(family)
     with TorchBackend.resident(directory) as backend:
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
         planned = load_hf_model(directory).kv_bytes_per_token
         assert backend.kv_bytes == planned * backend.n_kv_allocated
 
@@ -95,7 +101,7 @@ def test_kv_bytes_are_as_planned(family, checkpoint_factory):
 def test_vocabulary_of_the_logits(checkpoint_factory):
     with TorchBackend.resident(checkpoint_factory("llama")) as backend:
         assert backend.vocab_size == VOCAB
-        _, logits = backend.extend([5, 6, 7], [PREFIX] * 3, rows=[2])
+        _, logits = own(backend).extend([5, 6, 7], [PREFIX] * 3, logits_at=[2])
         assert logits.shape == (1, VOCAB)
         assert logits.dtype == np.float32
 

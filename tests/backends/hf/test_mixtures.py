@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from alone import own
 from checkpoints import MIXTURES, in_dtype
 from exact_histories import CONTEXT, MAX_NODES, try_histories
 from family_checks import (
@@ -46,10 +47,10 @@ def test_prefill_and_tree_equal_transformers(family, n_slots, checkpoint_factory
     directory = checkpoint_factory(family)
     with opened(directory, n_slots) as backend:
         expected = reference_logits(directory, PROMPT)[-1]
-        assert np.abs(backend.prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
-        first = backend.next_node_id
+        assert np.abs(own(backend).prefill(PROMPT) - expected).max() <= TOLERANCE * scale(expected)
+        first = own(backend).next_node_id
         parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
-        _, logits = backend.extend(TREE_TOKENS, parents)
+        _, logits = own(backend).extend(TREE_TOKENS, parents)
         for node, row in enumerate(logits):
             expected = reference_logits(directory, PROMPT + path_tokens(node))[-1]
             assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)

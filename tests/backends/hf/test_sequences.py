@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 from exact_histories import Fresh
 from text_histories import try_texts
 
@@ -49,7 +50,7 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
 def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
     text, whole = backend.new_sequence(), backend.new_sequence()
     expected = whole.prefill([5, 6, 7, 8])
-    found = text.run(SequenceInput(text, [5, 6], rows=()))
+    found = backend.forward([SequenceInput(text, [5, 6], logits_at=())])[0]
     assert (found.node_ids, found.logits.shape) == ([], (0, backend.vocab_size))
     assert np.array_equal(text.prefill([7, 8]), expected)
 
@@ -71,13 +72,13 @@ def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> 
 
 
 def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend) -> None:
-    row = backend.prefill([5, 6, 7])
-    fork = backend.text.fork(2)
+    row = own(backend).prefill([5, 6, 7])
+    fork = own(backend).fork(2)
     assert np.array_equal(fork.prefill([7]), row)
-    rows = [SequenceInput(text, [8], [PREFIX]) for text in (backend.text, fork)]
+    rows = [SequenceInput(text, [8], [PREFIX]) for text in (own(backend), fork)]
     first, second = backend.run(rows)
     assert np.array_equal(first.logits, second.logits)
-    assert backend.next_node_id == 1
+    assert own(backend).next_node_id == 1
 
 
 def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
@@ -87,7 +88,7 @@ def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
     with pytest.raises(BackendError, match="77, which is not a live node"):
         backend.run(batch)
     with pytest.raises(ValueError, match="in the batch twice"):
-        backend.run([batch[0], batch[0]])
+        backend.forward([batch[0], batch[0]])
     for text, row in zip(texts, rows, strict=True):
         assert text.n_committed == 3
         text.rollback(2)

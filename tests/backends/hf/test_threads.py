@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import own
 
 from backends.contract.backend import PREFIX, Backend
 from backends.contract.source import BackendOptions, Loading
@@ -66,14 +67,14 @@ def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
         load(directory, TorchExactness(True, is_thread_invariant=True)) as draft,
     ):
         for backend in (draft, target, draft):
-            backend.prefill([5, 6, 7])
-            backend.rollback(0)
+            own(backend).prefill([5, 6, 7])
+            own(backend).rollback(0)
         assert torch.get_num_threads() == 2  # for whoever asks between passes
         torch.set_num_threads(1)
-        thread = Thread(target=lambda: target.prefill([5, 6, 7]))
+        thread = Thread(target=lambda: own(target).prefill([5, 6, 7]))
         thread.start()
         thread.join()
-        target.extend([8], [PREFIX])
+        own(target).extend([8], [PREFIX])
     assert found == [1, 2, 1, 2, 2]
 
 

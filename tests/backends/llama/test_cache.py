@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from alone import own
 from gguf_models import save_tiny_gguf
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -46,14 +47,14 @@ class KvMachine(RuleBasedStateMachine):
 
     @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
     def begin(self, prompt):
-        self.backend.rollback(0)
+        own(self.backend).rollback(0)
         self.text = list(prompt)
         self.live = {}  # node id -> tokens from the prefix down
-        self.check(self.backend.prefill(prompt), self.text)
+        self.check(own(self.backend).prefill(prompt), self.text)
 
     def check(self, logits, tokens):
-        self.fresh.rollback(0)
-        expected = self.fresh.prefill(tokens)
+        own(self.fresh).rollback(0)
+        expected = own(self.fresh).prefill(tokens)
         scale = max(1.0, float(np.abs(expected).max()))
         assert np.abs(logits - expected).max() <= TOLERANCE * scale
 
@@ -66,7 +67,7 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), n=st.integers(1, 8))
     def extend(self, data, n):
-        first, parents, tokens, paths = self.backend.next_node_id, [], [], {}
+        first, parents, tokens, paths = own(self.backend).next_node_id, [], [], {}
         for i in range(n):
             parent = data.draw(st.sampled_from([PREFIX, *self.live, *paths]))
             token = data.draw(st.integers(3, 95))
@@ -77,11 +78,11 @@ class KvMachine(RuleBasedStateMachine):
         error = self.refusal(paths)
         if error:
             with pytest.raises(error):
-                self.backend.extend(tokens, parents)
+                own(self.backend).extend(tokens, parents)
             self.live = {}
             return
         rows = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
-        ids, logits = self.backend.extend(tokens, parents, rows)
+        ids, logits = own(self.backend).extend(tokens, parents, rows)
         assert ids == list(paths)
         assert logits.shape == (len(rows), self.backend.vocab_size)
         self.live.update(paths)
@@ -97,7 +98,7 @@ class KvMachine(RuleBasedStateMachine):
         children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
         kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
-        self.backend.commit(path, keep)
+        own(self.backend).commit(path, keep)
         self.text += tokens
         self.live = {n: self.live[n][len(tokens) :] for n in kept}
 
@@ -107,7 +108,7 @@ class KvMachine(RuleBasedStateMachine):
         roots = [n for n in self.live if len(self.live[n]) == 1]
         keep = [n for n in roots if data.draw(st.booleans())]
         kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
-        self.backend.commit([], keep)
+        own(self.backend).commit([], keep)
         self.live = {n: self.live[n] for n in kept}
 
     @precondition(lambda self: self.live)
@@ -115,13 +116,13 @@ class KvMachine(RuleBasedStateMachine):
     def prune(self, data):
         doomed = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=3))
         gone = [n for n in self.live if set(doomed) & set(self.ids_on_path(n))]
-        self.backend.prune(doomed)
+        own(self.backend).prune(doomed)
         self.live = {n: t for n, t in self.live.items() if n not in gone}
 
     @rule(data=st.data())
     def rollback(self, data):
         length = data.draw(st.integers(0, len(self.text)))
-        self.backend.rollback(length)
+        own(self.backend).rollback(length)
         self.text, self.live = self.text[:length], {}
 
     @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
@@ -129,19 +130,19 @@ class KvMachine(RuleBasedStateMachine):
         self.live = {}
         if len(self.text) + len(tokens) > CONTEXT:
             with pytest.raises(ContextFull):
-                self.backend.prefill(tokens)
+                own(self.backend).prefill(tokens)
             return
         self.text += tokens
-        self.check(self.backend.prefill(tokens), self.text)
+        self.check(own(self.backend).prefill(tokens), self.text)
 
     @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
     def cut_to_another_text(self, data, tokens):
         """Another text, which may begin like the present one."""
         n_shared = data.draw(st.integers(0, len(self.text)))
         wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = self.backend.cut_to(wanted)
+        lacking = own(self.backend).cut_to(wanted)
         assert 0 < len(lacking) <= max(len(wanted) - n_shared, 1)
-        logits = self.backend.prefill(lacking)
+        logits = own(self.backend).prefill(lacking)
         self.text, self.live = wanted, {}
         self.check(logits, wanted)
 
@@ -149,21 +150,21 @@ class KvMachine(RuleBasedStateMachine):
     @rule()
     def commit_of_no_chain_drops_the_live_nodes(self):
         with pytest.raises(BackendError, match="not a live node"):
-            self.backend.commit([self.backend.next_node_id])
+            own(self.backend).commit([own(self.backend).next_node_id])
         self.live = {}
 
     def ids_on_path(self, node):
-        return self.backend.text.kv.table.path(node)
+        return own(self.backend).store.table.path(node)
 
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "text"):
-            assert list(self.backend.committed_ids) == self.text
-            assert set(self.backend.text.kv.table.ids) == set(self.live)
+            assert list(own(self.backend).committed_ids) == self.text
+            assert set(own(self.backend).store.table.ids) == set(self.live)
             inner = {node for n in self.live for node in self.ids_on_path(n)[:-1]}
-            ends = self.backend.text.kv._ends.values()
+            ends = own(self.backend).store._ends.values()
             assert sorted(ends) == sorted(set(self.live) - inner)  # a sequence per leaf, no more
-            self.backend.text.kv.check_integrity()
+            own(self.backend).store.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3moe"])
@@ -191,15 +192,15 @@ def test_quantized_cache(cache_type_k, cache_type_v, tmp_path):
     model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf"))
     options = {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v, "flash_attention": None}
     with make_backend(model, **options) as backend:
-        backend.prefill([3, 17, 5, 60, 41])
-        ids, _ = backend.extend([7, 8, 9, 10], [PREFIX] * 4)
-        _, before = backend.extend([20, 21], [ids[1], ids[3]])
-        backend.prune([ids[0], ids[2]])
-        backend.commit([ids[3]])
-        _, after = backend.extend([21], [PREFIX])
+        own(backend).prefill([3, 17, 5, 60, 41])
+        ids, _ = own(backend).extend([7, 8, 9, 10], [PREFIX] * 4)
+        _, before = own(backend).extend([20, 21], [ids[1], ids[3]])
+        own(backend).prune([ids[0], ids[2]])
+        own(backend).commit([ids[3]])
+        _, after = own(backend).extend([21], [PREFIX])
         scale = max(1.0, float(np.abs(before).max()))
         assert np.abs(before[1] - after[0]).max() <= 2e-3 * scale
-        backend.rollback(5)
-        ids, _ = backend.extend([10], [PREFIX])
-        _, again = backend.extend([21], ids)
+        own(backend).rollback(5)
+        ids, _ = own(backend).extend([10], [PREFIX])
+        _, again = own(backend).extend([21], ids)
         assert np.abs(before[1] - again[0]).max() <= 2e-3 * scale

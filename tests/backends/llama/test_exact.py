@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alone import own
 from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 from gguf_models import save_tiny_gguf
 from gguf_streaming import exercise, residency, same
@@ -73,18 +74,18 @@ def test_prefixes_of_many_cells(family, dtype, tmp_path):
         plain = Plain(one)
         plain.row(text)
         for lengths in ([1100], [513, 587], [700, 1, 399]):
-            backend.rollback(0)
+            own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-                row = backend.prefill(text[start : start + n])
+                row = own(backend).prefill(text[start : start + n])
                 assert np.array_equal(row, plain.row(text[: start + n]))
-        backend.rollback(600)
-        first = backend.next_node_id
+        own(backend).rollback(600)
+        first = own(backend).next_node_id
         tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
-        ids, rows = backend.extend([9, text[600], 5, 6, text[601], text[602]], tree)
+        ids, rows = own(backend).extend([9, text[600], 5, 6, text[601], text[602]], tree)
         for i, n in ((1, 601), (4, 602), (5, 603)):
             assert np.array_equal(rows[i], plain.row(text[:n]))
-        backend.commit([ids[1], ids[4]], keep=[ids[5]])
-        _, rows = backend.extend(text[603:605], [ids[5], backend.next_node_id])
+        own(backend).commit([ids[1], ids[4]], keep=[ids[5]])
+        _, rows = own(backend).extend(text[603:605], [ids[5], own(backend).next_node_id])
         assert np.array_equal(rows[-1], plain.row(text[:605]))
 
 
@@ -111,15 +112,15 @@ def test_the_last_tokens_of_a_context_have_room(tmp_path):
     """Rows that fill a pass up take cells, too."""
     source, text = filled_up_source(tmp_path), long_text(256)
     with load(source, 256) as backend, load(source, 256) as one:
-        assert backend.node_room == MAX_NODES
-        backend.prefill(text[:255])
-        assert backend.node_room == MAX_NODES
-        ids, rows = backend.extend([text[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
+        assert own(backend).node_room == MAX_NODES
+        own(backend).prefill(text[:255])
+        assert own(backend).node_room == MAX_NODES
+        ids, rows = own(backend).extend([text[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
         assert np.array_equal(rows[3], Plain(one).row(text))
-        backend.commit(ids[3:4])
+        own(backend).commit(ids[3:4])
         with pytest.raises(ContextFull):
-            backend.extend([5], [PREFIX])
-        assert backend.n_committed == 256
+            own(backend).extend([5], [PREFIX])
+        assert own(backend).n_committed == 256
         assert backend.kv_bytes == source.kv_bytes(256, MAX_NODES)
 
 
@@ -127,15 +128,15 @@ def test_a_prefix_in_another_order_is_refused(tmp_path):
     source = make_source(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=1))
     with load(source) as backend:
         leave_gaps(backend)
-        backend.prefill([3, 4])
-        backend.commit(backend.extend([9, 5], [PREFIX, PREFIX])[0][1:])
-        backend.commit(backend.extend([6], [PREFIX])[0])
-        (tensor,) = backend.prefix_tensors()
+        own(backend).prefill([3, 4])
+        own(backend).commit(own(backend).extend([9, 5], [PREFIX, PREFIX])[0][1:])
+        own(backend).commit(own(backend).extend([6], [PREFIX])[0])
+        (tensor,) = own(backend).prefix_tensors()
         buffer = memoryview(bytearray(tensor.n_bytes))
-        backend.save_prefix({tensor.name: buffer})
+        own(backend).save_prefix({tensor.name: buffer})
         with pytest.raises(BackendError, match="the saved KV is not"):
-            backend.load_prefix([3, 4, 5, 6], {tensor.name: (tensor, buffer)})
-        assert backend.n_committed == 0
+            own(backend).load_prefix([3, 4, 5, 6], {tensor.name: (tensor, buffer)})
+        assert own(backend).n_committed == 0
 
 
 # --- what it takes --------------------------------------------------------------------------------

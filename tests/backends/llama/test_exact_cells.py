@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from alone import own
 from gguf_streaming import residency
 
 from backends.contract.backend import PREFIX, BackendError
@@ -40,15 +41,15 @@ def make(models):
 
 def grow(backend, n_others):
     """The ids of a chain of PATH, behind so many nodes that are not part of it."""
-    backend.prefill(PROMPT)
-    first = backend.next_node_id + n_others
+    own(backend).prefill(PROMPT)
+    first = own(backend).next_node_id + n_others
     parents = [PREFIX] * (n_others + 1) + [first, first + 1]
-    ids, _ = backend.extend([*range(40, 40 + n_others), *PATH], parents)
+    ids, _ = own(backend).extend([*range(40, 40 + n_others), *PATH], parents)
     return ids[n_others:]
 
 
 def next_row(backend):
-    return backend.extend([9], [PREFIX])[1][0]
+    return own(backend).extend([9], [PREFIX])[1][0]
 
 
 def count_moves(backend, monkeypatch):
@@ -66,11 +67,11 @@ def count_moves(backend, monkeypatch):
 def test_only_gaps_cost_something(make, monkeypatch):
     backend = make()
     moves = count_moves(backend, monkeypatch)
-    backend.commit(grow(backend, 0))
+    own(backend).commit(grow(backend, 0))
     expected = next_row(backend)
     assert moves == []
-    backend.rollback(0)
-    backend.commit(grow(backend, 3))
+    own(backend).rollback(0)
+    own(backend).commit(grow(backend, 3))
     assert moves == []  # as long as nothing new is to lie behind them
     assert np.array_equal(next_row(backend), expected)
     assert moves == [(5, 3)]
@@ -78,35 +79,35 @@ def test_only_gaps_cost_something(make, monkeypatch):
 
 def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
     backend = make()
-    backend.prefill(PROMPT)
-    first = backend.next_node_id
+    own(backend).prefill(PROMPT)
+    first = own(backend).next_node_id
     tree = [PREFIX, first, PREFIX, first + 1, first + 3, first + 3]
-    ids, _ = backend.extend([20, 21, 50, 22, 23, 24], tree)
+    ids, _ = own(backend).extend([20, 21, 50, 22, 23, 24], tree)
     moves = count_moves(backend, monkeypatch)
-    backend.commit(ids[:2], keep=[ids[3]])
-    backend.extend([60], [PREFIX])
+    own(backend).commit(ids[:2], keep=[ids[3]])
+    own(backend).extend([60], [PREFIX])
     assert moves == [(7, 1), (8, 1), (8, 1)]
-    assert backend.text.kv.table.ids == (*ids[3:], backend.next_node_id - 1)
+    assert own(backend).store.table.ids == (*ids[3:], own(backend).next_node_id - 1)
     del moves[:]
-    backend.prune([ids[5]])
-    backend.extend([61], [PREFIX])
+    own(backend).prune([ids[5]])
+    own(backend).extend([61], [PREFIX])
     assert moves == [(7, 1)]  # of the token 60
     del moves[:]
-    backend.commit([ids[3]], keep=[ids[4]])
-    backend.extend([61], [ids[4]])
+    own(backend).commit([ids[3]], keep=[ids[4]])
+    own(backend).extend([61], [ids[4]])
     assert moves == []
 
 
 def test_a_long_path_is_moved_in_pieces(make, monkeypatch):
     backend = make()
-    backend.prefill(PROMPT)
+    own(backend).prefill(PROMPT)
     n_others = MOVED_CELLS + 1
-    first, tokens = backend.next_node_id + n_others, list(range(20, 40))
+    first, tokens = own(backend).next_node_id + n_others, list(range(20, 40))
     parents = [PREFIX] * (n_others + 1) + list(range(first, first + 19))
-    ids, rows = backend.extend([50] * n_others + tokens, parents)
+    ids, rows = own(backend).extend([50] * n_others + tokens, parents)
     moves = count_moves(backend, monkeypatch)
-    backend.commit(ids[n_others:-1])
-    assert np.array_equal(backend.extend(tokens[19:], [PREFIX])[1][0], rows[-1])
+    own(backend).commit(ids[n_others:-1])
+    assert np.array_equal(own(backend).extend(tokens[19:], [PREFIX])[1][0], rows[-1])
     assert moves == [(5, 8), (13, 8), (21, 3)]
 
 
@@ -120,23 +121,23 @@ def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(backend._cells.state, broken, fail)
-        backend.commit(path)
+        own(backend).commit(path)
         with pytest.raises(BackendError, match="does not work"):
             next_row(backend)
-    assert list(backend.committed_ids) == PROMPT + PATH
-    backend.text.kv.check_integrity()
+    assert list(own(backend).committed_ids) == PROMPT + PATH
+    own(backend).store.check_integrity()
     found = next_row(backend)
-    backend.rollback(0)
-    backend.prefill(PROMPT + PATH)
+    own(backend).rollback(0)
+    own(backend).prefill(PROMPT + PATH)
     assert np.array_equal(next_row(backend), found)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_streamed, monkeypatch):
     backend = make(is_streamed=is_streamed)
-    backend.prefill(PROMPT)
+    own(backend).prefill(PROMPT)
     expected = next_row(backend)
-    backend.commit([])
+    own(backend).commit([])
     decode = backend._context.decode
 
     def cancel(batch):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from alone import own
 from weight_files import FaultyReads
 
 pytest.importorskip("llama_cpp")
@@ -54,7 +55,7 @@ def test_a_prompt_of_several_passes(models, paging):
         in_memory(model, max_context=n_tokens) as expected,
         streamed_experts(model, max_context=n_tokens) as found,
     ):
-        assert same([found.prefill(prompt)], [expected.prefill(prompt)])
+        assert same([own(found).prefill(prompt)], [own(expected).prefill(prompt)])
 
 
 def test_of_split_files_too(models, paging):
@@ -67,20 +68,20 @@ def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
     model = models("qwen3moe", **SHAPE)
     with streamed_experts(model) as backend:
         with recording() as trace:
-            backend.prefill(PROMPT)
+            own(backend).prefill(PROMPT)
         asked = visits_of(trace)
         assert [layer for layer, _ in asked] == [0, 1, 2]
         counts = [len(experts) for _, experts in asked]
         assert min(counts[:-1]) > 2 <= max(counts) <= 8  # the last layer has one row
         with recording() as trace:
-            backend.extend([7], [PREFIX])
+            own(backend).extend([7], [PREFIX])
         first = visits_of(trace)
         assert [len(experts) for _, experts in first] == [2] * 3
         before = backend.stream_use
         assert before.experts_asked == sum(counts) + 6
-        backend.rollback(len(PROMPT))
+        own(backend).rollback(len(PROMPT))
         with recording() as trace:
-            backend.extend([7], [PREFIX])
+            own(backend).extend([7], [PREFIX])
         assert visits_of(trace) == first
         after = backend.stream_use  # all of them are in memory
         assert after.bytes_streamed == before.bytes_streamed
@@ -94,9 +95,9 @@ def test_nothing_is_read_for_rows_that_fill_a_pass_up(rows, models, paging):
     for n_least in (1, 4):
         exact = Exactness(True, n_least_rows=n_least)
         with streamed_experts(model, exactness=exact, cache_type_k="bf16") as backend:
-            backend.prefill(PROMPT)
+            own(backend).prefill(PROMPT)
             with recording() as trace:
-                backend.extend([7, 9], [PREFIX, PREFIX], rows=rows)
+                own(backend).extend([7, 9], [PREFIX, PREFIX], logits_at=rows)
             asked.append(visits_of(trace))
     assert asked[0][:-1] == asked[1][:-1]  # the last layer has the rows with logits alone
     assert len(asked[1][-1][1]) <= 4
@@ -129,11 +130,11 @@ def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monk
         for _ in range(2):
             armed.set()
             with pytest.raises(StorageError, match="Input/output error"):
-                backend.prefill(PROMPT)
+                own(backend).prefill(PROMPT)
             armed.clear()
-            assert backend.n_committed == 0
+            assert own(backend).n_committed == 0
             assert same(exercise(backend), wanted)
-            backend.rollback(0)
+            own(backend).rollback(0)
 
 
 def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
@@ -155,11 +156,11 @@ def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
         opened.append(backend)
         try:
             with pytest.raises(PassCancelled):
-                backend.prefill(PROMPT)
+                own(backend).prefill(PROMPT)
             assert not let_go.is_set()
         finally:
             let_go.set()
-        assert backend.n_committed == 0
+        assert own(backend).n_committed == 0
         assert same(exercise(backend), wanted)
 
 
@@ -198,7 +199,7 @@ def test_experts_that_the_model_does_not_have_are_refused(models, paging, monkey
         streamed_experts(models("qwen3moe", **SHAPE)) as backend,
         pytest.raises(LlamaError, match="chose experts 8 to 8 of the 8 of layer 0"),
     ):
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
 
 
 def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from gguf_models import save_tiny_gguf
 
 pytest.importorskip("llama_cpp")
@@ -26,15 +27,15 @@ VALUES = [0, 1, 2, 5, 6, 255, 2**31 - 1, 2**31, 2**32 - 1]
 
 
 def save(backend: LlamaBackend) -> bytes:
-    (tensor,) = backend.prefix_tensors()
+    (tensor,) = own(backend).prefix_tensors()
     buffer = bytearray(tensor.n_bytes)
-    backend.save_prefix({tensor.name: memoryview(buffer)})
+    own(backend).save_prefix({tensor.name: memoryview(buffer)})
     return bytes(buffer)
 
 
 def load(backend: LlamaBackend, saved: bytes) -> None:
     tensor = TensorShape("sequence", "U8", (len(saved),))
-    backend.load_prefix(TEXT, {"sequence": (tensor, memoryview(bytearray(saved)))})
+    own(backend).load_prefix(TEXT, {"sequence": (tensor, memoryview(bytearray(saved)))})
 
 
 @pytest.mark.parametrize(
@@ -46,24 +47,24 @@ def test_live_nodes_are_not_saved(options: dict[str, object], tmp_path: Path) ->
     model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=2))
     common = {"max_context": 60, "max_nodes": 20, "n_threads": 1, "load_mode": "mmap", **options}
     with LlamaBackend(model, **common) as backend, LlamaBackend(model, **common) as other:
-        backend.prefill(TEXT[:3])
-        ids, _ = backend.extend([*TEXT[3:], 9, 10], [PREFIX, 0, 0, PREFIX])
-        backend.commit(ids[:2], keep=[])
-        backend.extend([11, 12], [PREFIX, PREFIX])
+        own(backend).prefill(TEXT[:3])
+        ids, _ = own(backend).extend([*TEXT[3:], 9, 10], [PREFIX, 0, 0, PREFIX])
+        own(backend).commit(ids[:2], keep=[])
+        own(backend).extend([11, 12], [PREFIX, PREFIX])
         load(other, save(backend))
-        assert list(other.committed_ids) == TEXT
+        assert list(own(other).committed_ids) == TEXT
         expected, found = (b.extend([20], [PREFIX])[1] for b in (backend, other))
         assert np.abs(expected - found).max() < 2e-3 * max(1.0, float(np.abs(expected).max()))
-        other.rollback(2)
-        assert list(other.committed_ids) == TEXT[:2]
-        other.prefill(TEXT[2:])
+        own(other).rollback(2)
+        assert list(own(other).committed_ids) == TEXT[:2]
+        own(other).prefill(TEXT[2:])
 
 
 def test_what_is_changed_is_refused_or_loaded(tmp_path: Path) -> None:
     rng = random.Random(0)
     model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=2))
     with LlamaBackend(model, max_context=60, max_nodes=20, n_threads=1, load_mode="mmap") as one:
-        expected = one.prefill(TEXT)
+        expected = own(one).prefill(TEXT)
         saved, n_refused = save(one), 0
         for at in STRUCTURE:
             for value in [*VALUES, rng.getrandbits(32)]:
@@ -73,12 +74,12 @@ def test_what_is_changed_is_refused_or_loaded(tmp_path: Path) -> None:
                     load(one, bytes(changed))
                 except BackendError:
                     n_refused += 1
-                    assert one.n_committed == 0
+                    assert own(one).n_committed == 0
                 else:
-                    one.extend([9], [PREFIX])
+                    own(one).extend([9], [PREFIX])
         assert n_refused > 150
         for n_bytes in (0, 7, 20, len(saved) - 1, len(saved) + 1):
             with pytest.raises(BackendError, match="the saved KV is not"):
                 load(one, saved[:n_bytes].ljust(n_bytes, b"\0"))
-        one.rollback(0)
-        assert np.array_equal(one.prefill(TEXT), expected)
+        own(one).rollback(0)
+        assert np.array_equal(own(one).prefill(TEXT), expected)

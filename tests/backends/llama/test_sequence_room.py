@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -86,7 +87,7 @@ def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     with pytest.raises(BackendError, match=f"KV cache is full: {n_free + 1} more tokens do not"):
         texts[0].prefill([5] * (n_free + 1))
     assert [text.n_committed for text in texts] == [110] * 4
-    assert len(texts[1].kv.table) == 2
+    assert len(texts[1].store.table) == 2
     texts[0].close()
     texts[1].prune([0])
     assert backend._cells.n_moved == 0
@@ -160,23 +161,23 @@ def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
     assert backend.n_fitting(wide) == 1
     chains = [SequenceInput(text, [7, 8], [PREFIX, 0], []) for text in texts]
     assert backend.n_fitting([wide[0], *chains[1:]]) == 3
-    backend.run([wide[0], *chains[1:]])
+    backend.forward([wide[0], *chains[1:]])
     assert backend.n_fitting(chains) == 0  # nodes
     prompt = SequenceInput(texts[0], [5] * (backend._cells.n_free + 1))
     assert backend.n_fitting([prompt]) == 0
     prompt = SequenceInput(texts[0], [5] * 4)
     more = SequenceInput(texts[1], [7] * 4, [1, 1, 1, 1], [])
     assert backend.n_fitting([prompt, more]) == 2
-    backend.run([prompt, more])
+    backend.forward([prompt, more])
 
 
 def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_outputs=3, max_texts=2)
     texts = [backend.new_sequence() for _ in range(2)]
-    batch = [SequenceInput(text, [5, 6], rows=[0, 1]) for text in texts]
+    batch = [SequenceInput(text, [5, 6], logits_at=[0, 1]) for text in texts]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
         backend.run(batch)
-    backend.run([batch[0], SequenceInput(texts[1], [5, 6])])
+    backend.forward([batch[0], SequenceInput(texts[1], [5, 6])])
     with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
         backend.run(
             [
@@ -189,10 +190,10 @@ def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBacke
 
 def test_one_text_alone_says_that_its_context_is_full(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_context=250, kv_rows=None, max_nodes=64, exactness=NOT_ASKED)
-    backend.prefill([5] * 250)
-    assert backend.node_room == 6
+    own(backend).prefill([5] * 250)
+    assert own(backend).node_room == 6
     with pytest.raises(ContextFull, match="1 more tokens after 250"):
-        backend.extend([5], [PREFIX])
+        own(backend).extend([5], [PREFIX])
 
 
 # --- failures --------------------------------------------------------------------------------
@@ -231,15 +232,15 @@ def test_a_cancel_leaves_every_text_as_it_was(
             backend.run(batch)
     assert n_seen == [512, 89][: n_passes + 1]
     assert [text.n_committed for text in (other, long, tree)] == [3, 3, 3]
-    assert (other.kv.table.ids, tree.kv.table.ids) == (tuple(kept), ())
+    assert (other.store.table.ids, tree.store.table.ids) == (tuple(kept), ())
     for text in (other, long, tree):
-        text.kv.check_integrity()
+        text.store.check_integrity()
     other.commit(kept)
     alone = make(**sizes)
     for text, found in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
-        alone.rollback(0)
-        alone.prefill([*found, *[9] * 600])
-        row = alone.extend([8], [PREFIX])[1]
+        own(alone).rollback(0)
+        own(alone).prefill([*found, *[9] * 600])
+        row = own(alone).extend([8], [PREFIX])[1]
         text.prefill([9] * 600)
         assert np.array_equal(text.extend([8], [PREFIX])[1], row)
 
@@ -272,7 +273,7 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
     text = backend.new_sequence()
     row = text.prefill([5, 6, 7])
     with backend.sibling(max_context=30, max_nodes=8, max_rows=8) as other:
-        assert (other.n_committed, backend.n_committed) == (0, 0)
+        assert (other.n_committed, own(backend).n_committed) == (0, 0)
         assert np.array_equal(other.prefill([5, 6, 7]), row)
         assert text.n_committed == 3
 

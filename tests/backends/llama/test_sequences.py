@@ -78,7 +78,7 @@ def test_texts_of_a_streamed_model(tmp_path: Path) -> None:
         for n_texts in (1, 3):
             before = backend.stream_use.bytes_streamed
             for _ in range(8):
-                backend.run([SequenceInput(text, [5, 6]) for text in texts[:n_texts]])
+                backend.forward([SequenceInput(text, [5, 6]) for text in texts[:n_texts]])
             n_read = backend.stream_use.bytes_streamed - before
             assert 0 < n_read <= 9 * n_model  # as far as the ring reads ahead
 

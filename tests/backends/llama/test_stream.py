@@ -5,6 +5,7 @@ import mmap
 
 import numpy as np
 import pytest
+from alone import own
 from gguf_models import FAMILIES
 
 pytest.importorskip("llama_cpp")
@@ -76,9 +77,9 @@ def test_the_cache_takes_memory_as_it_is_used(family, models, paging):
             return resident_bytes(backend._stream._caches)
 
         assert taken() < whole / 20
-        found = backend.prefill(tokens)
+        found = own(backend).prefill(tokens)
         assert whole / 50 < taken() < whole / 4
-        assert np.array_equal(found, expected.prefill(tokens))
+        assert np.array_equal(found, own(expected).prefill(tokens))
         assert same(exercise(backend), exercise(expected))
 
 
@@ -106,10 +107,10 @@ def test_layers_larger_than_huge_pages(models, paging):
 def test_a_pass_reads_every_streamed_layer_once(models, paging):
     model = models("llama", n_layers=6)
     with streamed(model) as backend:
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
         before = backend.stream_use.bytes_streamed
         for _ in range(10):
-            backend.extend([5], [PREFIX])
+            own(backend).extend([5], [PREFIX])
         one_pass = sum(layer.slot_bytes for layer in model.layers)
         read = backend.stream_use.bytes_streamed - before
         # Two slots are read ahead at either end.
@@ -127,15 +128,15 @@ def test_target_and_draft_from_the_same_file(models, paging):
 def test_a_prompt_longer_than_a_batch(models, paging, monkeypatch):
     model = models("llama")
     with streamed(model) as whole:
-        expected = whole.prefill(PROMPT)
+        expected = own(whole).prefill(PROMPT)
     monkeypatch.setattr("backends.llama.context.PREFILL_ROWS", 5)
     with streamed(model, max_nodes=3) as chunked:
         assert chunked.max_rows == 5
-        assert np.abs(chunked.prefill(PROMPT) - expected).max() < 1e-2
-        assert chunked.n_committed == len(PROMPT)
+        assert np.abs(own(chunked).prefill(PROMPT) - expected).max() < 1e-2
+        assert own(chunked).n_committed == len(PROMPT)
         with pytest.raises(ContextFull):
-            chunked.prefill(PROMPT * 5)
-        assert chunked.n_committed == len(PROMPT)
+            own(chunked).prefill(PROMPT * 5)
+        assert own(chunked).n_committed == len(PROMPT)
 
 
 def test_the_head_is_resident_and_an_embedding_alone_is_not(models):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from weight_files import FaultyReads
 
 pytest.importorskip("llama_cpp")
@@ -31,15 +32,15 @@ pytestmark = pytest.mark.gguf
 
 def keep_extending(backend):
     for _ in range(5):
-        backend.extend([7, 8], [PREFIX] * 2)
-        backend.rollback(len(PROMPT))
+        own(backend).extend([7, 8], [PREFIX] * 2)
+        own(backend).rollback(len(PROMPT))
 
 
 def test_every_failing_read_surfaces_and_the_next_pass_is_right(models, paging):
     model = models("llama", n_layers=4)
     with in_memory(model) as expected:
-        expected.prefill(PROMPT)
-        ids, first = expected.extend([7, 8], [PREFIX] * 2)
+        own(expected).prefill(PROMPT)
+        ids, first = own(expected).extend([7, 8], [PREFIX] * 2)
     armed = threading.Event()
 
     def fault(call, length):
@@ -49,15 +50,15 @@ def test_every_failing_read_surfaces_and_the_next_pass_is_right(models, paging):
 
     paging(storage=FaultyReads(fault).storage)
     with streamed(model) as backend:
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
         for _ in range(8):
             armed.set()
             with pytest.raises(StorageError, match="Input/output error"):
                 keep_extending(backend)  # what was read ahead may suffice for one more pass
             assert not armed.is_set()
-            assert backend.n_committed == len(PROMPT)
-            assert np.array_equal(backend.extend([7, 8], [PREFIX] * 2)[1], first)
-            backend.rollback(len(PROMPT))
+            assert own(backend).n_committed == len(PROMPT)
+            assert np.array_equal(own(backend).extend([7, 8], [PREFIX] * 2)[1], first)
+            own(backend).rollback(len(PROMPT))
 
 
 class SlowStorage:
@@ -80,7 +81,7 @@ def test_cancel_in_the_middle_of_a_pass(models, paging):
     with in_memory(model) as reference:
         expected = exercise(reference)
     with streamed(model) as backend:
-        backend.prefill(PROMPT)
+        own(backend).prefill(PROMPT)
         disk.slow.set()
 
         def interrupt():
@@ -99,8 +100,8 @@ def test_cancel_in_the_middle_of_a_pass(models, paging):
         disk.slow.clear()
         one_pass = sum(layer.slot_bytes for layer in model.layers)
         assert backend.stream_use.bytes_streamed - before < 2 * one_pass
-        assert backend.n_committed == len(PROMPT)
-        backend.rollback(0)
+        assert own(backend).n_committed == len(PROMPT)
+        own(backend).rollback(0)
         assert same(exercise(backend), expected)
 
 
@@ -139,7 +140,7 @@ def test_another_layout_of_ggml_tensor_is_noticed(models, paging, monkeypatch):
 def test_close_is_idempotent_and_ends_the_readers(models, paging):
     before = threading.active_count()
     backend = streamed(models("llama"))
-    backend.prefill(PROMPT)
+    own(backend).prefill(PROMPT)
     backend.close()
     backend.close()
     assert threading.active_count() == before

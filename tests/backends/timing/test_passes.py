@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
@@ -45,7 +46,7 @@ def source(request: Any, checkpoint_factory: Callable[..., Path], tmp_path: Path
 def logits(source: ModelSource) -> np.ndarray:
     residency = plan_residency(source.layers, 1 << 40)
     with source.load(Loading(residency, 16, 8, 8, load_mode="ram")) as backend:
-        return backend.prefill([3, 17, 5])
+        return own(backend).prefill([3, 17, 5])
 
 
 def layer_bytes(source: ModelSource) -> int:
@@ -62,7 +63,7 @@ def test_a_small_models_own_passes_are_timed(
 
     def loaded(self: ModelSource, loading: Loading) -> Any:
         backend = load(self, loading)
-        extend = backend.extend
+        extend = own(backend).extend
 
         def timed(ids: list[int], *arguments: Any) -> Any:
             nonlocal now

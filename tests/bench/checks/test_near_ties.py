@@ -1,6 +1,7 @@
 """Near ties are told apart from real differences."""
 
 import pytest
+from alone import own
 from checkpoints import save_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -37,8 +38,8 @@ def test_tokens_of_equal_logits_are_a_near_tie(target):
 
 
 def test_a_wrong_token_is_not(target):
-    target.rollback(0)
-    row = target.prefill([*PROMPT, 9])
+    own(target).rollback(0)
+    row = own(target).prefill([*PROMPT, 9])
     best, worst = int(row.argmax()), int(row.argmin())
     tie = examine(target, PROMPT, [9, best], [9, worst])
     assert tie is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from alone import own
 from generating import make_controller, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,7 +170,7 @@ def test_the_targets_noise_raises_acceptance(pair) -> None:
             ("blind", blind),
         ):
             drafter = ModelDrafter(draft, n_tokens, ranker=ranker)
-            target.rollback(0)
+            own(target).rollback(0)
             drafter.reset()
             made = make_controller(target, drafter, params, spec=spec)
             text = [made.start(ids)]

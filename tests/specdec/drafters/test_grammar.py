@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from generating import RandomDrafter, make_controller
 from schemas import PERSON
 from tiny_pair import VOCAB, save_model
@@ -138,7 +139,7 @@ def test_every_proposal_of_a_text_keeps_to_the_grammar(begin, draft, folder: Pat
             params = SamplingParams(temperature=1.0, seed=seed)
             model = ModelDrafter(draft, VOCAB, ranker=CandidateRanker(VOCAB, grammar=begin()))
             model.reset()
-            target.rollback(0)
+            own(target).rollback(0)
             random = within_grammar(RandomDrafter(VOCAB, seed), begin())
             merged = MergedDrafter([model, random, GrammarDrafter(begin(), VOCAB, 256)])
             controller = make_controller(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from alone import own
 from exact_targets import exact_resident
 from generating import RandomDrafter, run
 
@@ -54,20 +55,20 @@ def test_a_random_tree_of_that_size(target) -> None:
 def test_every_node_has_the_logits_of_its_own_path(target, draft) -> None:
     """A thousand rows in chunks: a few of them against the chain that leads there."""
     drafter = Counting(draft, 96, ranker=CandidateRanker(96, sharpness=8.0))
-    draft.rollback(0)
+    own(draft).rollback(0)
     tree = drafter.propose(PROMPT, TreeLimits(1023, 12, 8))
     assert len(tree) == 1024
     assert tree.n_runs <= 12 + 1024 // level_width(1023) + 1
-    target.rollback(0)
-    target.prefill(PROMPT[:-1])
-    first = target.next_node_id
-    ids, logits = target.extend(
+    own(target).rollback(0)
+    own(target).prefill(PROMPT[:-1])
+    first = own(target).next_node_id
+    ids, logits = own(target).extend(
         tree.token_ids, [PREFIX if p < 0 else first + p for p in tree.parents]
     )
     deepest = int(np.argmax(tree.depths))
     for node in (0, 500, 1023, deepest):
-        target.rollback(len(PROMPT) - 1)
-        expected = target.prefill([tree.token_ids[i] for i in tree.path(node)])
+        own(target).rollback(len(PROMPT) - 1)
+        expected = own(target).prefill([tree.token_ids[i] for i in tree.path(node)])
         assert np.array_equal(logits[node], expected)
     assert len(ids) == 1024
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from alone import own
 from exact_targets import exact_resident
 from generating import RandomDrafter, ScriptedDrafter, make_controller, run
 
@@ -78,7 +79,7 @@ def test_a_perfect_draft_is_accepted_whole(target, twin):
     """The draft's own KV is right, too: with itself as draft every round is accepted to the end."""
     spec = SpecConfig(num_draft_tokens=4, tree_width=1, draft_depth=4)
     for prompt in prompts(10):
-        target.rollback(0)
+        own(target).rollback(0)
         drafter = ModelDrafter(twin, 96)
         drafter.reset()
         controller = make_controller(target, drafter, spec=spec)
@@ -159,7 +160,7 @@ def test_a_rule_for_chains_accepts_itself_and_stays_in_range(rule, target, twin)
     rng = np.random.default_rng(3)
     drafter = ModelDrafter(twin, 96, chain=(sampler, rng))
     spec = SpecConfig(num_draft_tokens=4, acceptance=rule)
-    target.rollback(0)
+    own(target).rollback(0)
     drafter.reset()
     controller = make_controller(target, drafter, params, spec=spec, rng=rng)
     controller.start([5, 6, 7])
@@ -170,7 +171,7 @@ def test_a_rule_for_chains_accepts_itself_and_stays_in_range(rule, target, twin)
 def test_a_cancel_inside_a_pass_leaves_the_prefix(target, monkeypatch):
     prompt = prompts(1)[0]
     plain = run(target, prompt, N_TOKENS)
-    target.rollback(0)
+    own(target).rollback(0)
     controller = make_controller(target, RandomDrafter(96))
     controller.start(prompt)
     runner = target._runners[1]
@@ -181,9 +182,9 @@ def test_a_cancel_inside_a_pass_leaves_the_prefix(target, monkeypatch):
         raise KeyboardInterrupt
 
     runner._forward = interrupted
-    n_committed = target.n_committed
+    n_committed = own(target).n_committed
     with pytest.raises(KeyboardInterrupt):
         controller.step(10)
-    assert target.n_committed == n_committed
-    _, logits = target.extend([plain[0]], [PREFIX])
+    assert own(target).n_committed == n_committed
+    _, logits = own(target).extend([plain[0]], [PREFIX])
     assert int(logits[0].argmax()) == plain[1]

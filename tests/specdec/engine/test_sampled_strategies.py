@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone import own
 from reference_decoding import PROMPT, config_of
 from scipy import stats
 from tiny_pair import VOCAB
@@ -82,8 +83,8 @@ def test_beam_sampling_has_generates_distribution(reference_model, resident):
 
 
 def first_row(target) -> np.ndarray:
-    target.rollback(0)
-    return target.prefill(PROMPT)
+    own(target).rollback(0)
+    return own(target).prefill(PROMPT)
 
 
 def draw_pair(target, params: SamplingParams, rows: dict) -> tuple[int, ...]:
@@ -92,8 +93,8 @@ def draw_pair(target, params: SamplingParams, rows: dict) -> tuple[int, ...]:
     tokens: tuple[int, ...] = ()
     while len(tokens) < 2:
         if tokens not in rows:
-            target.rollback(0)
-            rows[tokens] = target.prefill([*PROMPT, *tokens])
+            own(target).rollback(0)
+            rows[tokens] = own(target).prefill([*PROMPT, *tokens])
         prefix = [*PROMPT, *tokens]
         tokens = (*tokens, sampler.choose(prefix, rows[tokens], position=len(prefix)))
     return tokens

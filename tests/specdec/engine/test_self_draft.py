@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import own
 from forced_streaming import force_streaming
 from gguf_models import save_tiny_gguf
 from tiny_pair import save_model
@@ -54,30 +55,30 @@ def backend(model: Path) -> Iterator[Backend]:
 def test_siblings_keep_apart(backend: Backend) -> None:
     with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
         assert other.max_context == 64
-        expected = backend.prefill(PROMPT)
+        expected = own(backend).prefill(PROMPT)
         other.prefill([5, 6, 7])
         ids, rows = other.extend([8, 9], [-1, -1])
-        assert list(backend.committed_ids) == PROMPT
+        assert list(own(backend).committed_ids) == PROMPT
         assert list(other.committed_ids) == [5, 6, 7]
-        backend.rollback(0)
-        assert np.abs(backend.prefill([5, 6, 7, 9]) - rows[1]).max() < 1e-4
+        own(backend).rollback(0)
+        assert np.abs(own(backend).prefill([5, 6, 7, 9]) - rows[1]).max() < 1e-4
         other.commit([ids[0]])
         assert list(other.committed_ids) == [5, 6, 7, 8]
-    backend.rollback(0)
-    assert np.array_equal(backend.prefill(PROMPT), expected)
+    own(backend).rollback(0)
+    assert np.array_equal(own(backend).prefill(PROMPT), expected)
     with pytest.raises(BackendError, match="closed"):
         other.prefill([1])
 
 
 def test_siblings_in_two_threads(backend: Backend) -> None:
-    expected = backend.prefill(PROMPT)
+    expected = own(backend).prefill(PROMPT)
     with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
         found: list[np.ndarray] = []
 
         def work(one: Backend) -> None:
             for _ in range(10):
-                one.rollback(0)
-                found.append(one.prefill(PROMPT))
+                own(one).rollback(0)
+                found.append(own(one).prefill(PROMPT))
 
         threads = [threading.Thread(target=work, args=(one,)) for one in (backend, other)]
         for thread in threads:

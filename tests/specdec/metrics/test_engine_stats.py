@@ -64,7 +64,7 @@ def test_all_together_are_the_sum_of_each(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=1024) as llm:
-        text = llm.target.sequence()
+        text = llm.target.new_sequence()
         text.prefill(PROMPT)
         before = llm.target.kv_use
         other = text.fork(2 * BLOCK_ROWS)
@@ -136,7 +136,7 @@ def test_cells_that_texts_share_are_in_use_once(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, ctx_size=128, kv_tokens=256) as llm:
-        text = llm.target.sequence()
+        text = llm.target.new_sequence()
         text.prefill([5, 6, 7, 8])
         other = text.fork(3)
         other.prefill([9])

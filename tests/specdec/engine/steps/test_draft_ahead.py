@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import own
 from exact_rules import table_rows
 from generating import RandomDrafter, SteppedAhead, limits_after, make_controller, run
 from gguf_models import save_tiny_gguf
@@ -297,7 +298,7 @@ def test_drafts_from_kept_kv_are_those_of_a_new_cache(
     if is_blind:
         ranker = CandidateRanker(96)
     drafter = ModelDrafter(draft, 96, ranker=ranker)
-    target.rollback(0)
+    own(target).rollback(0)
     drafter.reset()
     recorder, ahead = StatsRecorder(), SteppedAhead(repeat(2))
     made = make_controller(target, drafter, params, spec=spec, ahead=ahead, recorder=recorder)
@@ -307,8 +308,8 @@ def test_drafts_from_kept_kv_are_those_of_a_new_cache(
         tree = made.step(99).tree
         for node in {1, len(tree) // 2, len(tree) - 1}:
             above = context + list(tree.tokens_on_path(tree.parents[node]))
-            fresh.rollback(0)
-            (candidates,) = ranker.rank(fresh.prefill(above)[None], [len(above)], 3)
+            own(fresh).rollback(0)
+            (candidates,) = ranker.rank(own(fresh).prefill(above)[None], [len(above)], 3)
             expected = dict(candidates)[tree.token_ids[node]]
             assert tree.log_probs[node] == pytest.approx(expected, abs=4e-3)
     stats = recorder.stats()

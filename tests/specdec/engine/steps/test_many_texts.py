@@ -205,7 +205,7 @@ def test_whoever_came_last_is_set_aside_and_comes_back(
 def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
     """As many as it says do fit, and no more."""
     llm.session.forget_prompt()
-    texts = [llm.target.sequence() for _ in range(6)]
+    texts = [llm.target.new_sequence() for _ in range(6)]
     try:
         batch = [SequenceInput(text, LONG) for text in texts]
         n_fitting = llm.target.n_fitting(batch)
