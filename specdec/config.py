@@ -73,7 +73,7 @@ class SpecConfig:
     )
     draft_ahead: str = option(  # a drawn chain never is drafted ahead
         "auto",
-        "Draft while the target's pass runs; auto does where that was measured to pay.",
+        "Draft while the target's pass runs; auto does where the target streams.",
         SPECULATION,
         choices=DRAFT_AHEAD_MODES,
     )

@@ -18,11 +18,10 @@ import numpy as np
 
 from bench.worlds.settings import NOT_WORTH_IT, SIX, WORLDS, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, cost_model, modes, shared_round, tree_shape
+from specdec.policy import calibration, cost_model, modes, tree_shape
 from specdec.policy.calibration import Calibration
 from specdec.policy.cost_model import CostModel
 from specdec.policy.experience import Experience, Lessons
-from specdec.policy.modes import AheadChoice, DraftChoice
 
 SHORT, MEDIUM = 64, 400  # tokens of a text
 SEEDS = range(8000, 8004)  # nothing was tuned on them
@@ -42,13 +41,11 @@ def patched(patches: Sequence[Patch]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _one_shift_for_all(buckets: Any) -> Any:
-    of_all = calibration._smoothed_shift(buckets.sum(axis=0), np.zeros(()))
-    return np.full(len(buckets), of_all)
+_biases = calibration._biases
 
 
-def _each_bucket_alone(buckets: Any) -> Any:
-    return calibration._smoothed_shift(buckets, np.zeros(len(buckets)))
+def _one_bias_for_all(buckets: Any) -> Any:
+    return np.full(len(buckets), _biases(buckets.sum(axis=0, keepdims=True)))
 
 
 NOTHING: Any = lambda *_: None  # noqa: E731
@@ -58,23 +55,14 @@ PARTS: Mapping[str, Sequence[Patch]] = {
         (tree_shape, "note_levels", NOTHING)
     ],
     "calibration": [(Calibration, "observe", NOTHING)],
-    "calibration by buckets (one shift for all)": [(calibration, "_shifts", _one_shift_for_all)],
-    "the common shift of all buckets": [(calibration, "_shifts", _each_bucket_alone)],
+    "calibration by buckets (one bias for all)": [(calibration, "_biases", _one_bias_for_all)],
     "measured times of drafting (the plan's instead)": [(Experience, "note_drafting", NOTHING)],
     "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
     "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
-    "the bound on what a disturbed pass counts": [(shared_round, "_STUMBLE", math.inf)],
     "slow start, and no more candidates than of use": [(Lessons, "n_candidates", ANYTHING)],
-    "the credit of a draft": [
-        (DraftChoice, "stake_seconds", property(lambda _: 1e9)),
-        (modes, "_FIRST_CREDIT", 1e9),
-    ],
-    "few levels while the credit is small": [
-        (DraftChoice, "stake_seconds", property(lambda _: 1e9))
-    ],
+    "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
     "the plan's word for four rounds (for half a round)": [(modes, "_PLAN_WEIGHT", 0.5)],
-    "drafting ahead": [(AheadChoice, "next_is_ahead", lambda *_: False)],
-    "the choice of drafting ahead (always)": [(AheadChoice, "next_is_ahead", lambda *_: True)],
+    "drafting ahead": [(CostModel, "streams", property(lambda _: False))],
 }
 
 

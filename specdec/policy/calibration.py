@@ -29,9 +29,11 @@ _N_BUCKETS = int(2 * _LARGEST_LOGIT)
 _MEMORY = 200.0
 """Observations of one bucket after which older ones have lost 63 % of their weight: they give a
 share to 3.5 %."""
-_STRENGTH = 8.0
-"""Observations that "this bucket is like the others of its source" counts as (bench/worlds: half as
-many, 0.985 of the speed in memory with a sure draft)."""
+_PRIOR_TRIES = 2.0
+"""Observations of a bucket that the draft's own probability counts as: with eight, a draft that is
+sure and never right is believed for too long."""
+_PRIOR_CHAIN_TOKENS = 8.0
+"""Tokens of chains that the assumed share of accepted ones counts as."""
 _LEAST_GAIN = 0.01
 """Tokens of a level: what is below is as good as nothing, and has no logarithm worth the name."""
 
@@ -40,16 +42,14 @@ class Calibration:
     """Probability that a node is accepted, given that its parent is.
 
     A bucket of logit(q) holds (tries, hits, sum of q) of one kind of source, exponentially
-    forgotten. Its shift is logit(smoothed hits / tries) - logit(mean q); a node's
-    probability is sigmoid(logit(q) + shift), so that the order within a bucket is kept. Smoothing
-    goes from few observations to many: one shift for all nodes of a source tells a useless draft
-    within a few rounds, then each bucket departs from it.
+    forgotten. Its bias is logit(smoothed hits / tries) - logit(mean q); a node's
+    probability is sigmoid(logit(q) + bias), so that the order within a bucket is kept.
     """
 
     def __init__(self) -> None:
         # Of each combination of sources: a token that two drafters offer is one of its own kind.
         self._buckets: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket, 3]
-        self._shifts: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket]
+        self._biases: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket]
 
     def path_probabilities(self, tree: DraftTree) -> NDArray[np.float64]:
         """Probability of each node to be accepted, float64 [len(tree)]; the root has 1.
@@ -70,7 +70,7 @@ class Calibration:
                 self._count(tree.sources[child], tree.log_probs[child], candidate == token)
                 touched.add(tree.sources[child])
         for source in touched:
-            self._shifts[source] = _shifts(self._buckets[source])
+            self._biases[source] = _biases(self._buckets[source])
 
     def kept(self) -> dict[str, list[list[float]]]:
         return {" ".join(source): buckets.tolist() for source, buckets in self._buckets.items()}
@@ -84,12 +84,12 @@ class Calibration:
             if (buckets < 0.0).any() or (buckets[:, 1:] > buckets[:, :1] + 1e-6).any():
                 raise ValueError("more hits than tries")
             key = tuple(source.split(" "))
-            self._buckets[key], self._shifts[key] = buckets, _shifts(buckets)
+            self._buckets[key], self._biases[key] = buckets, _biases(buckets)
 
     def _probability(self, source: tuple[str, ...], log_q: float) -> float:
         logit = _logit(math.exp(log_q))
-        if source in self._shifts:
-            logit += float(self._shifts[source][_bucket(logit)])
+        if source in self._biases:
+            logit += float(self._biases[source][_bucket(logit)])
         return 1.0 / (1.0 + math.exp(-logit))
 
     def _count(self, source: tuple[str, ...], log_q: float, is_hit: bool) -> None:
@@ -129,7 +129,7 @@ def chain_survival() -> FadingMean:
     (see DraftPolicy), so all that may be used is how far earlier chains came: one share of
     accepted tokens for every depth (Leviathan et al. 2023).
     """
-    return FadingMean(1.0 - 1.0 / _MEMORY, (ASSUMED_LEVEL_ACCEPTANCE,), _STRENGTH)
+    return FadingMean(1.0 - 1.0 / _MEMORY, (ASSUMED_LEVEL_ACCEPTANCE,), _PRIOR_CHAIN_TOKENS)
 
 
 def note_chain(survival: FadingMean, n_drafted: int, n_accepted: int) -> None:
@@ -138,25 +138,12 @@ def note_chain(survival: FadingMean, n_drafted: int, n_accepted: int) -> None:
         survival.add(float(i < n_accepted))
 
 
-def _shifts(buckets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shift of the logit for each bucket [bucket]: that of all of them, where it has few tries."""
-    of_all = _smoothed_shift(buckets.sum(axis=0), np.zeros(()))
-    return _smoothed_shift(buckets, of_all)
-
-
-def _smoothed_shift(
-    counts: NDArray[np.float64], expected: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Of (tries, hits, sum of q) [..., 3]: as expected, until tries say otherwise."""
-    tries, hits, sums = np.moveaxis(counts, -1, 0)
-    logits = _logits(sums / np.maximum(tries, 1e-9))
-    shares = (hits + _STRENGTH * _sigmoids(logits + expected)) / (tries + _STRENGTH)
-    return np.where(tries > 0.0, _logits(shares) - logits, expected)
-
-
-def _sigmoids(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    p: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-x))
-    return p
+def _biases(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the bias of the logit for each (tries, hits, sum of q), [bucket]: 0 without tries."""
+    tries, hits, sums = counts.T
+    means = sums / np.maximum(tries, 1e-9)
+    shares = (hits + _PRIOR_TRIES * means) / (tries + _PRIOR_TRIES)
+    return np.where(tries > 0.0, _logits(shares) - _logits(means), 0.0)
 
 
 def _logits(p: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -94,6 +94,11 @@ class CostModel:
         return max(MAX_MEASURED_TOKENS, num_tokens)
 
     @property
+    def streams(self) -> bool:
+        """Whether reads of weights take part of every pass, so that processors wait."""
+        return self.read_seconds > 0.0
+
+    @property
     def num_free_tokens(self) -> int:
         """Most tokens whose arithmetic hides behind the planned reads, or within the slack."""
         one_token = self.fixed_seconds + self.seconds_per_token

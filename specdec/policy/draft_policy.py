@@ -39,8 +39,7 @@ class Round:
     is_first: bool = False  # of a generation: the draft's cache may lack the prompt
     is_catching_up: bool = False  # the draft's cache lacks what was emitted while it rested
     is_typical: bool = True  # not cut short by the tokens wanted
-    follows_ahead: bool = False  # the pass before had drafting beside it
-    is_ahead: bool = False  # so has this one
+    is_ahead: bool = False  # its pass has drafting beside it
     drafted_at: float = 0.0
     draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
     catch_up_seconds: float = 0.0
@@ -55,8 +54,8 @@ class DraftPolicy:
     A round emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
     and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, everything is
     worth its tokens and costs λ times its seconds: a node, a level of drafting, a round with the
-    draft or without it, drafting ahead. What has the largest difference also has
-    the most tokens per second in the long run (Dinkelbach 1967, on ratios).
+    draft or without it. What has the largest difference also has the most tokens per second in the
+    long run (Dinkelbach 1967, on ratios).
 
     A round begins with `limits`, and goes on in specdec/policy/shared_round.py, with all texts that
     share its pass.
@@ -195,7 +194,6 @@ class DraftPolicy:
             is_first=self._n_rounds == 1,
             is_catching_up=uses_draft and not before.uses_draft,
             is_typical=is_typical,
-            follows_ahead=before.is_ahead,
             n_texts=n_texts,
         )
 

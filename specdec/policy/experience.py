@@ -13,9 +13,9 @@ from typing import Any
 from specdec.policy.calibration import Calibration, chain_survival, level_yield
 from specdec.policy.cost_model import CostModel, level_seconds
 from specdec.policy.fading import LASTING, MOST_KEPT, RECENT, FadingMean, kept_numbers
-from specdec.policy.modes import AheadChoice, DraftChoice
+from specdec.policy.modes import DraftChoice
 
-_VERSION = 3
+_VERSION = 4
 """Of what is kept: another one's is not used."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """What reading a file raises that somebody else wrote."""
@@ -95,7 +95,6 @@ class Experience:
         run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
         self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
         self._drafts = FadingMean(LASTING, (run_seconds,))
-        self.ahead = AheadChoice()
         self._lessons: dict[tuple[object, ...], Lessons] = {}
         self._kept: dict[str, Any] = {}  # of other processes: lessons that nobody asked for yet
 
@@ -126,7 +125,6 @@ class Experience:
             "version": _VERSION,
             "passes": self.cost.kept().tolist(),
             "drafts": self._drafts.kept(),
-            "ahead": self.ahead.kept(),
             "lessons": dict([*lessons.items(), *self._kept.items()][:MOST_KEPT]),
         }
 
@@ -142,7 +140,6 @@ def experience_of(
             experience._drafts.restore(kept["drafts"])
             if experience.run_seconds < 0.0:
                 raise ValueError("no run of a draft")
-            experience.ahead.restore(kept["ahead"])
             lessons = list(dict(kept["lessons"]).items())
             experience._kept = dict(lessons[:MOST_KEPT])
     except _BROKEN:

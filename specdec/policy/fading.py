@@ -24,12 +24,11 @@ class FadingMean:
     Args:
         fade: weight of a measurement after the next one.
         expected: before anything is measured.
-        weight: measurements that this counts as; so does what another process saw, but for at least
-            one.
+        weight: measurements that this counts as; so does what another process saw.
     """
 
     def __init__(self, fade: float, expected: Sequence[float], weight: float = 1.0) -> None:
-        self._fade, self._least_weight = fade, weight
+        self._fade, self._weight = fade, weight
         self._sums = weight * np.array([1.0, *expected])
 
     def add(self, *values: float, n: int = 1) -> None:
@@ -37,13 +36,8 @@ class FadingMean:
         self._sums = self._fade**n * self._sums + n * np.array([1.0, *values])
 
     @property
-    def is_measured(self) -> bool:
-        return bool(self._sums[0] > 0.0)
-
-    @property
     def means(self) -> tuple[float, ...]:
-        """Zeros where nothing was expected or measured."""
-        return tuple((self._sums[1:] / max(self._sums[0], 1e-9)).tolist())
+        return tuple((self._sums[1:] / self._sums[0]).tolist())
 
     def kept(self) -> list[float]:
         found: list[float] = self._sums.tolist()
@@ -52,10 +46,9 @@ class FadingMean:
     def restore(self, kept: object) -> None:
         """Raises ValueError."""
         sums = kept_numbers(kept, self._sums.shape)
-        if sums[0] < 0.0 or (self._least_weight and not sums[0]):
+        if sums[0] <= 0.0:
             raise ValueError("no mean")
-        weight = max(1.0, self._least_weight)
-        self._sums = sums * min(1.0, weight / max(sums[0], 1e-9))
+        self._sums = sums * min(1.0, self._weight / sums[0])
 
 
 def kept_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:

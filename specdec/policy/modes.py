@@ -1,37 +1,31 @@
-"""Which way to decode: with the draft model or without it, drafting ahead or not.
+"""Which mode to decode in: with the draft model or without it.
 
-One rule for both. The way that is used is the one that brings more for its seconds, by what its
-rounds have shown. What is not in use is tried when it can pay for it: it has a credit, which
-grows by a small share of the text, and is charged with what it loses. So a draft that never pays
-costs that share and its first credit, however promising it looks and whatever makes it slow (Wu et
-al. 2016, Conservative bandits).
+The mode in use is the one that brings more for its seconds, by what its rounds have shown. A draft
+that is not in use is tried when it can pay for it: it has an exploration budget, which grows by a
+small share of the text, and is charged with what it loses. So a draft that never pays costs that
+share and its first budget, however promising it looks and whatever makes it slow (Wu et al. 2016,
+Conservative bandits).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-from specdec.policy.fading import LASTING, RECENT, FadingMean, kept_numbers
+from specdec.policy.fading import LASTING, FadingMean, kept_numbers
 
-_CREDIT_SHARE = 0.015
-"""Of the text's tokens (for drafting ahead: of its seconds), that trials of the way not in use may
-lose: with it a draft that never pays keeps 0.98 of a long text's speed, and one that becomes good
-is in use after some 100 tokens."""
-_FIRST_CREDIT = 2.0
+_BUDGET_SHARE = 0.015
+"""Of the text's tokens, that trials of a draft not in use may lose: with it a draft that never pays
+keeps 0.98 of a long text's speed, and one that becomes good is in use after some 100 tokens."""
+_FIRST_BUDGET = 2.0
 """Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
-a loss of 3.2, and rounds overdraw a little."""
-_STAKE = 0.5
-"""Share of the credit that may be lost in one round: a second failure has half as much
-(bench/worlds: with all levels from the beginning, useless drafts keep 0.94 over 64 tokens)."""
-_LEAST_STAKE = _STAKE**2 * _FIRST_CREDIT
-"""Tokens that a trial is charged with, however little it loses: the stake of a second failure
-(bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
+a loss of 3.2, and rounds overdraw a little (bench/worlds: with 1.5, 0.956 of the best fixed size in
+memory instead of 0.975)."""
 _PLAN_WEIGHT = 4.0
-"""Rounds that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
-_LEAST_GAIN = 0.05
-"""Of a round's seconds: drafting that takes less is not worth a trial of drafting ahead, as passes
-scatter by as much; and a trial is charged with so much at least."""
+"""Rounds that the plan's word for a mode counts as (bench/worlds: 0.946 of the best fixed size in
+memory with a sure draft with one)."""
+_MIN_TRIAL_COST = 0.5
+"""Tokens that a trial is charged with, however little it loses
+(bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
 
 
 class Outcome(NamedTuple):
@@ -62,12 +56,12 @@ class DraftChoice:
         self._draft = None
         if with_draft is not None:
             self._draft = FadingMean(LASTING, with_draft, _PLAN_WEIGHT)
-        self._credit = _FIRST_CREDIT
+        self._budget = _FIRST_BUDGET
         self.plain_seconds = plain_seconds
 
     @property
     def is_draft_better(self) -> bool:
-        """By what is known; one that has no credit left rests all the same."""
+        """By what is known; one that has no budget left rests all the same."""
         return self._draft is not None and self.rate > self._plain_rate
 
     @property
@@ -78,16 +72,11 @@ class DraftChoice:
         tokens, seconds = self._draft.means
         return max(self._plain_rate, tokens / max(seconds, 1e-9))
 
-    @property
-    def stake_seconds(self) -> float:
-        """What a round with the draft may take beyond a plain pass."""
-        return _STAKE * max(0.0, self._credit) * self.plain_seconds
-
     def kept(self) -> dict[str, Any]:
         return {
             "plain": self._plain.kept(),
             "draft": None if self._draft is None else self._draft.kept(),
-            "credit": self._credit,
+            "budget": self._budget,
         }
 
     def restore(self, kept: Any) -> None:
@@ -95,8 +84,8 @@ class DraftChoice:
         self._plain.restore(kept["plain"])
         if self._draft is not None:
             self._draft.restore(kept["draft"])
-        credit = float(kept_numbers(kept["credit"], ()))
-        self._credit = min(max(credit, -_FIRST_CREDIT), _PLAN_WEIGHT * _FIRST_CREDIT)
+        budget = float(kept_numbers(kept["budget"], ()))
+        self._budget = min(max(budget, -_FIRST_BUDGET), _FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:
         """For the next round.
@@ -108,76 +97,24 @@ class DraftChoice:
         price = draft_seconds / self.plain_seconds
         if not self.is_draft_better:
             # What it once won does not count for what a trial may lose.
-            self._credit = min(self._credit, max(_FIRST_CREDIT, price))
-            price = max(_LEAST_STAKE, price)
-        return self._credit >= price
+            self._budget = min(self._budget, max(_FIRST_BUDGET, price))
+            price = max(_MIN_TRIAL_COST, price)
+        return self._budget >= price
 
     def record(self, uses_draft: bool, outcome: Outcome, n_texts: int = 1) -> None:
         """A round of so many texts, which share this choice, with the mean of their outcomes."""
         is_trial, rate = not self.is_draft_better, self.rate
         self._plain.add(self.plain_seconds, n=n_texts)
-        self._credit += _CREDIT_SHARE * outcome.n_tokens
+        self._budget += _BUDGET_SHARE * outcome.n_tokens
         if self._draft is None or not uses_draft:
             return
         self._draft.add(outcome.n_tokens, outcome.seconds, n=n_texts)
         seconds = outcome.seconds + outcome.extra_seconds
         gain = outcome.n_tokens - seconds / self.plain_seconds
         if is_trial and outcome.n_tokens <= seconds * rate:
-            gain = min(gain, -_LEAST_STAKE)
-        self._credit = max(self._credit + gain, -_FIRST_CREDIT)
+            gain = min(gain, -_MIN_TRIAL_COST)
+        self._budget = max(self._budget + gain, -_FIRST_BUDGET)
 
     @property
     def _plain_rate(self) -> float:
         return 1.0 / max(self._plain.means[0], 1e-9)
-
-
-class AheadChoice:
-    """Whether to draft the next tree while the pass runs.
-
-    It saves the drafting that it hides, and costs what it slows the pass: both are seconds of a
-    round. The first trial is free; those after it are paid by a share of the time.
-    """
-
-    def __init__(self) -> None:
-        self._drafting = FadingMean(RECENT, (0.0,), 0.0)  # seconds, after a pass without it
-        self._not_hidden = FadingMean(RECENT, (0.0,), 0.0)  # seconds, after one with it
-        self._slowdown = FadingMean(RECENT, (0.0,), 0.0)
-        self._credit_seconds, self._is_on_trial = math.inf, False
-
-    @property
-    def slowdown(self) -> float:
-        """How many times as long a pass takes with drafting beside it."""
-        return max(1.0, *self._slowdown.means)
-
-    def kept(self) -> list[list[float]]:
-        return [mean.kept() for mean in (self._drafting, self._not_hidden, self._slowdown)]
-
-    def restore(self, kept: Any) -> None:
-        """What another process measured counts as one round. Raises ValueError."""
-        means = (self._drafting, self._not_hidden, self._slowdown)
-        for mean, value in zip(means, kept, strict=True):
-            mean.restore(value)
-
-    def record_drafting(self, is_ahead: bool, seconds: float) -> None:
-        """Drafting that nothing hid, after a pass with (or without) drafting beside it."""
-        (self._not_hidden if is_ahead else self._drafting).add(seconds)
-
-    def record_pass(self, is_ahead: bool, ratio: float) -> None:
-        """It took so many times as long as such a pass without drafting beside it usually does.
-
-        That is kept up to date by passes of the way in use, so that only trials tell more.
-        """
-        if self._is_on_trial:
-            self._slowdown.add(ratio if is_ahead else self.slowdown / ratio)
-
-    def next_is_ahead(self, pass_seconds: float) -> bool:
-        """For the pass that is about to begin."""
-        (drafting,), (not_hidden,) = self._drafting.means, self._not_hidden.means
-        seconds = drafting + pass_seconds
-        least = _LEAST_GAIN * seconds
-        gain = drafting - not_hidden - (self.slowdown - 1.0) * pass_seconds
-        self._credit_seconds += _CREDIT_SHARE * seconds
-        self._is_on_trial = drafting > least and self._credit_seconds >= max(abs(gain), least)
-        if self._is_on_trial:
-            self._credit_seconds = 0.0
-        return (self._slowdown.is_measured and gain > 0.0) != self._is_on_trial

@@ -17,11 +17,6 @@ from specdec.policy.shared_pass import choose_nodes
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
-_STUMBLE = 3.0
-"""Times as long as usual: a pass that took longer was held up, and counts as that much
-(bench/worlds: without, 0.86 of the speed in memory where a tenth of all passes is held up; with
-twice, passes that became four times as slow are taken for 3.5 times after 220 tokens)."""
-
 
 def trim_together(
     policies: Sequence[DraftPolicy],
@@ -75,7 +70,6 @@ def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) 
     if behind:  # that much is not what drafting usually takes
         usual = min(seconds, n_runs * experience.run_seconds)
     else:
-        experience.ahead.record_drafting(used[0].follows_ahead, seconds)
         experience.note_drafting(n_runs, seconds)
     for this in used:
         this.draft_seconds = usual / len(used)
@@ -85,17 +79,15 @@ def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) 
 
 
 def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
-    """Whether to draft the texts' next trees while these are verified."""
-    wants = [policy.config.draft_ahead for policy in policies]
-    using = [policy for policy in policies if policy.round.uses_draft]
-    is_ahead = "on" in wants
-    if using and "auto" in wants and not is_ahead:
-        experience = policies[0].experience
-        seconds = experience.cost.seconds(using[0].round.num_tokens)
-        is_ahead = experience.ahead.next_is_ahead(seconds)
-    for policy, wanted in zip(policies, wants, strict=True):
-        policy.round.is_ahead = is_ahead and wanted != "off"
-    return is_ahead
+    """Whether to draft the texts' next trees while these are verified.
+
+    By itself where the target streams: the processors that the draft needs wait for reads there.
+    """
+    for policy in policies:
+        this, wanted = policy.round, policy.config.draft_ahead
+        pays = this.uses_draft and policy.experience.cost.streams
+        this.is_ahead = wanted == "on" or (wanted == "auto" and pays)
+    return any(policy.round.is_ahead for policy in policies)
 
 
 def observe_together(
@@ -108,7 +100,8 @@ def observe_together(
     once for all of them.
     """
     this, cost = policies[0].round, policies[0].experience.cost
-    seconds = _note_pass(policies[0], policies[0].clock() - this.drafted_at)
+    seconds = policies[0].clock() - this.drafted_at
+    cost.observe(this.num_tokens, seconds)
     n_texts, n_more = len(policies), sum(tree.n_drafted for tree in trees)
     # Prompts pay for themselves.
     seconds *= cost.seconds(n_texts + n_more) / cost.seconds(this.num_tokens)
@@ -123,14 +116,3 @@ def observe_together(
     for (_, uses_draft), own in outcomes.items():
         mean = Outcome(*np.mean([outcome for _, outcome in own], axis=0).tolist())
         own[0][0].choice.record(uses_draft, mean, len(own))
-
-
-def _note_pass(policy: DraftPolicy, seconds: float) -> float:
-    """The pass's seconds, less what held it up."""
-    this, cost, ahead = policy.round, policy.experience.cost, policy.experience.ahead
-    usual = cost.seconds(this.num_tokens)
-    slowdown = ahead.slowdown if this.is_ahead else 1.0
-    seconds = min(seconds, _STUMBLE * usual * slowdown)
-    ahead.record_pass(this.is_ahead, seconds / usual)
-    cost.observe(this.num_tokens, seconds / (ahead.slowdown if this.is_ahead else 1.0))
-    return seconds

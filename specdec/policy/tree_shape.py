@@ -47,10 +47,6 @@ class TreeShape:
         """
         self._n_texts = n_texts
         most = min(most, self._lessons.n_candidates)
-        if uses_draft and self._config.draft_depth is None:
-            # Levels, each with a row of its own, that the draft's credit pays for; at least one.
-            level = max(self.least_draft_seconds(n_texts), 1e-9)
-            depth = min(depth, max(1, int(self._choice.stake_seconds / level)))
         if self._config.acceptance != "match":
             return TreeLimits(self._chain_length(min(most, depth), uses_draft), depth, 1)
         least = self._min_level_probability(uses_draft)

@@ -88,16 +88,15 @@ def learnt_once(_cache: list[str] = []) -> Any:  # noqa: B006 (kept on purpose)
 
 
 @pytest.mark.parametrize(
-    "kept", [None, 7, [], {}, {"version": 2}, {"version": 3}, "x", float("nan")]
+    "kept", [None, 7, [], {}, {"version": 3}, {"version": 4}, "x", float("nan")]
 )
 def test_anything_else_is_no_experience(kept: Any) -> None:
     assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
 
 
 def test_another_version_is_not_used() -> None:
-    """Such as the one before, whose choices were lists."""
-    old = {"version": 2, "passes": [[0.0, 0.0]] * 17, "drafts": [1.0, 0.1], "ahead": [[0, 0]] * 3}
-    kept = {**old, "lessons": {str(i): {"choices": {"1": [[1.0, 1.0, 1.0, 0.0]]}} for i in (1, 2)}}
+    """Such as the one before, which had measured drafting ahead."""
+    kept = {**learnt_once(), "version": 3, "ahead": [[1.0, 0.1]] * 3}
     assert fresh(WORLD, kept).kept() == fresh(WORLD).kept()
 
 
