@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.worlds.settings import NOT_WORTH_IT, SIX, WORLDS, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, cost_model, modes, tree_shape
+from specdec.policy import calibration, cost_model, modes, shared_round, tree_shape
 from specdec.policy.calibration import Calibration
 from specdec.policy.cost_model import CostModel
 from specdec.policy.experience import Experience, Lessons
@@ -59,6 +59,7 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "measured times of drafting (the plan's instead)": [(Experience, "note_drafting", NOTHING)],
     "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
     "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
+    "the bound on what a disturbed pass counts": [(shared_round, "_MAX_OUTLIER", math.inf)],
     "slow start, and no more candidates than of use": [(Lessons, "n_candidates", ANYTHING)],
     "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
     "the plan's word for four rounds (for half a round)": [(modes, "_PLAN_WEIGHT", 0.5)],

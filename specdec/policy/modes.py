@@ -18,14 +18,12 @@ _BUDGET_SHARE = 0.015
 keeps 0.98 of a long text's speed, and one that becomes good is in use after some 100 tokens."""
 _FIRST_BUDGET = 2.0
 """Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
-a loss of 3.2, and rounds overdraw a little (bench/worlds: with 1.5, 0.956 of the best fixed size in
-memory instead of 0.975)."""
-_PLAN_WEIGHT = 4.0
-"""Rounds that the plan's word for a mode counts as (bench/worlds: 0.946 of the best fixed size in
-memory with a sure draft with one)."""
+a loss of 3.2, and rounds overdraw a little."""
 _MIN_TRIAL_COST = 0.5
 """Tokens that a trial is charged with, however little it loses
 (bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
+_PLAN_WEIGHT = 4.0
+"""Rounds that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
 
 
 class Outcome(NamedTuple):
@@ -85,7 +83,7 @@ class DraftChoice:
         if self._draft is not None:
             self._draft.restore(kept["draft"])
         budget = float(kept_numbers(kept["budget"], ()))
-        self._budget = min(max(budget, -_FIRST_BUDGET), _FIRST_BUDGET)
+        self._budget = min(max(budget, -_FIRST_BUDGET), _PLAN_WEIGHT * _FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:
         """For the next round.

@@ -62,6 +62,17 @@ def test_the_plan_shares_the_free_rows_among_the_texts() -> None:
     assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a text in little more than the reads
 
 
+def test_single_passes_that_were_held_up_count_little() -> None:
+    clock, experience = Clock(), Experience(COST, None, 64)
+    policy = DraftPolicy(SpecConfig(("ngram",)), experience, 1000, clock=clock)
+    for i in range(40):
+        policy.limits(10, 64, 1000)
+        (kept,) = trim_together([policy], [DraftTree(0)])
+        clock.now += 30.0 if i % 10 == 3 else 1.5
+        observe_together([policy], [Acceptance((0,), 99, False)], [kept])
+    assert experience.cost.seconds(1) == pytest.approx(1.5, rel=0.15)
+
+
 def seconds_of_round(n_entering: int, note: Callable[[float], None]) -> None:
     clock, experience = Clock(), Experience(COST, DRAFT, 64)
     policy = DraftPolicy(SpecConfig(("draft",)), experience, 1000, clock=clock)

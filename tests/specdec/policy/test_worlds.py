@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bench.worlds.settings import (
@@ -60,7 +59,7 @@ def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
 def test_it_is_never_slower_than_plain_decoding(name: str) -> None:
     found = rates(WORLDS[name], SpecConfig(), SHORT, MEDIUM, seeds=FEW_SEEDS)
     plain = rates(WORLDS[name], PLAIN, SHORT, MEDIUM, seeds=FEW_SEEDS)
-    assert all(rate > 0.9 * other for rate, other in zip(found, plain, strict=True))
+    assert all(rate > 0.94 * other for rate, other in zip(found, plain, strict=True))
 
 
 # --- short texts, in a fresh process --------------------------------------------------------------
@@ -94,15 +93,11 @@ SHORT_USELESS = {
 }
 
 
-def test_drafts_that_do_not_pay_cost_little_of_a_short_text() -> None:
-    """In the mean; one of which a level takes much of a pass costs more (0.92, very dear)."""
-    ratios = []
-    for world in SHORT_USELESS.values():
-        found = rates(world, SpecConfig(), SHORT, 2 * SHORT)
-        plain = rates(world, PLAIN, SHORT, 2 * SHORT)
-        ratios.append([rate / other for rate, other in zip(found, plain, strict=True)])
-    assert np.mean(ratios, axis=0).min() > 0.95
-    assert np.min(ratios) > 0.9
+@pytest.mark.parametrize("name", SHORT_USELESS)
+def test_a_draft_that_does_not_pay_costs_little_of_a_short_text(name: str) -> None:
+    found = rates(SHORT_USELESS[name], SpecConfig(), SHORT, 2 * SHORT)
+    plain = rates(SHORT_USELESS[name], PLAIN, SHORT, 2 * SHORT)
+    assert all(rate > 0.95 * other for rate, other in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -114,13 +109,10 @@ def test_neither_does_one_whose_depth_the_user_fixed(name: str, depth: int) -> N
     assert rate > 0.945 * rates(world, PLAIN, SHORT)[0]
 
 
-def test_good_drafts_are_made_use_of_within_a_short_text() -> None:
-    ratios = []
-    for world in SIX.values():
-        (best,) = best_fixed(world, (SHORT,), SEEDS)
-        ratios.append(rates(world, SpecConfig(), SHORT)[0] / best.rate)
-    assert np.mean(ratios) > 0.95
-    assert min(ratios) > 0.88
+@pytest.mark.parametrize("name", SIX)
+def test_a_good_draft_is_made_use_of_within_a_short_text(name: str) -> None:
+    (best,) = best_fixed(SIX[name], (SHORT,), SEEDS)
+    assert rates(SIX[name], SpecConfig(), SHORT)[0] > 0.93 * best.rate
 
 
 def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None:
@@ -218,4 +210,4 @@ def test_passes_are_followed_while_drafting_goes_on_beside_them() -> None:
         experience = Experience(world.planned(), world.planned_draft(), MAX_NODES)
         simulate(replace(world, seed=seed), spec, n_tokens, experience)
         found.append(experience.cost.seconds(12))
-    assert sum(found) / len(found) == pytest.approx(4.0 * 1.1, rel=0.2)
+    assert sum(found) / len(found) == pytest.approx(4.0 * 1.1, rel=0.15)
