@@ -24,6 +24,8 @@ from bench.report.tables import tables
 from bench.table import text_of
 from specdec.metrics.stats import GenerationStats
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]
 SETTINGS = CurveSettings((0.5, 0.9), (1, 4, 8), max_tokens=120, ignore_eos=True)
 

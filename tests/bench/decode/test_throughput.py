@@ -12,6 +12,8 @@ from bench.checks.equal_texts import TextsDiffer
 from bench.commands.app import main
 from bench.decode.throughput import refuse_differences
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:

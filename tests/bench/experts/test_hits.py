@@ -13,6 +13,8 @@ from bench.experts.depths import in_turns
 from bench.experts.hits import measure, rules
 from specdec.pair import pair_path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = ["def area(r):", "import os\n"]
 
 

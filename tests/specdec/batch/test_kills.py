@@ -34,7 +34,6 @@ def write_requests(path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # five processes, each of which imports torch
 def test_kills_leave_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", seed=1)
     source = write_requests(tmp_path / "in.jsonl")

@@ -153,9 +153,8 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_what_profile_prints_is_a_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = save_model(tmp_path / "model", seed=1)
     assert main(["profile", "-m", str(model), "--json"]) == 0
     printed = capsys.readouterr().out
