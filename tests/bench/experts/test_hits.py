@@ -51,22 +51,6 @@ def test_the_command_measures_every_budget_in_a_process(
     assert "Belady" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["-m", "pair:moe", "--budgets", "auto"], "give sizes, such as 2GiB,4GiB"),
-        (["-m", "pair:moe", "--budgets", "0GiB"], "a budget of 0 bytes holds nothing"),
-        (["-m", "pair:target", "--budgets", "2GiB"], "no mixture of experts"),
-        (["-m", "pair:moe", "--budgets", "2GiB", "--trees", "0,1"], "give one with -md"),
-    ],
-)
-def test_bad_options_are_told(
-    options: list[str], told: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["experts", *options]) == 2
-    assert told in capfd.readouterr().err
-
-
 def test_sizes_of_trees_take_turns_and_bring_the_same_texts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
