@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+
+os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded
 
 from specdec.cli.libraries import import_for_good
 from specdec.run_options import RunOptions
