@@ -13,6 +13,8 @@ from bench.commands.app import main
 from bench.synth.stand_in import StandIn, StandInError, smallest_budget
 from offload.units import MIB
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STAND_IN = StandIn("pair:target", "gguf", "q8_0", 1_000_000_000, 4096, "pair:draft.gguf", 512)
 
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from forked import ForkedProcess
 from tiny_pair import save_model
 
 from specdec.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 _WITHOUT_TORCH = """
-import sys
+import json, sys
 from importlib.abc import MetaPathFinder
 class Refusing(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         assert name not in ("torch", "transformers"), name
 sys.meta_path.insert(0, Refusing())
 from {module} import main
-sys.exit(main(sys.argv[1:]))
+for argv in json.loads(sys.argv[1]):
+    assert main(argv) == 2, argv
 """
 
 
@@ -54,22 +59,30 @@ def expect_error(
     assert err.count("\n") == 1, err
     assert err.endswith("\n")
     for part in parts:
-        assert part in err
+        assert part in err, err
 
 
-def run_without_torch(module: str, *argv: str) -> str:
-    """What a command that refuses says, where torch and transformers cannot be imported."""
+def run_without_torch(module: str, *argvs: Sequence[str]) -> list[str]:
+    """What commands that refuse say, where torch and transformers cannot be imported."""
     code = _WITHOUT_TORCH.format(module=module)
-    run = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 2, run.stderr
-    assert run.stderr.count("\n") == 1, run.stderr
-    return run.stderr
+    argv = [sys.executable, "-c", code, json.dumps(argvs)]
+    run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+    lines = run.stderr.splitlines()
+    assert len(lines) == len(argvs), run.stderr
+    return lines
 
 
-def start(argv: list[str]) -> subprocess.Popen[bytes]:
+AnyProcess = ForkedProcess | subprocess.Popen[bytes]
+
+
+def start(argv: list[str]) -> AnyProcess:
     """`specdec` in a process of its own."""
+    return ForkedProcess(["specdec", *argv], os.environ, text=False)
+
+
+def start_interpreter(argv: list[str]) -> AnyProcess:
+    """`specdec` as a user starts it: what the interpreter does at its end counts, too."""
     return subprocess.Popen(
         [sys.executable, "-m", "specdec", *argv],
         cwd=ROOT,
@@ -79,6 +92,6 @@ def start(argv: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for_text(process: subprocess.Popen[bytes]) -> None:
+def wait_for_text(process: AnyProcess) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1), process.stderr.read() if process.stderr else b""

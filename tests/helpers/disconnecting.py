@@ -28,7 +28,7 @@ def disconnect(server: Server, n_clients: int, seed: int = 0) -> dict[str, float
     its last one.
     """
     chance = random.Random(seed)
-    leave(server, chance, 2 * N_AT_ONCE)  # the first ones start threads that stay
+    leave(server, chance, 4 * N_AT_ONCE)  # the first ones start threads that stay
     before = usage(server)
     leave(server, chance, n_clients)
     end = time.monotonic() + SETTLE_SECONDS

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from forked import ForkedProcess
+
 LOG_BYTES = 2 * (4096 + 24)
 """Bytes that a short record adds to the journal's log: two pages with their headers."""
-EARLY_SHARE, EARLY_SECONDS = 0.2, 10.0
+EARLY_SHARE, EARLY_SECONDS = 0.2, 1.0
 """Share of the kills that come within so many seconds, while models are loaded."""
 
 
-def start(argv: Sequence[str], out: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "specdec", "batch", *argv, "-o", str(out)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+def start(argv: Sequence[str], out: Path) -> ForkedProcess:
+    return ForkedProcess(["specdec", "batch", *argv, "-o", str(out)], os.environ, text=False)
 
 
 def finish(argv: Sequence[str], out: Path) -> bytes:
@@ -49,7 +45,7 @@ def kill(argv: Sequence[str], out: Path, max_bytes: int, chance: random.Random) 
     return partial_bytes(out)
 
 
-def wait(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+def wait(process: ForkedProcess, is_there: Callable[[], bool]) -> None:
     while not is_there() and process.poll() is None:
         time.sleep(0.005)
 

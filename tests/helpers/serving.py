@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forked import ForkedProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
 
@@ -25,24 +27,21 @@ COMPLETIONS = "/v1/completions"
 SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
 """Room for three requests, and texts that take a while."""
 
+AnyProcess = ForkedProcess | subprocess.Popen[str]
+
 
 class Server:
     """A server of a model, from its start to the end of a `with` block."""
 
     def __init__(self, model: Path | str, *more: str, environment: dict[str, str] | None = None):
         argv = ["serve", "-m", str(model), "--threads", "1", "--port", "0", *more]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "specdec", *argv],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = self._start(argv, {**os.environ, **(environment or {})})
         self.lines: list[str] = []
         self._told = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _start(self, argv: list[str], environment: dict[str, str]) -> AnyProcess:
+        return ForkedProcess(["specdec", *argv], environment, text=True)
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
@@ -117,6 +116,21 @@ class Server:
         while self.metric("specdec_requests_inside"):
             assert time.monotonic() < end, "a request is still inside"
             time.sleep(0.05)
+
+
+class OwnServer(Server):
+    """A server in an interpreter of its own, which begins and ends as a user's does."""
+
+    def _start(self, argv: list[str], environment: dict[str, str]) -> AnyProcess:
+        return subprocess.Popen(
+            [sys.executable, "-m", "specdec", *argv],
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
 def begun(server: Server, **more: Any) -> socket.socket:

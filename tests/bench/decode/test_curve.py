@@ -24,6 +24,8 @@ from bench.report.tables import tables
 from bench.table import text_of
 from specdec.metrics.stats import GenerationStats
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = [Prompt("add", "def add(a, b):"), Prompt("sum", "total = ")]
 SETTINGS = CurveSettings((0.5, 0.9), (1, 4, 8), max_tokens=120, ignore_eos=True)
 
@@ -225,27 +227,3 @@ def test_other_rates_are_refused(text: str) -> None:
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(UsageMistake, match="from 1 to 1024"):
         parse_lengths(text)
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("--rates 2", "--rates"),
-        ("--sizes 0", "--sizes"),
-        ("-o xml", "'xml' is not known"),
-        ("--enforce", "--memory-budget with a size"),
-        ("--output-file /nonexistent/curve.json", "no such folder"),
-        ("--log /nonexistent/log.jsonl", "no such folder"),
-        ("-md pair:draft", "pair:draft"),
-        ("--num-draft-tokens 4", "--num-draft-tokens"),
-        ("--memory-budget lots", "lots"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], target: Path, more: str, part: str
-) -> None:
-    assert main(["curve", "-m", str(target), *more.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert part in err

@@ -21,6 +21,8 @@ from bench.table import text_of
 from specdec.config import SpecConfig
 from specdec.metrics.recorder import StatsRecorder
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def record(way: str, seconds: float) -> dict[str, object]:
     stats = StatsRecorder(prompt_tokens=1).stats().to_dict()

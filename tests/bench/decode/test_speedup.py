@@ -109,29 +109,6 @@ def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
     assert report["model"].endswith(".gguf")
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("-o xml", "'xml' is not known"),
-        ("--peer accelerate --peer-tokens 4", "--peer is now: specdec-bench peers"),
-        ("--enforce", "--memory-budget with a size"),
-        ("--output-file /nonexistent/report.json", "no such folder"),
-        ("--prompts /nonexistent.jsonl", "No such file"),
-        ("--n-prompts 0", "--n-prompts"),
-        ("--spec-type magic", "magic"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], target: Path, more: str, part: str
-) -> None:
-    assert main(["speedup", "-m", str(target), *more.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("specdec-bench: error: ")
-    assert err.count("\n") == 1
-    assert part in err
-
-
 def test_a_failure_of_the_measurement_is_told_once(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
 ) -> None:

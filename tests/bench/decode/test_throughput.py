@@ -12,6 +12,8 @@ from bench.checks.equal_texts import TextsDiffer
 from bench.commands.app import main
 from bench.decode.throughput import refuse_differences
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
@@ -52,21 +54,3 @@ def test_texts_that_must_be_equal_are_refused_where_they_are_not() -> None:
     rows = [{"n_different_texts": 2, "is_exact": True}, {"n_different_texts": 1, "is_exact": False}]
     with pytest.raises(TextsDiffer, match="2 texts differ"):
         refuse_differences(rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--texts", "0,2"], "give numbers of texts"),
-        (["--texts", "two"], "give numbers of texts"),
-        (["--texts", "4"], "asks for 4 prompts"),
-        (["--modes", "fast"], "is not plain, speculative or both"),
-        (["--enforce"], "needs a --memory-budget"),
-    ],
-)
-def test_what_makes_no_sense_is_one_line(
-    argv: list[str], options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*argv, *options]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert problem in line

@@ -13,6 +13,8 @@ from bench.experts.depths import in_turns
 from bench.experts.hits import measure, rules
 from specdec.pair import pair_path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPTS = ["def area(r):", "import os\n"]
 
 
@@ -47,22 +49,6 @@ def test_the_command_measures_every_budget_in_a_process(
     assert all(row["storage_bytes_per_second"] > 0 for row in result["rows"])
     assert all(row["predicted_tokens_per_second"] > 0 for row in result["rows"])
     assert "Belady" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["-m", "pair:moe", "--budgets", "auto"], "give sizes, such as 2GiB,4GiB"),
-        (["-m", "pair:moe", "--budgets", "0GiB"], "a budget of 0 bytes holds nothing"),
-        (["-m", "pair:target", "--budgets", "2GiB"], "no mixture of experts"),
-        (["-m", "pair:moe", "--budgets", "2GiB", "--trees", "0,1"], "give one with -md"),
-    ],
-)
-def test_bad_options_are_told(
-    options: list[str], told: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["experts", *options]) == 2
-    assert told in capfd.readouterr().err
 
 
 def test_sizes_of_trees_take_turns_and_bring_the_same_texts(

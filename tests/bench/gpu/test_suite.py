@@ -108,6 +108,7 @@ def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monk
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_runs_sections_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

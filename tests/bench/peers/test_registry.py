@@ -286,32 +286,6 @@ def test_command_prints_json_and_writes_it(
     assert result["weights"][0]["types"] == {"F32": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("--peers ollama", "'ollama' is not known"),
-        ("--peers ,", "names no program"),
-        ("", "--memory-budget with a size"),
-        ("--memory-budget 1GiB -o xml", "'xml' is not known"),
-        ("--memory-budget 1GiB --other-draft pair:draft", "goes with --other-model"),
-        ("--memory-budget 1GiB --other-model {target}", "the same format"),
-        ("--memory-budget 1GiB --no-enforce --storage-mbps 90", "--no-enforce leaves out"),
-        ("--memory-budget 1GiB --output-file /nonexistent/r.json", "no such folder"),
-        ("--memory-budget 1GiB --accept-threshold 0.5", "--accept-threshold is lossy"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], target: Path, more: str, part: str
-) -> None:
-    argv = ["peers", "-m", str(target), "--peers", "specdec-plain"]
-    argv += more.format(target=target).split()
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert part in err
-
-
 def test_a_draft_that_is_the_target_itself(target: Path, tmp_path: Path) -> None:
     [weights] = all_weights(str(target), "self:window=16", None, None)
     assert (weights.draft, weights.draft_path) == ("self:window=16", None)

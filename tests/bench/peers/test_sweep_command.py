@@ -125,29 +125,6 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
 
 
 @pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ("--storage turtle", "'turtle' is no speed"),
-        ("--storage -5", "'-5' is no speed"),
-        ("--storage sata --no-enforce", "--no-enforce leaves out"),
-        ("--trees many", "many"),
-        ("--budgets lots", "lots"),
-        ("--budgets 1GiB,0GB", "a budget of 0 bytes"),
-        ("--accept-threshold 0.5", "--accept-threshold is lossy"),
-        ("--reference /nonexistent.json", "No such file"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path, more: str, part: str
-) -> None:
-    argv = f"sweep -m {target} -md {target} -o {tmp_path / 's'} --budgets 1GiB {more}"
-    assert main(argv.split()) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert part in err
-
-
-@pytest.mark.parametrize(
     "text", ['{"a":1}\n', "x\n", '{"plain": 1, "speculative": 1, "records": []}']
 )
 def test_a_file_of_something_else_is_refused_before_any_model_is_looked_for(

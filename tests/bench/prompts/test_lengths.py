@@ -80,24 +80,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "speedup",
-        "policy --sizes 2x2",
-        "curve --rates 0.5 --sizes 2",
-    ],
-)
-def test_commands_refuse_at_once(
-    capsys: pytest.CaptureFixture[str], target: Path, file: Path, command: str
-) -> None:
-    assert main([*command.split(), "-m", str(target), "--prompts", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert "--prompts, p100: the prompt has 100 tokens" in err
-
-
 def test_peers_measures_the_others_and_says_so(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -27,6 +27,8 @@ from bench.rank.ranking import (
 from specdec.cli.app import main as specdec_main
 from specdec.metrics.stats import GenerationStats
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 N_TOKENS = 6
 
 

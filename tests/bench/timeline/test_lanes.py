@@ -274,24 +274,6 @@ def test_the_title_says_what_drafted_and_what_is_lossy(
     assert ["LOSSY" in title for title in titles] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        ([], "nowhere to draw"),
-        (["-o", "/nonexistent/run.png"], "no such folder"),
-        (["--trace", "/nonexistent/run.json"], "no such folder"),
-        (["-o", "run.png", "--rounds", "-1"], "--rounds"),
-    ],
-)
-def test_mistakes_are_told_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], more: list[str], part: str
-) -> None:
-    assert main(["timeline", "-m", "/nonexistent", *more]) == 2
-    err = capsys.readouterr().err
-    assert part in err
-    assert err.count("\n") == 1
-
-
 def test_without_matplotlib_it_says_so(
     model: Path,
     tmp_path: Path,

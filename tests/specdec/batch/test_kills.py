@@ -12,17 +12,17 @@ from tiny_pair import save_model
 
 from specdec.batch.records import key_of
 
-N_KILLS = 3
+N_LINES, N_KILLS = 60, 3
 
 
 def write_requests(path: Path) -> Path:
     """Greedy and sampled ones of both formats, and some that are none."""
     with open(path, "w") as file:
-        for index in range(150):
-            if index % 30 == 7:
+        for index in range(N_LINES):
+            if index % 20 == 7:
                 file.write('{"prompt": \n')
                 continue
-            line: dict = {"prompt": f"prompt {index}", "max_tokens": 1 + index % 40}
+            line: dict = {"prompt": f"prompt {index}", "max_tokens": 1 + index % 30}
             if index % 3 == 1:
                 line["temperature"] = 1.0
             if index % 4 == 2:
@@ -34,17 +34,16 @@ def write_requests(path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # five processes, each of which imports torch
 def test_kills_leave_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", seed=1)
     source = write_requests(tmp_path / "in.jsonl")
     argv = [str(source), "-m", str(model), "--threads", "1", "-c", "128"]
     undisturbed = finish(argv, tmp_path / "undisturbed.jsonl")
     out, chance = tmp_path / "killed.jsonl", random.Random(1)
-    max_bytes = 150 * LOG_BYTES // (N_KILLS + 2)
+    max_bytes = N_LINES * LOG_BYTES // (N_KILLS + 2)
     n_bytes = [kill(argv, out, max_bytes, chance) for _ in range(N_KILLS)]
     assert n_bytes[-1] > 0
     assert finish(argv, out) == undisturbed
     keys = [key_of(line) for line in undisturbed.splitlines(keepends=True)]
-    assert len(keys) == len(set(keys)) == 150
+    assert len(keys) == len(set(keys)) == N_LINES
     assert not (tmp_path / "killed.jsonl.partial").exists()

@@ -71,14 +71,6 @@ def test_a_worker_that_cannot_answer_says_why(model: Path) -> None:
 # --- options ----------------------------------------------------------------------------------
 
 
-def test_what_does_not_go_together(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["batch", "in.jsonl", "-m", str(model), "-o", "out.jsonl"]
-    assert main([*argv, "--workers", "2"]) == 2
-    assert "--workers is given without --ray" in capsys.readouterr().err
-    assert main([*argv, "--ray", "auto", "--enforce"]) == 2
-    assert "leave one out" in capsys.readouterr().err
-
-
 def test_ray_that_is_not_installed_is_told(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

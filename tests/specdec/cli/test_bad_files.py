@@ -1,15 +1,24 @@
-"""Tokenizer and generation files that cannot be used."""
+"""Files of a model that cannot be used: one clear line that names the file, whatever is in it."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import expect_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_pair import save_model
+
+from backends.contract.source import BackendOptions
+from offload.errors import SpecdecError
+from specdec.models.opened import open_model
+
+SHARD = "model-00001-of-00005.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -22,33 +31,132 @@ def model(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "model")
 
 
-def test_no_tokenizer_files(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in model.glob("tokenizer*"):
-        path.unlink()
-    expect_error(
-        capsys, ["run", "-m", str(model), "-p", "x"], "has no tokenizer.json", "copy the tokenizer"
-    )
+def _remove(pattern: str) -> Callable[[Path], None]:
+    def remove(model: Path) -> None:
+        for path in model.glob(pattern):
+            path.unlink()
+
+    return remove
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "remedy"),
-    [
-        ("tokenizer_config.json", "[]", "take the file of the original model"),
-        (
-            "tokenizer_config.json",
-            '{"chat_template": 5}',
-            "chat_template in tokenizer_config.json is 5",
-        ),
-        ("generation_config.json", '{"eos_token_id": ', "mend it or remove it"),
-        ("generation_config.json", "[]", "mend it or remove it"),
-        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
-    ],
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_text(text) and None
+
+
+def _truncate(model: Path) -> None:
+    shard = model / SHARD
+    os.truncate(shard, shard.stat().st_size - 100)
+
+
+def _garble_header(model: Path) -> None:
+    with (model / SHARD).open("r+b") as file:
+        file.write(b"\xff" * 8)
+
+
+def _point_outside(model: Path) -> None:
+    name = "model.embed_tokens.weight"
+    index = {"metadata": {}, "weight_map": {name: "../../etc/passwd"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    _remove("*.safetensors")(model)
+
+
+def _leave_only_pickle(model: Path) -> None:
+    _remove("*.safetensors*")(model)
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "cut weights": (_truncate, (SHARD, "bytes but its header describes", "download")),
+    "garbled header": (_garble_header, (SHARD, "claims a header of 18446744073709551615 bytes")),
+    "no weights": (_remove("*.safetensors"), (SHARD, "is missing", "download")),
+    "weights elsewhere": (
+        _point_outside,
+        ("../../etc/passwd", "not a plain .safetensors file name"),
+    ),
+    "pickled weights": (
+        _leave_only_pickle,
+        ("only pickled weights", "convert them to safetensors"),
+    ),
+    "no such family": (
+        _write("config.json", '{"model_type": "no-such-type"}'),
+        ("`no-such-type`",),
+    ),
+    "no causal model": (
+        _write("config.json", '{"model_type": "t5"}'),
+        ("t5 is an encoder-decoder",),
+    ),
+    "config that is no JSON": (_write("config.json", "{"), ("config.json cannot be read",)),
+    "no tokenizer": (_remove("tokenizer*"), ("has no tokenizer.json", "copy the tokenizer")),
+    "tokenizer settings of another kind": (
+        _write("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "take the file of the original model"),
+    ),
+    "template that is no text": (
+        _write("tokenizer_config.json", '{"chat_template": 5}'),
+        ("chat_template in tokenizer_config.json is 5",),
+    ),
+    "generation settings that are cut": (
+        _write("generation_config.json", '{"eos_token_id": '),
+        ("generation_config.json", "mend it or remove it"),
+    ),
+    "generation settings of another kind": (
+        _write("generation_config.json", "[]"),
+        ("generation_config.json", "mend it or remove it"),
+    ),
+    "an end that is no token": (
+        _write("generation_config.json", '{"eos_token_id": "x"}'),
+        ("generation_config.json", "eos_token_id is 'x'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_is_named(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, told = DAMAGES[name]
+    damage(model)
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    expect_error(capsys, ["run", "-m", str(model), "-p", "x", "-n", "2"], *told)
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+
+
+NAMES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    SHARD,
 )
-def test_a_broken_file_is_named(
-    model: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, remedy: str
+
+
+@settings(max_examples=150)
+@given(
+    name=st.sampled_from(NAMES),
+    at=st.integers(0, 4000),
+    n_replaced=st.integers(0, 40),
+    data=st.binary(max_size=12) | st.text('{}[]:,"0123456789eE-.ntf', max_size=6).map(str.encode),
+)
+def test_changed_bytes_are_taken_or_refused_in_one_line(
+    saved: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    at: int,
+    n_replaced: int,
+    data: bytes,
 ) -> None:
-    (model / name).write_text(text)
-    expect_error(capsys, ["run", "-m", str(model), "-p", "x"], name, remedy)
+    """Anywhere in a file, or in the header of the weights."""
+    model = shutil.copytree(saved, tmp_path_factory.mktemp("changed") / "model")
+    path = model / name
+    content = path.read_bytes()
+    at %= len(content)
+    path.write_bytes(content[:at] + data + content[at + n_replaced :])
+    try:
+        open_model(model, BackendOptions())
+        said = ""
+    except SpecdecError as error:
+        said = str(error)
+    shutil.rmtree(model)
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -62,14 +170,6 @@ def test_a_file_of_the_model_that_is_a_fifo_is_refused(
     os.mkfifo(model / name)
     more = {"run": ["-p", "x"], "check": ["-md", "pair:draft"]}.get(command, [])
     expect_error(capsys, [command, "-m", str(model), *more], f"{name} is not a regular file")
-
-
-def test_a_device_profile_that_nobody_writes_to_is_not_waited_for(
-    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    os.mkfifo(tmp_path / "device.json")
-    argv = ["plan", "-m", str(model), "--on", str(tmp_path / "device.json")]
-    expect_error(capsys, argv, "device.json is no JSON")
 
 
 def test_an_absurd_number_of_layers_is_refused_where_only_words_are_compared(

@@ -25,10 +25,7 @@ sys.exit(main(["--help"]))
     ("entry", "module"),
     [
         ("specdec.cli.entry", "specdec.cli.app"),
-        ("specdec.cli.entry", "typer"),
         ("specdec.cli.entry", "specdec.cli.commands.run"),
-        ("bench.__main__", "bench.commands.app"),
-        ("bench.__main__", "typer"),
         ("bench.__main__", "bench.commands.speedup"),
         ("bench.rank.__main__", "bench.rank.ranking"),
     ],

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Models, expect_error, run_without_torch, save_models
+from command_line import ROOT, Models, save_models, start
 from gguf_models import save_tiny_gguf
 
 from specdec.cli.app import main
@@ -20,43 +20,6 @@ from specdec.cli.app import main
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),
-        (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
-        (["-m", "pair:target", "-md", "/no/dir", "-p", "a"], "no such model directory: /no/dir"),
-        (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
-        (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "give --draft-model (-md)"),
-    ],
-)
-def test_mistakes_are_told_before_torch_is_imported(argv: list[str], part: str) -> None:
-    assert part in run_without_torch("specdec.cli.app", "run", *argv)
-
-
-@pytest.mark.parametrize("option", ["--log", "--output-file"])
-def test_a_file_that_cannot_be_written_is_told_before_the_run(option: str, tmp_path: Path) -> None:
-    argv = ["speedup", "-m", "pair:target", option, str(tmp_path)]
-    assert f"{option} {tmp_path}: Is a directory" in run_without_torch("bench.__main__", *argv)
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        (["--threads", "5000"], "--threads is 5000, must be an integer at least 1 and at"),
-        (["--io-threads", "100000"], "--io-threads is 100000, must be an integer at least"),
-        (["--prefetch-depth", "100000"], "--prefetch-depth is 100000, must be an integer"),
-        (["--memory-budget", "0GB"], "--memory-budget is 0GB, must be positive"),
-        (["--memory-budget", "3.5"], "--memory-budget: '3.5' has no unit; write for example"),
-        (["--temperature", "-1"], "--temperature is -1.0, must be 0 (greedy) or from 0.0001"),
-    ],
-)
-def test_nonsense_is_refused(
-    capsys: pytest.CaptureFixture[str], more: list[str], part: str
-) -> None:
-    expect_error(capsys, ["run", "-m", "pair:target", "-p", "a", *more], part)
 
 
 @pytest.mark.parametrize(
@@ -133,18 +96,11 @@ def test_chat_without_a_template_says_so_before_the_user_types(
     assert heard[1] == ""
 
 
-def test_a_chat_template_that_is_not_there(
-    capsys: pytest.CaptureFixture[str], models: Models
-) -> None:
-    argv = ["chat", "-m", str(models.target), "--chat-template", "chatlm"]
-    expect_error(capsys, argv, "name a file, or one of plain, chatml")
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_stdout_is_named(models: Models) -> None:
+def test_a_full_stdout_is_named() -> None:
     with open("/dev/full", "w") as full:
         run = subprocess.run(
-            [sys.executable, "-m", "specdec", "check", "-m", models.target, "-md", models.draft],
+            [sys.executable, "-m", "specdec", "models", "--json"],
             cwd=ROOT,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -191,11 +147,9 @@ def test_the_libraries_hints_are_not_shown(models: Models, tmp_path: Path) -> No
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 4}))
     argv = ["run", "-m", str(model), "-p", "abcdefgh", "-n", "2", "--json"]
-    run = subprocess.run(
-        [sys.executable, "-m", "specdec", *argv], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0
-    assert run.stderr == ""
+    process = start(argv)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "plan", "check", "profile"])

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Models, save_models, start, wait_for_text
+from command_line import Models, save_models, start, start_interpreter, wait_for_text
 from tiny_pair import save_model
 
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
@@ -46,7 +46,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     # Room for a few layers beside the ring at most: the others stream.
     budget = json.loads(capsys.readouterr().out)["smallest_budget_bytes"] + 16 * MIB
     before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
-    process = start(["run", *argv, "--memory-budget", f"{budget}B", *LONG])
+    process = start_interpreter(["run", *argv, "--memory-budget", f"{budget}B", *LONG])
     wait_for_text(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -57,7 +57,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
 
 
 def test_a_reader_that_goes_away(models: Models) -> None:
-    process = start(models.run_argv(*LONG))
+    process = start_interpreter(models.run_argv(*LONG))
     wait_for_text(process)
     assert process.stdout is not None
     assert process.stderr is not None

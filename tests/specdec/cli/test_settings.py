@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from command_line import expect_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from specdec.cli.app import main
 from specdec.cli.commands import check
@@ -74,6 +76,23 @@ def test_a_file_that_is_wrong(
 ) -> None:
     (own_folder / "config.toml").write_text(text)
     expect_error(capsys, SERVE, named)
+
+
+KNOWN = b"model = 'm'\n[serve]\nhost = '10.0.0.1'\nport = 80\nthreads = 2\n[run]\ntop-p = 0.5\n"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, len(KNOWN)), n_replaced=st.integers(0, 20), data=st.binary(max_size=8))
+def test_changed_bytes_of_a_file_are_taken_or_refused_in_one_line(
+    at: int,
+    n_replaced: int,
+    data: bytes,
+    capsys: pytest.CaptureFixture[str],
+    own_folder: Path,
+) -> None:
+    changed = KNOWN[:at] + data + KNOWN[at + n_replaced :]
+    (own_folder / "config.toml").write_bytes(changed)
+    expect_error(capsys, [*SERVE, "--host", "10.0.0.1"])  # of the file, or of the host
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_pair import save_model
 
 from backends.timing.measure import matrix_formats
@@ -145,6 +147,22 @@ def test_nonsense_is_refused_in_one_line(tmp_path: Path, value: object, part: st
     assert "\n" not in message
 
 
+@given(at=st.integers(0, 200), n_replaced=st.integers(0, 30), data=st.binary(max_size=12))
+def test_changed_bytes_are_a_device_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, at: int, n_replaced: int, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "changed.json"
+    content = json.dumps(WHOLE).encode()
+    path.write_bytes(content[:at] + data + content[at + n_replaced :])
+    try:
+        device = complete(find_device(str(path)), Machine())
+        said = ""
+    except DeviceError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert said or device.storage_bytes_per_second > 0
+
+
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"no device 'floppy': name one of .*ufs-3\.1"):
         find_device("floppy")
@@ -153,9 +171,8 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_what_profile_prints_is_a_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = save_model(tmp_path / "model", seed=1)
     assert main(["profile", "-m", str(model), "--json"]) == 0
     printed = capsys.readouterr().out

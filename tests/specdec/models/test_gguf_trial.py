@@ -60,8 +60,10 @@ def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[object]:
 
 @pytest.mark.parametrize("name", some_slow(EACH_PLACE, OTHERS))
 def test_what_is_broken_in_one_way(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
+    """Each place in llama.cpp that ends a process under all commands, other ways there once."""
     path = BROKEN[name].write(tmp_path / "broken.gguf")
-    for argv in all_commands(path, tmp_path):
+    tried = all_commands(path, tmp_path)
+    for argv in tried if name in EACH_PLACE else tried[:1]:
         assert_one_line(commands.run(argv))
 
 

@@ -25,7 +25,8 @@ from specdec.packing.pack import pack
 
 
 def told_without_torch(source: Path | str, out: Path) -> str:
-    return run_without_torch("specdec.cli.app", "pack", "-m", str(source), "-o", str(out))
+    (told,) = run_without_torch("specdec.cli.app", ["pack", "-m", str(source), "-o", str(out)])
+    return told
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("fp32", torch.float32)])

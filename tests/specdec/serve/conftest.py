@@ -1,4 +1,4 @@
-"""A server of a tiny model for all tests of a file."""
+"""A server of a tiny model for all tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(served_model: Path) -> Iterator[Server]:
     # A fixed number of draft tokens: with auto, a busy machine may show that none pays.
     drafts = ("-md", str(served_model), "--num-draft-tokens", "4")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_line import expect_error
-from serving import COMPLETIONS, LONG, ROOT, SHORT, SMALL, Server, begun
+from serving import COMPLETIONS, LONG, ROOT, SHORT, SMALL, OwnServer, Server, begun
 
 from specdec.pair import pair_path
 
@@ -79,8 +79,8 @@ def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:
     assert time.monotonic() - begin < 15
 
 
-def test_sigterm_lets_a_text_end_and_no_other_begin(mortal: Server) -> None:
-    with begun(mortal) as raw:
+def test_sigterm_lets_a_text_end_and_no_other_begin(served_model: Path) -> None:
+    with OwnServer(served_model, *SMALL) as mortal, begun(mortal.ready()) as raw:
         mortal.process.send_signal(signal.SIGTERM)
         while mortal.get("/health")[1] != '{"status":"draining"}':
             time.sleep(0.02)
@@ -90,7 +90,7 @@ def test_sigterm_lets_a_text_end_and_no_other_begin(mortal: Server) -> None:
             text += piece
         assert b'"finish_reason":"length"' in text
         assert b"[DONE]" in text
-    assert mortal.process.wait(30) == 0
+        assert mortal.process.wait(30) == 0
 
 
 def test_a_text_that_takes_too_long_is_ended(served_model: Path) -> None:

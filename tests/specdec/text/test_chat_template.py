@@ -54,10 +54,7 @@ def test_the_text_is_transformers(template: str, tools: list[Any]) -> None:
     assert render_chat(template, TALK, tokenizer.special_tokens_map, tools) == expected
 
 
-ENDLESS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 10 ** (10 ** 10) }}",
-]
+ENDLESS = "{{ 10 ** (10 ** 10) }}"
 HUGE = [
     "{{ 'x' * 10 ** 10 }}",
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -65,7 +62,7 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize("template", [*ENDLESS, *HUGE])
+@pytest.mark.parametrize("template", [ENDLESS, *HUGE])
 def test_a_template_without_end_is_ended(template: str) -> None:
     """It kept the server from reading any prompt, and filled the memory."""
     with pytest.raises(ChatTemplateError, match="it takes more than 5 s of a core or 512 MiB"):

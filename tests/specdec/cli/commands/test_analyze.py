@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import expect_error
 from tiny_pair import save_model
 
 from specdec.cli.app import main
@@ -110,29 +109,3 @@ def test_a_longer_context_than_the_models_is_cut(
     out, err = capsys.readouterr()
     assert json.loads(out)["ctx_size"] == json.loads(out)["max_context"]
     assert "--ctx-size 99999999 is cut to the model's" in err
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        (["--on", "floppy"], "no device 'floppy'"),
-        (["--on", "missing.json"], "cannot read missing.json"),
-        (["--phase", "training"], "phase is 'training'"),
-        (["--phase", "decode", "-n", "3"], "decode passes have 1 token"),
-        (["-n", "9", "-c", "8"], "more than the context of 8"),
-        (["-n", "0"], "-n"),
-        (["-c", "0"], "-c"),
-        (["--memory-budget", "lots"], "lots"),
-        (["-ctk", "q8_0"], "cache types are for GGUF models"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], model: Path, more: list[str], part: str
-) -> None:
-    on = [] if "--on" in more else ["--on", "laptop"]
-    expect_error(capsys, ["analyze", "-m", str(model), *on, *more], part)
-
-
-def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect_error(capsys, ["analyze", "-m", "/nonexistent/model"], "/nonexistent/model")
-    expect_error(capsys, ["analyze", "-m", str(tmp_path), "--on", "laptop"], "no config.json")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import expect_error
 from packed_models import save_packable
 
 from specdec.cli.app import main
@@ -25,13 +24,3 @@ def test_a_packed_copy_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["path"] == str(tmp_path / "again")
     assert found["n_packed"] == 21
     assert not found["is_verified"]
-
-
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("")
-    plain = save_packable("llama", tmp_path / "plain")
-    capsys.readouterr()
-    argv = ["pack", "-m", str(plain), "-o", str(tmp_path / "there")]
-    expect_error(capsys, argv, "there is there already: name another folder")
-    expect_error(capsys, ["pack", "-m", "nowhere", "-o", str(tmp_path / "x")], "no such model")

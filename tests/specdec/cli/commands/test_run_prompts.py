@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import expect_error
 from tiny_pair import save_model
 
 from specdec.cli.app import main
@@ -60,9 +59,3 @@ def test_log_probabilities(capsys: pytest.CaptureFixture[str], model: str) -> No
         assert len(likeliest) == 2
     (answer,) = told(capsys, model, "-p", "hi", "--logprobs", "0")
     assert answer["outputs"][0]["top_logprobs"] is None
-
-
-def test_log_probabilities_need_room(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    expect_error(capsys, ["run", "-m", model, "-p", "x", "--logprobs", "1"], "--json")
-    argv = ["run", "-m", model, "-p", "x", "--json", "--logprobs", "1000000"]
-    expect_error(capsys, argv, "logprobs")

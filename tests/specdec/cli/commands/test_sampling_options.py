@@ -49,41 +49,6 @@ def test_beam_search(capsys: pytest.CaptureFixture[str], models: Models) -> None
     assert outputs[0]["score"] >= outputs[1]["score"]
 
 
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        (["-md", "DRAFT"], "leave --draft-model out"),
-        (["--spec-type", "ngram"], "leave --spec-type out"),
-        (["--num-draft-tokens", "4"], "leave --num-draft-tokens out"),
-        (["--tree-width", "4"], "leave --tree-width out"),
-        (["--acceptance", "block"], "leave --acceptance out"),
-        (["--accept-threshold", "0.3"], "leave --accept-threshold out"),
-        (["--num-return-sequences", "4"], "raise --num-beams"),
-        (["--early-stopping", "soon"], "must be true, false or never"),
-        (["--length-penalty", "99"], "--length-penalty is 99.0"),
-    ],
-)
-def test_contradictions_with_beams(
-    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
-) -> None:
-    expect_error(capsys, alone(models, *BEAMS, *more), part)
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        (["--num-return-sequences", "2"], "set a temperature or --num-beams"),
-        (["--length-penalty", "2"], "--num-beams is 1"),
-        (["--early-stopping", "true"], "--num-beams is 1"),
-        (["--beam-span", "9"], "without --num-beams"),
-    ],
-)
-def test_contradictions_without_beams(
-    capsys: pytest.CaptureFixture[str], models: Models, more: list[str], part: str
-) -> None:
-    expect_error(capsys, alone(models, "-p", "ab", *more), part)
-
-
 def test_constraints_come_from_files(
     capsys: pytest.CaptureFixture[str], models: Models, tmp_path: Path
 ) -> None:

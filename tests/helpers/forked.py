@@ -1,0 +1,110 @@
+"""Modules run as programs in processes that cost no start: forks of one that has imported torch,
+transformers and what serves a model.
+
+How an interpreter begins and ends is left out: tests of that start one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.helpers.forked_imports"])
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str], *streams: Connection) -> None:
+    """Run `python -m argv...`."""
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.path[:0] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = list(argv)
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], *streams: Connection) -> Any:
+    args = (argv, {**environment, "OMP_NUM_THREADS": "1"}, *streams)
+    process = _CONTEXT.Process(target=_run, args=args, daemon=True)
+    process.start()
+    for stream in streams:
+        stream.close()
+    return process
+
+
+def run_forked(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Return the exit code of `python -m argv...`, which shares our stdout and stderr."""
+    process = _start(argv, environment, *(Connection(os.dup(n), readable=False) for n in (1, 2)))
+    process.join()
+    code: int = process.exitcode
+    return code if code >= 0 else 128 - code
+
+
+class ForkedProcess:
+    """The members of subprocess.Popen that tests use, for `python -m argv...`."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], text: bool) -> None:
+        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(2)]
+        self._process = _start(argv, environment, *(end for _, end in pipes))
+        self.stdout, self.stderr = (_opened(ours, text) for ours, _ in pipes)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self.returncode
+        if code is None:
+            raise subprocess.TimeoutExpired("specdec", timeout or 0.0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        found: dict[str, Any] = {}
+        readers = [
+            Thread(target=lambda n=name, s=stream: found.update({n: s.read()}), daemon=True)
+            for name, stream in (("out", self.stdout), ("err", self.stderr))
+            if not stream.closed
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return found.get("out"), found.get("err")
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _opened(ours: Connection, text: bool) -> IO[Any]:
+    with ours:
+        return os.fdopen(os.dup(ours.fileno()), "r" if text else "rb")

@@ -1,0 +1,16 @@
+"""Imported once, by the process that `forked` forks: what runs a model and serves it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded
+
+from specdec.cli.libraries import import_for_good
+from specdec.run_options import RunOptions
+
+import_for_good(RunOptions("pair:target", "pair:draft"))
+for _module in ("specdec.cli.app", "specdec.serve.run", "specdec.batch.run", "specdec.api"):
+    with suppress(ImportError):  # an extra that is not there
+        __import__(_module)

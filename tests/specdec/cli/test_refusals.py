@@ -1,0 +1,244 @@
+"""What is wrong on the command line: one clear line and exit code 2, whatever it is.
+
+One table of mistakes for all options; that any other value is refused as clearly is a property.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import Models, expect_error, run_without_torch, save_models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec.cli.app import main
+from specdec.option import options_of
+from specdec.run_options import RunOptions
+from specdec.sampling.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+BEAMS = "--num-beams 3 "
+BEFORE_A_MODEL: list[tuple[str, str]] = [
+    ("-f b", "both -p and -f"),
+    ("-p", "'-p' requires an argument (see"),
+    ("--bogus", "--bogus"),
+    ("extra", "extra"),
+    ("-n 0", "'0' should be greater than or equal to 1 (see specdec run"),
+    ("-n x", "-n' / '--max-tokens': 'x' should be a valid integer"),
+    ("-c -1", "-c"),
+    ("--threads 5000", "--threads is 5000, must be an integer at least 1 and at"),
+    ("--io-threads 100000", "--io-threads is 100000, must be an integer at least"),
+    ("--prefetch-depth 100000", "--prefetch-depth is 100000, must be an integer"),
+    ("--memory-budget lots", "--memory-budget: 'lots' is not a byte count"),
+    ("--memory-budget 0GB", "--memory-budget is 0GB, must be positive: try 2GiB, or auto"),
+    ("--memory-budget 3.5", "--memory-budget: '3.5' has no unit; write for example"),
+    ("--vram-budget 0", "--vram-budget: '0' has no unit"),
+    ("--vram-budget 0B", "must be positive"),
+    ("--device gpu", "--device is 'gpu', must be one of cpu, cuda, auto"),
+    ("--draft-device x", "--draft-device is 'x'"),
+    ("--enforce", "--enforce needs a size"),
+    ("--enforce --memory-budget 1MiB", "too little"),
+    ("--spec-type magic", "--spec-type 'magic' is unknown"),
+    ("--spec-type draft", "--spec-type has 'draft' but no draft model was named: give --draft-mod"),
+    ("--num-draft-tokens many", "'many'"),
+    ("--num-draft-tokens -1", "'-1', must be auto or a whole number from 0"),
+    ("--num-draft-tokens 99999", "99999"),
+    ("--draft-ahead maybe", "--draft-ahead is 'maybe'"),
+    ("--temperature -1", "--temperature is -1.0, must be 0 (greedy) or from 0.0001"),
+    ("--temperature nan", "--temperature is nan"),
+    ("--top-p 0", "--top-p is 0.0, must be a number above 0.0"),
+    ("--top-p 1.5", "--top-p is 1.5"),
+    ("--min-p 2", "--min-p is 2.0, must be a number at least 0.0"),
+    ("--seed -1", "--seed is -1, must be an integer"),
+    ("--stop=", "--stop holds '', every stop must be a non-empty string"),
+    ("--num-return-sequences 2", "--num-return-sequences is 2, but greedy decoding has one result: "
+     "set a temperature or --num-beams"),
+    ("--length-penalty 2", "--length-penalty is 2.0, but --num-beams is 1: it ranks beams"),
+    ("--early-stopping true", "--early-stopping is True, but --num-beams is 1"),
+    ("--beam-span 9", "without --num-beams"),
+    (BEAMS + "--num-return-sequences 4", "--num-return-sequences is 4, but beam search with "
+     "--num-beams 3 finds no more than"),
+    (BEAMS + "-md x", "leave --draft-model out"),
+    (BEAMS + "--spec-type ngram", "leave --spec-type out"),
+    (BEAMS + "--num-draft-tokens 4", "leave --num-draft-tokens out"),
+    (BEAMS + "--tree-width 4", "leave --tree-width out"),
+    (BEAMS + "--acceptance block", "leave --acceptance out"),
+    (BEAMS + "--accept-threshold 0.3", "leave --accept-threshold out"),
+    (BEAMS + "--early-stopping soon", "must be true, false or never"),
+    (BEAMS + "--length-penalty 99", "--length-penalty is 99.0"),
+    ("--acceptance block --tree-width 2",
+     "--acceptance 'block' verifies one chain, but --tree-width is 2"),
+    ("--acceptance block --accept-threshold 0.5",
+     "--accept-threshold is 0.5, but --acceptance 'block' decides"),
+    ("--exact on --acceptance block -md x",
+     "--exact is 'on', but with --acceptance block the tokens are not plain decoding's"),
+    ("-md self:x", "--draft-model is 'self:x': the target drafts for itself"),
+    ("-md self:window=512 --draft-window 64",
+     "self:window=512 names its window already: leave out --draft-window"),
+    ("--load-mode x", "--load-mode is 'x', must be one of"),
+    ("--cache-type-k x", "--cache-type-k is 'x', must be one of"),
+    ("--regex a --grammar {file}", "--regex and --grammar {file} are given, but a text keeps"),
+    ("--json-schema {file}", "--json-schema {file} is [1], must be an object"),
+    ("--json-schema /none/schema", "/none/schema"),
+    ("--logprobs 1", "--json"),
+    ("--system x -f /dev/null", "both -p and -f"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), BEFORE_A_MODEL, ids=[one for one, _ in BEFORE_A_MODEL]
+)
+def test_a_mistake_in_the_options_of_a_run(
+    options: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the option's name as it is typed, before a model is looked for: that may be a download."""
+    file = tmp_path / "num_beams is 1"  # the name of a field in a text is no option
+    file.write_text("[1]")
+    argv = [word.replace("{file}", str(file)) for word in shlex.split(options)]
+    said = told.replace("{file}", str(file))
+    expect_error(capsys, ["run", "-m", "no/such/model", "-p", "x", *argv], said)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("", "no prompt was given"),
+        ("-p ''", "the prompt is empty: give some text"),
+        ("-f /nonexistent/prompt", "/nonexistent/prompt: No such file"),
+        ("-f /", "Is a directory"),
+        ("-f /proc/self/mem", "cannot read /proc/self/mem: "),
+        ("-p a --memory-budget 20MiB", "smallest budget"),
+        ("-p a -md {other}", "token 3 is '!' in the target and '(' in the draft"),
+        ("-p a --json --logprobs 1000000", "logprobs"),
+        (f"-p {'a' * 200} -c 100", "200 tokens"),
+    ],
+)
+def test_a_mistake_that_the_model_shows(
+    options: str, told: str, capsys: pytest.CaptureFixture[str], models: Models
+) -> None:
+    argv = shlex.split(options.format(other=models.other_words))
+    expect_error(capsys, ["run", "-m", str(models.target), *argv], told)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("bogus", "bogus"),
+        ("run -p a", "--model"),
+        ("check -m x", "--draft-model"),
+        ("run -m /nonexistent/model -p a", "/nonexistent/model"),
+        ("run -m nobody/nothing -p a", "nobody/nothing"),
+        ("run -m pair:other -p a", "pair:other"),
+        ("chat -m pair:target --chat-template chatlm", "name a file, or one of plain, chatml"),
+        ("plan -m /", "config.json"),
+        ("run -p x -m {damaged} --memory-budget 900TiB", "the memory budget of 989560464998400B"),
+        ("run -p x -m {damaged} --vram-budget 1GiB",
+         "--vram-budget is 1GiB, but the target is computed on the CPU"),
+        ("run -p x -m {damaged} --draft-device cuda",
+         "--draft-device is 'cuda', but the target is computed on the CPU"),
+        ("run -p x -m {damaged} --prompt-cache-file /nonexistent/cache",
+         "lies in a folder that is not there"),
+        ("run -p x -m {damaged} --prompt-cache-file /tmp",
+         "the prompt cache file /tmp is a folder"),
+        ("run -p x -m {damaged} --prompt-cache-file /etc/passwd", "/etc/passwd cannot be used"),
+        ("run -p x -m {damaged} --prompt-cache-file /dev/full", "/dev/full is not a regular file"),
+        ("run -p x -m {damaged} --prompt-cache-file {pipe}.json",
+         "pipe.json is not a regular file"),
+        ("plan -m {damaged} --memory-budget 900TiB", "is above the limit of this process"),
+        ("plan -m pair:target --on {pipe}.json", "is no JSON"),
+        ("profile -m /nonexistent/model", "/nonexistent/model"),
+        ("analyze -m /nonexistent/model", "/nonexistent/model"),
+        ("analyze -m {damaged} --on laptop", "config.json"),
+        ("analyze -m pair:draft --on floppy", "no device 'floppy'"),
+        ("analyze -m pair:draft --on missing.json", "cannot read missing.json"),
+        ("analyze -m pair:draft --phase training", "error: --phase is 'training', must be"),
+        ("analyze -m pair:draft --phase decode -n 3",
+         "error: --n-tokens is 3, but decode passes have 1 token: use --phase verify"),
+        ("analyze -m pair:draft --on laptop -n 9 -c 8", "more than the context of 8"),
+        ("analyze -m pair:draft -n 0", "-n"),
+        ("analyze -m pair:draft -c 0", "-c"),
+        ("analyze -m pair:draft --memory-budget lots", "lots"),
+        ("analyze -m pair:draft --on laptop -ctk q8_0", "cache types are for GGUF models"),
+        ("run -p a -m pair:target -ctk q8_0", "for GGUF models"),
+        ("run -p a -m pair:target --load-mode mmap", "for GGUF models"),
+        ("plan -m pair:target --load-mode mmap", "for GGUF models"),
+        ("batch in.jsonl -m pair:target -o out.jsonl --workers 2", "is given without --ray"),
+        ("batch in.jsonl -m pair:target -o out.jsonl --ray auto --enforce", "leave one out"),
+        ("pack -m nowhere -o {damaged}/x", "no such model"),
+        ("pack -m pair:target -o {damaged}", "is there already: name another folder"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_options_of_a_command(
+    argv: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{")
+    os.mkfifo(tmp_path / "pipe.json")
+    words = argv.format(damaged=damaged, pipe=tmp_path / "pipe").split()
+    expect_error(capsys, words, told)
+    assert main(words) == 2
+    assert "/pair/" not in capsys.readouterr().err  # an embedded model has the name it was given
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    refused = [
+        (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),
+        (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
+        (["-m", "pair:target", "-md", "/no/dir", "-p", "a"], "no such model directory: /no/dir"),
+        (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
+        (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "give --draft-model (-md)"),
+    ]
+    told = run_without_torch("specdec.cli.app", *(["run", *argv] for argv, _ in refused))
+    for line, (_, part) in zip(told, refused, strict=True):
+        assert part in line
+    options = ("--log", "--output-file")
+    told = run_without_torch(
+        "bench.__main__",
+        *(["speedup", "-m", "pair:target", option, str(tmp_path)] for option in options),
+    )
+    for line, option in zip(told, options, strict=True):
+        assert f"{option} {tmp_path}: Is a directory" in line
+
+
+NAMES = sorted(
+    "--" + (told.long or name).replace("_", "-").removeprefix("--")
+    for kind in (RunOptions, SamplingParams)
+    for name, told in options_of(kind).items()
+    if told.panel and name != "model"
+)
+VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+"""What a shell can hand over."""
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(NAMES),
+    value=VALUES
+    | st.integers().map(str)
+    | st.floats().map(str)
+    | st.sampled_from(["auto", "1e400"]),
+)
+def test_any_value_of_any_option_is_taken_or_refused_in_one_line(
+    name: str,
+    value: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Without a model all of them end so; a value that is taken leaves the model's name to tell."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.getbasetemp())
+        assert main(["run", "-m", "no/such/model", "-p", "x", f"{name}={value}"]) == 2
+    out, err = capsys.readouterr()
+    *notes, error = err.removesuffix("\n").split("\n")
+    assert error.startswith("specdec: error: "), err
+    assert all(note.startswith("specdec: note: ") for note in notes), err
+    assert out == ""
