@@ -53,8 +53,8 @@ def throughput_command(
     from bench.process.provenance import collect
     from bench.process.results import write_json
 
-    numbers, ways = _counts(counts), modes.split(",")
-    if not set(ways) <= {"plain", "speculative"}:
+    numbers, mode_names = _counts(counts), modes.split(",")
+    if not set(mode_names) <= {"plain", "speculative"}:
         raise UsageMistake(f"--modes {modes} is not plain, speculative or both")
     check_enforced(load, enforce)
     options.check_writable("--output-file", output_file)
@@ -68,7 +68,7 @@ def throughput_command(
         chosen,
         options.sampling_keywords(max_tokens, ignore_eos, sampling),
         numbers,
-        ways,
+        mode_names,
         least_prompts,
     )
     result = {**run_throughput(spec, enforce=enforce), "provenance": provenance}

@@ -105,12 +105,12 @@ def _without_probe(spec: MeasureSpec) -> dict[str, Any]:
 
 
 def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) -> list[Record]:
-    ways = {mode: keywords_of(mode, llm.spec) for mode in spec.modes}
+    keywords = {mode: keywords_of(mode, llm.spec) for mode in spec.modes}
     plan, few = llm.plan, {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
-    for way in ways.values():  # threads, caches and scratch memory, not the policy
-        llm.generate(spec.prompts[0].text, **way, **few)
+    for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
+        llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
-    experiences = {mode: Experience(*costs, plan.n_draft_tokens) for mode in ways}
+    experiences = {mode: Experience(*costs, plan.n_draft_tokens) for mode in keywords}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
@@ -118,7 +118,7 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
         turn = []
         for mode in spec.modes[first:] + spec.modes[:first]:
             llm.session.use_experience(experiences[mode])
-            turn.append(_measure_one(llm, prompt, mode, {**ways[mode], **spec.sampling}, probe))
+            turn.append(_measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe))
             if spec.log is not None:
                 append_line(asdict(turn[-1]), Path(spec.log))
         records += turn
