@@ -115,7 +115,7 @@ class MappedWeights:
                 found = ctypes.string_at(self.address(record), record.n_bytes)
                 assert found == self.weights.contents[record.name]
 
-    def walk(self, pager: Pager, n_passes: int = 1, stop_before: int = -1) -> None:
+    def run_passes(self, pager: Pager, n_passes: int = 1, stop_before: int = -1) -> None:
         """Check all layers of some passes; leave the last pass before layer `stop_before`."""
         for number in range(n_passes):
             for index in range(len(self.layers)):

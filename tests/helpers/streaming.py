@@ -70,7 +70,7 @@ def small_weights(folder: Path) -> Weights:
 def holding_operations(n_layers: int, most: int) -> st.SearchStrategy[list[tuple[str, int]]]:
     """Passes that end before a layer, numbers of layers to hold, and restarts."""
     one = st.one_of(
-        st.tuples(st.just("walk"), st.integers(0, n_layers)),
+        st.tuples(st.just("run_passes"), st.integers(0, n_layers)),
         st.tuples(st.just("hold"), st.integers(0, n_layers + 2)),
         st.tuples(st.just("restart"), st.just(0)),
     )

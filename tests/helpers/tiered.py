@@ -52,7 +52,7 @@ def streaming(plan: Placement, device: FakeDevice, **options) -> Iterator[Device
         assert (device.n_allocated, device.n_pinned) == (0, 0)
 
 
-def walk(
+def run_passes(
     streamer: DeviceStreamer,
     device: FakeDevice,
     weights: Weights,

@@ -29,7 +29,9 @@ class Weights:
         for name, view in tensors.items():
             assert bytes(view) == self.contents[name], f"stale or wrong bytes in {name}"
 
-    def walk(self, streamer: WeightStreamer, n_passes: int = 1, stop_before: int = -1) -> None:
+    def run_passes(
+        self, streamer: WeightStreamer, n_passes: int = 1, stop_before: int = -1
+    ) -> None:
         """Check all layers of some passes; leave the last pass before layer `stop_before`."""
         for number in range(n_passes):
             for index in range(len(self.layers)):

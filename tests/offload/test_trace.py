@@ -42,7 +42,7 @@ def test_a_streamer_is_recorded(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     with recording() as trace:
         with WeightStreamer(weights.layers, 2, read_bytes=ALIGNMENT, n_readers=2) as streamer:
-            weights.walk(streamer, n_passes=N_PASSES)
+            weights.run_passes(streamer, n_passes=N_PASSES)
         check(trace, streamer, len(weights.layers))
 
 
@@ -51,7 +51,7 @@ def test_a_pager_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     weights = write_weights(tmp_path, [[60_000], [50_000, 300], [70_000]])
     with recording() as trace, mapped(weights) as files:
         with Pager(files.layers, [], files.mappings, 2, read_bytes=ALIGNMENT) as pager:
-            files.walk(pager, n_passes=N_PASSES)
+            files.run_passes(pager, n_passes=N_PASSES)
         check(trace, pager, len(weights.layers))
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_kept_without_a_recording(tmp_path: Path) -> None:
         pass
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, 2) as streamer:
-        weights.walk(streamer, n_passes=1)
+        weights.run_passes(streamer, n_passes=1)
     assert trace.events == []
     assert tracing._trace is None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_device import FakeDevice
 from streaming import Gate, reader_threads, small_weights
-from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
+from tiered import DEVICE, HOST, POLICIES, STORAGE, run_passes, streaming, tiered
 
 from offload.device.streamer import DeviceStreamer
 from offload.ring.slots import StreamerClosed
@@ -34,7 +34,7 @@ def test_closing_in_the_midst_of_everything(tmp_path: Path) -> None:
         for policies in POLICIES:
             device = FakeDevice(*policies)
             with streaming(tiered(weights, lambda i, j: MIXED[i]), device) as streamer:
-                walk(streamer, device, weights, 2, stop_before=stop_before)
+                run_passes(streamer, device, weights, 2, stop_before=stop_before)
             with pytest.raises(StreamerClosed), streamer.layer(0):
                 pass
 
@@ -49,7 +49,7 @@ def test_closing_while_the_copier_waits_for_storage(tmp_path: Path) -> None:
     closing = threading.Thread(target=streamer.close)
     closing.start()
     with pytest.raises(StreamerClosed):
-        walk(streamer, device, weights)
+        run_passes(streamer, device, weights)
     gate.opened.set()
     closing.join()
     assert (device.n_allocated, device.n_pinned) == (0, 0)
@@ -59,7 +59,7 @@ def test_a_forgotten_streamer_ends_its_threads(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     device = FakeDevice()
     streamer = DeviceStreamer(tiered(weights, lambda i, j: STORAGE), device, read_bytes=PAGE)
-    walk(streamer, device, weights)
+    run_passes(streamer, device, weights)
     threads = reader_threads()
     assert threads
     del streamer

@@ -15,7 +15,7 @@ from fake_device import DeviceBroken, FakeDevice, Policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streaming import small_weights, uneven_sizes
-from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
+from tiered import DEVICE, HOST, POLICIES, STORAGE, run_passes, streaming, tiered
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.device.streamer import DeviceStreamer
@@ -97,11 +97,11 @@ def test_a_device_that_breaks_gives_no_result(tmp_path: Path, policies, caplog) 
         device = FakeDevice(*policies, break_at=breaks_at)
         streamer = DeviceStreamer(plan, device, read_bytes=PAGE, n_readers=1)
         with pytest.raises(DeviceBroken):
-            walk(streamer, device, weights, 4)
+            run_passes(streamer, device, weights, 4)
         with suppress(DeviceBroken):
             streamer.restart()  # which has nothing to do where the pass had reached its end
         with pytest.raises(DeviceBroken):
-            walk(streamer, device, weights)
+            run_passes(streamer, device, weights)
         streamer.close()
         assert (device.n_allocated, device.n_pinned) == (0, 0)
         assert "the device failed" in caplog.text
@@ -122,11 +122,11 @@ def test_a_changed_file_is_noticed_before_the_pass_has_a_result(tmp_path: Path) 
         device = FakeDevice()
         plan = tiered(weights, lambda i, j, last=last: last if i == 3 else STORAGE)
         with streaming(plan, device) as streamer:
-            walk(streamer, device, weights, 2)
+            run_passes(streamer, device, weights, 2)
             os.utime(tmp_path / "shard-0.bin", ns=(1, 1 + len(last)))
             for _ in range(2):  # it does not heal by itself
                 with pytest.raises(StorageError, match="changed while in use"):
-                    walk(streamer, device, weights, 2)
+                    run_passes(streamer, device, weights, 2)
 
 
 @any_run
@@ -140,14 +140,14 @@ def test_passes_given_up_anywhere(
     with streaming(plan, device) as streamer:
         for _ in range(data.draw(st.integers(1, 4))):
             index = data.draw(st.integers(0, 4))
-            walk(streamer, device, weights, data.draw(st.integers(1, 2)), stop_before=index)
+            run_passes(streamer, device, weights, data.draw(st.integers(1, 2)), stop_before=index)
             with suppress(KeyError), streamer.layer(index) as tensors:
                 if data.draw(st.booleans()):
                     device.compute(lambda i=index, t=tensors: weights.check(i, t))
                 raise KeyError
             if data.draw(st.booleans()):
                 streamer.restart()
-        walk(streamer, device, weights, 2)
+        run_passes(streamer, device, weights, 2)
 
 
 @any_run
@@ -175,12 +175,12 @@ def test_everything_goes_wrong_at_once(
         device.fail_copies = frozenset(rng.sample(range(200), 20))
         for _ in range(data.draw(st.integers(1, 6))):
             with suppress(StorageError, RuntimeError):
-                walk(streamer, device, weights, stop_before=data.draw(st.integers(0, 5)))
+                run_passes(streamer, device, weights, stop_before=data.draw(st.integers(0, 5)))
             device.check()
             if data.draw(st.booleans()):
                 streamer.restart()
         is_well.set()
         device.fail_copies = frozenset()
         with suppress(StorageError, RuntimeError):  # what was read ahead meanwhile
-            walk(streamer, device, weights)
-        walk(streamer, device, weights, 2)
+            run_passes(streamer, device, weights)
+        run_passes(streamer, device, weights, 2)

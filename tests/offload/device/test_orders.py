@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_device import FakeDevice, FakeEvent, Policy
-from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
+from tiered import DEVICE, HOST, POLICIES, STORAGE, run_passes, streaming, tiered
 from weight_files import write_weights
 
 from offload.device.streamer import DeviceStreamer
@@ -83,7 +83,7 @@ def test_a_missing_order_is_seen(tmp_path: Path, mutant: type[FakeDevice], tier:
         device = mutant(copies, computations)
         plan = tiered(weights, lambda i, j: tier)
         streamer = DeviceStreamer(plan, device, read_bytes=ALIGNMENT)
-        n_seen += has_seen_wrong_bytes(lambda: walk(streamer, device, weights, 4))  # noqa: B023
+        n_seen += has_seen_wrong_bytes(lambda: run_passes(streamer, device, weights, 4))  # noqa: B023
         streamer.close()
     assert n_seen
 
@@ -100,7 +100,7 @@ def test_a_fence_left_out_of_a_restart_is_seen(
             tensors = held.__enter__()
             device.compute(lambda: weights.check(0, tensors))
             streamer.restart()
-            walk(streamer, device, weights, 2)
+            run_passes(streamer, device, weights, 2)
 
     leave_and_go_on(FakeDevice(Policy.EARLY, Policy.LATE))
     free = SlotRing._free

@@ -9,7 +9,7 @@ from fake_device import FakeDevice, Policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streaming import reader_threads, uneven_sizes
-from tiered import DEVICE, HOST, POLICIES, STORAGE, streaming, tiered, walk
+from tiered import DEVICE, HOST, POLICIES, STORAGE, run_passes, streaming, tiered
 from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
@@ -53,8 +53,10 @@ def test_any_placement_any_depth_any_delay(
     device = FakeDevice(*data.draw(st.sampled_from(POLICIES)), seed=data.draw(st.integers(0, 999)))
     with streaming(plan, device) as streamer:
         for _ in range(data.draw(st.integers(1, 2))):
-            walk(streamer, device, weights, 2, stop_before=data.draw(st.integers(0, len(sizes))))
-        walk(streamer, device, weights, 2)
+            run_passes(
+                streamer, device, weights, 2, stop_before=data.draw(st.integers(0, len(sizes)))
+            )
+        run_passes(streamer, device, weights, 2)
 
 
 @pytest.mark.parametrize("copies", Policy)
@@ -67,7 +69,7 @@ def test_every_layer_count_and_depth(tmp_path: Path, copies: Policy, computation
         plan = tiered(weights, lambda i, j: MIXED[(i + j) % 6], 1 + n_layers % 3)
         device = FakeDevice(copies, computations, seed=n_layers)
         with streaming(plan, device) as streamer:
-            walk(streamer, device, weights, 3)
+            run_passes(streamer, device, weights, 3)
             assert streamer.stats.passes == 3
 
 
@@ -87,7 +89,7 @@ def test_copies_and_computations_overlap(
     weights = write_weights(tmp_path, [[copy]] * 6, padding=0)
     device = FakeDevice()
     with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
-        walk(streamer, device, weights, seconds=compute)
+        run_passes(streamer, device, weights, seconds=compute)
         assert device.compute_stream.clock == expected
         assert streamer.stats.copy_stall_seconds == expected - 6 * compute
 
@@ -97,12 +99,12 @@ def test_the_next_pass_begins_with_copied_layers(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[4096]] * 6, padding=0)
     device = FakeDevice(Policy.EARLY, Policy.EARLY)
     with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
-        walk(streamer, device, weights)
+        run_passes(streamer, device, weights)
         while streamer.stats.bytes_copied < 8 * 4096:
             pass
         device.compute(lambda: None, 1e6)  # drafting, say
         before = streamer.stats
-        walk(streamer, device, weights)
+        run_passes(streamer, device, weights)
         stalled = (streamer.stats - before).copy_stall_seconds
         assert stalled < 6 * 4096 - 2 * 4096 + 1
 
@@ -112,9 +114,11 @@ def test_resident_layers_hide_copies(tmp_path: Path) -> None:
     device = FakeDevice()
     plan = tiered(weights, lambda i, j: HOST if i % 2 else DEVICE)
     with streaming(plan, device) as streamer:
-        walk(streamer, device, weights, seconds=5000.0)  # the first pass also follows the loading
+        run_passes(
+            streamer, device, weights, seconds=5000.0
+        )  # the first pass also follows the loading
         started, before = device.compute_stream.clock, streamer.stats
-        walk(streamer, device, weights, seconds=5000.0)
+        run_passes(streamer, device, weights, seconds=5000.0)
         assert device.compute_stream.clock - started == 6 * 5000.0
         assert (streamer.stats - before).copy_stall_seconds == 0.0
 
@@ -143,7 +147,7 @@ def test_memory_is_as_planned_and_taken_once(tmp_path: Path) -> None:
         assert device.n_pinned <= plan.host_bytes < device.n_pinned + 20 * PAGE
         assert device.n_allocated <= plan.device_bytes
         device.allocate_device = device.allocate_pinned = None  # a call would fail
-        walk(streamer, device, weights, 3)
+        run_passes(streamer, device, weights, 3)
         del device.allocate_device, device.allocate_pinned
 
 
@@ -152,7 +156,7 @@ def test_figures(tmp_path: Path) -> None:
     plan = tiered(weights, lambda i, j: MIXED[i])
     device = FakeDevice()
     with streaming(plan, device) as streamer:
-        walk(streamer, device, weights, 3)
+        run_passes(streamer, device, weights, 3)
         stats = streamer.stats
         assert stats.passes == 3
         # What the ring had copied ahead when the last pass ended comes on top.
@@ -174,7 +178,7 @@ def test_all_on_the_device_needs_no_threads_and_no_pinned_memory(tmp_path: Path)
         assert not reader_threads()
         assert device.n_pinned == 0
         assert seen[-1][0] == seen[-1][1] >= 14_000
-        walk(streamer, device, weights, 3)
+        run_passes(streamer, device, weights, 3)
         assert (streamer.n_slots, streamer.stats.bytes_copied) == (0, 0)
 
 

@@ -42,8 +42,8 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
     ):
         n_to_hold = 0
         for what, number in operations:
-            if what == "walk":
-                files.walk(pager, 1, stop_before=number)
+            if what == "run_passes":
+                files.run_passes(pager, 1, stop_before=number)
             elif what == "hold":
                 n_to_hold = pager.hold(number)
             else:
@@ -52,7 +52,7 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
             for index in range(N_LAYERS):
                 if index not in pager._walk.held and not pager._leases:
                     files.check_absent(index)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         assert pager.n_held == n_to_hold
         for index in pager._walk.held:
             files.check(index)
@@ -61,9 +61,9 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
 def test_held_layers_take_a_slot_each(weights: Weights) -> None:
     """At their addresses or in the ring, there are so many pages and no more."""
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         pager.hold(2)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         held = [(m.address, len(m.view)) for m in pager._walk.held.values()]
 
         def n_bytes() -> int:
@@ -72,7 +72,7 @@ def test_held_layers_take_a_slot_each(weights: Weights) -> None:
         slot_bytes = pager.ring_bytes // 2
         assert n_bytes() <= pager.resident_bytes + 4 * slot_bytes
         pager.hold(0)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         assert n_bytes() <= pager.resident_bytes + 2 * slot_bytes
 
 
@@ -80,14 +80,14 @@ def test_held_layers_take_a_slot_each(weights: Weights) -> None:
 def test_without_address_space_none_is_held(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
-        files.walk(pager)
+        files.run_passes(pager)
         pager.hold(3)
         with no_more_address_space():
             for index in range(5):
                 pager.enter(index)
                 pager.leave(index)
         assert pager.n_held == 0
-        files.walk(pager)
+        files.run_passes(pager)
 
 
 def test_what_could_not_be_given_back_can_be_asked_for_again(weights, monkeypatch) -> None:
@@ -96,11 +96,11 @@ def test_what_could_not_be_given_back_can_be_asked_for_again(weights, monkeypatc
 
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
         pager.hold(2)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "move_pages", refused)
             with pytest.raises(AddressSpaceError):
                 pager.hold(0)
         pager.hold(0)
         assert pager.n_held == 0
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)

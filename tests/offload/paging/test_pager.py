@@ -50,7 +50,7 @@ def test_every_layer_count_and_ring_depth(tmp_path: Path, n_slots: int) -> None:
                 poison=True,
             ) as pager,
         ):
-            files.walk(pager, 3)
+            files.run_passes(pager, 3)
             assert pager.stats.passes == 3
             for index in range(n_layers):
                 files.check_absent(index)
@@ -68,7 +68,7 @@ def test_real_huge_pages(tmp_path: Path, remainder: int, flags: int) -> None:
         mapped(weights, remainder, flags) as files,
         Pager(files.layers, [], files.mappings, 3, read_bytes=64 * PAGE, poison=True) as pager,
     ):
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         huge = bytes_in(slot_ranges(pager), "AnonHugePages")
         vmas = len(Path("/proc/self/maps").read_bytes().splitlines())
         for number in range(100):
@@ -89,10 +89,10 @@ def test_thousands_of_passes(tmp_path: Path) -> None:
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, poison=True) as pager,
     ):
-        files.walk(pager)
+        files.run_passes(pager)
         vmas = len(Path("/proc/self/maps").read_bytes().splitlines())
         for _ in range(2000):
-            files.walk(pager)
+            files.run_passes(pager)
         check_memory(pager, files)
         assert len(Path("/proc/self/maps").read_bytes().splitlines()) <= vmas + 6
 
@@ -106,7 +106,7 @@ def test_both_ways_of_reading(tmp_path: Path, direct: bool) -> None:
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, storage=partial(DirectFile, direct=direct)) as p,
     ):
-        files.walk(p, 4)
+        files.run_passes(p, 4)
 
 
 @settings(
@@ -148,8 +148,8 @@ def test_random_layouts(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
             storage=faulty.storage,
             poison=True,
         ) as pager:
-            files.walk(pager, 2, stop_before=data.draw(st.integers(0, len(sizes))))
-            files.walk(pager, 2)
+            files.run_passes(pager, 2, stop_before=data.draw(st.integers(0, len(sizes))))
+            files.run_passes(pager, 2)
             check_memory(pager, files)
             taken = pager.resident_bytes + pager.ring_bytes
             assert taken <= planned + paging_overhead_bytes(files.layers, n_slots)
@@ -183,13 +183,13 @@ def test_figures(tmp_path: Path) -> None:
         mapped(page_weights(tmp_path)) as files,
         Pager(files.layers, [], files.mappings, 1, read_bytes=PAGE) as pager,
     ):
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         before = pager.stats
         assert before.passes == 2
         assert before.bytes_read >= 2 * 19 * PAGE
         assert before.stall_seconds > 0
         assert before.read_seconds > 0
-        files.walk(pager)
+        files.run_passes(pager)
         span = pager.stats - before
         assert span.passes == 1
         assert span.bytes_read <= 2 * 19 * PAGE

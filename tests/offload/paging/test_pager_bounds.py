@@ -117,7 +117,7 @@ def test_a_layer_smaller_than_a_page_is_resident(tmp_path: Path) -> None:
     ):
         assert pager.n_slots == 2
         files.check(0)
-        files.walk(pager, 3)
+        files.run_passes(pager, 3)
 
 
 def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
     ):
         assert not [one for one in reader_threads() if one.name.startswith("specdec-reader")]
         files.check_resident()
-        files.walk(pager, 3)
+        files.run_passes(pager, 3)
         assert (pager.n_slots, pager.ring_bytes, pager.stats.passes) == (0, 0, 3)
         check_memory(pager, files)
     assert seen[-1][0] == seen[-1][1] >= 14_000

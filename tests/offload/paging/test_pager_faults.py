@@ -80,17 +80,17 @@ def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=reads.storage) as pager,
     ):
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         broken.set()
         for _ in range(3):
             with pytest.raises(StorageError, match="Input/output error"):
-                files.walk(pager, 3)
+                files.run_passes(pager, 3)
             check_memory(pager, files)
         pager.restart()
         with pytest.raises(StorageError, match="Input/output error"):
-            files.walk(pager)
+            files.run_passes(pager)
         broken.clear()
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
 
 
 @needs_populated_memory
@@ -104,11 +104,11 @@ def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> No
     ):
         broken.set()
         with pytest.raises(StorageError, match="Input/output error"):
-            files.walk(pager, 2)
+            files.run_passes(pager, 2)
         pager.restart()
         wait_for_failure(pager)
         broken.clear()
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         check_memory(pager, files)
 
 
@@ -137,7 +137,7 @@ def test_short_and_interrupted_reads_change_nothing(tmp_path: Path, seed: int) -
             poison=True,
         ) as pager,
     ):
-        files.walk(pager, 5)
+        files.run_passes(pager, 5)
 
 
 class WatchedReads:
@@ -205,15 +205,15 @@ def test_a_file_cut_or_changed_while_running(tmp_path: Path) -> None:
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, read_bytes=PAGE) as pager,
     ):
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         os.utime(path, ns=(1, 1))
         for _ in range(2):  # it does not heal by itself
             with pytest.raises(StorageError, match="changed while in use"):
-                files.walk(pager)
+                files.run_passes(pager)
         assert pager.stats.passes == 2
         os.truncate(path, 33_000)
         with pytest.raises(StorageError, match="ended early|changed while in use"):
-            files.walk(pager, 3)
+            files.run_passes(pager, 3)
         check_memory(pager, files)
 
 
@@ -225,8 +225,8 @@ def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:
             files.layers, [], files.mappings, 2, read_bytes=PAGE, storage=reads.storage
         ) as pager:
             with pytest.raises(StorageError, match="Input/output error"):
-                files.walk(pager)
-            files.walk(pager)  # what was missing is read now
+                files.run_passes(pager)
+            files.run_passes(pager)  # what was missing is read now
         assert bytes_in(files.ranges.values()) == 0
         for layer in files.layers:
             assert not is_readable(files.address(layer.tensors[0]))

@@ -26,10 +26,10 @@ def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) ->
         Pager(files.layers, [], files.mappings, n_slots, read_bytes=PAGE, poison=True) as pager,
     ):
         for explicit in (False, True):
-            files.walk(pager, 2, stop_before=stop)
+            files.run_passes(pager, 2, stop_before=stop)
             if explicit:
                 pager.restart()
-            files.walk(pager)
+            files.run_passes(pager)
         assert pager.stats.passes == 4 if stop else 2
 
 
@@ -46,10 +46,10 @@ def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
         pager.restart()
         for index in range(5):
             files.check_absent(index)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         pager.leave(0)
         pager.leave(1)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         assert pager.stats.passes == 4
 
 
@@ -66,7 +66,7 @@ def test_layers_may_be_nested_as_deep_as_the_ring(tmp_path: Path) -> None:
                 pager.enter(0)
             files.check(0)
             files.check(1)
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
 
 
 def test_an_exception_in_the_block_counts_no_pass(tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_an_exception_in_the_block_counts_no_pass(tmp_path: Path) -> None:
                 raise ZeroDivisionError
             files.check_absent(index)
         assert pager.stats.passes == 0
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         assert pager.stats.passes == 2

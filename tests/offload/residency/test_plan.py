@@ -229,4 +229,4 @@ def test_the_streamer_takes_exactly_what_the_plan_says(
         assert streamer.n_slots == plan.n_slots
         assert streamer.resident_bytes == plan.resident_bytes
         assert streamer.ring_bytes == plan.ring_bytes
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)

@@ -51,7 +51,7 @@ def n_reads(weights: Weights) -> int:
     """Of one load with a pass."""
     counting = FaultyReads()
     with streamer(weights, counting) as walked:
-        weights.walk(walked)
+        weights.run_passes(walked)
     return counting.n_calls
 
 
@@ -97,10 +97,10 @@ def test_a_layer_is_there_before_those_after_it_are_read(weights: Weights) -> No
     turns = [turn for turn, _ in by_need(layout.pieces(PAGE), weights.layers)]
     gate = Gate(n_open=turns.count(0) + turns.count(1))
     with streamer(weights, gate) as walked:
-        weights.walk(walked, stop_before=2)
+        weights.run_passes(walked, stop_before=2)
         assert walked.unread_bytes > 0
         gate.opened.set()
-        weights.walk(walked, 2)
+        weights.run_passes(walked, 2)
         assert walked.unread_bytes == 0
 
 
@@ -108,9 +108,9 @@ def test_they_are_read_once(weights: Weights) -> None:
     weights = all_resident(weights)
     counting = FaultyReads()
     with streamer(weights, counting) as walked:
-        weights.walk(walked)
+        weights.run_passes(walked)
         n_first = counting.n_calls
-        weights.walk(walked, 2)
+        weights.run_passes(walked, 2)
     assert counting.n_calls == n_first
 
 
@@ -133,22 +133,22 @@ def test_a_read_that_fails_is_made_again(tmp_path_factory, data) -> None:
             if n_left == 0:
                 failing.clear()  # what was read ahead may have failed already
             try:
-                weights.walk(walked)
+                weights.run_passes(walked)
             except StorageError:
                 continue
-        weights.walk(walked, 2)
+        weights.run_passes(walked, 2)
 
 
 def test_an_overwritten_file_ends_the_first_pass(weights: Weights) -> None:
     weights = all_resident(weights)
     gate = Gate(n_open=n_reads(weights) - 1)
     with streamer(weights, gate) as walked:
-        weights.walk(walked, stop_before=2)
+        weights.run_passes(walked, stop_before=2)
         os.utime(weights.layers[0].tensors[0].path, ns=(1, 1))
         gate.opened.set()
         for _ in range(2):
             with pytest.raises(StorageError, match="changed while in use"):
-                weights.walk(walked)
+                weights.run_passes(walked)
         assert walked.stats.passes == 0
 
 
@@ -164,7 +164,7 @@ def test_what_the_caller_raises_ends_the_wait(weights: Weights) -> None:
         with pytest.raises(Cancelled), walked.layer(0, cancel):
             pass
         gate.opened.set()
-        weights.walk(walked, 2)
+        weights.run_passes(walked, 2)
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_closing_in_the_middle(weights: Weights) -> None:
     closing = threading.Thread(target=walked.close)
     closing.start()
     with pytest.raises(StreamerClosed):
-        weights.walk(walked)
+        weights.run_passes(walked)
     gate.opened.set()
     closing.join()
     assert not reader_threads()
@@ -205,5 +205,5 @@ def test_files_are_closed_after_the_first_pass(weights: Weights) -> None:
     gc.collect()
     n_files = n_open_files()
     with streamer(weights) as walked:
-        weights.walk(walked)
+        weights.run_passes(walked)
         assert n_open_files() == n_files

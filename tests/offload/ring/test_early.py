@@ -41,7 +41,7 @@ def test_what_is_wanted_is_taken(weights: Weights) -> None:
     taken = early.take(wanted)
     assert taken is not None
     early.close()  # of what was taken nothing is given back
-    weights.walk(taken.layers, 2)
+    weights.run_passes(taken.layers, 2)
     weights.check(len(weights.layers) - 1, {r.name: taken.outer[r.name] for r in wanted.outer})
     taken.close()
 

@@ -41,29 +41,29 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
     with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, poison=True) as streamer:
         n_to_hold = 0
         for what, number in operations:
-            if what == "walk":
-                weights.walk(streamer, 1, stop_before=number)
+            if what == "run_passes":
+                weights.run_passes(streamer, 1, stop_before=number)
             elif what == "hold":
                 n_to_hold = streamer.hold(number)
                 assert n_to_hold == min(number, max(0, n_streamed - n_slots))
             else:
                 streamer.restart()
             assert streamer.n_held <= n_to_hold
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         assert streamer.n_held == n_to_hold
 
 
 @pytest.mark.parametrize("n_held", [0, 1, 3])
 def test_what_is_held_is_not_read_again(weights, n_held) -> None:
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         assert streamer.hold(n_held) == n_held
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         assert streamer.n_held == n_held
         held = list(streamer._walk.held)
         streamer.restart()
         n_passes, before = 5, streamer.stats.bytes_read
-        weights.walk(streamer, n_passes)
+        weights.run_passes(streamer, n_passes)
         streamer.close()
         n_read = streamer.stats.bytes_read - before
         layers = [one.slot_bytes for i, one in enumerate(weights.layers) if i not in held]
@@ -82,10 +82,10 @@ def test_the_slots_have_something_to_do(weights) -> None:
     """As many layers stream as there are slots: none is under way twice."""
     with WeightStreamer(weights.layers, 5, read_bytes=PAGE) as streamer:
         assert streamer.hold(99) == 1
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
     with WeightStreamer(weights.layers, 9) as streamer:
         assert streamer.hold(99) == 0
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
@@ -102,7 +102,7 @@ def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
         make = streamer._new_slot
         monkeypatch.setattr(streamer, "_new_slot", scarce)
         streamer.hold(3)
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
         assert streamer.n_held == 1
 
 
@@ -110,14 +110,14 @@ def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
 def test_without_address_space_none_is_held(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with WeightStreamer(weights.layers, 2) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         streamer.hold(3)
         with no_more_address_space():
             for index in range(5):
                 streamer.enter(index)
                 streamer.leave(index)
         assert streamer.n_held == 0
-        weights.walk(streamer)
+        weights.run_passes(streamer)
 
 
 def test_a_forgotten_layer_may_be_collected_by_a_reader(tmp_path: Path, monkeypatch) -> None:
@@ -126,7 +126,7 @@ def test_a_forgotten_layer_may_be_collected_by_a_reader(tmp_path: Path, monkeypa
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
         streamer.hold(3)
         assert 2 in streamer._to_hold
-        weights.walk(streamer, stop_before=1)
+        weights.run_passes(streamer, stop_before=1)
         forgotten: list[Any] = []
         is_collected = threading.Event()
         next_position = TicketOrder._next
@@ -146,7 +146,7 @@ def test_a_forgotten_layer_may_be_collected_by_a_reader(tmp_path: Path, monkeypa
         used.__exit__(None, None, None)  # a reader asks for the next layer
         assert is_collected.wait(10)
         streamer.restart()
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_the_memory_is_given_back(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +155,11 @@ def test_the_memory_is_given_back(weights: Weights, monkeypatch: pytest.MonkeyPa
         make = streamer._new_slot
         monkeypatch.setattr(streamer, "_new_slot", lambda: made.append(make()) or made[-1])
         streamer.hold(3)
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         held = list(streamer._walk.held.values())
         streamer.hold(1)
         assert [is_closed(memory) for memory in held] == [False, True, True]
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
     assert all(map(is_closed, [*held, *made]))
 
 
@@ -174,7 +174,7 @@ def test_an_error_in_a_layer_keeps_it(weights: Weights) -> None:
         for index in range(N_LAYERS):
             with pytest.raises(ZeroDivisionError), streamer.layer(index):
                 raise ZeroDivisionError
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         assert streamer.n_held == 3
 
 
@@ -184,8 +184,8 @@ def test_a_file_that_was_replaced_is_noticed_all_the_same(tmp_path: Path) -> Non
     weights = write_weights(tmp_path, [[9000]] * 5)
     with WeightStreamer(weights.layers, 2) as streamer:
         streamer.hold(3)
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         path = weights.layers[0].tensors[0].path
         path.write_bytes(path.read_bytes()[::-1])
         with pytest.raises(StorageError, match="changed"):
-            weights.walk(streamer, 1)
+            weights.run_passes(streamer, 1)

@@ -30,7 +30,7 @@ def test_every_layer_count_and_ring_depth(tmp_path: Path, n_slots: int) -> None:
             weights.layers, n_slots, read_bytes=PAGE, n_readers=3, poison=True
         ) as streamer:
             assert streamer.n_slots == min(n_slots, n_layers)
-            weights.walk(streamer, n_passes=3)
+            weights.run_passes(streamer, n_passes=3)
             assert streamer.stats.passes == 3
 
 
@@ -48,7 +48,7 @@ def test_tensors_straddle_shards_and_are_partly_resident(tmp_path: Path) -> None
         poison=True,
         progress=lambda done, total: seen.append((done, total)),
     ) as streamer:
-        weights.walk(streamer, n_passes=4)
+        weights.run_passes(streamer, n_passes=4)
         records = [r for layer in weights.layers for r in layer.resident_records]
         assert streamer.resident_bytes == resident_footprint(records)
         assert streamer.ring_bytes == 2 * max(
@@ -82,7 +82,7 @@ def test_released_slots_are_poisoned_and_nothing_is_allocated(
             weights.check(0, tensors)
         assert set(bytes(view)) == {0xFF}
         gate.opened.set()
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
 
 
 @settings(
@@ -114,15 +114,15 @@ def test_random_layouts(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
         storage=faulty.storage,
         poison=True,
     ) as streamer:
-        weights.walk(streamer, 2, stop_before=data.draw(st.integers(0, len(sizes))))
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2, stop_before=data.draw(st.integers(0, len(sizes))))
+        weights.run_passes(streamer, 2)
 
 
 def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000, 0], [5000]], resident=lambda i, j: True)
     with WeightStreamer(weights.layers, 0) as streamer:
         assert not reader_threads()
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
         assert streamer.stats == StreamStats(passes=3, stall_seconds=streamer.stats.stall_seconds)
         assert (streamer.n_slots, streamer.ring_bytes) == (0, 0)
 
@@ -130,7 +130,7 @@ def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
 def test_layers_without_bytes(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[], [0], [5000], []])
     with WeightStreamer(weights.layers, 2) as streamer:
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_figures(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[PAGE * 4], [PAGE * 8]], padding=0)
     with WeightStreamer(weights.layers, 1, read_bytes=PAGE) as streamer:
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         before = streamer.stats
         assert before.passes == 2
         assert before.bytes_read >= 2 * PAGE * 12
         assert before.stall_seconds > 0
         assert before.read_seconds > 0
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         span = streamer.stats - before
         assert span.passes == 1
         assert PAGE * 8 <= span.bytes_read <= PAGE * 16

@@ -38,7 +38,7 @@ def disk_error() -> OSError:
 def test_a_transient_error_at_every_read(tmp_path: Path, n_slots: int, resume: int | None) -> None:
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, n_readers=1) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
     for failing in range(22):  # two passes of 11 reads
         reads = FaultyReads(lambda call, length, n=failing: _raise_if(call == n))
         with WeightStreamer(
@@ -68,16 +68,16 @@ def test_a_persistent_error_and_the_recovery(tmp_path: Path) -> None:
     broken = threading.Event()
     reads = FaultyReads(lambda call, length: _raise_if(broken.is_set()))
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE, storage=reads.storage) as streamer:
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         broken.set()
         for _ in range(3):
             with pytest.raises(StorageError, match="Input/output error"):
-                weights.walk(streamer, 3)
+                weights.run_passes(streamer, 3)
         streamer.restart()
         with pytest.raises(StorageError, match="Input/output error"):
-            weights.walk(streamer)
+            weights.run_passes(streamer)
         broken.clear()
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> No
     broken = threading.Event()
     reads = FaultyReads(lambda call, length: _raise_if(broken.is_set()))
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE, storage=reads.storage) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         broken.set()
         with pytest.raises(StorageError, match="Input/output error"):
-            weights.walk(streamer, 2)
+            weights.run_passes(streamer, 2)
         streamer.restart()
         wait_for_failure(streamer)
         broken.clear()
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_nor_is_one_behind_a_layer_that_came(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_nor_is_one_behind_a_layer_that_came(tmp_path: Path) -> None:
             streamer.enter(0)
         streamer.restart()
         wait_for_failure(streamer)
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_what_failed_ahead_is_read_again_once(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_any_other_exception_of_a_reader_surfaces(tmp_path: Path) -> None:
         weights.layers, 2, read_bytes=PAGE, storage=FaultyReads(fault).storage
     ) as streamer:
         with pytest.raises(RuntimeError, match="a bug"):
-            weights.walk(streamer)
-        weights.walk(streamer, 2)
+            weights.run_passes(streamer)
+        weights.run_passes(streamer, 2)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -151,17 +151,17 @@ def test_short_and_interrupted_reads_change_nothing(tmp_path: Path, seed: int) -
     with WeightStreamer(
         weights.layers, 3, read_bytes=2 * PAGE, storage=reads.storage, poison=True
     ) as streamer:
-        weights.walk(streamer, 5)
+        weights.run_passes(streamer, 5)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5000, 8192, 33_000])
 def test_a_file_cut_while_running(tmp_path: Path, cut: int) -> None:
     weights = write_weights(tmp_path, [[9000], [5000], [12_000], [300], [8000]])
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         os.truncate(tmp_path / "shard-0.bin", cut)
         with pytest.raises(StorageError, match="ended early|changed while in use"):
-            weights.walk(streamer, 3)
+            weights.run_passes(streamer, 3)
 
 
 def test_a_file_cut_before_opening(tmp_path: Path) -> None:
@@ -171,22 +171,22 @@ def test_a_file_cut_before_opening(tmp_path: Path) -> None:
         with streamer.layer(0) as tensors:
             weights.check(0, tensors)
         with pytest.raises(StorageError, match="ended early"):
-            weights.walk(streamer)
+            weights.run_passes(streamer)
     pinned = [LayerWeights(layer.tensors, frozenset(r.name for r in layer.tensors))
               for layer in weights.layers]  # fmt: skip
     with WeightStreamer(pinned, 0) as streamer, pytest.raises(StorageError, match="ended early"):
-        weights.walk(streamer)
+        weights.run_passes(streamer)
 
 
 def test_overwriting_is_noticed_by_the_end_of_the_pass(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000], [5000], [12_000]])
     with WeightStreamer(weights.layers, 2) as streamer:
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         path = tmp_path / "shard-0.bin"
         os.utime(path, ns=(1, 1))
         for _ in range(2):  # it does not heal by itself
             with pytest.raises(StorageError, match="changed while in use"):
-                weights.walk(streamer)
+                weights.run_passes(streamer)
         assert streamer.stats.passes == 2
 
 
@@ -195,7 +195,7 @@ def test_renaming_another_file_over_it_changes_nothing(tmp_path: Path) -> None:
     with WeightStreamer(weights.layers, 2) as streamer:
         (tmp_path / "other").write_bytes(b"x" * 5)
         (tmp_path / "other").rename(tmp_path / "shard-0.bin")
-        weights.walk(streamer, 3)
+        weights.run_passes(streamer, 3)
 
 
 def test_a_missing_file_leaves_nothing_open(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ n_good = n_bad = 0
 with WeightStreamer(weights.layers, 2, read_bytes=4096, n_readers=1, poison=True) as streamer:
     while n_good < 3 and n_bad < 20:
         try:
-            weights.walk(streamer)
+            weights.run_passes(streamer)
             n_good += 1
         except StorageError as error:
             assert "Input/output error" in str(error)

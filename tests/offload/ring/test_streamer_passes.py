@@ -28,10 +28,10 @@ def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) ->
     weights = write_weights(tmp_path, uneven_sizes(6, stop), resident=lambda i, j: i in (0, 3))
     with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, poison=True) as streamer:
         for explicit in (False, True):
-            weights.walk(streamer, 2, stop_before=stop)
+            weights.run_passes(streamer, 2, stop_before=stop)
             if explicit:
                 streamer.restart()
-            weights.walk(streamer)
+            weights.run_passes(streamer)
         assert streamer.stats.passes == 4 if stop else 2
 
 
@@ -52,7 +52,7 @@ def test_an_exception_in_the_with_block_releases_the_slot(tmp_path: Path) -> Non
             with pytest.raises(ZeroDivisionError), streamer.layer(index):
                 raise ZeroDivisionError
         assert streamer.stats.passes == 0
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
@@ -61,18 +61,18 @@ def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
         lent = streamer.layer(0)  # never left, as after a KeyboardInterrupt between two lines
         lent.__enter__()
         streamer.restart()
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
         lent.__exit__(None, None, None)
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_no_restart_is_made_where_none_is_needed(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, uneven_sizes(5, 3))
     reads = FaultyReads()
     with WeightStreamer(weights.layers, 5, storage=reads.storage) as streamer:
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         streamer.restart()
-        weights.walk(streamer)
+        weights.run_passes(streamer)
         n_bytes = sum(layer.slot_bytes for layer in weights.layers)
         assert streamer.stats.bytes_read <= 3 * n_bytes
 
@@ -88,7 +88,7 @@ def test_layers_may_be_nested_as_deep_as_the_ring(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="out of order"), streamer.layer(0):
                 pass
             weights.check(0, first)
-        weights.walk(streamer, 2)
+        weights.run_passes(streamer, 2)
 
 
 def test_closing_while_the_caller_waits(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_read_that_never_returns_does_not_block_closing(
 def test_a_forgotten_streamer_ends_its_threads(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     streamer = WeightStreamer(weights.layers, 2)
-    weights.walk(streamer)
+    weights.run_passes(streamer)
     del streamer
     gc.collect()
     for thread in reader_threads():

@@ -61,14 +61,14 @@ def kilobytes(process: int, address: int) -> int | None:
 def test_a_child_does_not_get_the_streamers_slots(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, 2, n_readers=2) as streamer:
-        weights.walk(streamer, 1)
+        weights.run_passes(streamer, 1)
         ring = streamer._walk._ring
         assert ring is not None
         with forked() as child:
             for slot in ring.slots:
                 assert kilobytes(os.getpid(), slot.buffer.address)
                 assert kilobytes(child, slot.buffer.address) == 0
-            weights.walk(streamer, 2)
+            weights.run_passes(streamer, 2)
 
 
 @needs_advice
@@ -78,7 +78,7 @@ def test_a_child_does_not_get_the_pagers_slots_wherever_their_pages_are(tmp_path
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, n_readers=2) as pager,
     ):
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
         with pager.layer(0):
             places = [start for start, _ in slot_ranges(pager)]
             part = pager._plan.layers[0].parts[0]
@@ -86,7 +86,7 @@ def test_a_child_does_not_get_the_pagers_slots_wherever_their_pages_are(tmp_path
                 assert kilobytes(os.getpid(), part.address)
                 for address in (*places, part.address):
                     assert kilobytes(child, address) == 0
-        files.walk(pager, 2)
+        files.run_passes(pager, 2)
 
 
 PROGRAM = """
@@ -133,7 +133,7 @@ weights = page_weights(Path(sys.argv[1]))
 streamer = WeightStreamer(weights.layers, 3)
 files = MappedWeights(weights)
 pager = Pager(files.layers, [], files.mappings, 3)
-files.walk(pager)
+files.run_passes(pager)
 child = os.fork()
 if child == 0:
     own = [mmap.mmap(-1, 4096) for _ in range(1000)]
