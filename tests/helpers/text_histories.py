@@ -93,7 +93,7 @@ class TextsMachine(RuleBasedStateMachine):
         chosen = self.some_texts(data)
         batch, found = zip(*(self.rows_of(text, data) for text in chosen), strict=True)
         batch = batch[: self.backend.n_fitting(batch)]
-        scores = self.backend.run(batch)
+        scores = self.backend.forward(batch)
         assert len(scores) == len(batch)
         for text, rows, paths, score in zip(chosen, batch, found, scores, strict=False):
             assert score.node_ids == list(paths)
@@ -184,7 +184,7 @@ class TextsMachine(RuleBasedStateMachine):
         unknown = chosen[-1].sequence.next_node_id + 7
         batch[-1] = SequenceInput(chosen[-1].sequence, [9], [unknown])
         with pytest.raises(BackendError, match="not a live node"):
-            self.backend.run(batch)
+            self.backend.forward(batch)
         for text in chosen:
             text.live = {}
 

@@ -12,6 +12,7 @@ from gguf_bytes import make_file
 from gguf_models import FAMILIES, save_tiny_gguf
 from open_files import n_open_files
 
+from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions, Loading
 from backends.ggml.library import LlamaError
 from backends.gguf.model import load_gguf_model
@@ -139,14 +140,14 @@ def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPa
 
     def loaded(self: gguf_source.GgufSource, loading: Loading) -> Any:
         backend = load(self, loading)
-        extend = own(backend).extend
+        forward = backend.forward
 
-        def slow(ids: list[int], *arguments: Any) -> Any:
+        def slow(batch: list[SequenceInput]) -> Any:
             nonlocal now
-            now += len(ids) * len(self.layers)
-            return extend(ids, *arguments)
+            now += sum(len(added.token_ids) for added in batch) * len(self.layers)
+            return forward(batch)
 
-        monkeypatch.setattr(backend, "extend", slow)
+        monkeypatch.setattr(backend, "forward", slow)
         return backend
 
     monkeypatch.setattr(gguf_source.GgufSource, "load", loaded)

@@ -76,7 +76,7 @@ def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend
     fork = own(backend).fork(2)
     assert np.array_equal(fork.prefill([7]), row)
     rows = [SequenceInput(text, [8], [PREFIX]) for text in (own(backend), fork)]
-    first, second = backend.run(rows)
+    first, second = backend.forward(rows)
     assert np.array_equal(first.logits, second.logits)
     assert own(backend).next_node_id == 1
 
@@ -86,7 +86,7 @@ def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
     rows = [text.prefill([9, 10, 11]) for text in texts]
     batch = [SequenceInput(texts[0], [12]), SequenceInput(texts[1], [13], [77])]
     with pytest.raises(BackendError, match="77, which is not a live node"):
-        backend.run(batch)
+        backend.forward(batch)
     with pytest.raises(ValueError, match="in the batch twice"):
         backend.forward([batch[0], batch[0]])
     for text, row in zip(texts, rows, strict=True):

@@ -53,7 +53,7 @@ def test_live_nodes_are_not_saved(options: dict[str, object], tmp_path: Path) ->
         own(backend).extend([11, 12], [PREFIX, PREFIX])
         load(other, save(backend))
         assert list(own(other).committed_ids) == TEXT
-        expected, found = (b.extend([20], [PREFIX])[1] for b in (backend, other))
+        expected, found = (own(b).extend([20], [PREFIX])[1] for b in (backend, other))
         assert np.abs(expected - found).max() < 2e-3 * max(1.0, float(np.abs(expected).max()))
         own(other).rollback(2)
         assert list(own(other).committed_ids) == TEXT[:2]

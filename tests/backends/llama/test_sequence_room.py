@@ -176,10 +176,10 @@ def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBacke
     texts = [backend.new_sequence() for _ in range(2)]
     batch = [SequenceInput(text, [5, 6], logits_at=[0, 1]) for text in texts]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
-        backend.run(batch)
+        backend.forward(batch)
     backend.forward([batch[0], SequenceInput(texts[1], [5, 6])])
     with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
-        backend.run(
+        backend.forward(
             [
                 SequenceInput(text, [7] * n, [PREFIX] * n, [])
                 for text, n in zip(texts, (4, 5), strict=True)
@@ -229,7 +229,7 @@ def test_a_cancel_leaves_every_text_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(backend._context, "decode", cancel)
         with pytest.raises(PassCancelled):
-            backend.run(batch)
+            backend.forward(batch)
     assert n_seen == [512, 89][: n_passes + 1]
     assert [text.n_committed for text in (other, long, tree)] == [3, 3, 3]
     assert (other.store.table.ids, tree.store.table.ids) == (tuple(kept), ())
@@ -273,8 +273,8 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
     text = backend.new_sequence()
     row = text.prefill([5, 6, 7])
     with backend.sibling(max_context=30, max_nodes=8, max_rows=8) as other:
-        assert (other.n_committed, own(backend).n_committed) == (0, 0)
-        assert np.array_equal(other.prefill([5, 6, 7]), row)
+        assert (own(other).n_committed, own(backend).n_committed) == (0, 0)
+        assert np.array_equal(own(other).prefill([5, 6, 7]), row)
         assert text.n_committed == 3
 
 
@@ -291,5 +291,5 @@ def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
             texts[2].extend([5], [PREFIX])
         texts[2].rollback(n_cells - 201)
         rows = [SequenceInput(text, [5]) for text in texts[2:]]
-        backend.run(rows)
+        backend.forward(rows)
         assert backend._cells.n_free == 0

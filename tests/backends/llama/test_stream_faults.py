@@ -179,12 +179,13 @@ def cut_and_decode(self, batch):
     return decode(self, batch)
 
 with streamed(model) as backend:
-    backend.prefill(PROMPT)
+    sequence = backend.new_sequence()
+    sequence.prefill(PROMPT)
     time.sleep(0.5)  # all layers are in the ring for the next pass
     LlamaContext.decode = cut_and_decode
     for _ in range(3):
         try:
-            backend.extend([50], [-1])
+            sequence.extend([50], [-1])
         except StorageError as error:
             print(error)
 """

@@ -14,6 +14,7 @@ from gguf_models import save_tiny_gguf
 
 from backends.contract.curve import ComputeCurve
 from backends.contract.self_draft import SharedSource
+from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource
@@ -63,14 +64,14 @@ def test_a_small_models_own_passes_are_timed(
 
     def loaded(self: ModelSource, loading: Loading) -> Any:
         backend = load(self, loading)
-        extend = own(backend).extend
+        forward = backend.forward
 
-        def timed(ids: list[int], *arguments: Any) -> Any:
+        def timed(batch: list[SequenceInput]) -> Any:
             nonlocal now
-            now += 0.5 + 0.25 * len(ids)
-            return extend(ids, *arguments)
+            now += 0.5 + 0.25 * sum(len(added.token_ids) for added in batch)
+            return forward(batch)
 
-        monkeypatch.setattr(backend, "extend", timed)
+        monkeypatch.setattr(backend, "forward", timed)
         return backend
 
     before = logits(source)

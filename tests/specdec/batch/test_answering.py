@@ -197,6 +197,6 @@ def test_what_concerns_all_requests_is_raised(llm: LLM, monkeypatch: pytest.Monk
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the disk is gone")
 
-    monkeypatch.setattr(llm.target, "run", fail)
+    monkeypatch.setattr(llm.target, "forward", fail)
     with pytest.raises(StorageError):
         list(llm.generate_each([("xyz", SamplingParams(max_tokens=2))] * 2))

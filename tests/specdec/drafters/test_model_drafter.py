@@ -32,7 +32,7 @@ def drafter(backend):
 
 def log_probs(backend, tokens):
     """log q of the next token after `tokens`, from a fresh prefill."""
-    committed = own(backend).n_committed
+    committed = drafter._text.n_committed
     assert committed == 0
     row = own(backend).prefill(tokens).astype(np.float64)
     own(backend).rollback(0)
@@ -78,10 +78,10 @@ def test_accepted_nodes_keep_their_kv(backend, drafter):
     path = tree.path(deepest)
     drafter.observe(Acceptance(path, 50, is_bonus=True), tree)
     # The prompt, the pending token and the accepted nodes; the last may never have been run.
-    assert len(CONTEXT) + len(path) - 2 <= own(backend).n_committed <= len(CONTEXT) + len(path) - 1
+    assert len(CONTEXT) + len(path) - 2 <= drafter._text.n_committed <= len(CONTEXT) + len(path) - 1
     context = [*CONTEXT, *tree.tokens_on_path(deepest), 50]
     continued = drafter.propose(context, TreeLimits(24, 6, 2))
-    assert own(backend).n_committed == len(context)
+    assert drafter._text.n_committed == len(context)
     drafter.reset()
     fresh = drafter.propose(context, TreeLimits(24, 6, 2))
     assert continued.token_ids == fresh.token_ids
@@ -97,12 +97,12 @@ def test_what_it_lacks_of_a_text_is_what_it_computes_next(backend):
         tree = merged.propose(CONTEXT, TreeLimits(24, 6, 2))
         drafter.observe(Acceptance((0,), 50, is_bonus=True), tree)
         context = [*CONTEXT, 50, 51, 52]  # two rounds more, in which it rested
-        n_computed = own(backend).n_committed
+        n_computed = drafter._text.n_committed
         # A window may jump with the next token, and half of it is computed anew.
         expected = len(context) - (n_computed if drafter._window.n_recent is None else 0)
         assert merged.n_lacking(context) == expected
         drafter.propose(context, TreeLimits(24, 6, 2))
-        assert own(backend).n_committed - n_computed <= expected
+        assert drafter._text.n_committed - n_computed <= expected
         drafter.reset()
 
 
@@ -112,7 +112,7 @@ def test_accepted_tokens_of_another_drafter(backend, drafter):
     missing = next(t for t in range(96) if t not in tree.children(0))
     foreign = tree.add(0, missing, -0.5, "ngram")
     drafter.observe(Acceptance((0, foreign), 7, is_bonus=True), tree)
-    assert own(backend).n_committed == len(CONTEXT)
+    assert drafter._text.n_committed == len(CONTEXT)
 
 
 def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
@@ -120,13 +120,13 @@ def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
     drafter = ModelDrafter(backend, 96)
     drafter.reset()
     n_run = []
-    run = backend.run
+    run = backend.forward
 
     def noted(batch):
         n_run.extend(len(one.token_ids) for one in batch if one.parents is not None)
         return run(batch)
 
-    monkeypatch.setattr(backend, "run", noted)
+    monkeypatch.setattr(backend, "forward", noted)
     tree = drafter.propose(CONTEXT, TreeLimits(40, 8, 4))
     drafter.reset()
     assert sum(n_run) == 5

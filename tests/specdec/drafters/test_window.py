@@ -87,18 +87,18 @@ def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> 
     with specdec.load(target, draft, draft_window=16, **OPTIONS) as llm:
         assert llm.draft is not None
         held = []
-        run = llm.draft.run
+        run = llm.draft.forward
 
         def record(batch):
             scores = run(batch)
             held.extend(
-                (len(one.token_ids), one.sequence.n_committed)
+                (len(one.token_ids), one.kv.n_committed)
                 for one in batch
                 if one.parents is None
             )
             return scores
 
-        llm.draft.run = record  # type: ignore[method-assign]
+        llm.draft.forward = record  # type: ignore[method-assign]
         result = llm.generate("def f(x):", **LONG)
         plain = llm.generate("def f(x):", speculative=False, **LONG)
     assert result.token_ids == plain.token_ids

@@ -122,7 +122,7 @@ def test_a_cancel_does_not_cut_a_pass_of_others(llm: LLM, monkeypatch: pytest.Mo
     cancelling = threading.Thread(target=text.cancel)
     cut: list[str] = []
     in_that_pass: list[str] = []
-    run = llm.target.run
+    run = llm.target.forward
 
     def noted(batch: Any) -> Any:
         if not cancelling.ident and len(batch) == 2:
@@ -134,7 +134,7 @@ def test_a_cancel_does_not_cut_a_pass_of_others(llm: LLM, monkeypatch: pytest.Mo
     with Stepping(llm) as steps:
         steps.next(text)
         search.start()
-        monkeypatch.setattr(llm.target, "run", noted)
+        monkeypatch.setattr(llm.target, "forward", noted)
         monkeypatch.setattr(llm.target, "request_cancel", lambda: cut.append("cut"))
     assert [chunk.token_ids for chunk in search] == [expected]
     cancelling.join()

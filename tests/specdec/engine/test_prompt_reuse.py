@@ -92,13 +92,13 @@ def test_the_draft_keeps_its_own(models: tuple[LLM, LLM], monkeypatch: pytest.Mo
     assert llm.draft is not None
     llm.generate([201, *TEXT], max_tokens=4)
     runs: list[int] = []
-    run = llm.draft.run
+    run = llm.draft.forward
 
     def noted(batch: Any) -> Any:
         runs.extend(len(one.token_ids) for one in batch if one.parents is None)
         return run(batch)
 
-    monkeypatch.setattr(llm.draft, "run", noted)
+    monkeypatch.setattr(llm.draft, "forward", noted)
     llm.generate([201, *TEXT, 6, 7], max_tokens=4)
     assert max(runs) <= 2 + 4 + 1  # the words of the first answer differ from the new prompt
 

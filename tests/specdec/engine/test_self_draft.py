@@ -53,8 +53,9 @@ def backend(model: Path) -> Iterator[Backend]:
 
 
 def test_siblings_keep_apart(backend: Backend) -> None:
-    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
-        assert other.max_context == 64
+    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as sibling:
+        assert sibling.max_context == 64
+        other = sibling.new_sequence()
         expected = own(backend).prefill(PROMPT)
         other.prefill([5, 6, 7])
         ids, rows = other.extend([8, 9], [-1, -1])

@@ -24,14 +24,14 @@ def test_several_sequences_are_those_of_neighbouring_seeds(resident):
 def test_the_prompt_of_several_sequences_is_computed_once(resident, monkeypatch):
     """But for its last token, whose row every sequence chooses its first token by."""
     computed = []
-    run, prompt = resident.target.run, list(range(5, 45))
+    run, prompt = resident.target.forward, list(range(5, 45))
 
     def counting(batch):
         computed.append([len(one.token_ids) for one in batch if one.parents is None])
         return run(batch)
 
     resident.session.forget_prompt()
-    monkeypatch.setattr(resident.target, "run", counting)
+    monkeypatch.setattr(resident.target, "forward", counting)
     resident.generate(prompt, n=5, temperature=1.0, max_tokens=6, seed=3)
     assert computed[0] == [len(prompt)]
     assert sum(map(sum, computed[1:])) == 4

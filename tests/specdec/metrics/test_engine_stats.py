@@ -31,13 +31,13 @@ def test_all_together_are_the_sum_of_each(tmp_path: Path, monkeypatch: pytest.Mo
     with load(tmp_path, kv_tokens=1024) as llm:
         assert llm.stats.passes == 0
         n_rows: list[int] = []
-        run = llm.target.run
+        run = llm.target.forward
 
         def noted(batch: Any) -> Any:
             n_rows.append(sum(len(one.token_ids) for one in batch))
             return run(batch)
 
-        monkeypatch.setattr(llm.target, "run", noted)
+        monkeypatch.setattr(llm.target, "forward", noted)
         results = llm.generate([PROMPT, PROMPT, [5, 6, 7]], **OPTIONS)
         results.append(llm.generate([80, 81], n=2, temperature=0.9, seed=1, **OPTIONS))
         found, each = llm.stats, [one.stats for one in results]

@@ -218,13 +218,13 @@ def test_layers_stay_from_the_first_pass_of_decoding_on(
 def note_held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are held when each pass begins, as passes come."""
     seen: list[int] = []
-    run = llm.target.run
+    run = llm.target.forward
 
     def noted(batch: Any) -> Any:
         seen.append(llm.target.held_bytes)
         return run(batch)
 
-    monkeypatch.setattr(llm.target, "run", noted)
+    monkeypatch.setattr(llm.target, "forward", noted)
     return seen
 
 

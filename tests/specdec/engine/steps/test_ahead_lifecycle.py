@@ -58,7 +58,7 @@ class Draft:
         assert llm.draft is not None
         self.began, self.cancelled = threading.Event(), threading.Event()
         self.is_running = False
-        run, request_cancel = llm.draft.run, llm.draft.request_cancel
+        run, request_cancel = llm.draft.forward, llm.draft.request_cancel
 
         def changed(*arguments: Any) -> Any:
             if is_ahead():
@@ -74,20 +74,20 @@ class Draft:
             request_cancel()
             self.cancelled.set()
 
-        patch.setattr(llm.draft, "run", changed)
+        patch.setattr(llm.draft, "forward", changed)
         patch.setattr(llm.draft, "request_cancel", cancel)
 
 
 def passes_wait(llm: LLM, patch: pytest.MonkeyPatch, draft: Draft) -> None:
     """No pass begins before drafting ahead has: passes of tiny models are over too soon."""
-    run = llm.target.run
+    run = llm.target.forward
 
     def when_drafting(batch: Any) -> Any:
         if batch[0].parents is not None:  # no prompt
             draft.began.wait()
         return run(batch)
 
-    patch.setattr(llm.target, "run", when_drafting)
+    patch.setattr(llm.target, "forward", when_drafting)
 
 
 def until_cancelled(draft: list[Draft]) -> None:
@@ -137,7 +137,7 @@ def test_an_end_of_the_pass(
         drafts: list[Draft] = []
         drafts.append(Draft(llm, patch, lambda: until_cancelled(drafts)))
 
-        run = llm.target.run
+        run = llm.target.forward
 
         def fail(batch: Any) -> Any:
             if batch[0].parents is None:
@@ -145,7 +145,7 @@ def test_an_end_of_the_pass(
             drafts[0].began.wait()
             raise kind("of the pass")
 
-        patch.setattr(llm.target, "run", fail)
+        patch.setattr(llm.target, "forward", fail)
         with pytest.raises(kind, match="of the pass"):
             llm.generate(PROMPT, PARAMS)
         assert drafts[0].cancelled.is_set()
@@ -176,7 +176,7 @@ def test_closing_while_both_are_at_work(tmp_path: Path, monkeypatch: pytest.Monk
         drafts.append(Draft(llm, monkeypatch, lambda: until_cancelled(drafts)))
         cancelled = threading.Event()
 
-        run = llm.target.run
+        run = llm.target.forward
 
         def until_told(batch: Any) -> Any:
             if batch[0].parents is None:
@@ -184,7 +184,7 @@ def test_closing_while_both_are_at_work(tmp_path: Path, monkeypatch: pytest.Monk
             cancelled.wait()
             raise BackendError("the pass was cancelled")
 
-        monkeypatch.setattr(llm.target, "run", until_told)
+        monkeypatch.setattr(llm.target, "forward", until_told)
         monkeypatch.setattr(llm.target, "request_cancel", cancelled.set)
         errors: list[BaseException] = []
 
@@ -234,14 +234,14 @@ def test_an_error_of_the_draft_while_the_pass_waits_for_storage_that_hangs(
 
     with monkeypatch.context() as patch:
         Draft(llm, patch, fail)
-        run = llm.target.run
+        run = llm.target.forward
 
         def when_it_hangs(batch: Any) -> Any:
             if batch[0].parents is not None:  # no prompt
                 has_begun.wait()
             return run(batch)
 
-        patch.setattr(llm.target, "run", when_it_hangs)
+        patch.setattr(llm.target, "forward", when_it_hangs)
         with pytest.raises(SpecdecError, match="the draft's disk is gone"):
             llm.generate(PROMPT, PARAMS)
     assert storage.is_hanging

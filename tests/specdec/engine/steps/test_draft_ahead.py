@@ -61,9 +61,10 @@ class RoomyTable(TableBackend):
         super().__init__(rows, VOCAB)
         self.max_nodes = max_nodes
 
-    def extend(self, token_ids: Any, parents: Any, rows: Any = None) -> Any:
-        assert len(token_ids) <= self.node_room
-        return super().extend(token_ids, parents, rows)
+    def forward(self, batch: Any) -> Any:
+        for added in batch:
+            assert added.parents is None or len(added.token_ids) <= added.kv.node_room
+        return super().forward(batch)
 
 
 def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
@@ -232,7 +233,7 @@ def test_ahead_leaves_room_for_the_next_proposal() -> None:
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, 4, max_ahead_depth=50))
     run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
-    assert len(backend.table) == 20 - 3
+    assert len(drafter._text.table) == 20 - 3
 
 
 def test_ahead_goes_no_deeper_than_the_text_can() -> None:
@@ -240,7 +241,7 @@ def test_ahead_goes_no_deeper_than_the_text_can() -> None:
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, VOCAB, max_ahead_depth=3))
     run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
-    assert backend.table.max_depth == 2, "of the last level no node is run"
+    assert drafter._text.table.max_depth == 2, "of the last level no node is run"
 
 
 def test_an_unlikely_level_is_not_run() -> None:

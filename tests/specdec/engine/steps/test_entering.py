@@ -22,14 +22,14 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
     with load(tmp_path_factory, kv_tokens=400) as llm:
         batches: list[list[int]] = []
         n_rows: list[int] = []
-        run = llm.target.run
+        run = llm.target.forward
 
         def noted(batch: Any) -> Any:
             batches.append([len(one.token_ids) for one in batch if one.parents is None])
             n_rows.append(sum(len(one.token_ids) for one in batch))
             return run(batch)
 
-        monkeypatch.setattr(llm.target, "run", noted)
+        monkeypatch.setattr(llm.target, "forward", noted)
         cost = CostModel(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
@@ -60,13 +60,13 @@ def test_its_draft_enters_in_chunks_beside_it(
     with load(tmp_path_factory, kv_tokens=400) as llm:
         assert llm.draft is not None
         batches: list[list[int]] = []
-        run = llm.draft.run
+        run = llm.draft.forward
 
         def noted(batch: Any) -> Any:
             batches.append([len(one.token_ids) for one in batch if one.parents is None])
             return run(batch)
 
-        monkeypatch.setattr(llm.draft, "run", noted)
+        monkeypatch.setattr(llm.draft, "forward", noted)
         cost = CostModel(0.0, 1.0, 0.1)
         monkeypatch.setattr(llm.session.engine.scheduler, "cost", cost)
         decoding = llm.stream([80, 81], params(0.0).replace(max_tokens=60))
@@ -126,13 +126,13 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
     """Trees leave room for the rows of texts that enter beside them."""
     with load(tmp_path_factory, kv_tokens=900, parallel=4, num_draft_tokens=4) as llm:
         n_rows: list[int] = []
-        run = llm.target.run
+        run = llm.target.forward
 
         def noted(batch: Any) -> Any:
             n_rows.append(sum(len(rows.logit_positions) for rows in batch))
             return run(batch)
 
-        monkeypatch.setattr(llm.target, "run", noted)
+        monkeypatch.setattr(llm.target, "forward", noted)
         streams = [llm.stream(prompt, params(0.0)) for prompt in (PROMPTS[0], PROMPTS[4])]
         for stream in streams:
             stream.start()

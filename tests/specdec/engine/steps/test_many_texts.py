@@ -138,7 +138,7 @@ def test_a_failing_pass_ends_those_in_it_and_no_others(
     llm: LLM, fresh: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = [llm.stream(PROMPTS[i], params(0.0)) for i in (0, 4)]
-    run = llm.target.run
+    run = llm.target.forward
 
     def failing(batch: Any) -> Any:
         run(batch)
@@ -147,7 +147,7 @@ def test_a_failing_pass_ends_those_in_it_and_no_others(
     with monkeypatch.context() as patch, Stepping(llm) as steps:
         streams[1].start()
         steps.next(streams[0])
-        patch.setattr(llm.target, "run", failing)
+        patch.setattr(llm.target, "forward", failing)
         with pytest.raises(specdec.SpecdecError, match="the disk is gone"):
             steps.rest(streams[0])
     later = llm.generate(PROMPTS[1], params(0.0))
@@ -210,10 +210,10 @@ def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
         batch = [SequenceInput(text, LONG) for text in texts]
         n_fitting = llm.target.n_fitting(batch)
         assert n_fitting > 0
-        llm.target.run(batch[:n_fitting])
+        llm.target.forward(batch[:n_fitting])
         if n_fitting < len(batch):
             with pytest.raises(specdec.SpecdecError):
-                llm.target.run(batch[n_fitting : n_fitting + 1])
+                llm.target.forward(batch[n_fitting : n_fitting + 1])
     finally:
         for text in texts:
             text.close()

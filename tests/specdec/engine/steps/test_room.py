@@ -82,7 +82,7 @@ def test_blocks_that_texts_begin_in_one_pass_are_foreseen(
     """Texts of one length do so together; memory that is lent meanwhile has to leave room."""
     with specdec.load(target, ctx_size=256, kv_tokens=2048, parallel=16, num_draft_tokens=0) as llm:
         backend: Any = llm.target
-        run = backend.run
+        run = backend.forward
         new: list[tuple[int, int]] = []
 
         def noted(batch: Any) -> Any:
@@ -92,7 +92,7 @@ def test_blocks_that_texts_begin_in_one_pass_are_foreseen(
             new.append((backend.kv_bytes - before, foreseen))
             return found
 
-        monkeypatch.setattr(backend, "run", noted)
+        monkeypatch.setattr(backend, "forward", noted)
         llm.generate([[5 + i, 6, 7] for i in range(16)], SHORT.replace(max_tokens=70))
         llm.generate(prompt(70, 3), SHORT.replace(n=8, temperature=1.0, seed=1))
         assert max(new)[0] > 10 * backend._pool.block_bytes

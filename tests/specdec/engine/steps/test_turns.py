@@ -30,13 +30,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def texts_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
     """How many share each pass from now on."""
     found: list[int] = []
-    run = llm.target.run
+    run = llm.target.forward
 
     def noted(batch: Any) -> Any:
         found.append(len(batch))
         return run(batch)
 
-    patch.setattr(llm.target, "run", noted)
+    patch.setattr(llm.target, "forward", noted)
     return found
 
 
