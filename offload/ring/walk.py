@@ -187,11 +187,19 @@ class LayerWalk(Generic[MemoryT]):
             self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
 
     def arrive(self, index: int) -> None:
-        """Layer `index` is in place. At the last one raises StorageError for a changed file."""
+        """Layer `index` is in place.
+
+        Raises StorageError for a changed file, at the last layer of a pass, and StreamerClosed
+        where `close` came between and the files are gone for that.
+        """
         is_last = index == self._n_layers - 1
         if is_last and self._supply is not None:
             # At the end, because by then all bytes of the pass were read from an unchanged file.
-            self._supply.check_unchanged()
+            try:
+                self._supply.check_unchanged()
+            except StorageError:
+                self.check(index)
+                raise
         self._expected = (index + 1) % self._n_layers
         self._is_last_in |= is_last
 

@@ -162,3 +162,19 @@ def test_a_forgotten_streamer_ends_its_threads(tmp_path: Path) -> None:
     for thread in reader_threads():
         thread.join(5)
     assert not reader_threads()
+
+
+def test_a_close_while_the_files_are_checked_is_no_fault_of_the_files(tmp_path: Path) -> None:
+    weights = small_weights(tmp_path)
+    with WeightStreamer(weights.layers, 2) as streamer:
+        supply = streamer._walk._supply
+        assert supply is not None
+        check = supply.check_unchanged
+
+        def close_and_check() -> None:
+            streamer.close()
+            check()
+
+        supply.check_unchanged = close_and_check  # type: ignore[method-assign]
+        with pytest.raises(StreamerClosed):
+            weights.walk(streamer)
