@@ -23,24 +23,24 @@ from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.synth.stand_in import StandIn, smallest_budget
 from offload.budget import format_up
 from offload.errors import SpecdecError
-from offload.process.remembered import cache_folder
+from offload.process.disk_cache import cache_folder
 from offload.units import MIB, format_bytes, parse_bytes
 from specdec.models.names import resolve_model
 from specdec.models.weight_files import largest_weight_file, weight_files
 
 DEFAULT_SIZE = "3GB"
 N_PROMPTS = 2
-MOST_TOKENS = 48
-LEAST_TOKENS = 8
+MAX_TOKENS = 48
+MIN_TOKENS = 8
 # The prompts have 74 tokens at most. A KV cache for 2 048 tokens would take most of the budget.
 CTX_SIZE = 256
 # Plain decoding reads the model once per token: on slow storage fewer tokens are shown.
 PLAIN_SECONDS = 90.0
 # The process that measures is larger than the one that plans ahead.
 _MARGIN_BYTES = 48 * MIB
-_LEAST_SIZE_TRIED = 500_000_000
+_MIN_SIZE_TRIED = 500_000_000
 _SIZE_STEP_BYTES = 100_000_000
-_MOST_SIZES_TRIED = 10
+_MAX_SIZES_TRIED = 10
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:
             option = format_up(needed).replace(" ", "")  # one word in a shell
             raise DemoError(f"{problem}: give --memory-budget {option}")
         problem += ", and the demo gives it less than half of its size"
-    raise DemoError(f"{problem}: give --size {_least_size(stand_in) / 1e9:.1f}GB or more")
+    raise DemoError(f"{problem}: give --size {_min_size(stand_in) / 1e9:.1f}GB or more")
 
 
-def _least_size(stand_in: StandIn) -> int:
+def _min_size(stand_in: StandIn) -> int:
     """The least size, in whole steps, whose automatic budget is enough."""
-    n_bytes = _LEAST_SIZE_TRIED
-    for _ in range(_MOST_SIZES_TRIED):
+    n_bytes = _MIN_SIZE_TRIED
+    for _ in range(_MAX_SIZES_TRIED):
         needed = smallest_budget(replace(stand_in, n_bytes=n_bytes))
         if needed is None:
             n_bytes += _SIZE_STEP_BYTES
@@ -169,7 +169,7 @@ def _choose_n_tokens(target: Path) -> int:
     speed = measure_storage(largest_weight_file(target), refresh=True).storage_bytes_per_second
     seconds_per_token = sum(file.stat().st_size for file in weight_files(target)) / speed
     n_tokens = int(PLAIN_SECONDS / seconds_per_token / N_PROMPTS)
-    return max(LEAST_TOKENS, min(MOST_TOKENS, n_tokens))
+    return max(MIN_TOKENS, min(MAX_TOKENS, n_tokens))
 
 
 def _can_enforce(budget_bytes: int) -> bool:
@@ -218,7 +218,7 @@ def _cache_directory() -> Path:
 
 
 def text_of_first_prompt(result: dict[str, Any]) -> str:
-    record = next(one for one in result["records"] if one["mode"] == "speculative")
+    record = next(item for item in result["records"] if item["mode"] == "speculative")
     prompt = read_prompts(BUILT_IN, 1)[0].text
     return f"--- the first prompt and its continuation\n{prompt}{record['text']}\n---\n"
 

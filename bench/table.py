@@ -1,4 +1,4 @@
-"""A table of texts, for the terminal here and for the page of `specdec-bench report`."""
+"""A table of sequences, for the terminal here and for the page of `specdec-bench report`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def cell(value: float | None, form: str = "{:.2f}", unit: float = 1.0) -> str:
     return "-" if value is None else form.format(value / unit)
 
 
-def cells(figures: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+def cells(results: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
     """One text for each column; "-" for what is not known."""
-    return tuple(cell(figures.get(key), form, unit) for _, key, form, unit in columns)
+    return tuple(cell(results.get(key), form, unit) for _, key, form, unit in columns)
 
 
 def headings(columns: Columns) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def headings(columns: Columns) -> tuple[str, ...]:
 
 
 def labelled(pairs: Sequence[tuple[str, str]], width: int = 0) -> tuple[str, ...]:
-    """A line for each (label, text): texts begin in column `width`, or after the widest label."""
+    """A line for each (label, text): sequences begin in column `width`, or after the widest label."""
     width = width or max((len(label) for label, _ in pairs), default=0) + 1
     return tuple(f"{label:<{width}}{text}" for label, text in pairs)
 

@@ -26,7 +26,7 @@ class BudgetExceeded(SpecdecError):
     def __init__(
         self,
         name: str,
-        wanted_bytes: int,
+        requested_bytes: int,
         left_bytes: int,
         smallest_budget_bytes: int,
         advice: str = "",
@@ -34,12 +34,12 @@ class BudgetExceeded(SpecdecError):
         ledger: str = MEMORY,
     ) -> None:
         self.name = name
-        self.wanted_bytes = wanted_bytes
+        self.requested_bytes = requested_bytes
         self.left_bytes = left_bytes
         self.ledger = ledger
         self.smallest_budget_bytes = smallest_budget_bytes
         super().__init__(
-            f"{name} needs {format_bytes(wanted_bytes)}, but the {ledger} budget has "
+            f"{name} needs {format_bytes(requested_bytes)}, but the {ledger} budget has "
             f"{format_bytes(left_bytes)}; the smallest budget that works is "
             f"{format_up(smallest_budget_bytes)}{advice}"
         )
@@ -118,8 +118,8 @@ class MemoryBudget:
         with self._lock:
             left = self._left()
             if n_bytes > left:
-                least = self.total_bytes - left + n_bytes
-                raise BudgetExceeded(name, n_bytes, left, least, ledger=self.ledger)
+                minimum = self.total_bytes - left + n_bytes
+                raise BudgetExceeded(name, n_bytes, left, minimum, ledger=self.ledger)
             reservation = Reservation(self, name, n_bytes)
             self._reservations.append(reservation)
             return reservation

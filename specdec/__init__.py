@@ -84,8 +84,8 @@ def _check_neighbours(root: str) -> None:
         spec = _find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
-            found = spec.origin if spec else None
-            problem = f"{found} is in the way" if found else "it is missing"
+            result = spec.origin if spec else None
+            problem = f"{result} is in the way" if result else "it is missing"
         elif os.path.realpath(places[0]) == os.path.join(root, name):
             continue
         else:
@@ -100,8 +100,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
     """importlib.util.find_spec of a top-level package, without its imports."""
     if name in sys.modules:
         return sys.modules[name].__spec__
-    found = (finder.find_spec(name, None) for finder in sys.meta_path)
-    return next((spec for spec in found if spec is not None), None)
+    result = (finder.find_spec(name, None) for finder in sys.meta_path)
+    return next((spec for spec in result if spec is not None), None)
 
 
 def _command_name() -> str:

@@ -38,7 +38,7 @@ from specdec.text.contract import TokenizerError
 from specdec.text.prompts import (
     Prompt,
     PromptError,
-    check_room,
+    check_context_capacity,
     check_vocabulary,
     encode_prompt,
     is_conversation,
@@ -99,7 +99,7 @@ def load(
 class LLM:
     """A loaded target with its draft.
 
-    Any number of threads may generate at a time: their texts share passes, up to `parallel` of
+    Any number of threads may generate at a time: their sequences share passes, up to `parallel` of
     them, and others wait for their turn. `close` may be called by any thread.
     """
 
@@ -252,7 +252,7 @@ class LLM:
             logits_processors: further transformers LogitsProcessors for the target's rows.
             cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
                 with; False computes the whole prompt anew.
-            priority: of texts that wait for room, larger ones enter first and are set aside last.
+            priority: of sequences that wait for room, larger ones enter first and are set aside last.
             drafter: of your own, asked instead of those that the spec names.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
@@ -285,7 +285,7 @@ class LLM:
             params = self.session.chat_params(params)
         prompt_ids = encode_prompt(prompt, self.tokenizer)
         check_vocabulary(prompt_ids, self.target.vocab_size)
-        check_room(len(prompt_ids), self.max_context, self.session.model_context)
+        check_context_capacity(len(prompt_ids), self.max_context, self.session.model_context)
         request = Request(
             prompt_ids,
             params,

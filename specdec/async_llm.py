@@ -29,7 +29,7 @@ from specdec.text.prompts import Prompt
 
 @dataclass(frozen=True)
 class AsyncChunk(StreamChunk):
-    """What one round added, with what was asked for about its tokens."""
+    """What one step added, with what was asked for about its tokens."""
 
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None

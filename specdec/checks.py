@@ -26,7 +26,7 @@ class FieldName(str):
         made.also = also
         return made
 
-    def told(self, names: Mapping[str, str]) -> str:
+    def reported(self, names: Mapping[str, str]) -> str:
         """The name, or what stands for it in `names`."""
         return names.get(self, f"{self} ({self.also})" if self.also else self)
 
@@ -43,17 +43,17 @@ class ConfigError(SpecdecError, ValueError):
         self.parts = parts
 
     def __str__(self) -> str:
-        return self.told({})
+        return self.reported({})
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields that it is about, the wrong one first."""
         return tuple(part for part in self.parts if isinstance(part, FieldName))
 
-    def told(self, names: Mapping[str, str]) -> str:
+    def reported(self, names: Mapping[str, str]) -> str:
         """The message. names: other names of fields, by their own."""
         return "".join(
-            part.told(names) if isinstance(part, FieldName) else part for part in self.parts
+            part.reported(names) if isinstance(part, FieldName) else part for part in self.parts
         )
 
 
@@ -85,10 +85,10 @@ def check(
     """
     if value is None:
         return
-    wanted = (int, float) if kind is float else (kind,)
+    requested = (int, float) if kind is float else (kind,)
     bounds = f"above {low}" if open_low else f"at least {low}"
     bounds += "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high}"
-    is_right_kind = isinstance(value, wanted) and not isinstance(value, bool)
+    is_right_kind = isinstance(value, requested) and not isinstance(value, bool)
     is_at_open_end = (open_low and value == low) or (open_high and value == high)
     if not is_right_kind or not low <= value <= high or is_at_open_end:
         noun = "an integer" if kind is int else "a number"
@@ -102,8 +102,8 @@ def check_type(name: str, value: Any, *kinds: type, part: str = "") -> None:
     """
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if not isinstance(value, kinds) or is_stray_bool:
-        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {wanted}")
+        requested = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {requested}")
 
 
 class UnknownOption(ConfigError, TypeError):

@@ -64,7 +64,7 @@ def required(help: str, panel: str = "", **more: Any) -> Any:
 
 def taken_from(kind: type[Any], name: str) -> Any:
     """A field like that of another configuration: its default and all that is written there."""
-    (field,) = (one for one in dataclasses.fields(kind) if one.name == name)
+    (field,) = (item for item in dataclasses.fields(kind) if item.name == name)
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
@@ -74,17 +74,17 @@ def check_options(configuration: Any) -> None:
     None is one only where it is the default: what is chosen later.
     """
     for field in dataclasses.fields(configuration):
-        told, value = field.metadata.get(Option), getattr(configuration, field.name)
-        if told is None:
+        reported, value = field.metadata.get(Option), getattr(configuration, field.name)
+        if reported is None:
             continue
         if value is None and field.default not in (None, MISSING):
             raise ConfigError(
                 FieldName(field.name), f" is None: leave it out for {field.default!r}"
             )
-        told.check(field.name, value)
+        reported.check(field.name, value)
 
 
 def options_of(kind: type[Any]) -> dict[str, Option]:
     """The options among the fields of a configuration."""
     fields = dataclasses.fields(kind)
-    return {one.name: one.metadata[Option] for one in fields if Option in one.metadata}
+    return {field.name: field.metadata[Option] for field in fields if Option in field.metadata}

@@ -143,7 +143,7 @@ class RunOptions:
     )
     parallel: int = option(
         DEFAULT_PARALLEL,
-        "Most texts that are computed together.",
+        "Most sequences that are computed together.",
         MEMORY,
         short="-np",
         at_least=1,
@@ -151,7 +151,7 @@ class RunOptions:
     )
     kv_tokens: int | None = option(
         None,
-        "Tokens of all texts together that the KV caches have room for.",
+        "Tokens of all sequences together that the KV caches have room for.",
         MEMORY,
         at_least=1,
         shown_default="--ctx-size",
@@ -282,7 +282,7 @@ class RunOptions:
             spec_type = SPEC_TYPES if self.draft_model is not None else ("ngram",)
         if self.num_draft_tokens == 0:
             spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
-        values = self.keywords(one.name for one in fields(SpecConfig))
+        values = self.keywords(field.name for field in fields(SpecConfig))
         values["draft_window"] = window_of_self(self.draft_model, self.draft_window)
         return SpecConfig(**{**values, "spec_type": spec_type})
 
@@ -318,29 +318,29 @@ class RunOptions:
 
     def without_draft(self) -> RunOptions:
         """The same run where the plan leaves the draft model out."""
-        others = tuple(kind for kind in self.spec.spec_type if kind != "draft")
-        return replace(self, draft_model=None, spec_type=others, draft_window=None)
+        rest = tuple(kind for kind in self.spec.spec_type if kind != "draft")
+        return replace(self, draft_model=None, spec_type=rest, draft_window=None)
 
     def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """What `specdec.load` is called with; of `names` only, where some are given."""
-        wanted = [one.name for one in fields(self)] if names is None else names
-        return {name: getattr(self, name) for name in wanted}
+        requested = [field.name for field in fields(self)] if names is None else names
+        return {name: getattr(self, name) for name in requested}
 
     def target_nodes(self, n_drafted: int) -> int:
         """Live nodes that the target needs room for: those of a pass, or the beams."""
         n_of_beams = self.num_beams * self.beam_span if self.num_beams > 1 else 0
-        return max(self.target_rows(n_drafted), n_of_beams)
+        return max(self.max_target_tokens(n_drafted), n_of_beams)
 
-    def target_rows(self, n_drafted: int) -> int:
+    def max_target_tokens(self, n_drafted: int) -> int:
         """Most nodes that one pass of the target scores: the pending token of each text, n_drafted
         tokens and one more for each further text; or the beams."""
         return max(n_drafted + 2 * self.parallel - 1, self.num_beams)
 
     @property
-    def max_texts(self) -> int:
+    def max_num_seqs(self) -> int:
         """That have KV at a time: as many are kept after their end as may share a pass."""
         return 2 * self.parallel + 1
 
     def all_tokens(self, ctx_size: int) -> int:
-        """Of all texts together, that the KV caches have room for."""
+        """Of all sequences together, that the KV caches have room for."""
         return max(ctx_size, self.kv_tokens or 0)

@@ -41,8 +41,8 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
     )
     monkeypatch.setattr("specdec.planning.memory.base.process_memory", lambda: fresh)
-    monkeypatch.setattr("specdec.engine.kept_experience.recall", lambda path: None)
-    monkeypatch.setattr("offload.process.others.seconds_of_others", lambda: 0.0)
+    monkeypatch.setattr("specdec.engine.saved_statistics.load_cached", lambda path: None)
+    monkeypatch.setattr("offload.process.rest.seconds_of_other_processes", lambda: 0.0)
 
 
 @pytest.fixture(scope="session")

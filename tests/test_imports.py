@@ -41,7 +41,7 @@ ROOMS = {
         "api",
         "engine",
         "analysis",
-        "planning.outlook",
+        "planning.what-if plan",
         "packing planning",
         "planning.memory",
         "run_options",
@@ -71,7 +71,7 @@ ROOMS = {
         "paging device",
         "experts",
         "ring",
-        "residency",
+        "placement",
         "storage",
         "formats process",
         "budget",
@@ -81,8 +81,8 @@ ROOMS = {
 }
 PACKAGES = tuple(ROOMS)  # a package may import itself and those after it
 HEAVY = ("torch", "transformers")
-MOST_FILES_IN_A_ROOM = 18
-MOST_FILES_BESIDE_ROOMS = 8
+MAX_FILES_IN_A_ROOM = 18
+MAX_FILES_BESIDE_ROOMS = 8
 
 # Modules that a run without torch (GGUF) needs, beside all of offload.
 TORCH_FREE = (
@@ -139,7 +139,7 @@ def own_imports() -> dict[str, tuple[tuple[int, str], ...]]:
     }
 
 
-def told(name: str, line: int, to: str) -> str:
+def reported(name: str, line: int, to: str) -> str:
     return f"{modules()[name].relative_to(ROOT)}:{line} imports {to}"
 
 
@@ -160,10 +160,12 @@ def test_packages_import_one_way(package: str) -> None:
 @cache
 def floors(package: str) -> dict[str, int]:
     """For each room: how far from the top it is."""
-    return {room: floor for floor, line in enumerate(ROOMS[package]) for room in line.split()}
+    return {
+        capacity: floor for floor, line in enumerate(ROOMS[package]) for capacity in line.split()
+    }
 
 
-def room_of(name: str) -> str:
+def capacity_of(name: str) -> str:
     """The room that a module belongs to: `specdec.cli.notes` -> cli, and with a place of its own
     `specdec.cli.commands.run` -> cli.commands."""
     package, *parts = name.split(".")
@@ -175,12 +177,12 @@ def room_of(name: str) -> str:
 def test_rooms_import_from_top_to_bottom(package: str) -> None:
     floor = floors(package)
     wrong = [
-        told(name, line, to)
+        reported(name, line, to)
         for name, imports in own_imports().items()
         for line, to in imports
         if name.split(".")[0] == to.split(".")[0] == package
-        and room_of(name) != room_of(to)
-        and floor[room_of(to)] <= floor[room_of(name)]
+        and capacity_of(name) != capacity_of(to)
+        and floor[capacity_of(to)] <= floor[capacity_of(name)]
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -188,19 +190,19 @@ def test_rooms_import_from_top_to_bottom(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_room_has_its_place_in_the_order(package: str) -> None:
     named = {*floors(package), "__init__"}
-    here = {room_of(name) for name in modules() if name.split(".")[0] == package}
+    here = {capacity_of(name) for name in modules() if name.split(".")[0] == package}
     assert named == here, f"not in the order: {here - named}; not in the package: {named - here}"
 
 
 def reached(graph: dict[str, set[str]], name: str) -> set[str]:
     """What a module imports, directly or through others."""
-    found: set[str] = set()
+    actual: set[str] = set()
     left = [name]
     while left:
-        new = graph[left.pop()] - found
-        found |= new
+        new = graph[left.pop()] - actual
+        actual |= new
         left += new
-    return found
+    return actual
 
 
 def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
@@ -221,21 +223,21 @@ def test_circles_are_found() -> None:
 
 def test_no_files_import_each_other() -> None:
     graph = {name: {to for _, to in imports} for name, imports in own_imports().items()}
-    found = circles(graph)
-    assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+    actual = circles(graph)
+    assert not actual, "\n".join(" <-> ".join(circle) for circle in actual)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_are_not_crowded(package: str) -> None:
     sizes = Counter(path.parent for path in modules().values() if path.stem != "__init__")
     beside = sizes.pop(ROOT / package, 0)
-    assert beside <= MOST_FILES_BESIDE_ROOMS, f"{package}/ has {beside} files beside its rooms"
+    assert beside <= MAX_FILES_BESIDE_ROOMS, f"{package}/ has {beside} files beside its rooms"
     crowded = {
-        str(room.relative_to(ROOT)): size
-        for room, size in sizes.items()
-        if room.is_relative_to(ROOT / package) and size > MOST_FILES_IN_A_ROOM
+        str(capacity.relative_to(ROOT)): size
+        for capacity, size in sizes.items()
+        if capacity.is_relative_to(ROOT / package) and size > MAX_FILES_IN_A_ROOM
     }
-    assert not crowded, f"files in a room, of at most {MOST_FILES_IN_A_ROOM}: {crowded}"
+    assert not crowded, f"files in a room, of at most {MAX_FILES_IN_A_ROOM}: {crowded}"
 
 
 def said(path: Path) -> str:

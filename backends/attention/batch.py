@@ -16,7 +16,7 @@ import numpy as np
 
 from backends.attention.layout import PassLayout
 
-BLOCK_ROWS = 64
+BLOCK_SIZE = 64
 """Rows of a block of the KV cache, and keys of a block of exact attention (blocks.py)."""
 
 
@@ -59,8 +59,8 @@ class BatchLayout:
     @classmethod
     def of(cls, layout: PassLayout) -> BatchLayout:
         """Of one sequence that has a cache to itself."""
-        n_rows = layout.prefix + layout.first_new + layout.n_new
-        return cls((SequencePart(layout, np.arange(-(-n_rows // BLOCK_ROWS))),))
+        num_tokens = layout.prefix + layout.first_new + layout.n_new
+        return cls((SequencePart(layout, np.arange(-(-num_tokens // BLOCK_SIZE))),))
 
     @cached_property
     def n_new(self) -> int:
@@ -90,17 +90,17 @@ class BatchLayout:
 
     def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
         """Bool [end - start, keys]: what the new rows start..end may look at."""
-        found = np.zeros((end - start, self.n_keys(end)), dtype=bool)
+        result = np.zeros((end - start, self.n_keys(end)), dtype=bool)
         for of in self.rows(start, end):
             own = of.part.layout.allowed(of.start, of.end, window)
             rows = slice(of.first_row, of.first_row + len(own))
-            found[rows, of.first_key : of.first_key + own.shape[1]] = own
-        return found
+            result[rows, of.first_key : of.first_key + own.shape[1]] = own
+        return result
 
     def padded(self, n_more: int) -> BatchLayout:
         """With so many more rows behind, each as the last one is, whom no other row sees."""
-        *others, last = self.parts
-        return BatchLayout((*others, replace(last, layout=last.layout.padded(n_more))))
+        *rest, last = self.parts
+        return BatchLayout((*rest, replace(last, layout=last.layout.padded(n_more))))
 
     def cached(self, end: int) -> Iterator[tuple[SequencePart, int]]:
         """Each sequence with how many of its new rows are among the first `end` of all."""
@@ -112,8 +112,8 @@ class BatchLayout:
 
 def rows_in_pool(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Where in the cache these rows of a sequence lie, int64 [rows]."""
-    found: np.ndarray = table[rows // BLOCK_ROWS] * BLOCK_ROWS + rows % BLOCK_ROWS
-    return found
+    result: np.ndarray = table[rows // BLOCK_SIZE] * BLOCK_SIZE + rows % BLOCK_SIZE
+    return result
 
 
 def runs_of(rows: np.ndarray) -> list[tuple[int, int, int]]:

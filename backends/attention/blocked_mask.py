@@ -36,14 +36,14 @@ def blocked_mask(
     groups = [
         group
         for rows in layout.rows(start, end)
-        for group in _groups_of_sequence(rows, window, limits.most_keys, is_of_cache)
+        for group in _groups_of_sequence(rows, window, limits.max_keys, is_of_cache)
     ]
     n_keys = layout.n_keys(end)
     return BlockedMask(tuple(groups), n_keys, is_of_cache, limits, scratch or Scratch())
 
 
 def _groups_of_sequence(
-    rows: PartRows, window: int | None, most_keys: int, is_of_cache: bool
+    rows: PartRows, window: int | None, max_keys: int, is_of_cache: bool
 ) -> Iterator[RowGroup]:
     layout, start, end = rows.part.layout, rows.start, rows.end
     whole = layout.n_in_order(start) // BLOCK_KEYS * BLOCK_KEYS
@@ -54,7 +54,7 @@ def _groups_of_sequence(
     edge_hidden = edge[None, :] < oldest[:, None]
     allowed = layout.allowed(start, end, window, whole)
     blocks = layout.key_positions(end)[whole:] // BLOCK_KEYS
-    for a, b in _row_spans(allowed, blocks, most_keys):
+    for a, b in _row_spans(allowed, blocks, max_keys):
         own, widths, hidden = _own_columns(allowed[a:b], blocks)
         shared = np.arange(first, whole)
         # As they lie, where they follow each other; else along each path.
@@ -79,20 +79,18 @@ def _in_cache(rows: PartRows, of_sequence: np.ndarray) -> np.ndarray:
     return rows_in_pool(rows.part.table, of_sequence)
 
 
-def _row_spans(
-    allowed: np.ndarray, blocks: np.ndarray, most_keys: int
-) -> Iterator[tuple[int, int]]:
+def _row_spans(allowed: np.ndarray, blocks: np.ndarray, max_keys: int) -> Iterator[tuple[int, int]]:
     """Spans of rows, each as long as its keys of any one block are not too many.
 
     allowed bool [rows, keys]; blocks [keys]: the block of each key.
     """
-    if np.unique(blocks, return_counts=True)[1].max() <= most_keys:
+    if np.unique(blocks, return_counts=True)[1].max() <= max_keys:
         yield 0, len(allowed)
         return
     start, seen = 0, np.zeros(allowed.shape[1], dtype=bool)
     for row, keys in enumerate(allowed):
         both = seen | keys
-        if np.unique(blocks[both], return_counts=True)[1].max() > most_keys:
+        if np.unique(blocks[both], return_counts=True)[1].max() > max_keys:
             yield start, row
             start, both = row, keys
         seen = both

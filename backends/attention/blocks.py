@@ -28,21 +28,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from offload.units import MIB
 
 REVISION = 2
 """Of what attention computes, to the bit: keys and values of another one are not gone on from."""
-BLOCK_KEYS = BLOCK_ROWS
-LEAST_PRODUCTS = 2
+BLOCK_KEYS = BLOCK_SIZE
+MIN_PRODUCTS = 2
 """Products of a batch: the rows of one alone are divided among threads, a few for each."""
 VALUE_COLUMNS = 16
 """Columns of the values are a multiple of it: for 5 to 11, or as many left over for one of the
 threads, libraries sum in another order too (MKL on AVX2)."""
-LEAST_EXPONENT = -87.0
+MIN_EXPONENT = -87.0
 """Exponentials below it are denormals, which libraries compute in ten times the time and multiply
 slowly; they are 0 here. A sum over the keys is 1 at least."""
-_LARGEST_OF_NONE = 1.01 * math.exp(LEAST_EXPONENT)
+_LARGEST_OF_NONE = 1.01 * math.exp(MIN_EXPONENT)
 MAX_SCRATCH_BYTES = 32 * MIB
 """Of float32 keys and values together, and of scores."""
 
@@ -54,10 +54,10 @@ class ProductLimits:
     The defaults are those of MKL on AVX2; backends/hf/self_test.py finds a machine's own.
     """
 
-    least_rows: int = 4
+    find_min_batch_tokens: int = 4
     """Rows are a multiple of it: for fewer, as a rest that is left to one of many threads may be,
     libraries have kernels that sum otherwise."""
-    most_keys: int = 192
+    max_keys: int = 192
     """Of one block, those of other branches included: longer sums are made of parts (MKL: from
     somewhere between 193 and 256 on)."""
 
@@ -104,9 +104,9 @@ class RowGroup:
         Hidden columns without a key become zeros.
         """
         end = 0
-        for first, row, n_rows in self.runs:
-            end = first + n_rows
-            columns[:, first:end] = states[:, row : row + n_rows]
+        for first, row, num_tokens in self.runs:
+            end = first + num_tokens
+            columns[:, first:end] = states[:, row : row + num_tokens]
         if self.picked is None:
             columns[:, end:] = 0.0
         else:
@@ -173,15 +173,17 @@ class BlockedMask:
         sinks [heads]: scores of one more key, which has no value (gpt-oss).
         bias [heads, keys]: added to the scores of every row (ALiBi).
         """
-        _, n_heads, n_rows, dim = query.shape
+        _, n_heads, num_tokens, dim = query.shape
         n_kv_heads, value_dim = key.shape[1], value.shape[-1]
         queries = query[0].unflatten(0, (n_kv_heads, -1))
-        output = query.new_empty(n_rows, n_kv_heads, n_heads // n_kv_heads, value_dim)
+        output = query.new_empty(num_tokens, n_kv_heads, n_heads // n_kv_heads, value_dim)
         for group in self.groups:
             bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
             for heads in _parts(n_kv_heads, bytes_per_head):
-                part = Scores(group, self.scratch, self.limits.least_rows, scale, softcap)
-                part.bring(key[0, heads], value[0, heads])
+                part = Scores(
+                    group, self.scratch, self.limits.find_min_batch_tokens, scale, softcap
+                )
+                part.fetch(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
                 if bias is not None:
@@ -189,7 +191,7 @@ class BlockedMask:
                     part.bias = columns.view(n_kv_heads, -1, 1, group.n_columns)[heads]
                 rows = slice(group.start, group.end)
                 part.attend(queries[heads, :, rows], output[rows, heads])
-        return output.view(1, n_rows, n_heads, value_dim)
+        return output.view(1, num_tokens, n_heads, value_dim)
 
 
 class Scores:
@@ -204,14 +206,14 @@ class Scores:
         self,
         group: RowGroup,
         scratch: Scratch,
-        least_rows: int,
+        find_min_batch_tokens: int,
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._group, self._scratch, self._least_rows = group, scratch, least_rows
+        self._group, self._scratch, self._min_batch_tokens = group, scratch, find_min_batch_tokens
         self._scale, self._softcap = scale, softcap
 
-    def bring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def fetch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keys and values [heads, rows of the cache, dim] as columns, with ones after a value."""
         group, (n_heads, _, dim) = self._group, keys.shape
         self._value_dim = values.shape[-1]
@@ -226,16 +228,16 @@ class Scores:
 
         As many rows at a time as there is room for their scores.
         """
-        n_heads, n_group, n_rows, _ = queries.shape
-        for rows in _parts(n_rows, 4 * n_heads * n_group * self._group.n_columns):
+        n_heads, n_group, num_tokens, _ = queries.shape
+        for rows in _parts(num_tokens, 4 * n_heads * n_group * self._group.n_columns):
             output[rows] = self._attend(queries[:, :, rows], rows).permute(2, 0, 1, 3)
 
     def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
-        n_heads, n_group, n_rows, dim = queries.shape
-        n_flat, shape = n_group * n_rows, (n_heads, n_group, n_rows)
-        n_parts = -(-LEAST_PRODUCTS // n_heads)  # products of one head's rows
-        least = self._least_rows
-        n_each = -(-n_flat // (n_parts * least)) * least  # else one of many threads has fewer
+        n_heads, n_group, num_tokens, dim = queries.shape
+        n_flat, shape = n_group * num_tokens, (n_heads, n_group, num_tokens)
+        n_parts = -(-MIN_PRODUCTS // n_heads)  # products of one head's rows
+        minimum = self._min_batch_tokens
+        n_each = -(-n_flat // (n_parts * minimum)) * minimum  # else one of many threads has fewer
         n_products = n_heads * n_parts
 
         def of_rows(products: torch.Tensor) -> torch.Tensor:
@@ -286,7 +288,7 @@ class Scores:
 
 def _exponentials(scores: torch.Tensor) -> torch.Tensor:
     """In place, of scores that are 0 at most; 0 where that would be a denormal number."""
-    scores.clamp_min_(LEAST_EXPONENT).exp_()
+    scores.clamp_min_(MIN_EXPONENT).exp_()
     return nn.functional.threshold_(scores, _LARGEST_OF_NONE, 0.0)
 
 
@@ -297,5 +299,5 @@ def value_width(value_dim: int) -> int:
 
 def _parts(n_items: int, bytes_each: int) -> Iterator[slice]:
     """Spans of as many items as MAX_SCRATCH_BYTES hold, and of one at least."""
-    most = max(1, MAX_SCRATCH_BYTES // max(1, bytes_each))
-    return (slice(start, min(start + most, n_items)) for start in range(0, n_items, most))
+    limit = max(1, MAX_SCRATCH_BYTES // max(1, bytes_each))
+    return (slice(start, min(start + limit, n_items)) for start in range(0, n_items, limit))

@@ -20,10 +20,10 @@ def adapt(model: nn.Module) -> bool:
 
     Returns whether there are any.
     """
-    found = [m for m in model.modules() if type(m).__name__ in _FORWARDS]
-    for module in found:
+    result = [m for m in model.modules() if type(m).__name__ in _FORWARDS]
+    for module in result:
         module.forward = _either(module, _FORWARDS[type(module).__name__])
-    return bool(found)
+    return bool(result)
 
 
 def _either(module: nn.Module, blocked: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,8 +49,8 @@ def _bloom(
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     key, value = layer_past.update(key, value, self.layer_idx)
     scale, bias = self.inv_norm_factor, alibi[:, 0]
-    found = attention_mask.attend(query, key, value, scale, bias=bias)
-    return self.dense(found.flatten(2)) + residual, None
+    result = attention_mask.attend(query, key, value, scale, bias=bias)
+    return self.dense(result.flatten(2)) + residual, None
 
 
 def _xglm(
@@ -68,8 +68,8 @@ def _xglm(
     query = heads(self.q_proj(hidden_states) * self.scaling)
     key, value = heads(self.k_proj(hidden_states)), heads(self.v_proj(hidden_states))
     key, value = past_key_values.update(key, value, self.layer_idx)
-    found = attention_mask.attend(query, key, value, scale=1.0)
-    return self.out_proj(found.flatten(2)), None
+    result = attention_mask.attend(query, key, value, scale=1.0)
+    return self.out_proj(result.flatten(2)), None
 
 
 _FORWARDS: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom, "XGLMAttention": _xglm}

@@ -58,10 +58,10 @@ def attention(
     _check_arguments(module, key, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, BlockedMask):
-        found = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
+        result = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
     else:
-        found = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
-    return found, None
+        result = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
+    return result, None
 
 
 _KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
@@ -84,17 +84,17 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
         return False
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
-    nodes = [node for one in attentive for node in _nodes(one)]
+    nodes = [node for item in attentive for node in _nodes(item)]
     return not any(_looks_into_mask(node) or _adds_to_attention(node) for node in nodes)
 
 
 def _nodes(tree: ast.AST) -> list[ast.AST]:
     """All nodes of some code, without functions that are never reached."""
-    found = [tree]
+    result = [tree]
     for child in ast.iter_child_nodes(tree):
         if not isinstance(child, ast.FunctionDef) or child.name not in _EAGER_ONLY:
-            found += _nodes(child)
-    return found
+            result += _nodes(child)
+    return result
 
 
 def _looks_into_mask(node: ast.AST) -> bool:
@@ -115,7 +115,7 @@ def _adds_to_attention(node: ast.AST) -> bool:
         return False
     if node.func.id != "attention_interface":
         return False
-    return any(one.arg is not None and one.arg not in _KNOWN for one in node.keywords)
+    return any(keyword.arg is not None and keyword.arg not in _KNOWN for keyword in node.keywords)
 
 
 def _check_arguments(

@@ -123,14 +123,14 @@ class CausalLayout(PassLayout):
         return CausalLayout(self.prefix, self.n_new, n_more)
 
     def spans(self, start: int, end: int, window: int | None) -> list[Span]:
-        first, n_rows = self.prefix + start, end - start
+        first, num_tokens = self.prefix + start, end - start
         spans = _prefix_spans(first, self.new_positions[start:end], window)
-        if n_rows == 1:
+        if num_tokens == 1:
             own = Span(first, first + 1)
-        elif window is None or window >= n_rows:
-            own = Span(first, first + n_rows, is_causal=True)
+        elif window is None or window >= num_tokens:
+            own = Span(first, first + num_tokens, is_causal=True)
         else:
-            own = Span(first, first + n_rows, self.allowed(start, end, window)[:, first:])
+            own = Span(first, first + num_tokens, self.allowed(start, end, window)[:, first:])
         return _joined([*spans, own])
 
 

@@ -93,11 +93,11 @@ def _segment_mask(
     allowed: np.ndarray, dtype: torch.dtype, device: torch.device | None
 ) -> torch.Tensor:
     """Mask [1, 1, rows, keys] of one span, in which a row may see nothing at all."""
-    n_rows, n_keys = allowed.shape
+    num_tokens, n_keys = allowed.shape
     width = -(-n_keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     # Half of the most negative value: kernels multiply it by log2(e), and an infinity would make
     # a row that sees nothing of this span a row of NaN.
-    mask = torch.full((n_rows, width), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
+    mask = torch.full((num_tokens, width), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
     mask[:, :n_keys].masked_fill_(torch.from_numpy(allowed).to(device), 0.0)
     return mask[None, None, :, :n_keys]
 

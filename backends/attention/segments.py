@@ -63,9 +63,9 @@ def _attend_rows(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Output [1, rows, heads, value dim] of one sequence's rows."""
-    _, n_heads, n_rows, dim = query.shape
+    _, n_heads, num_tokens, dim = query.shape
     n_kv_heads = key.shape[1]
-    queries = query.reshape(n_kv_heads, n_heads // n_kv_heads, n_rows, dim)
+    queries = query.reshape(n_kv_heads, n_heads // n_kv_heads, num_tokens, dim)
     keys, values = key.transpose(0, 1), value.transpose(0, 1)
     kernel = choose_kernel(query, softcap, max(dim, value.shape[-1]))
     merged: Partial | None = None
@@ -78,7 +78,7 @@ def _attend_rows(
         scores = sinks.float().view(n_kv_heads, -1, 1).expand(merged[1].shape)
         merged = merge(merged, (torch.zeros_like(merged[0]), scores))
     # Kernels differ in how their outputs lie in memory.
-    output = merged[0].to(query.dtype).permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, -1)
+    output = merged[0].to(query.dtype).permute(2, 0, 1, 3).reshape(1, num_tokens, n_heads, -1)
     return output.contiguous()
 
 
@@ -200,15 +200,15 @@ def _fused(
     Without a mask the heads of a group are more rows of one head. With one they stay heads, whose
     keys are the same memory (a stride of 0), so that the mask need not be repeated.
     """
-    n_kv_heads, group, n_rows, _ = queries.shape
+    n_kv_heads, group, num_tokens, _ = queries.shape
     value_dim = values.shape[-1]
     queries, keys, values = _padded(queries, keys, values)
     if segment.mask is None and not segment.is_causal:
-        output, lse = run(queries.reshape(n_kv_heads, 1, group * n_rows, -1), keys, values)
+        output, lse = run(queries.reshape(n_kv_heads, 1, group * num_tokens, -1), keys, values)
     else:
         shape = (n_kv_heads, group, keys.shape[2], keys.shape[3])
         output, lse = run(queries, keys.expand(shape), values.expand(shape))
-    shape = (n_kv_heads, group, n_rows, -1)
+    shape = (n_kv_heads, group, num_tokens, -1)
     return output.reshape(shape)[..., :value_dim], lse.reshape(shape[:3])
 
 
@@ -221,13 +221,13 @@ def _padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _product(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     """rows [kv heads, group, rows, k] by shared [kv heads, 1, k, n]: one product for a group."""
-    n_kv_heads, group, n_rows, _ = rows.shape
-    product = rows.reshape(n_kv_heads, group * n_rows, -1) @ shared[:, 0]
-    return product.view(n_kv_heads, group, n_rows, -1)
+    n_kv_heads, group, num_tokens, _ = rows.shape
+    product = rows.reshape(n_kv_heads, group * num_tokens, -1) @ shared[:, 0]
+    return product.view(n_kv_heads, group, num_tokens, -1)
 
 
 def _unseen(scores: torch.Tensor, start: int) -> torch.Tensor:
     """Bool [rows, keys] of a causal segment: the keys start.. after each row's own."""
-    n_rows, n_keys = scores.shape[-2:]
-    ones = torch.ones(n_rows, n_keys, dtype=torch.bool, device=scores.device)
+    num_tokens, n_keys = scores.shape[-2:]
+    ones = torch.ones(num_tokens, n_keys, dtype=torch.bool, device=scores.device)
     return ones.triu_(1 - start)

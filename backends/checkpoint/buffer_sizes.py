@@ -65,7 +65,7 @@ def _figures(value: Any) -> Iterator[int]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _figures(one)
+        for item in value:
+            yield from _figures(item)
     elif type(value) is int:
         yield value

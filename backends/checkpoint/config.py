@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.checkpoint.figures import check_figures
 from backends.checkpoint.kinds import refuse_other_kinds
 from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
 from backends.checkpoint.raw_config import refuse_nonsense
+from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel, one_line
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
@@ -149,8 +149,8 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     if latent:
         return int(latent + config.qk_rope_head_dim)
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
-    found = (modules.get(name) for name in ("k_proj", "v_proj"))
-    projections = [module for module in found if isinstance(module, nn.Linear)]
+    result = (modules.get(name) for name in ("k_proj", "v_proj"))
+    projections = [module for module in result if isinstance(module, nn.Linear)]
     if len(projections) == 2:
         return sum(int(projection.out_features) for projection in projections)
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())

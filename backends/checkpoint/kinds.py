@@ -83,8 +83,8 @@ def read_raw(directory: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty where there is none."""
-    found = _read_json(path)
-    return found if isinstance(found, dict) else {}
+    result = _read_json(path)
+    return result if isinstance(result, dict) else {}
 
 
 def _read_json(path: Path) -> Any:
@@ -156,8 +156,8 @@ def _by_modules(directory: Path) -> str | None:
     """Read sentence-transformers' list of modules, which has one for vectors or for scores."""
     modules = _read_json(directory / "modules.json")
     if isinstance(modules, list) and modules:
-        types = [str(one.get("type")) for one in modules if isinstance(one, dict)]
-        is_ranking = any("cross_encoder" in one or "Score" in one for one in types)
+        types = [str(module.get("type")) for module in modules if isinstance(module, dict)]
+        is_ranking = any("cross_encoder" in item or "Score" in item for item in types)
         what = "a reranker, which gives scores" if is_ranking else "an embedding model"
         return f"{what} (sentence-transformers' modules.json)"
     if (directory / "1_Pooling" / "config.json").is_file():

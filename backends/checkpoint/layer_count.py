@@ -25,18 +25,18 @@ _PLAUSIBLE_LAYERS = 512
 
 def refuse_absurd_count(directory: Path) -> None:
     """Raise CheckpointError for a count that would take minutes to build; reads config.json."""
-    wanted = _claimed_layers(read_raw(directory))
-    if wanted <= _PLAUSIBLE_LAYERS:
+    requested = _claimed_layers(read_raw(directory))
+    if requested <= _PLAUSIBLE_LAYERS:
         return
     if not any(directory.glob("*.safetensors")):
         raise CheckpointError(
-            f"{directory}/config.json says {wanted} layers; without weights at most "
+            f"{directory}/config.json says {requested} layers; without weights at most "
             f"{_PLAUSIBLE_LAYERS} are accepted: mend the config.json"
         )
-    held = _n_layers(WeightIndex.from_directory(directory))
-    if wanted > held:
+    pinned = _n_layers(WeightIndex.from_directory(directory))
+    if requested > pinned:
         raise CheckpointError(
-            f"{directory}/config.json says {wanted} layers, the checkpoint holds {held}: "
+            f"{directory}/config.json says {requested} layers, the checkpoint holds {pinned}: "
             "the config is another model's, or the download is incomplete"
         )
 
@@ -58,14 +58,14 @@ def check_layers_used(
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
     prefix = re.escape(model.base_model_prefix)
     ours = re.compile(rf"(?:{prefix}\.)*{re.escape(bare)}\.(\d+)\.")
-    held = n_layers
+    pinned = n_layers
     for name in names:
         match = ours.match(name)
         if match is not None and not any(pattern.search(name) for pattern in known):
-            held = max(held, int(match.group(1)[:10]) + 1)
-    if held > n_layers + extra:
+            pinned = max(pinned, int(match.group(1)[:10]) + 1)
+    if pinned > n_layers + extra:
         raise CheckpointError(
-            f"{directory}: the checkpoint has {held} layers, the config asks for {n_layers}: "
+            f"{directory}: the checkpoint has {pinned} layers, the config asks for {n_layers}: "
             "take the config.json that belongs to these weights"
         )
 
@@ -77,6 +77,6 @@ def _claimed_layers(config: dict[str, Any]) -> int:
 
 
 def _n_layers(names: Iterable[str]) -> int:
-    found = (_LAYER.search(name) for name in names)
+    result = (_LAYER.search(name) for name in names)
     # Ten digits are more than any file can hold, and bound the cost of reading a number.
-    return max((int(m.group(1)[:10]) + 1 for m in found if m is not None), default=0)
+    return max((int(m.group(1)[:10]) + 1 for m in result if m is not None), default=0)

@@ -75,7 +75,7 @@ def match_tensors(
     shared, untied = share(
         model.all_tied_weights_keys,
         named,
-        lambda one, other: have_same_bytes(named[one], named[other]),
+        lambda item, other: have_same_bytes(named[item], named[other]),
     )
     return TensorMatch(named, shared, untied)
 

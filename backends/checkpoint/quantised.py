@@ -26,27 +26,27 @@ def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
     if not settings:
         return None
     method = settings.get("quant_method")
-    found = QUANTISATIONS.get(method) if isinstance(method, str) else None
+    result = QUANTISATIONS.get(method) if isinstance(method, str) else None
     kind = config.model_type
-    if found is None:
+    if result is None:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {str(method)[:40]!r}, and "
             f"{', '.join(QUANTISATIONS)} are known: {_REMEDY}"
         )
     try:
-        found.check_settings(settings)
+        result.check_settings(settings)
     except ValueError as error:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {method!r} with {error}: {_REMEDY}"
         ) from error
-    return as_described(found, settings)
+    return as_described(result, settings)
 
 
 def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:
     """Of the quantisation, empty where there is none."""
     settings = getattr(config, "quantization_config", None) or {}
-    found: Mapping[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
-    return found
+    result: Mapping[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    return result
 
 
 def packed_tensors(
@@ -56,18 +56,18 @@ def packed_tensors(
 
     Raises CheckpointError for those that cannot be what they are said to be.
     """
-    found = {name: PackedTensor(record) for name, record in index.items() if record.scheme}
+    result = {name: PackedTensor(record) for name, record in index.items() if record.scheme}
     quantisation = quantisation_of(config)
     if quantisation is not None:
-        found |= _quantised(index, quantisation, dtype, directory)
-    for tensor in found.values():
+        result |= _quantised(index, quantisation, dtype, directory)
+    for tensor in result.values():
         check_packed(tensor)
         if quantisation is not None and tensor.stored:
             try:
                 quantisation.check_described(tensor, _settings(config))
             except ValueError as error:
                 raise broken(tensor.record, error) from error
-    return found
+    return result
 
 
 def _quantised(
@@ -76,20 +76,20 @@ def _quantised(
     dtype: torch.dtype,
     directory: Path,
 ) -> dict[str, PackedTensor]:
-    main, *others = quantisation.suffixes
+    main, *rest = quantisation.suffixes
     number_format = next(name for name, kind in TORCH_TYPES.items() if kind == dtype)
-    found = {}
+    result = {}
     for name, record in index.items():
         module, _, suffix = name.rpartition(".")
         if suffix != main or record.scheme or not quantisation.is_main(record):
             continue
-        for other in others:
+        for other in rest:
             if f"{module}.{other}" not in index:
                 raise CheckpointError(
                     f"{directory} lacks {module}.{other}, which {name} is decoded with: the "
                     "download is incomplete"
                 )
-        beside = [f"{module}.{other}" for other in (*others, *quantisation.optional)]
+        beside = [f"{module}.{other}" for other in (*rest, *quantisation.optional)]
         stored = (record, *(index[other] for other in beside if other in index))
         whole = f"{module}.{_WEIGHT}"
         if whole != name and whole in index:
@@ -109,25 +109,25 @@ def _quantised(
             n_bytes=sum(part.n_bytes for part in stored),
             scheme=quantisation.name,
         )
-        found[logical.name] = PackedTensor(logical, stored)
-    _check_all_are_used(index, quantisation, found, directory)
-    return found
+        result[logical.name] = PackedTensor(logical, stored)
+    _check_all_are_used(index, quantisation, result, directory)
+    return result
 
 
 def _check_all_are_used(
     index: Mapping[str, TensorRecord],
     quantisation: Quantisation,
-    found: Mapping[str, PackedTensor],
+    result: Mapping[str, PackedTensor],
     directory: Path,
 ) -> None:
     """A matrix that is stored whole has no scales: the ones that are there were for other numbers.
 
     Raises CheckpointError.
     """
-    main, *others = quantisation.suffixes
+    main, *rest = quantisation.suffixes
     for name in index:
         module, _, suffix = name.rpartition(".")
-        if suffix in others and f"{module}.{_WEIGHT}" not in found:
+        if suffix in rest and f"{module}.{_WEIGHT}" not in result:
             raise CheckpointError(
                 f"{directory} has {name}, and no quantised {module}.{main} that it is for: take "
                 "the checkpoint as it was published"

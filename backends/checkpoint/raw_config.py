@@ -66,12 +66,12 @@ def refuse_nonsense(directory: Path) -> None:
 def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
     """Raise CheckpointError for an absurd count, or what is no number, in any part of a config."""
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             if depth or key not in _LAYER_COUNTS:
-                _check_numbers(one, path, key, depth + 1)
+                _check_numbers(item, path, key, depth + 1)
     elif isinstance(value, list):
-        for one in value:
-            _check_numbers(one, path, name, depth + 1)
+        for item in value:
+            _check_numbers(item, path, name, depth + 1)
     elif isinstance(value, float) and math.isnan(value):
         raise CheckpointError(f"{path}: {name} is NaN, must be a number: {_REMEDY}")
     elif isinstance(value, int | float) and value > _MAX_COUNT and _is_count(name):
@@ -98,13 +98,13 @@ def _is_count(name: str) -> bool:
 
 
 def _check_figures(config: Mapping[str, Any], path: Path) -> None:
-    for name, most in {**_REQUIRED, **_OPTIONAL, "num_hidden_layers": 2**62}.items():
+    for name, limit in {**_REQUIRED, **_OPTIONAL, "num_hidden_layers": 2**62}.items():
         value = config.get(name, 1)
         # Some families list one figure for each layer.
         if isinstance(value, list) or (value is None and name in _OPTIONAL):
             continue
-        if type(value) is not int or not 1 <= value <= most:
-            bounds = "of at least 1" if most == 2**62 else f"from 1 to {most}"
+        if type(value) is not int or not 1 <= value <= limit:
+            bounds = "of at least 1" if limit == 2**62 else f"from 1 to {limit}"
             raise CheckpointError(
                 f"{path}: {name} is {json.dumps(value)[:60]}, must be a whole number {bounds}: "
                 f"{_REMEDY}"
@@ -116,8 +116,8 @@ def _check_rope(config: Mapping[str, Any], path: Path) -> None:
         table = config.get(key)
         if not isinstance(table, dict):
             continue
-        for one in (table, *table.values()):  # some families have one for each type of layer
-            kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
+        for item in (table, *table.values()):  # some families have one for each type of layer
+            kind = item.get("rope_type", item.get("type")) if isinstance(item, dict) else None
             if kind is not None and (not isinstance(kind, str) or kind not in _ROPE_TYPES):
                 raise UnsupportedModel(
                     f"{path}: rope_type {json.dumps(kind)[:60]} is not known, only "

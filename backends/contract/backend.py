@@ -26,12 +26,12 @@ from offload.errors import SpecdecError
 
 if TYPE_CHECKING:  # only names of types, for the command line imports this
     from offload.experts.readers import ExpertStats
-    from offload.ring.walk import StreamStats
+    from offload.ring.cursor import StreamStats
 
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
 
-_MOST_CHARACTERS = 400
+_MAX_CHARACTERS = 400
 _PLENTY_NODES = 2**20
 
 
@@ -42,9 +42,9 @@ class BackendError(SpecdecError):
 class ContextFull(BackendError):
     """The tokens asked for do not fit in the context."""
 
-    def __init__(self, wanted: int, n_committed: int, max_context: int) -> None:
+    def __init__(self, requested: int, n_committed: int, max_context: int) -> None:
         super().__init__(
-            f"{wanted} more tokens after {n_committed} do not fit in the context of "
+            f"{requested} more tokens after {n_committed} do not fit in the context of "
             f"{max_context} tokens: shorten the prompt, ask for fewer tokens or raise --ctx-size"
         )
 
@@ -84,7 +84,7 @@ class KvUse(NamedTuple):
     """Token positions of a KV cache."""
 
     n_used: int
-    """That texts hold; one that several hold counts once."""
+    """That sequences hold; one that several hold counts once."""
     n_shared: int
     """That would be needed beside these if nothing were shared."""
 
@@ -93,7 +93,7 @@ def one_line(error: BaseException) -> str:
     """What a library raised, as part of one line of ours: all lines of the message joined, cut
     where they become a lecture."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 4] + " ..."
 
 
 class Backend(ABC):
@@ -140,7 +140,7 @@ class Backend(ABC):
         """
         return True
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> Backend:
+    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> Backend:
         """A backend with a KV cache of its own over this one's weights, which must be in memory.
 
         max_rows: most nodes of one call of `extend`.
@@ -166,11 +166,11 @@ class Backend(ABC):
     @property
     @abstractmethod
     def kv_use(self) -> KvUse:
-        """What texts hold of these positions; any thread may ask."""
+        """What sequences hold of these positions; any thread may ask."""
 
-    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
+    def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         """What the KV cache may take beside what it takes now, by the end of a pass over nodes
-        that follow texts of so many tokens together, should it lack some of them.
+        that follow sequences of so many tokens together, should it lack some of them.
 
         n_new_texts: of these, that have no sequence yet.
         """
@@ -183,11 +183,11 @@ class Backend(ABC):
         return 0
 
     @property
-    def held_bytes(self) -> int:
+    def pinned_bytes(self) -> int:
         """Memory of layers that would stream and are held for now."""
         return 0
 
-    def hold(self, n_bytes: int) -> None:  # noqa: B027 (optional)
+    def pin_layers(self, n_bytes: int) -> None:  # noqa: B027 (optional)
         """Let layers that stream stay in memory after their next use, as many as so many bytes
         hold; what is held beyond that is given back at once. Between passes only."""
 

@@ -100,8 +100,8 @@ class ComputeCurve:
         known: 1 at most.
         """
         beside = tuple(
-            one + share * (other - one)
-            for one, other in zip(self.alone, self.beside_reads, strict=True)
+            item + share * (other - item)
+            for item, other in zip(self.alone, self.beside_reads, strict=True)
         )
         return ComputeCurve(self.num_tokens, self.alone, beside)
 
@@ -115,11 +115,11 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], num_tokens: int
 
     More tokens never take less: a figure above a later one was disturbed, and is taken for that.
     """
-    mended = [min(seconds[i:]) for i in range(len(sizes))]
+    corrected = [min(seconds[i:]) for i in range(len(sizes))]
     if len(sizes) == 1 or num_tokens <= sizes[0]:
-        return mended[0]
+        return corrected[0]
     high = next((i for i, n in enumerate(sizes) if n >= num_tokens), len(sizes) - 1)
-    slope = (mended[high] - mended[high - 1]) / (sizes[high] - sizes[high - 1])
-    on_line = mended[high - 1] + slope * (num_tokens - sizes[high - 1])
+    slope = (corrected[high] - corrected[high - 1]) / (sizes[high] - sizes[high - 1])
+    on_line = corrected[high - 1] + slope * (num_tokens - sizes[high - 1])
     # It may be rounded up.
-    return min(on_line, mended[high]) if num_tokens <= sizes[high] else on_line
+    return min(on_line, corrected[high]) if num_tokens <= sizes[high] else on_line

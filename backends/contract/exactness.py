@@ -17,7 +17,7 @@ class Exactness:
     is_exact: bool
     reason: str = ""
     """Why it is not, as the end of a line; empty where it is."""
-    n_least_rows: int = 1
+    min_batch_tokens: int = 1
     """Rows (and rows of logits) that a pass is filled up to: from so many on, the products give a
     row the same bits however many rows there are."""
     is_thread_invariant: bool = False

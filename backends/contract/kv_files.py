@@ -1,4 +1,4 @@
-"""The KV of texts that are set aside, each in a file without a name (see UnnamedFile)."""
+"""The KV of sequences that are set aside, each in a file without a name (see UnnamedFile)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.formats.unnamed import UnnamedFile
 from offload.process.temporary import temporary_folder
 from offload.units import GIB
 
-MOST_BYTES = 8 * GIB
+MAX_BYTES = 8 * GIB
 """Of all files together, and never more than ..."""
 _SHARE_OF_FREE = 0.5
 """... so much of what is free where they lie."""
@@ -33,7 +33,7 @@ class KvFile:
 
         n_growth_bytes: that the KV cache may take for it.
         """
-        if not self._files.make_way(self._n_mapped + n_growth_bytes):
+        if not self._files.free_memory(self._n_mapped + n_growth_bytes):
             return False
         try:
             text.load_prefix(self.token_ids, self._file.saved)
@@ -60,18 +60,18 @@ class KvFiles:
         self,
         backend: Backend,
         find_folder: Callable[[], Path | None] = temporary_folder,
-        make_way: Callable[[int], bool] = lambda n_bytes: True,
-        most_bytes: int = MOST_BYTES,
+        free_memory: Callable[[int], bool] = lambda n_bytes: True,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._backend = backend
-        self._find_folder, self.make_way = find_folder, make_way
-        self._most_bytes = most_bytes
+        self._find_folder, self.free_memory = find_folder, free_memory
+        self._max_bytes = max_bytes
         self._open: list[KvFile] = []
 
     @property
     def n_bytes(self) -> int:
         """Of all that there are."""
-        return sum(one.n_bytes for one in self._open)
+        return sum(item.n_bytes for item in self._open)
 
     def write(self, text: SequenceKV) -> KvFile | None:
         """The committed prefix of a text; None where there is no room for it, or no way."""
@@ -79,12 +79,14 @@ class KvFiles:
             return None
         tensors = text.prefix_tensors()
         folder = self._find_folder()
-        n_mapped = max(one.n_bytes for one in tensors)
-        if folder is None or not self.make_way(n_mapped):
+        n_mapped = max(tensor.n_bytes for tensor in tensors)
+        if folder is None or not self.free_memory(n_mapped):
             return None
         try:
             free = _SHARE_OF_FREE * shutil.disk_usage(folder).free
-            if sum(one.n_bytes for one in tensors) > min(free, self._most_bytes - self.n_bytes):
+            if sum(tensor.n_bytes for tensor in tensors) > min(
+                free, self._max_bytes - self.n_bytes
+            ):
                 return None
             file = UnnamedFile(folder, tensors, text.save_prefix)
         except (OSError, BackendError):
@@ -92,7 +94,7 @@ class KvFiles:
         self._open.append(KvFile(self, tuple(text.committed_ids), file, n_mapped))
         return self._open[-1]
 
-    def let_go(self, one: KvFile) -> None:
+    def let_go(self, item: KvFile) -> None:
         """It is closed."""
-        if one in self._open:
-            self._open.remove(one)
+        if item in self._open:
+            self._open.remove(item)

@@ -44,7 +44,7 @@ class NodeTable:
         return len(self.committed)
 
     @property
-    def n_rows(self) -> int:
+    def num_tokens(self) -> int:
         """Rows in use: committed and live."""
         return self.n_committed + len(self._ids)
 
@@ -110,10 +110,10 @@ class NodeTable:
         """
         rows = self._rows()
         self._check_chain(path, rows)
-        kept = self._subtrees(keep, rows, below=path[-1] if path else PREFIX)
-        order = [rows[node] for node in path] + kept
+        cached = self._subtrees(keep, rows, below=path[-1] if path else PREFIX)
+        order = [rows[node] for node in path] + cached
         self.committed += [self._tokens[rows[node]] for node in path]
-        self._select(kept, root=path[-1] if path else PREFIX, lift=len(path))
+        self._select(cached, root=path[-1] if path else PREFIX, lift=len(path))
         return order
 
     def prune(self, nodes: Collection[int]) -> list[int]:

@@ -37,8 +37,8 @@ class RecoverableKV(SequenceKV, Generic[Store]):
         return self.store.table.next_id
 
     @property
-    def node_room(self) -> int:
-        return self.backend.node_room_of(self.store)
+    def num_free_slots(self) -> int:
+        return self.backend.num_free_slots_of(self.store)
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self._recovering(lambda: self.store.commit(path, keep))
@@ -113,17 +113,17 @@ class RecoveringBackend(Backend, Generic[Store]):
         """One pass over rows that fit; float32 logits [wanted, vocab] of each."""
 
     @abstractmethod
-    def _free_rows(self, kv: Store) -> int:
+    def _num_free_slots(self, kv: Store) -> int:
         """Tokens or nodes that this text may get now, as far as memory goes."""
 
     @abstractmethod
-    def _room_of(self, kv: Store, rows: SequenceInput) -> Sequence[int]:
+    def _capacity_of(self, kv: Store, rows: SequenceInput) -> Sequence[int]:
         """Units of each kind (blocks or cells, sequences of llama.cpp) that these new rows of a
         text take."""
 
     @abstractmethod
     def _free_units(self) -> Sequence[int]:
-        """Units of each kind that all texts together may still take."""
+        """Units of each kind that all sequences together may still take."""
 
     @abstractmethod
     def _restart(self) -> None:
@@ -172,16 +172,16 @@ class RecoveringBackend(Backend, Generic[Store]):
             return super().num_free_nodes
         return self.max_nodes - self._n_live
 
-    def node_room_of(self, kv: Store) -> int:
+    def num_free_slots_of(self, kv: Store) -> int:
         """See Text.node_room."""
-        return max(0, min(self._free_rows(kv), self.num_free_nodes))
+        return max(0, min(self._num_free_slots(kv), self.num_free_nodes))
 
     def n_fitting(self, batch: Sequence[SequenceInput]) -> int:
         n_nodes, n_units = self._n_live, np.array(self._free_units())
-        for n_before, one in enumerate(batch):
-            kv, n_tokens = cast(RecoverableKV[Store], one.kv).store, len(one.token_ids)
-            n_units -= self._room_of(kv, one)
-            n_nodes += n_tokens if one.parents is not None else -len(kv.table)
+        for n_before, item in enumerate(batch):
+            kv, n_tokens = cast(RecoverableKV[Store], item.kv).store, len(item.token_ids)
+            n_units -= self._capacity_of(kv, item)
+            n_nodes += n_tokens if item.parents is not None else -len(kv.table)
             if (n_units < 0).any():
                 return n_before
             if self.max_nodes is not None and n_nodes > self.max_nodes:
@@ -190,17 +190,17 @@ class RecoveringBackend(Backend, Generic[Store]):
 
     @property
     def _n_live(self) -> int:
-        return sum(len(one.store.table) for one in self._sequences)
+        return sum(len(sequence.store.table) for sequence in self._sequences)
 
     # --- passes -----------------------------------------------------------------------------
 
     def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
-        sequences = [cast(RecoverableKV[Store], one.kv) for one in batch]
+        sequences = [cast(RecoverableKV[Store], item.kv) for item in batch]
         if len(set(map(id, sequences))) < len(sequences):
             raise ValueError("a sequence is in the batch twice")
-        for one in sequences:
-            one.check_open()
-            if one.backend is not self:
+        for item in sequences:
+            item.check_open()
+            if item.backend is not self:
                 raise ValueError("a sequence of another backend is in the batch")
 
         def grow() -> list[SequenceOutput]:
@@ -208,15 +208,15 @@ class RecoveringBackend(Backend, Generic[Store]):
                 if rows.parents is None:
                     sequence.store.abort()
             ids, new = zip(*map(self._new_rows, sequences, batch), strict=True)
-            computed = [one for one in new if one.token_ids]
+            computed = [item for item in new if item.token_ids]
             logits = iter(self._compute(computed) if computed else ())
-            for one in computed:
-                if not one.are_nodes:
-                    one.store.append(one.token_ids)
-                one.store.check_integrity()
+            for item in computed:
+                if not item.are_nodes:
+                    item.store.append(item.token_ids)
+                item.store.check_integrity()
             nothing = np.zeros((0, self.vocab_size), dtype=np.float32)
-            found = [next(logits) if one.token_ids else nothing for one in new]
-            return [SequenceOutput(*pair) for pair in zip(ids, found, strict=True)]
+            result = [next(logits) if item.token_ids else nothing for item in new]
+            return [SequenceOutput(*pair) for pair in zip(ids, result, strict=True)]
 
         return self.recovering(sequences, grow) if batch else []
 
@@ -260,12 +260,12 @@ class RecoveringBackend(Backend, Generic[Store]):
 
         n_intact: of one sequence, committed tokens that the operation leaves alone; None: all.
         """
-        lengths = [one.n_committed if n_intact is None else n_intact for one in sequences]
+        lengths = [sequence.n_committed if n_intact is None else n_intact for sequence in sequences]
 
         def recover() -> None:
-            for one, length in zip(sequences, lengths, strict=True):
-                if not one.is_closed:
-                    one.store.abort(length)
+            for item, length in zip(sequences, lengths, strict=True):
+                if not item.is_closed:
+                    item.store.abort(length)
             self._restart()
 
         return self._guarded(operation, recover)

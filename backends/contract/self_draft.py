@@ -17,7 +17,7 @@ class SharedSource(ModelSource):
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self.lender = source
+        self.layer_access = source
         self._owner: Backend | None = None
         self.path = source.path
         self.vocab_size = source.vocab_size
@@ -26,35 +26,35 @@ class SharedSource(ModelSource):
         self.can_use_gpu = source.can_use_gpu
         self.layers = ()
 
-    def lend(self, owner: Backend) -> None:
+    def share_weights(self, owner: Backend) -> None:
         """From now on `load` makes a cache over this backend's weights."""
         self._owner = owner
 
     @property
     def weight_file(self) -> Path:
-        return self.lender.weight_file
+        return self.layer_access.weight_file
 
     def fingerprint(self) -> str:
-        return self.lender.fingerprint()
+        return self.layer_access.fingerprint()
 
     @property
-    def outer_bytes(self) -> int:
+    def non_layer_bytes(self) -> int:
         return 0
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        return self.lender.kv_bytes(ctx_size, max_nodes)
+        return self.layer_access.kv_bytes(ctx_size, max_nodes)
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return self.lender.scratch_bytes(ctx_size, max_rows, max_nodes)
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
+        return self.layer_access.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
 
     @property
     def head_bytes(self) -> int:
         """All weights that a pass multiplies with: none of its own layers does it."""
-        return int(self.lender.pass_bytes(1)) + self.lender.head_bytes
+        return int(self.layer_access.pass_bytes(1)) + self.layer_access.head_bytes
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        compute, n_bytes = self.lender.measure_compute(beside_reads), self.head_bytes
-        n_head = self.lender.head_bytes
+        compute, n_bytes = self.layer_access.measure_compute(beside_reads), self.head_bytes
+        n_head = self.layer_access.head_bytes
         parts = [
             ((n_bytes - n_head) / n_bytes, compute.per_byte),
             (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
@@ -62,7 +62,7 @@ class SharedSource(ModelSource):
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
 
     def check_unchanged(self) -> None:
-        self.lender.check_unchanged()
+        self.layer_access.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
         if self._owner is None:
@@ -70,5 +70,5 @@ class SharedSource(ModelSource):
         return self._owner.sibling(
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            max_rows=loading.max_rows,
+            max_num_tokens=loading.max_num_tokens,
         )

@@ -27,7 +27,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     if first[:n_tokens] == second[:n_tokens]:  # usual, and quick
         return n_tokens
     pairs = zip(first, second, strict=False)
-    return next(i for i, (one, other) in enumerate(pairs) if one != other)
+    return next(i for i, (item, other) in enumerate(pairs) if item != other)
 
 
 class ForwardPasses(Protocol):
@@ -70,7 +70,7 @@ class SequenceKV(ABC):
 
     @property
     @abstractmethod
-    def node_room(self) -> int:
+    def num_free_slots(self) -> int:
         """Live nodes that a pass may add now, beside those of all sequences of the backend.
 
         How deep they may lie is bounded by `max_context`.
@@ -119,11 +119,11 @@ class SequenceKV(ABC):
 
         The last token is always among these: its logits are wanted.
         """
-        wanted = list(token_ids)
-        n_kept = common_length(list(self.committed_ids), wanted[:-1])
-        if n_kept < self.n_committed:
-            self.rollback(n_kept)
-        return wanted[n_kept:]
+        requested = list(token_ids)
+        num_retained = common_length(list(self.committed_ids), requested[:-1])
+        if num_retained < self.n_committed:
+            self.rollback(num_retained)
+        return requested[num_retained:]
 
     @abstractmethod
     def prefix_tensors(self) -> tuple[TensorShape, ...]:

@@ -14,9 +14,9 @@ from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.formats.tensors import TensorRecord
-from offload.residency.experts import LayerExperts
-from offload.residency.placement import LayerWeights, Placement
-from offload.ring.early import EarlyWeights
+from offload.placement.experts import LayerExperts
+from offload.placement.placement import LayerWeights, Placement
+from offload.ring.weight_prefetch import WeightPrefetch
 from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
@@ -53,7 +53,7 @@ class ModelCompute:
     per_pass: ComputeCurve | None = None
     """Seconds of a pass that no weights account for."""
 
-    def outer_seconds(self, num_tokens: int) -> float:
+    def non_layer_seconds(self, num_tokens: int) -> float:
         """Return the seconds after the layers."""
         head = self.head_per_byte or self.per_byte
         seconds = head.seconds(num_tokens) * self.head_bytes
@@ -73,11 +73,11 @@ class ModelCompute:
 class Loading:
     """What `ModelSource.load` is told by the plan."""
 
-    residency: Placement
+    placement: Placement
     max_context: int
     max_nodes: int
     """Most live nodes at a time."""
-    max_rows: int
+    max_num_tokens: int
     """Most nodes of one call of `extend`."""
     load_mode: str = "stream"
     """From LOAD_MODES, decided: not "auto"."""
@@ -87,20 +87,20 @@ class Loading:
     n_readers: int | None = None
     progress: Progress | None = None
     kv_tokens: int | None = None
-    """Of all texts together, beside live nodes; None: as many as one may have."""
-    max_texts: int = 1
+    """Of all sequences together, beside live nodes; None: as many as one may have."""
+    max_num_seqs: int = 1
     """At a time, those among them that are over and kept."""
-    early: EarlyWeights | None = None
+    weight_prefetch: WeightPrefetch | None = None
     """Weights that are read already, perhaps those that are wanted."""
 
     @property
     def has_more_tokens(self) -> bool:
-        """Whether all texts together may have more tokens than one."""
+        """Whether all sequences together may have more tokens than one."""
         return self.kv_tokens is not None and self.kv_tokens > self.max_context
 
     @property
-    def kv_rows(self) -> int:
-        """Tokens and live nodes of all texts."""
+    def num_kv_slots(self) -> int:
+        """Tokens and live nodes of all sequences."""
         return (self.kv_tokens or self.max_context) + self.max_nodes
 
 
@@ -125,7 +125,7 @@ class ModelSource(ABC):
     """Formats of the KV cache that would take less than the present one."""
     max_tree_leaves: int | None = None
     """Most leaves that a tree of this backend may have."""
-    early_records: tuple[TensorRecord, ...] | None = None
+    prefetch_records: tuple[TensorRecord, ...] | None = None
     """Tensors outside of the layers, where `load` takes early weights on the CPU."""
 
     @property
@@ -142,16 +142,16 @@ class ModelSource(ABC):
 
     @property
     @abstractmethod
-    def outer_bytes(self) -> int:
+    def non_layer_bytes(self) -> int:
         """Embeddings, norms and head, and copies of tensors that cannot be used as they lie."""
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         """What a ring of that depth takes beside its slots, at most."""
         return 0
 
-    def slot_bytes(self, placed: Placement) -> int:
+    def slot_bytes(self, placement: Placement) -> int:
         """Memory of one slot of the ring, at most, and so of a layer that is held in its place."""
-        return buffer_bytes(placed.slot_bytes)
+        return buffer_bytes(placement.slot_bytes)
 
     @abstractmethod
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
@@ -162,7 +162,7 @@ class ModelSource(ABC):
         raise ValueError(f"the KV cache cannot be {cache_type}")
 
     @abstractmethod
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
 
     @property
@@ -195,11 +195,11 @@ class ModelSource(ABC):
         """Of a pass on this machine, beside its products: decoding what is stored packed."""
         return 0.0
 
-    def pass_bytes(self, n_rows: int) -> float:
+    def pass_bytes(self, num_tokens: int) -> float:
         """Weights of the layers that a pass of so many rows multiplies with: of experts those that
         it is likely to be routed to."""
         dense = sum(record.n_bytes for layer in self.layers for record in layer.tensors)
-        return dense + sum(x.used_bytes(n_rows) for x in self.experts if x is not None)
+        return dense + sum(x.used_bytes(num_tokens) for x in self.experts if x is not None)
 
     @abstractmethod
     def check_unchanged(self) -> None:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from offload.budget import BudgetExceeded, format_up
-from offload.residency.tiers import CUDA_CONTEXT_BYTES
+from offload.placement.tiers import CUDA_CONTEXT_BYTES
 from offload.units import MIB, format_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LEAST_FREE_BYTES = 64 * MIB
+_MIN_FREE_BYTES = 64 * MIB
 """With less left on the card, CUDA's libraries find no room for what they do not ask torch for."""
 
 
@@ -36,27 +36,27 @@ class VramUse(NamedTuple):
 class VramExceeded(BudgetExceeded):
     """The device's memory, as far as it was promised to this process, does not suffice."""
 
-    def __init__(self, wanted_bytes: int, use: VramUse) -> None:
+    def __init__(self, requested_bytes: int, use: VramUse) -> None:
         left = max(0, use.promised_bytes - use.taken_bytes)
-        missing = max(MIB, use.taken_bytes + wanted_bytes - use.promised_bytes)
+        missing = max(MIB, use.taken_bytes + requested_bytes - use.promised_bytes)
         smallest = use.promised_bytes + missing + CUDA_CONTEXT_BYTES
-        super().__init__("the GPU", wanted_bytes, left, smallest, ledger="VRAM")
-        self.args = (_told(wanted_bytes, missing, use),)
+        super().__init__("the GPU", requested_bytes, left, smallest, ledger="VRAM")
+        self.args = (_reported(requested_bytes, missing, use),)
 
 
-def _told(wanted_bytes: int, missing_bytes: int, use: VramUse) -> str:
-    wanted = f"{format_bytes(wanted_bytes)} more" if wanted_bytes else "more memory"
+def _reported(requested_bytes: int, missing_bytes: int, use: VramUse) -> str:
+    requested = f"{format_bytes(requested_bytes)} more" if requested_bytes else "more memory"
     taken = f"{format_bytes(use.taken_bytes)} of the {format_bytes(use.promised_bytes)}"
-    if use.free_bytes < max(wanted_bytes, _LEAST_FREE_BYTES) and wanted_bytes <= (
+    if use.free_bytes < max(requested_bytes, _MIN_FREE_BYTES) and requested_bytes <= (
         use.promised_bytes - use.taken_bytes
     ):
         return (
-            f"the GPU needs {wanted}, but only {format_bytes(use.free_bytes)} of it are free, and "
+            f"the GPU needs {requested}, but only {format_bytes(use.free_bytes)} of it are free, and "
             f"this process has taken {taken} it may use: end what else uses the GPU, or lower "
             "--vram-budget"
         )
     return (
-        f"the GPU needs {wanted}, but {taken} it may use are taken: raise --vram-budget by "
+        f"the GPU needs {requested}, but {taken} it may use are taken: raise --vram-budget by "
         f"{format_up(missing_bytes)}, or lower --ctx-size or the number of draft tokens"
     )
 
@@ -70,29 +70,29 @@ def no_raw_out_of_memory(use: Callable[[], VramUse]) -> Iterator[None]:
         cause = out_of_memory_in(error)
         if cause is None:
             raise
-        exceeded = VramExceeded(wanted_bytes(str(cause)), use())
-        for one in _chain(error):
-            traceback.clear_frames(one.__traceback__)  # they refer to the activations
+        exceeded = VramExceeded(requested_bytes(str(cause)), use())
+        for item in _chain(error):
+            traceback.clear_frames(item.__traceback__)  # they refer to the activations
         raise exceeded from None
 
 
 def out_of_memory_in(error: BaseException) -> BaseException | None:
     """The error that says so, `error` or one that it followed: a recording that runs out of memory
     ends with another one."""
-    for one in _chain(error):
-        if any(text in str(one) for text in _OUT_OF_MEMORY):
-            return one
+    for item in _chain(error):
+        if any(text in str(item) for text in _OUT_OF_MEMORY):
+            return item
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    one: BaseException | None = error
-    while isinstance(one, RuntimeError):
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    item: BaseException | None = error
+    while isinstance(item, RuntimeError):
+        yield item
+        item = item.__cause__ or (None if item.__suppress_context__ else item.__context__)
 
 
-def wanted_bytes(message: str) -> int:
+def requested_bytes(message: str) -> int:
     """What torch's out-of-memory message says that was asked for; 0 where it does not say."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    result = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return 0 if result is None else int(float(result[1]) * _UNITS[result[2]])

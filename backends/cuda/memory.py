@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from backends.checkpoint.config import kv_values_per_token
 from backends.hf.model import HfModel
 from backends.kv.pool import blocks_of
@@ -29,10 +29,10 @@ def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
     return -(-n_tensors // (segment // max(n_bytes, _BLOCK_BYTES))) * segment
 
 
-def cache_bytes(model: HfModel, n_rows: int) -> int:
+def cache_bytes(model: HfModel, num_tokens: int) -> int:
     """A KV cache of so many rows, which has its full size from the start: keys and values of every
     layer."""
-    row = model.dtype.itemsize * blocks_of(n_rows) * BLOCK_ROWS
+    row = model.dtype.itemsize * blocks_of(num_tokens) * BLOCK_SIZE
     sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
     return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())
 

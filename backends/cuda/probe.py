@@ -23,7 +23,7 @@ class CudaMemory:
     total_bytes: int
     free_bytes: int
     """For this process: what nobody has, and what torch holds in reserve here."""
-    held_bytes: int = 0
+    pinned_bytes: int = 0
     """What other models of this process have."""
     computes_bf16: bool = True
     """Else by way of float32, slowly: before Ampere."""
@@ -36,11 +36,11 @@ def cuda_memory(device: int = 0) -> CudaMemory:
     """
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        held_bytes = torch.cuda.memory_allocated(device)
-        free_bytes += torch.cuda.memory_reserved(device) - held_bytes
+        pinned_bytes = torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - pinned_bytes
         name = torch.cuda.get_device_name(device)
         is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-        return CudaMemory(name, total_bytes, free_bytes, held_bytes, is_ampere)
+        return CudaMemory(name, total_bytes, free_bytes, pinned_bytes, is_ampere)
     except RuntimeError as error:
         problem = f"CUDA does not start on this GPU ({one_line(error)})"
         raise NoDevice(f"{problem}: end what else uses it, or give --device cpu") from error

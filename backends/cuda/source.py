@@ -22,7 +22,7 @@ from backends.hf.timing import measure_gpu_compute
 from backends.packed.device import device_buffer_bytes
 from backends.packed.timing import measure_gpu_decoding
 from backends.timing.passes import is_small, measure_small
-from offload.residency.placement import Placement, device_footprint
+from offload.placement.placement import Placement, device_footprint
 
 
 class HfGpuSource(HfSource):
@@ -39,16 +39,16 @@ class HfGpuSource(HfSource):
         return TorchExactness(False, "not tested on a GPU" if self._is_exact else NOT_ASKED.reason)
 
     @property
-    def outer_bytes(self) -> int:
+    def non_layer_bytes(self) -> int:
         buffer, beside = device_buffer_bytes(self.model.packed_modules)
-        others = super().outer_bytes - self.model.decode_buffer_bytes
-        return device_footprint(others) + (device_footprint(buffer) + beside if buffer else 0)
+        rest = super().non_layer_bytes - self.model.decode_buffer_bytes
+        return device_footprint(rest) + (device_footprint(buffer) + beside if buffer else 0)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.n_least_rows)
+        return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.min_batch_tokens)
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        return activation_bytes(self.model, ctx_size, max_rows, on_gpu=True)
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
+        return activation_bytes(self.model, ctx_size, max_num_tokens, on_gpu=True)
 
     @cached_property
     def all_on_device(self) -> Placement:
@@ -61,16 +61,16 @@ class HfGpuSource(HfSource):
         if is_small(self):
             versions = f"torch {torch.__version__} transformers {transformers.__version__}"
             libraries = f"{versions} {probe.cuda_memory().name} {self.model.dtype}"
-            return measure_small(self, libraries, residency=self.all_on_device)
+            return measure_small(self, libraries, placement=self.all_on_device)
         device = torch.device("cuda", 0)
         curve = measure_gpu_compute(self.model.dtype, device)
         return self._compute(curve, self._decoding(partial(measure_gpu_decoding, device=device)))
 
     def _load(self, loading: Loading) -> Backend:
-        assert loading.residency.is_on_device, "a model on a GPU is placed over three tiers"
+        assert loading.placement.is_on_device, "a model on a GPU is placed over three tiers"
         weights = DeviceWeights(
             self.model,
-            loading.residency,
+            loading.placement,
             CudaEngine(loading.vram_bytes),
             n_readers=loading.n_readers,
             progress=loading.progress,
@@ -80,5 +80,5 @@ class HfGpuSource(HfSource):
             weights,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            kv_rows=loading.kv_rows,
+            num_kv_slots=loading.num_kv_slots,
         )

@@ -13,12 +13,12 @@ import torch
 
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
-from backends.hf.weights import BringExperts, RawTensors
+from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.device import DeviceDecoder
 from offload.device.engine import CopyEngine, DeviceBuffer
 from offload.device.loading import load_on_device
 from offload.device.streamer import DeviceStreamer
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from offload.ring.slots import Check
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
@@ -40,7 +40,7 @@ class DeviceWeights:
         plan: for the model's layers; embeddings, norm and head stay on the device.
     """
 
-    bring_experts: BringExperts | None = None  # mixtures are computed on the CPU
+    fetch_experts: FetchExperts | None = None  # mixtures are computed on the CPU
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DeviceWeights:
         # Threads write to this memory that are not in the inference mode that the caller may be in,
         # and a tensor of that mode is changed in it only.
         with torch.inference_mode(False):
-            self._outer = load_on_device(model.outer_records, engine, n_readers=n_readers)
+            self._outer = load_on_device(model.non_layer_records, engine, n_readers=n_readers)
             try:
                 self._streamer = DeviceStreamer(
                     plan, engine, n_readers=n_readers, progress=progress
@@ -79,7 +79,7 @@ class DeviceWeights:
         return part
 
     @property
-    def outer(self) -> RawTensors:
+    def non_layer(self) -> RawTensors:
         return self._outer
 
     def layer(self, index: int, check: Check | None = None) -> AbstractContextManager[RawTensors]:
@@ -113,9 +113,9 @@ class DeviceWeights:
         )
 
     unread_bytes = 0
-    held_bytes = 0
+    pinned_bytes = 0
 
-    def hold(self, n_bytes: int) -> None:
+    def pin_layers(self, n_bytes: int) -> None:
         """The host's memory is pinned for as long as the model is loaded."""
 
     def stop(self) -> bool:

@@ -30,7 +30,7 @@ _UNSTEADY = frozenset("elu gelu hardswish logsigmoid mish selu sigmoid silu soft
 """Functions that depend on an element's place, in fp32 at least."""
 
 
-def steady_activations(model: nn.Module) -> None:
+def batch_invariant_activations(model: nn.Module) -> None:
     """Let a model's activation functions compute rows alike on a CPU, whatever is beside them."""
     for module in model.modules():
         if type(module).__module__ in _ROOMS:
@@ -62,14 +62,14 @@ def _by_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., 
     def forward(x: torch.Tensor) -> torch.Tensor:
         width = x.shape[-1]
         n_missing = -width % _VECTOR_ELEMENTS
-        is_steady = not n_missing and x.numel() <= _SERIAL_ELEMENTS
-        if is_steady or x.device.type != "cpu":  # a GPU has no threads that divide it
+        is_batch_invariant = not n_missing and x.numel() <= _SERIAL_ELEMENTS
+        if is_batch_invariant or x.device.type != "cpu":  # a GPU has no threads that divide it
             return function(x)
         rows = pad(x.reshape(-1, width), (0, n_missing))
         parts = rows.split(max(1, _SERIAL_ELEMENTS // rows.shape[1]))
-        found = torch.cat([function(part) for part in parts])
+        result = torch.cat([function(part) for part in parts])
         # A linear layer adds its bias before or after rounding, as rows lie close or not.
-        return found[:, :width].reshape(x.shape).contiguous()
+        return result[:, :width].reshape(x.shape).contiguous()
 
     return forward
 
@@ -83,14 +83,14 @@ def in_whole_vectors(function: Callable[..., Any], width: int) -> Callable[..., 
     step = _VECTOR_ELEMENTS // gcd(_VECTOR_ELEMENTS, width)
 
     def call(x: torch.Tensor) -> Any:
-        n_rows = x.shape[0]
-        n_steps = -(-n_rows // step)
+        num_rows = x.shape[0]
+        n_steps = -(-num_rows // step)
         n_parts = max(1, -(-n_steps * step * width // _SERIAL_ELEMENTS))
-        rows = pad(x, (0, 0, 0, n_steps * step - n_rows))
+        rows = pad(x, (0, 0, 0, n_steps * step - num_rows))
         ends = [n_steps * i // n_parts * step for i in range(n_parts + 1)]  # of about the same size
-        found = [function(rows[start:end]) for start, end in pairwise(ends)]
-        if isinstance(found[0], tuple):
-            return tuple(torch.cat(parts)[:n_rows] for parts in zip(*found, strict=True))
-        return torch.cat(found)[:n_rows]
+        result = [function(rows[start:end]) for start, end in pairwise(ends)]
+        if isinstance(result[0], tuple):
+            return tuple(torch.cat(parts)[:num_rows] for parts in zip(*result, strict=True))
+        return torch.cat(result)[:num_rows]
 
     return call

@@ -28,7 +28,7 @@ from offload.ring.slots import Check
 
 ONE_BY_ONE = "specdec"
 """Name of this computation among transformers' implementations of experts."""
-BringExperts = Callable[
+FetchExperts = Callable[
     [Sequence[int], Check | None], Generator[tuple[int, list[torch.Tensor]], None, None]
 ]
 """Each of these experts once, in any order, with its tensors: valid until the next one."""
@@ -42,8 +42,8 @@ class ExpertsRunner:
         least_rows: of a product.
     """
 
-    def __init__(self, module: nn.Module, bring: BringExperts, least_rows: int) -> None:
-        self._module, self._bring, self._least_rows = module, bring, least_rows
+    def __init__(self, module: nn.Module, fetch: FetchExperts, find_min_batch_tokens: int) -> None:
+        self._module, self._fetch, self._min_batch_tokens = module, fetch, find_min_batch_tokens
         self._is_transposed = bool(module.is_transposed)
         n_inner = module.down_proj.shape[1 if module.is_transposed else 2]
         self._gate = in_whole_vectors(module._apply_gate, n_inner)
@@ -59,14 +59,14 @@ class ExpertsRunner:
         self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [rows, hidden]; of each row the experts [rows, k] and their weights [rows, k]."""
-        n_rows, n_used = experts.shape
+        num_rows, n_used = experts.shape
         chosen = experts.flatten()
-        outputs = hidden.new_empty(n_rows * n_used, hidden.shape[1])
-        with closing(self._bring(chosen.unique().tolist(), self.check)) as brought:
-            for expert, tensors in brought:
+        outputs = hidden.new_empty(num_rows * n_used, hidden.shape[1])
+        with closing(self._fetch(chosen.unique().tolist(), self.check)) as fetched:
+            for expert, tensors in fetched:
                 places = (chosen == expert).nonzero()[:, 0]
                 outputs[places] = self._compute(expert, tensors, hidden[places // n_used])
-        weighted = outputs.view(n_rows, n_used, -1) * weights[..., None]
+        weighted = outputs.view(num_rows, n_used, -1) * weights[..., None]
         total = weighted[:, 0].float()
         for i in range(1, n_used):
             total = total + weighted[:, i]
@@ -75,7 +75,7 @@ class ExpertsRunner:
     def _compute(
         self, expert: int, tensors: list[torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        n_missing = max(0, self._least_rows - len(rows))
+        n_missing = max(0, self._min_batch_tokens - len(rows))
         x = pad(rows, (0, 0, 0, n_missing))
         *inputs, down = tensors
         pairs = [self._multiply(x, weight, expert, "gate_up_proj_bias") for weight in inputs]

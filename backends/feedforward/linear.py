@@ -97,8 +97,8 @@ def _by_ggml(
 
 
 def _tried_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    n_rows = x.numel() // x.shape[-1]
-    return _sums_of_ggml(x, weight, bias, torch.get_num_threads() if n_rows % 2 else 1)
+    num_rows = x.numel() // x.shape[-1]
+    return _sums_of_ggml(x, weight, bias, torch.get_num_threads() if num_rows % 2 else 1)
 
 
 def _sums_of_ggml(

@@ -16,7 +16,7 @@ from torch import nn
 
 from backends.contract.backend import UnsupportedModel
 from offload.formats.tensors import CheckpointError, TensorRecord
-from offload.residency.experts import LayerExperts
+from offload.placement.experts import LayerExperts
 
 MIXTURES = "deepseek_v2 deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split()
 """Families that were tried."""
@@ -70,8 +70,8 @@ def find_experts(
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
         whole = [record for record in stacked if record is not None]
-        for one, shape in zip(whole, shapes, strict=True):
-            check(one, shape)
+        for item, shape in zip(whole, shapes, strict=True):
+            check(item, shape)
         sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
         return LayerExperts(tuple(sliced), n_used)
     two_inner, hidden = module.gate_up_proj.shape[1:]

@@ -21,7 +21,7 @@ GATE_OUTPUTS = 16
 of a shared expert's gate is computed as the first of so many."""
 
 
-def steady_routing(model: nn.Module) -> None:
+def batch_invariant_routing(model: nn.Module) -> None:
     """Let a mixture's routers, and the gates of its shared experts, compute rows alike."""
     for module in model.modules():
         if is_router(module):
@@ -36,8 +36,8 @@ def is_router(module: nn.Module) -> bool:
 
 
 def _by_row(forward: Callable[..., Any], n_experts: int) -> Callable[..., Any]:
-    steady = in_whole_vectors(forward, n_experts)
-    return lambda hidden: steady(hidden.reshape(-1, hidden.shape[-1]))
+    batch_invariant = in_whole_vectors(forward, n_experts)
+    return lambda hidden: batch_invariant(hidden.reshape(-1, hidden.shape[-1]))
 
 
 def _with_shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -48,10 +48,10 @@ def _with_shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         rows = hidden.view(-1, hidden.shape[-1])
         shared = block.shared_expert(rows)
         _, weights, experts = block.gate(rows)
-        found = block.experts(rows, experts, weights)
+        result = block.experts(rows, experts, weights)
         weight = block.shared_expert_gate.weight.repeat(GATE_OUTPUTS, 1)
         gate = linear_of(rows.dtype)(rows[None], weight, None)[0]
-        found = found + sigmoid(gate)[:, :1] * shared
-        return found.reshape(hidden.shape)
+        result = result + sigmoid(gate)[:, :1] * shared
+        return result.reshape(hidden.shape)
 
     return forward

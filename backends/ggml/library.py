@@ -128,10 +128,10 @@ def load_shared_library() -> ctypes.CDLL:
 
 def library_folder() -> Path:
     """Return where llama.cpp's shared libraries lie. Raises LlamaError where it is missing."""
-    found = find_spec("llama_cpp")
-    if found is None or found.origin is None:
+    result = find_spec("llama_cpp")
+    if result is None or result.origin is None:
         raise LlamaError(_MISSING)
-    return Path(found.origin).parent / "lib"
+    return Path(result.origin).parent / "lib"
 
 
 def listen(library: Any) -> None:
@@ -139,8 +139,8 @@ def listen(library: Any) -> None:
     library.llama_log_set(_KEPT_ALIVE[0], None)
 
 
-def _check_fields(structure: type[ctypes.Structure], wanted: str) -> None:
-    missing = set(wanted.split()) - {field[0] for field in structure._fields_}
+def _check_fields(structure: type[ctypes.Structure], requested: str) -> None:
+    missing = set(requested.split()) - {field[0] for field in structure._fields_}
     if missing:
         raise LlamaError(
             f"this llama-cpp-python has no {structure.__name__}.{min(missing)}: "

@@ -35,11 +35,11 @@ class GgmlProducts:
                 of [n_rows, n_out] in float32; all of them without gaps.
             shape: (n_rows, n_in, n_out)
         """
-        n_rows, n_in, n_out = shape
+        num_tokens, n_in, n_out = shape
         ggml, context = self._ggml, self._context
         ggml.reset(context)
         left = ggml.new_2d(context, type_id, n_in, n_out)
-        right = ggml.new_2d(context, type_id, n_in, n_rows)
+        right = ggml.new_2d(context, type_id, n_in, num_tokens)
         product = ggml.mul_mat(context, left, right)
         for tensor, address in ((left, weight), (right, rows), (product, result)):
             ggml.tensor_alloc(self._memory, tensor, address)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from backends.ggml.row_checks import Product, least_rows, product_runs
+from backends.ggml.batch_invariance import Product, find_min_batch_tokens, product_runs
 
 _SWITCH = "GGML_CPU_TILED_MM"
 _TRIAL = Product(type_id=12, n_in=1024, n_out=64)  # Q4_K
@@ -25,7 +25,7 @@ def leave_out_tiles() -> None:
     if is_unset:
         os.environ[_SWITCH] = "0"
     try:
-        if least_rows(product_runs(_TRIAL, threads=(1,))) == 1:
+        if find_min_batch_tokens(product_runs(_TRIAL, threads=(1,))) == 1:
             _left_out.append("without tiles")
     finally:
         if is_unset:  # other programs that this process starts decide for themselves

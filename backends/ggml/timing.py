@@ -15,7 +15,7 @@ from pathlib import Path
 from backends.contract.curve import ComputeCurve
 from backends.ggml.library import llama_version
 from backends.ggml.operators import F32, Ggml, load_ggml
-from backends.timing.kept import kept_curve
+from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 from offload.units import MIB
 
@@ -33,7 +33,7 @@ def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = No
     reading: see `measure_curve`.
     """
     what = f"llama.cpp {llama_version()} {n_threads} threads type {type_id} {_OUT}x{_IN} {_ROWS}"
-    return kept_curve(what, lambda: _time_products(type_id, n_threads, reading), reading)
+    return cached_curve(what, lambda: _time_products(type_id, n_threads, reading), reading)
 
 
 def _time_products(type_id: int, n_threads: int, reading: Path | None) -> ComputeCurve:
@@ -50,9 +50,9 @@ def _time_products(type_id: int, n_threads: int, reading: Path | None) -> Comput
         return measure_curve(products, n_bytes, reading)
 
 
-def _graphs(ggml: Ggml, context: int, weights: Sequence[int], n_rows: int) -> list[int]:
+def _graphs(ggml: Ggml, context: int, weights: Sequence[int], num_tokens: int) -> list[int]:
     """Products with the same rows, one for each of the weights."""
-    x = _zeros(ggml, context, F32, n_rows)
+    x = _zeros(ggml, context, F32, num_tokens)
     graphs = []
     for weight in weights:
         graphs.append(ggml.new_graph(context))
@@ -70,8 +70,8 @@ def _product(ggml: Ggml, graphs: Sequence[int], work: int, n_threads: int) -> Pr
     return product
 
 
-def _zeros(ggml: Ggml, context: int, type_id: int, n_rows: int) -> int:
+def _zeros(ggml: Ggml, context: int, type_id: int, num_tokens: int) -> int:
     """A tensor [n_rows, _IN] of zeros."""
-    tensor: int = ggml.new_2d(context, type_id, _IN, n_rows)
+    tensor: int = ggml.new_2d(context, type_id, _IN, num_tokens)
     ctypes.memset(ggml.data(tensor), 0, ggml.n_bytes(tensor))
     return tensor

@@ -15,7 +15,7 @@ Four things decide it:
   that the budget decides nothing. On two cores with AVX2, passes of 1, 8 and 32 rows then took
   2.1, 1.6 and 1.4 times as long for Q4_0 and 1.0, 2.0 and 1.1 times as long for Q4_K.
 
-The first two are tried out on the model's own formats and shapes (backends/ggml/row_checks.py),
+The first two are tried out on the model's own formats and shapes (backends/ggml/batch_invariance.py),
 once for a machine, a version of llama.cpp and a number of threads.
 """
 
@@ -27,19 +27,19 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
+from backends.contract.cached_checks import CachedChecks
 from backends.contract.exactness import Exactness
-from backends.contract.kept_checks import KeptChecks
-from backends.ggml.library import llama_version, load_library
-from backends.ggml.operators import load_ggml
-from backends.ggml.row_checks import (
+from backends.ggml.batch_invariance import (
     CANDIDATES,
     Attention,
     Product,
     attention_runs,
     fewer_outputs,
-    least_rows,
+    find_min_batch_tokens,
     product_runs,
 )
+from backends.ggml.library import llama_version, load_library
+from backends.ggml.operators import load_ggml
 from backends.ggml.tiles import kernels_in_use
 from backends.gguf.hparams import CACHE_TYPES
 from backends.gguf.model import GgufModel
@@ -92,16 +92,16 @@ def _try_run(
     """threads: the numbers of threads that passes may have, in turn."""
     checks = _Checks(threads)
     try:
-        n_rows, many_rows = 1, ""
+        num_tokens, many_rows = 1, ""
         for product, record in _products(model, max(threads)):
-            found = checks.product(product, record)
-            if found is None:
+            result = checks.product(product, record)
+            if result is None:
                 reason = _product_reason(record, product.has_experts)
                 if not product.has_experts:
                     return _not_exact(likely, reason)
                 many_rows = many_rows or reason
-            n_rows = max(n_rows, found or 1)
-        run = _with_cache_types(model, checks, likely, n_rows, types)
+            num_tokens = max(num_tokens, result or 1)
+        run = _with_cache_types(model, checks, likely, num_tokens, types)
         # Passes that send an expert few rows need not differ in their attention, too.
         return _not_exact(run, many_rows) if many_rows else run
     finally:
@@ -112,16 +112,16 @@ def _with_cache_types(
     model: GgufModel,
     checks: _Checks,
     likely: ExactRun,
-    n_rows: int,
-    wanted: tuple[str | None, str | None],
+    num_tokens: int,
+    requested: tuple[str | None, str | None],
 ) -> ExactRun:
     for choice in _CHOICES:
-        type_k, type_v = (name or choice for name in wanted)
-        found = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
-        if None not in found:
-            n_least = max([n_rows, *(n for n in found if n is not None)])
-            return ExactRun(Exactness(True, n_least_rows=n_least), type_k, type_v)
-    names = sorted({name for name in wanted if name})
+        type_k, type_v = (name or choice for name in requested)
+        result = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
+        if None not in result:
+            min_count = max([num_tokens, *(n for n in result if n is not None)])
+            return ExactRun(Exactness(True, min_batch_tokens=min_count), type_k, type_v)
+    names = sorted({name for name in requested if name})
     if not names:
         return _not_exact(likely, "its attention sums in an order that depends on the pass")
     return _not_exact(
@@ -169,8 +169,10 @@ def _products(model: GgufModel, n_threads: int) -> Iterator[tuple[Product, Tenso
     """Each kind of product once, with a tensor of that kind."""
     seen = set()
     inner = (record for layer in model.layers for record in layer.tensors)
-    outer = (r for r in model.outer_records if model.is_tied or r.name != "token_embd.weight")
-    for record in (*inner, *outer):
+    non_layer = (
+        r for r in model.non_layer_records if model.is_tied or r.name != "token_embd.weight"
+    )
+    for record in (*inner, *non_layer):
         if len(record.shape) < 2:
             continue
         n_out = fewer_outputs(record.shape[-2], n_threads)
@@ -194,32 +196,32 @@ class _Checks:
         self._threads = threads
         system = (load_library().llama_print_system_info() or b"").decode()
         libraries = f"llama.cpp {llama_version()} {system} {threads} threads {kernels_in_use()}"
-        self._kept = KeptChecks(libraries, CANDIDATES)
-        self.save = self._kept.save
+        self._retained = CachedChecks(libraries, CANDIDATES)
+        self.save = self._retained.save
 
     def product(self, product: Product, record: TensorRecord) -> int | None:
         def run() -> int | None:
             blocks = _file_blocks(record) if record.dtype.startswith(_SLOW_TO_MAKE) else None
             try:
-                return least_rows(product_runs(product, self._threads, blocks))
+                return find_min_batch_tokens(product_runs(product, self._threads, blocks))
             except ValueError:  # ggml has no such numbers to try it with
                 return None
 
-        return self._kept.find(f"product {json.dumps(astuple(product))}", run)
+        return self._retained.find(f"product {json.dumps(astuple(product))}", run)
 
     def attention(self, kind: Attention) -> int | None:
         def run() -> int | None:
             try:
-                return least_rows(attention_runs(kind, self._threads))
+                return find_min_batch_tokens(attention_runs(kind, self._threads))
             except ValueError:
                 return None
 
-        return self._kept.find(f"attention {json.dumps(astuple(kind))}", run)
+        return self._retained.find(f"attention {json.dumps(astuple(kind))}", run)
 
 
 def _file_blocks(record: TensorRecord) -> np.ndarray:
     """The first blocks of a tensor, as bytes [n, bytes of a block]."""
     size = load_ggml().block_bytes(_TYPE_IDS[record.dtype])
     n_blocks = min(_KEPT_BLOCKS, record.n_bytes // size)
-    found = read_part(record.path, record.offset, n_blocks * size)
-    return np.frombuffer(found, dtype=np.uint8).reshape(n_blocks, size)
+    result = read_part(record.path, record.offset, n_blocks * size)
+    return np.frombuffer(result, dtype=np.uint8).reshape(n_blocks, size)

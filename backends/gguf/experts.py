@@ -12,7 +12,7 @@ from offload.formats.gguf_index import GgufError
 from offload.formats.tensors import TensorRecord
 
 EXPERT_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
-_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR = 1024, 8
+_MIN_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR = 1024, 8
 _GRAPH_NODES, _LAYER_NODES = 16, 64
 """Of inputs and head, and of a layer beside its experts: no fewer than mixtral and qwen3moe have,
 with flash attention or without. Of 6 layers 54 to 62 experts are computed, this says 52."""
@@ -27,12 +27,12 @@ def count_experts(keys: Keys, index: Mapping[str, TensorRecord]) -> tuple[int, i
     n_used = keys.integer("expert_used_count", 0, MAX_EXPERTS, 0)
     if n_used > n_experts or (n_experts and not n_used):
         named = {"expert_count": n_experts, "expert_used_count": n_used}
-        figures = " and ".join(
+        values = " and ".join(
             f"{keys.full(key)} {'of ' + str(n) if key in keys else 'missing'}"
             for key, n in named.items()
         )
         raise GgufError(
-            f"{keys.path} has {figures}: a mixture takes 1 or more of its experts for a token; the "
+            f"{keys.path} has {values}: a mixture takes 1 or more of its experts for a token; the "
             "header is damaged, download the file again"
         )
     for record in index.values():
@@ -47,12 +47,12 @@ def count_experts(keys: Keys, index: Mapping[str, TensorRecord]) -> tuple[int, i
 def check_graph(keys: Keys, n_layers: int, n_used: int, n_tensors: int) -> None:
     """llama.cpp foresees a graph's nodes by the number of tensors (llama_context::graph_max_nodes),
     builds two for every expert of a token, and ends the process where that is too little."""
-    room = max(_LEAST_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR * n_tensors)
-    most = max(_USED_BY_MANY, ((room - _GRAPH_NODES) // n_layers - _LAYER_NODES) // 2)
-    if n_used > most:
+    capacity = max(_MIN_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR * n_tensors)
+    limit = max(_USED_BY_MANY, ((capacity - _GRAPH_NODES) // n_layers - _LAYER_NODES) // 2)
+    if n_used > limit:
         raise UnsupportedModel(
             f"{keys.path} ({keys.architecture}) takes {n_used} experts for a token, and llama.cpp "
-            f"at most {most} in {n_layers} layers of so few tensors: take its checkpoint"
+            f"at most {limit} in {n_layers} layers of so few tensors: take its checkpoint"
         )
 
 

@@ -18,9 +18,9 @@ def check_formats(records: Iterable[TensorRecord]) -> None:
     for record in records:
         is_vector = len(record.shape) == 1 or record.name.endswith((".bias", "_norm.weight"))
         if record.dtype in _NO_WEIGHTS or (is_vector and record.dtype != _OF_VECTORS):
-            others = "weights are floats or in a format of weights"
-            wanted = f"norms and biases are {_OF_VECTORS}" if is_vector else others
+            rest = "weights are floats or in a format of weights"
+            requested = f"norms and biases are {_OF_VECTORS}" if is_vector else rest
             raise GgufError(
-                f"{record.path} has {record.name!r} in {record.dtype}, and {wanted}: it is damaged "
+                f"{record.path} has {record.name!r} in {record.dtype}, and {requested}: it is damaged "
                 "(download it again), or was not made by llama.cpp's converter (convert it again)"
             )

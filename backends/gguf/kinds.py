@@ -74,10 +74,10 @@ def other_kind(metadata: GgufMetadata, names: Collection[str] | None) -> str | N
         return _ADAPTER
     if architecture in REFUSED:
         return REFUSED[architecture]
-    found = _by_keys(metadata, architecture)
-    if found is None and names is not None:
-        found = _by_tensors(metadata, architecture, names)
-    return found
+    result = _by_keys(metadata, architecture)
+    if result is None and names is not None:
+        result = _by_tensors(metadata, architecture, names)
+    return result
 
 
 def companion_kind(path: Path) -> str | None:
@@ -142,9 +142,9 @@ def _is_head_alone(metadata: GgufMetadata, architecture: str, names: Collection[
     """Whether of all layers only those for the prediction of further tokens (MTP) are there."""
     n_heads = _number(metadata, f"{architecture}.nextn_predict_layers")
     n_layers = _number(metadata, f"{architecture}.block_count") - n_heads
-    held = {int(match[1]) for match in map(_LAYER.match, names) if match}
+    pinned = {int(match[1]) for match in map(_LAYER.match, names) if match}
     heads = {int(match[1]) for match in map(_HEAD_LAYER.match, names) if match}
-    return n_heads > 0 and bool(held) and held == heads and 0 <= n_layers <= min(held)
+    return n_heads > 0 and bool(pinned) and pinned == heads and 0 <= n_layers <= min(pinned)
 
 
 def _text(metadata: GgufMetadata, key: str) -> str:

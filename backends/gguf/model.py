@@ -29,8 +29,8 @@ from backends.gguf.kinds import LOOPED, refuse_other_kinds
 from backends.gguf.vocabulary import check_vocabulary
 from offload.formats.gguf_index import GgufError, GgufIndex
 from offload.formats.tensors import TensorRecord
-from offload.residency.experts import LayerExperts
-from offload.residency.placement import LayerWeights
+from offload.placement.experts import LayerExperts
+from offload.placement.placement import LayerWeights
 
 # llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp; later ones are found by what they hold.
 _RECURRENT = frozenset("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7".split())
@@ -61,7 +61,7 @@ class GgufModel:
     """Tokens that the model was trained for."""
     hidden_size: int
     layers: tuple[LayerWeights, ...]
-    outer_records: tuple[TensorRecord, ...]
+    non_layer_records: tuple[TensorRecord, ...]
     """Embeddings, final norm, head, rope factors: all tensors that belong to no layer."""
     unused_records: tuple[TensorRecord, ...]
     """Of multi-token-prediction layers, which no pass runs: they need no memory."""
@@ -80,8 +80,8 @@ class GgufModel:
     @cached_property
     def experts(self) -> tuple[LayerExperts | None, ...]:
         """Of every layer those that a pass may read one by one; () where there are none."""
-        found = tuple(map(self._layer_experts, self.layers))
-        return found if any(found) else ()
+        result = tuple(map(self._layer_experts, self.layers))
+        return result if any(result) else ()
 
     @cached_property
     def layers_without_experts(self) -> tuple[LayerWeights, ...]:
@@ -135,7 +135,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     n_layers = n_counted - keys.integer("nextn_predict_layers", 0, n_counted - 1, 0)
     hidden_size = keys.integer("embedding_length", 1, MAX_HIDDEN_SIZE)
     check_epsilons(keys)
-    layers, outer, unused = _group(index, keys, n_counted, n_layers)
+    layers, non_layer, unused = _group(index, keys, n_counted, n_layers)
     is_recurrent = _is_recurrent(keys, index)
     if not is_recurrent:  # nor run: some of these have tables of integers
         check_formats(index.values())
@@ -155,7 +155,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         max_context=keys.integer("context_length", 1, MAX_CONTEXT),
         hidden_size=hidden_size,
         layers=tuple(LayerWeights(tuple(records)) for records in layers),
-        outer_records=tuple(outer),
+        non_layer_records=tuple(non_layer),
         unused_records=tuple(unused),
         is_tied="output.weight" not in index,
         n_experts=n_experts,
@@ -184,12 +184,12 @@ def _group(
 ) -> tuple[list[list[TensorRecord]], list[TensorRecord], list[TensorRecord]]:
     """The tensors of each layer, those outside of the layers, and those that no pass uses."""
     layers: list[list[TensorRecord]] = [[] for _ in range(n_layers)]
-    outer, unused = [], []
+    non_layer, unused = [], []
     for record in index.values():
         match = _LAYER_TENSOR.match(record.name)
         number = int(match.group(1)) if match else -1
         if number < 0:
-            outer.append(record)
+            non_layer.append(record)
         elif number < n_layers:
             layers[number].append(record)
         elif number < n_counted:
@@ -205,7 +205,7 @@ def _group(
             f"{keys.path} holds no tensors of {len(missing)} of its {n_layers} layers (blk."
             f"{missing[0]} is the first): it is incomplete, get it again"
         )
-    return layers, outer, unused
+    return layers, non_layer, unused
 
 
 def _vocab_size(index: GgufIndex, hidden_size: int) -> int:
@@ -219,12 +219,12 @@ def _vocab_size(index: GgufIndex, hidden_size: int) -> int:
             f"{path} has token_embd.weight of shape {embedding.shape} for a hidden size of "
             f"{hidden_size}: the file is damaged"
         )
-    n_rows = embedding.shape[0]
+    num_tokens = embedding.shape[0]
     head = index.get("output.weight", embedding)
-    if head.shape[:1] != (n_rows,):
-        raise GgufError(f"{path} has a head of shape {head.shape} for {n_rows} embeddings")
-    check_vocabulary(path, index.metadata, n_rows)
-    return n_rows
+    if head.shape[:1] != (num_tokens,):
+        raise GgufError(f"{path} has a head of shape {head.shape} for {num_tokens} embeddings")
+    check_vocabulary(path, index.metadata, num_tokens)
+    return num_tokens
 
 
 def _is_recurrent(keys: Keys, names: Iterable[str]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from backends.gguf.model import GgufModel
 from offload.formats.tensors import TensorRecord
-from offload.residency.plan import spread
+from offload.placement.plan import spread
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -55,8 +55,8 @@ def spread_layers(model: GgufModel, n_bytes: int) -> tuple[int, ...]:
     """So many layers that they have `n_bytes` together, in even distances: number formats may
     differ between the first ones and the last."""
     sizes = [sum(record.n_bytes for record in layer.tensors) for layer in model.layers]
-    n_wanted = max(1, -(-n_bytes * len(sizes) // sum(sizes)))
-    return tuple(spread(min(n_wanted, len(sizes)), len(sizes)))
+    num_requested = max(1, -(-n_bytes * len(sizes) // sum(sizes)))
+    return tuple(spread(min(num_requested, len(sizes)), len(sizes)))
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def _tensors(model: GgufModel, layers: Sequence[int]) -> Iterator[_Tensor]:
         for record in model.layers[layer].tensors:
             role = record.name.split(".", 2)[2]
             yield _Tensor(f"blk.{number}.{role}", record.shape, record.dtype, record.n_bytes)
-    for record in model.outer_records:
+    for record in model.non_layer_records:
         yield _cut(record) if record.name in _VOCABULARY_TENSORS else _whole(record)
 
 
@@ -145,6 +145,6 @@ def _whole(record: TensorRecord) -> _Tensor:
 
 def _cut(record: TensorRecord) -> _Tensor:
     """The rows of the first tokens."""
-    n_rows = min(_N_TOKENS, record.shape[0])
-    shape = (n_rows, *record.shape[1:])
-    return _Tensor(record.name, shape, record.dtype, record.n_bytes // record.shape[0] * n_rows)
+    num_tokens = min(_N_TOKENS, record.shape[0])
+    shape = (num_tokens, *record.shape[1:])
+    return _Tensor(record.name, shape, record.dtype, record.n_bytes // record.shape[0] * num_tokens)

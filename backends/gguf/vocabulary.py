@@ -22,7 +22,7 @@ _TABLE = "tokenizer.ggml.precompiled_charsmap"
 _REMEDY = "the file is damaged, download it again"
 
 
-def check_vocabulary(path: Path, metadata: GgufMetadata, n_rows: int) -> None:
+def check_vocabulary(path: Path, metadata: GgufMetadata, num_tokens: int) -> None:
     """Raise GgufError for what are not `n_rows` different tokens with a value of each kind, or
     cannot spell every text.
 
@@ -33,10 +33,14 @@ def check_vocabulary(path: Path, metadata: GgufMetadata, n_rows: int) -> None:
         return
     for key in (_TOKENS, _MERGES):
         if key in metadata and metadata.type_name(key) != "arr[str]":
-            raise GgufError(f"{path} has {metadata.type_name(key)} in {key}, not texts: {_REMEDY}")
+            raise GgufError(
+                f"{path} has {metadata.type_name(key)} in {key}, not sequences: {_REMEDY}"
+            )
     n_tokens = metadata.array_length(_TOKENS)
-    if n_tokens != n_rows:
-        raise GgufError(f"{path} lists {n_tokens} tokens but has {n_rows} embeddings: {_REMEDY}")
+    if n_tokens != num_tokens:
+        raise GgufError(
+            f"{path} lists {n_tokens} tokens but has {num_tokens} embeddings: {_REMEDY}"
+        )
     for key in _ONE_EACH:
         if key in metadata and metadata.array_length(key) != n_tokens:
             raise GgufError(
@@ -73,7 +77,7 @@ def _check_bytes(path: Path, tokens: Set[str]) -> None:
 
 
 def _spellings(byte: int) -> set[str]:
-    """Tokens that llama.cpp takes for one byte; it reads texts up to their first zero."""
+    """Tokens that llama.cpp takes for one byte; it reads sequences up to their first zero."""
     name = f"<0x{byte:02X}>"
     return {name, bytes([byte]).decode("utf-8", "surrogateescape")} if byte else {name}
 
@@ -82,18 +86,18 @@ def _check_table(path: Path, table: bytes) -> None:
     """Raise GgufError where a text can lead outside of sentencepiece's table of normalised
     characters, over which llama.cpp ends the process.
 
-    It is a double array (Kanda 2018) behind its length in bytes, and the texts that its leaves
+    It is a double array (Kanda 2018) behind its length in bytes, and the sequences that its leaves
     name, each with a zero at its end.
     """
     n_bytes = int.from_bytes(table[:4], "little")
-    n_units, texts = n_bytes // 4, table[4 + n_bytes :]
-    if not n_units or not texts:
+    n_units, sequences = n_bytes // 4, table[4 + n_bytes :]
+    if not n_units or not sequences:
         return  # none, or one that llama.cpp refuses
     units = np.frombuffer(table, "<u4", n_units, 4)
     inner = units >> 31 == 0  # of the others nothing but their value is read
     below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(n_units, dtype=np.uint32)
     if not units[0] >> 31 and bool(((below[inner] | 255) < n_units).all()):
         named = units[below[inner & (units >> 8 & 1 == 1)]] & 0x7FFFFFFF
-        if texts.endswith(b"\0") and not (named >= len(texts)).any():
+        if sequences.endswith(b"\0") and not (named >= len(sequences)).any():
             return
     raise GgufError(f"{path} has a {_TABLE} that leads outside of itself: {_REMEDY}")

@@ -17,7 +17,7 @@ from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
 from backends.checkpoint.config import head_shape
 from backends.feedforward.linear import sum_bytes
-from backends.hf.backend import CHUNK_ROWS
+from backends.hf.backend import CHUNK_TOKENS
 from backends.hf.layer_runner import MAX_MASK_BYTES
 from backends.hf.model import HfModel
 
@@ -31,7 +31,7 @@ _MERGED_COPIES = 3
 _QUERIES_PER_BLOCK = 64
 _BLOCKS_OF_SPLIT_KEYS = 1320
 """Of 64 queries, in flash attention on a GPU: it splits long rows of keys until all multiprocessors
-(132) have work, in five rounds of two blocks each at most, and keeps the parts in float32
+(132) have work, in five steps of two blocks each at most, and keeps the parts in float32
 (FlashDecoding)."""
 
 
@@ -47,42 +47,44 @@ class _Attention:
     key_bytes: int
 
 
-def activation_bytes(model: HfModel, ctx_size: int, max_rows: int, *, on_gpu: bool = False) -> int:
+def activation_bytes(
+    model: HfModel, ctx_size: int, max_num_tokens: int, *, on_gpu: bool = False
+) -> int:
     """Most memory of a forward of a prompt of `ctx_size` tokens, or of `max_rows` nodes."""
     config, itemsize = model.config, model.dtype.itemsize
     # Embeddings, a layer's input and what it has put out so far; the last two are then joined.
-    hidden = max(ctx_size, max_rows) * config.hidden_size * itemsize
+    hidden = max(ctx_size, max_num_tokens) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
     chunk, experts = _chunk_bytes(model), _expert_bytes(model)
-    logits = max_rows * model.vocab_size * _logit_bytes(model, on_gpu)
+    logits = max_num_tokens * model.vocab_size * _logit_bytes(model, on_gpu)
     if model.takes_blocks and not on_gpu:
-        attention = _blocked_bytes(model, ctx_size, max_rows)
-        masks = _blocked_mask_bytes(model, ctx_size, max_rows)
+        attention = _blocked_bytes(model, ctx_size, max_num_tokens)
+        masks = _blocked_mask_bytes(model, ctx_size, max_num_tokens)
     elif model.attention == KEYS_BY_ROW:
         attention = _segmented_bytes(model, ctx_size)
-        masks = _segment_mask_bytes(model, ctx_size, max_rows)
+        masks = _segment_mask_bytes(model, ctx_size, max_num_tokens)
     else:
         kind = _attention(model)
-        attention = kind.score_bytes * config.num_attention_heads * CHUNK_ROWS * ctx_size
+        attention = kind.score_bytes * config.num_attention_heads * CHUNK_TOKENS * ctx_size
         attention += kind.key_bytes * ctx_size
         masks = _mask_bytes(config, ctx_size, itemsize)
     if on_gpu or not model.takes_whole_cache:
-        attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_rows)
+        attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_num_tokens)
     return rotary + masks + logits + 3 * hidden + max(chunk + max(attention, experts), hidden)
 
 
 def _chunk_bytes(model: HfModel) -> int:
     config = model.config
     feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kept = (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize
-    return int(CHUNK_ROWS * (kept + feed_forward * sum_bytes(model.dtype)))
+    cached = (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize
+    return int(CHUNK_TOKENS * (cached + feed_forward * sum_bytes(model.dtype)))
 
 
 def _expert_bytes(model: HfModel) -> int:
     """Of a mixture's chunk: what each row's experts put out, as it is and weighted, in the order of
     experts and of rows, and their sum."""
     n_used = max((x.n_used for x in model.experts if x is not None), default=0)
-    numbers = CHUNK_ROWS * model.config.hidden_size
+    numbers = CHUNK_TOKENS * model.config.hidden_size
     return int(
         numbers * (n_used * (model.dtype.itemsize + 2 * _FLOAT32) + 2 * _FLOAT32 * bool(n_used))
     )
@@ -96,35 +98,35 @@ def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
     return model.dtype.itemsize * (2 if is_capped else 1)
 
 
-def _blocked_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+def _blocked_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
     """Of exact attention (backends/attention/blocks.py), whose numbers are float32."""
     config, shape = model.config, head_shape(model.config)
-    n_columns = _most_columns(ctx_size, max_rows)
+    n_columns = _max_columns(ctx_size, max_num_tokens)
     bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + value_width(shape.value_dim))
     n_kv_heads = min(shape.n_kv_heads, max(2, MAX_SCRATCH_BYTES // bytes_per_head))
     n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
     scores_of_row = _FLOAT32 * n_heads * n_columns
-    scores = scores_of_row * min(CHUNK_ROWS, max(1, MAX_SCRATCH_BYTES // scores_of_row))
+    scores = scores_of_row * min(CHUNK_TOKENS, max(1, MAX_SCRATCH_BYTES // scores_of_row))
     width = value_width(shape.value_dim) + shape.value_dim
-    rows = CHUNK_ROWS * n_heads * _FLOAT32 * (shape.key_dim + width)
-    output = CHUNK_ROWS * shape.n_heads * shape.value_dim * model.dtype.itemsize
+    rows = CHUNK_TOKENS * n_heads * _FLOAT32 * (shape.key_dim + width)
+    output = CHUNK_TOKENS * shape.n_heads * shape.value_dim * model.dtype.itemsize
     dims = _latent_dims(config)
     expanded = ctx_size * shape.n_heads * dims.expanded * model.dtype.itemsize if dims else 0
     return n_kv_heads * bytes_per_head + scores + rows + output + expanded
 
 
-def _most_columns(ctx_size: int, max_rows: int) -> int:
+def _max_columns(ctx_size: int, max_num_tokens: int) -> int:
     """Keys, and what fills the blocks up that a path of `max_rows` nodes may lie in."""
-    return ctx_size + max_rows + (1 + -(-max_rows // BLOCK_KEYS)) * BLOCK_KEYS
+    return ctx_size + max_num_tokens + (1 + -(-max_num_tokens // BLOCK_KEYS)) * BLOCK_KEYS
 
 
-def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
     """A byte for every row and key behind the whole blocks of the prefix, and two while made."""
     windows = {model.window(i) for i in range(len(model.layers))}
-    edge = CHUNK_ROWS if windows - {None} else 0
-    n_chunks = -(-ctx_size // CHUNK_ROWS)
-    one_chunk = CHUNK_ROWS * (CHUNK_ROWS + 2 * BLOCK_KEYS + edge)
-    tree = max_rows * (max_rows + 4 * BLOCK_KEYS + edge)
+    edge = CHUNK_TOKENS if windows - {None} else 0
+    n_chunks = -(-ctx_size // CHUNK_TOKENS)
+    one_chunk = CHUNK_TOKENS * (CHUNK_TOKENS + 2 * BLOCK_KEYS + edge)
+    tree = max_num_tokens * (max_num_tokens + 4 * BLOCK_KEYS + edge)
     return min(MAX_MASK_BYTES, len(windows) * max(n_chunks * one_chunk, tree)) + 2 * one_chunk
 
 
@@ -133,10 +135,10 @@ def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
     that flash attention merges."""
     config, itemsize = model.config, model.dtype.itemsize
     dims, shape = _latent_dims(config), head_shape(config)
-    outputs = CHUNK_ROWS * shape.n_heads * shape.value_dim * _FLOAT32 * _MERGED_COPIES
-    n_keys = max(ctx_size - CHUNK_ROWS, min(ctx_size, CHUNK_ROWS))  # of the longest segment
+    outputs = CHUNK_TOKENS * shape.n_heads * shape.value_dim * _FLOAT32 * _MERGED_COPIES
+    n_keys = max(ctx_size - CHUNK_TOKENS, min(ctx_size, CHUNK_TOKENS))  # of the longest segment
     if getattr(config, "attn_logit_softcapping", None):
-        scores = shape.n_heads * CHUNK_ROWS * n_keys * _FLOAT32
+        scores = shape.n_heads * CHUNK_TOKENS * n_keys * _FLOAT32
         return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
     is_equal = shape.key_dim == shape.value_dim
     widened = 0 if is_equal else shape.n_kv_heads * max(shape.key_dim, shape.value_dim) * itemsize
@@ -145,16 +147,16 @@ def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
     return outputs + widened * n_keys + expanded * ctx_size + merged
 
 
-def _segment_mask_bytes(model: HfModel, ctx_size: int, max_rows: int) -> int:
+def _segment_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
     """Of a tree: every row's view of every node. Of a prompt: only where a window ends in it."""
     itemsize = model.dtype.itemsize
     windows = {model.window(i) for i in range(len(model.layers))}
-    n_chunks = -(-ctx_size // CHUNK_ROWS)
-    one_chunk = CHUNK_ROWS * max(max_rows, 2 * CHUNK_ROWS if windows - {None} else 0)
-    tree = len(windows) * max_rows * (max_rows + 2 * CHUNK_ROWS * (len(windows) > 1))
+    n_chunks = -(-ctx_size // CHUNK_TOKENS)
+    one_chunk = CHUNK_TOKENS * max(max_num_tokens, 2 * CHUNK_TOKENS if windows - {None} else 0)
+    tree = len(windows) * max_num_tokens * (max_num_tokens + 2 * CHUNK_TOKENS * (len(windows) > 1))
     prompt = len(windows - {None}) * n_chunks * one_chunk
-    kept = min(MAX_MASK_BYTES, max(tree, prompt) * itemsize)
-    return kept + one_chunk * (itemsize + 2)
+    cached = min(MAX_MASK_BYTES, max(tree, prompt) * itemsize)
+    return cached + one_chunk * (itemsize + 2)
 
 
 def _attention(model: HfModel) -> _Attention:
@@ -177,8 +179,8 @@ def _attention(model: HfModel) -> _Attention:
 def _mask_bytes(config: PreTrainedConfig, ctx_size: int, itemsize: int) -> int:
     """Masks are kept for all layers up to a limit; one more is being made, from booleans."""
     kinds = len(set(getattr(config, "layer_types", None) or [""]))
-    one_chunk = CHUNK_ROWS * ctx_size
-    triangle = ctx_size * (ctx_size + CHUNK_ROWS) // 2 * kinds
+    one_chunk = CHUNK_TOKENS * ctx_size
+    triangle = ctx_size * (ctx_size + CHUNK_TOKENS) // 2 * kinds
     return min(MAX_MASK_BYTES + one_chunk * itemsize, triangle * itemsize) + one_chunk
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from backends.attention.batch import BLOCK_ROWS, BatchLayout
+from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, KvUse, StreamUse
 from backends.contract.recovery import RecoveringBackend
@@ -36,13 +36,13 @@ from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
-from backends.kv.pool import KvPool, blocks_of, most_new_blocks
+from backends.kv.pool import KvPool, blocks_of, max_new_blocks
 from backends.kv.rows import rows_of_pass, take_rows
 from backends.kv.sequence import BlockStore
 from offload.formats.mapped import TensorShape
 from offload.ring.slots import Check
 
-CHUNK_ROWS = 256
+CHUNK_TOKENS = 256
 """Rows that go through a layer at once: bounds the activations of a long prompt."""
 
 _PLENTY_NODES = 8192
@@ -67,7 +67,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         *,
         max_context: int | None = None,
         max_nodes: int | None = None,
-        kv_rows: int | None = None,
+        num_kv_slots: int | None = None,
         exactness: TorchExactness = _ANY,
         n_threads: int | None = None,
         follows_load: bool = False,
@@ -81,17 +81,17 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
-        self._make_cache(kv_rows)
+        self._make_cache(num_kv_slots)
         self._is_cancelled = False
         self._has_run = False  # a pass to its end: no config is at fault afterwards
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings walk the same modules, one at a time
         try:
             with weights.computing():
-                bind(model.outer_tensors, weights.outer, model.dtype)
+                bind(model.non_layer_tensors, weights.non_layer, model.dtype)
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
-            unbind(model.outer_tensors)
+            unbind(model.non_layer_tensors)
             weights.close()
             raise
         self._runners = [
@@ -111,7 +111,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         ]
 
         self._experts = [
-            ExpertsRunner(module, partial(self._bring_experts, i), exactness.n_least_rows)
+            ExpertsRunner(module, partial(self._fetch_experts, i), exactness.min_batch_tokens)
             for i, module in enumerate(model.expert_modules)
             if module is not None
         ]
@@ -122,15 +122,15 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     ) -> TorchBackend:
         """Load a whole checkpoint into the memory of the CPU."""
         model = load_hf_model(directory)
-        return cls.held_in_memory(model, max_context=max_context, exactness=exactness)
+        return cls.kept_in_memory(model, max_context=max_context, exactness=exactness)
 
     @classmethod
-    def held_in_memory(
+    def kept_in_memory(
         cls,
         model: HfModel,
         *,
         max_context: int | None = None,
-        kv_rows: int | None = None,
+        num_kv_slots: int | None = None,
         exactness: TorchExactness = _ANY,
     ) -> TorchBackend:
         """A backend on the CPU that streams nothing."""
@@ -139,9 +139,11 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             for layer in model.layer_weights
         ]
         weights = CpuWeights(model, layers, 0)
-        return cls(model, weights, max_context=max_context, kv_rows=kv_rows, exactness=exactness)
+        return cls(
+            model, weights, max_context=max_context, num_kv_slots=num_kv_slots, exactness=exactness
+        )
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> TorchBackend:
+    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> TorchBackend:
         """See Backend.sibling; the passes of the two take turns."""
         if self._weights.streams:
             raise BackendError("a streamed model cannot share its weights")
@@ -152,10 +154,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         other._make_cache()
         return other
 
-    def _make_cache(self, kv_rows: int | None = None) -> None:
-        most = _PLENTY_NODES if self.max_nodes is None else self.max_nodes
-        kv_rows = self.max_context + most if kv_rows is None else kv_rows
-        n_blocks = blocks_of(kv_rows + self._exactness.n_least_rows)
+    def _make_cache(self, num_kv_slots: int | None = None) -> None:
+        limit = _PLENTY_NODES if self.max_nodes is None else self.max_nodes
+        num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
+        n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
         self._pool = KvPool(len(self._model.layers), n_blocks)
 
     @property
@@ -166,37 +168,39 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def kv_bytes(self) -> int:
         return self._pool.n_bytes
 
-    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
-        """Blocks that were never in use: texts of the same length begin new ones in one pass."""
+    def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
+        """Blocks that were never in use: sequences of the same length begin new ones in one pass."""
         if self._weights.device.type != "cpu":
             return 0
-        pool, kvs = self._pool, [one.store for one in self._sequences]
-        n_rows = n_tokens + (self.max_nodes or 0) + self._exactness.n_least_rows
-        n_rows = max(0, n_rows - sum(kv.table.n_committed for kv in kvs))
-        rows_left = [left for kv in kvs for left in kv.rows_left] + [0] * n_new_texts
-        n_new = most_new_blocks(rows_left, n_rows)
+        pool, kvs = self._pool, [sequence.store for sequence in self._sequences]
+        num_tokens = n_tokens + (self.max_nodes or 0) + self._exactness.min_batch_tokens
+        num_tokens = max(0, num_tokens - sum(kv.table.n_committed for kv in kvs))
+        num_free_slots_by_block = [left for kv in kvs for left in kv.num_free_slots_by_block] + [
+            0
+        ] * num_new_seqs
+        n_new = max_new_blocks(num_free_slots_by_block, num_tokens)
         n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
-        return max(0, n_new) * BLOCK_ROWS * self._model.kv_bytes_per_token
+        return max(0, n_new) * BLOCK_SIZE * self._model.kv_bytes_per_token
 
     @property
     def n_kv_allocated(self) -> int:
-        return self._pool.n_touched * BLOCK_ROWS
+        return self._pool.n_touched * BLOCK_SIZE
 
     @property
     def kv_use(self) -> KvUse:
         pool = self._pool
-        return KvUse(BLOCK_ROWS * (pool.n_blocks - pool.n_free), BLOCK_ROWS * pool.n_shared)
+        return KvUse(BLOCK_SIZE * (pool.n_blocks - pool.n_free), BLOCK_SIZE * pool.n_shared)
 
     @property
     def unread_bytes(self) -> int:
         return self._weights.unread_bytes
 
     @property
-    def held_bytes(self) -> int:
-        return self._weights.held_bytes
+    def pinned_bytes(self) -> int:
+        return self._weights.pinned_bytes
 
-    def hold(self, n_bytes: int) -> None:
-        self._weights.hold(n_bytes)
+    def pin_layers(self, n_bytes: int) -> None:
+        self._weights.pin_layers(n_bytes)
 
     def request_cancel(self) -> None:
         """End a running pass at its next layer or chunk, or while it waits for storage, with a
@@ -213,13 +217,13 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             runner.detach()
         for experts in self._experts:
             experts.detach()
-        unbind(self._model.outer_tensors)
+        unbind(self._model.non_layer_tensors)
         self._free_cache()
         self._weights.close()
 
     def _free_cache(self) -> None:
-        for one in self._sequences:
-            one.store.close()
+        for sequence in self._sequences:
+            sequence.store.close()
         self._pool.free()
 
     def _guarded(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
@@ -239,14 +243,14 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def _fork(self, kv: BlockStore, length: int) -> BlockStore:
         return kv.fork(length)
 
-    def _free_rows(self, kv: BlockStore) -> int:
-        return min(kv.n_free_rows - self._exactness.n_least_rows, self.max_context)
+    def _num_free_slots(self, kv: BlockStore) -> int:
+        return min(kv.num_free_slots - self._exactness.min_batch_tokens, self.max_context)
 
-    def _room_of(self, kv: BlockStore, rows: SequenceInput) -> Sequence[int]:
+    def _capacity_of(self, kv: BlockStore, rows: SequenceInput) -> Sequence[int]:
         return (kv.n_blocks_for(len(rows.token_ids)),)
 
     def _free_units(self) -> Sequence[int]:
-        return (self._pool.n_free - blocks_of(self._exactness.n_least_rows),)
+        return (self._pool.n_free - blocks_of(self._exactness.min_batch_tokens),)
 
     def _restart(self) -> None:
         with self._turn:
@@ -283,14 +287,16 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def _run_pass(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
         device = self._weights.device
-        token_ids = [token for one in new for token in one.token_ids]
-        n_more = max(0, self._exactness.n_least_rows - len(token_ids))
+        token_ids = [token for item in new for token in item.token_ids]
+        n_more = max(0, self._exactness.min_batch_tokens - len(token_ids))
         places, batch = take_rows(new, n_more)
         self._pool.begin(places, batch if self._gathers else None)
         token_ids += token_ids[-1:] * n_more
-        wanted = rows_of_pass(new)
-        n_wanted = len(wanted)
-        wanted += (wanted[-1:] or [0]) * max(self._exactness.n_least_rows - n_wanted, not n_wanted)
+        requested = rows_of_pass(new)
+        num_requested = len(requested)
+        requested += (requested[-1:] or [0]) * max(
+            self._exactness.min_batch_tokens - num_requested, not num_requested
+        )
         state = self._pass_state(batch)
         with self._turn:
             for runner in self._runners:
@@ -303,23 +309,23 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                     self._pool,
                     torch.tensor([token_ids], device=device),
                     torch.from_numpy(batch.new_positions)[None].to(device),
-                    torch.tensor(wanted, device=device),
+                    torch.tensor(requested, device=device),
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
-            found = self._weights.on_host(logits[:n_wanted])
-        ends = np.cumsum([len(one.logits_at) for one in new])
-        return np.split(found, ends[:-1])
+            result = self._weights.on_host(logits[:num_requested])
+        ends = np.cumsum([len(item.logits_at) for item in new])
+        return np.split(result, ends[:-1])
 
-    def _bring_experts(
+    def _fetch_experts(
         self, layer: int, experts: Sequence[int], check: Check | None
     ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
         dtype, own = self._model.dtype, self._model.experts[layer]
-        bring = self._weights.bring_experts
+        fetch = self._weights.fetch_experts
         assert own is not None, f"layer {layer} has no experts"
-        assert bring is not None, "the weights have no experts"
-        with closing(bring(layer, experts, check)) as brought:
-            for expert, tensors in brought:
+        assert fetch is not None, "the weights have no experts"
+        with closing(fetch(layer, experts, check)) as fetched:
+            for expert, tensors in fetched:
                 pairs = zip(tensors, own.tensors[expert], strict=True)
                 yield expert, [as_tensor(raw, record, dtype) for raw, record in pairs]
 
@@ -328,8 +334,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return PassState(
             layout,
             self._make_mask,
-            CHUNK_ROWS,
-            self._exactness.n_least_rows,
+            CHUNK_TOKENS,
+            self._exactness.min_batch_tokens,
             None if self._slopes is None else alibi,
             self._check_cancel,
         )

@@ -14,15 +14,15 @@ import torch
 
 from backends.contract.backend import StreamUse
 from backends.hf.model import HfModel
-from backends.hf.weights import BringExperts, RawTensors
+from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.decoder import Decoder
 from offload.experts.cache import ExpertCache
-from offload.experts.kept import keep_decay
+from offload.experts.cached import keep_decay
 from offload.experts.readers import ExpertStats
-from offload.residency.experts import ExpertRoom, count_experts
-from offload.residency.placement import LayerWeights
-from offload.ring.early import EarlyWeights, WantedWeights, open_weights
+from offload.placement.experts import ExpertCachePlan, count_experts
+from offload.placement.placement import LayerWeights
 from offload.ring.slots import Check
+from offload.ring.weight_prefetch import RequestedWeights, WeightPrefetch, open_weights
 from offload.units import Progress
 
 
@@ -46,33 +46,33 @@ class CpuWeights:
         *,
         n_readers: int | None = None,
         progress: Progress | None = None,
-        early: EarlyWeights | None = None,
-        experts: ExpertRoom | None = None,
+        weight_prefetch: WeightPrefetch | None = None,
+        experts: ExpertCachePlan | None = None,
     ) -> None:
         self._layers = tuple(layers)
-        wanted = WantedWeights(model.outer_records, self._layers, n_slots, n_readers)
-        taken = None if early is None else early.take(wanted)
-        self._weights = taken or open_weights(wanted, progress)
-        self._outer, self._streamer = self._weights.outer, self._weights.layers
+        requested = RequestedWeights(model.non_layer_records, self._layers, n_slots, n_readers)
+        taken = None if weight_prefetch is None else weight_prefetch.take(requested)
+        self._weights = taken or open_weights(requested, progress)
+        self._outer, self._streamer = self._weights.non_layer, self._weights.layers
         try:
             self.decoder = Decoder(model.packed_modules, torch.get_num_threads())
         except BaseException:
             self._weights.close()
             raise
-        self._room = experts or ExpertRoom(model.experts, count_experts(model.experts))
+        self._capacity = experts or ExpertCachePlan(model.experts, count_experts(model.experts))
         self._experts: ExpertCache | None = None
-        self.bring_experts: BringExperts | None = None
+        self.fetch_experts: FetchExperts | None = None
         if model.experts:
             try:
-                self._experts = ExpertCache(self._room, n_readers=n_readers)
-                self.bring_experts = partial(_bring, self._experts)
+                self._experts = ExpertCache(self._capacity, n_readers=n_readers)
+                self.fetch_experts = partial(_fetch, self._experts)
             except BaseException:
                 self.decoder.close()
                 self._weights.close()
                 raise
 
     @property
-    def outer(self) -> RawTensors:
+    def non_layer(self) -> RawTensors:
         return _as_tensors(self._outer)
 
     @contextmanager
@@ -106,11 +106,11 @@ class CpuWeights:
         return self._streamer.unread_bytes
 
     @property
-    def held_bytes(self) -> int:
-        return self._streamer.held_bytes
+    def pinned_bytes(self) -> int:
+        return self._streamer.pinned_bytes
 
-    def hold(self, n_bytes: int) -> None:
-        self._streamer.hold_bytes(n_bytes)
+    def pin_layers(self, n_bytes: int) -> None:
+        self._streamer.pin_bytes(n_bytes)
 
     def stop(self) -> bool:
         if self._experts is not None:
@@ -120,16 +120,16 @@ class CpuWeights:
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()
-            keep_decay(self._room, self._experts.stats)
+            keep_decay(self._capacity, self._experts.stats)
         self.decoder.close()  # its threads read the weights
         self._weights.close()
 
 
-def _bring(
+def _fetch(
     cache: ExpertCache, layer: int, experts: Sequence[int], check: Check | None
 ) -> Generator[tuple[int, tuple[torch.Tensor, ...]], None, None]:
-    with closing(cache.bring(layer, experts, check)) as brought:
-        for expert, tensors in brought:
+    with closing(cache.fetch(layer, experts, check)) as fetched:
+        for expert, tensors in fetched:
             yield expert, tuple(torch.frombuffer(x, dtype=torch.uint8) for x in tensors)
 
 

@@ -66,7 +66,7 @@ def run_model(
     cache: KvPool,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
-    wanted: torch.Tensor,
+    requested: torch.Tensor,
 ) -> torch.Tensor:
     """Logits [rows, vocab] of the `wanted` rows of tokens and positions [1, n]."""
     output = model.model(
@@ -77,7 +77,7 @@ def run_model(
         attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=token_ids.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=wanted,
+        logits_to_keep=requested,
     )
     logits: torch.Tensor = output.logits[0]
     return logits

@@ -46,14 +46,14 @@ class PassState:
         layout: BatchLayout,
         make_mask: MakeMask,
         chunk_rows: int,
-        least_rows: int,
+        find_min_batch_tokens: int,
         alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
     ) -> None:
         self.layout = layout
         self.check_cancel = check_cancel
         self.alibi = alibi
-        self._chunk_rows, self._least_rows = chunk_rows, least_rows
+        self._chunk_rows, self._min_batch_tokens = chunk_rows, find_min_batch_tokens
         self._make_mask = make_mask
         self._masks: dict[tuple[int, int, int | None], Mask] = {}
 
@@ -61,19 +61,19 @@ class PassState:
         """Of the new rows start..end; kept while all layers use the same one."""
         key = (start, end, window)
         if key not in self._masks:
-            if self._n_kept_bytes() > MAX_MASK_BYTES:
+            if self._num_retained_bytes() > MAX_MASK_BYTES:
                 self._masks.clear()  # a long prompt: made anew for every layer
             self._masks[key] = self._make_mask(self.layout, start, end, window)
         return self._masks[key]
 
-    def chunks(self, n_rows: int) -> list[tuple[int, int]]:
+    def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
         """(start, end) of the rows that go through a layer together."""
-        starts = list(range(0, n_rows, self._chunk_rows))
-        if n_rows - starts[-1] < self._least_rows:
-            starts[-1] = max(0, n_rows - self._least_rows)
-        return list(zip(starts, [*starts[1:], n_rows], strict=True))
+        starts = list(range(0, num_tokens, self._chunk_rows))
+        if num_tokens - starts[-1] < self._min_batch_tokens:
+            starts[-1] = max(0, num_tokens - self._min_batch_tokens)
+        return list(zip(starts, [*starts[1:], num_tokens], strict=True))
 
-    def _n_kept_bytes(self) -> int:
+    def _num_retained_bytes(self) -> int:
         return sum(mask.nbytes for mask in self._masks.values())
 
 
@@ -139,14 +139,14 @@ class LayerRunner:
         return {**dict(list(positional.items())[1:]), **kwargs}
 
     def _in_chunks(self, state: PassState, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        n_rows = hidden.shape[1]
-        chunks = state.chunks(n_rows)
+        num_tokens = hidden.shape[1]
+        chunks = state.chunks(num_tokens)
         if len(chunks) == 1:
-            return self._forward(hidden, **self._adapt(state, kwargs, 0, n_rows))
+            return self._forward(hidden, **self._adapt(state, kwargs, 0, num_tokens))
         outputs = []
         for start, end in chunks:
             state.check_cancel()
-            rows = {key: slice_rows(arg, start, end, n_rows) for key, arg in kwargs.items()}
+            rows = {key: slice_rows(arg, start, end, num_tokens) for key, arg in kwargs.items()}
             output = self._forward(hidden[:, start:end], **self._adapt(state, rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
         joined = torch.cat(outputs, dim=1)
@@ -181,13 +181,13 @@ def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> to
     return raw.view(stored).view(record.shape).to(dtype)
 
 
-def slice_rows(value: Any, start: int, end: int, n_rows: int) -> Any:
+def slice_rows(value: Any, start: int, end: int, num_tokens: int) -> Any:
     """Rows start..end of whatever has one entry for each input row: [1, n, ...] or [n]."""
     if isinstance(value, tuple):
-        return tuple(slice_rows(item, start, end, n_rows) for item in value)
+        return tuple(slice_rows(item, start, end, num_tokens) for item in value)
     if isinstance(value, torch.Tensor):
-        if value.ndim >= 2 and value.shape[1] == n_rows:
+        if value.ndim >= 2 and value.shape[1] == num_tokens:
             return value[:, start:end]
-        if value.ndim == 1 and value.shape[0] == n_rows:
+        if value.ndim == 1 and value.shape[0] == num_tokens:
             return value[start:end]
     return value

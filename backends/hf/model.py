@@ -41,16 +41,16 @@ from backends.checkpoint.records import (
 )
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers
 from backends.contract.backend import UnsupportedModel
-from backends.feedforward.elementwise import steady_activations
+from backends.feedforward.elementwise import batch_invariant_activations
 from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import STACKED, expert_modules, find_experts, is_experts
-from backends.feedforward.routing import steady_routing
+from backends.feedforward.routing import batch_invariant_routing
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex, main_format
 from offload.formats.tensors import CheckpointError, TensorRecord
-from offload.residency.experts import LayerExperts
-from offload.residency.placement import LayerWeights
+from offload.placement.experts import LayerExperts
+from offload.placement.placement import LayerWeights
 
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """What the code of a family with sliding windows takes from transformers."""
@@ -66,7 +66,7 @@ class HfModel:
     dtype: torch.dtype
     layers: tuple[nn.Module, ...]
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
-    outer_tensors: tuple[BoundTensor, ...]
+    non_layer_tensors: tuple[BoundTensor, ...]
     """Embeddings, final norm and head; a tied tensor appears once for each place it serves."""
     experts: tuple[LayerExperts | None, ...] = ()
     """Of a mixture, of every layer: those that its router chooses among, which are no part of
@@ -86,8 +86,8 @@ class HfModel:
         )
 
     @property
-    def outer_records(self) -> tuple[TensorRecord, ...]:
-        return tuple({b.record.name: b.record for b in self.outer_tensors}.values())
+    def non_layer_records(self) -> tuple[TensorRecord, ...]:
+        return tuple({b.record.name: b.record for b in self.non_layer_tensors}.values())
 
     @property
     def vocab_size(self) -> int:
@@ -127,8 +127,8 @@ class HfModel:
         experts = (
             converted_bytes(expert, self.dtype) for x in self.experts if x for expert in x.tensors
         )
-        outer = converted_bytes(self.outer_records, self.dtype)
-        return outer + max(layers, default=0) + max(experts, default=0)
+        non_layer = converted_bytes(self.non_layer_records, self.dtype)
+        return non_layer + max(layers, default=0) + max(experts, default=0)
 
     @property
     def decode_buffer_bytes(self) -> int:
@@ -217,7 +217,7 @@ def match_checkpoint(
     check_layers_used(model, layers_name, len(layers), match.named, directory)
     stacked = {f"{name}.{part}" for name, _ in expert_modules(model) for part in STACKED}
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
-    outer: list[BoundTensor] = []
+    non_layer: list[BoundTensor] = []
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in stacked:
@@ -240,15 +240,15 @@ def match_checkpoint(
                 f"{directory}: {name} is packed or quantised, which only tensors of decoder "
                 "layers can be: take a checkpoint in which it is not"
             )
-        (per_layer[int(place.split(".")[0])] if place else outer).append(bound)
+        (per_layer[int(place.split(".")[0])] if place else non_layer).append(bound)
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} tensors of {type(model).__name__}, "
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
     fill_buffers(model, match, directory)
-    steady_activations(model)
-    steady_routing(model)
+    batch_invariant_activations(model)
+    batch_invariant_routing(model)
     use_fast_products(model, dtype)
     modules, experts = _experts(model, layers_name, layers, match, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
@@ -263,7 +263,7 @@ def match_checkpoint(
         dtype,
         layers,
         tuple(map(tuple, per_layer)),
-        tuple(outer),
+        tuple(non_layer),
         experts,
         modules,
         weight_warnings=match.warnings,
@@ -282,8 +282,8 @@ def _experts(
     modules: list[nn.Module | None] = []
     experts: list[LayerExperts | None] = []
     for index, layer in enumerate(layers):
-        found = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
-        name, module = found[0] if found else ("", None)
+        result = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
+        name, module = result[0] if result else ("", None)
         modules.append(module)
         experts.append(
             None

@@ -42,7 +42,7 @@ class PackedForward:
 
     def bind(self, tensors: RawTensors) -> None:
         """Let these be what is decoded."""
-        self._stored = [[tensors[part.name] for part in one.parts] for one in self._packed]
+        self._stored = [[tensors[part.name] for part in item.parts] for item in self._packed]
 
     def unbind(self) -> None:
         self._stored = []

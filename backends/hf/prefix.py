@@ -35,8 +35,8 @@ def save_prefix(pool: KvPool, text: BlockStore, buffers: Mapping[str, memoryview
     for name, rows in _pools(pool, n_tokens):
         shape = (rows.shape[1], n_tokens, rows.shape[3])
         saved = torch.frombuffer(buffers[name], dtype=rows.dtype).view(shape)
-        for first, row, n_rows in runs:
-            saved[:, first : first + n_rows] = rows[0, :, row : row + n_rows]
+        for first, row, num_tokens in runs:
+            saved[:, first : first + num_tokens] = rows[0, :, row : row + num_tokens]
 
 
 def load_prefix(
@@ -51,7 +51,7 @@ def load_prefix(
     names = {f"layers.{i}.{kind}" for i in range(len(pool.layers)) for kind in ("keys", "values")}
     if set(tensors) != names:
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
-    pool.begin(text.make_room(0, len(token_ids)))
+    pool.begin(text.make_capacity(0, len(token_ids)))
     for i, (layer, module) in enumerate(zip(pool.layers, model.layers, strict=True)):
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)

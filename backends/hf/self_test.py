@@ -23,8 +23,8 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.checkpoint.config import HeadShape, head_shape
+from backends.contract.cached_checks import CachedChecks
 from backends.contract.exactness import Exactness
-from backends.contract.kept_checks import KeptChecks
 from backends.feedforward.linear import library_of, tried_linear_of
 from backends.hf.model import HfModel
 from backends.hf.products import Product, UnknownProduct, products_of
@@ -34,7 +34,7 @@ from offload.process.cpus import thread_counts
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that a pass may be filled up to, and rows that a product of the attention may be."""
 _COUNTS = (101, 64, 63, 33, 32, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
-_N_ROWS = 128
+_NUM_TOKENS = 128
 _SMALL_BIAS = 1e-7
 """As large as what is left of terms that cancel: a larger one would hide it."""
 _FEW_TERMS = 64
@@ -44,8 +44,8 @@ _FEW = (2, 3, 5, 7, 29)
 _TRIED_KV_HEADS = 4
 """KV heads that are tried of a model with more: heads are products of one batch, each computed like
 the next one; a batch of one or two is shared out to threads in another way."""
-_MOST_KEYS = (192, 128, 64)
-_PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, _MOST_KEYS[0] - 10
+_MAX_KEYS = (192, 128, 64)
+_PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, _MAX_KEYS[0] - 10
 """So many nodes, none of them beyond the block that the prefix ends in, are all that one product
 may hold at most."""
 
@@ -69,42 +69,42 @@ def find_exactness(model: HfModel, n_threads: int) -> TorchExactness:
     libraries = f"torch {torch.__version__} {library_of(model.dtype)}"
     with threads_of_pass(n_threads, follows_load=False):
         for counts in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
-            checks = KeptChecks(f"{libraries} {counts} threads", CANDIDATES)
+            checks = CachedChecks(f"{libraries} {counts} threads", CANDIDATES)
             try:
-                found = _find(model, checks, counts)
+                result = _find(model, checks, counts)
             except UnknownProduct as error:
                 return TorchExactness(False, str(error))
             finally:
                 checks.save()
-            if found.is_exact:
-                return replace(found, is_thread_invariant=1 in counts)
-    return found
+            if result.is_exact:
+                return replace(result, is_thread_invariant=1 in counts)
+    return result
 
 
-def _find(model: HfModel, checks: KeptChecks, threads: Sequence[int]) -> TorchExactness:
+def _find(model: HfModel, checks: CachedChecks, threads: Sequence[int]) -> TorchExactness:
     """threads: the numbers of threads that passes may have, in turn."""
     dtype = model.dtype
-    n_rows = 1
+    num_tokens = 1
     for product in sorted(set(products_of(model))):
         used = torch.float32 if product.is_float32 else dtype
         name = f"{used} {astuple(product)}"
-        found = checks.find(name, partial(least_rows_of_product, product, used, threads))
-        if found is None:
+        result = checks.find(name, partial(min_batch_tokens_of_product, product, used, threads))
+        if result is None:
             return TorchExactness(
                 False,
                 f"on this machine, products with {product.n_in} terms in {dtype} "
                 "depend on the other rows of a pass",
             )
-        n_rows = max(n_rows, found)
+        num_tokens = max(num_tokens, result)
     limits = find_limits(_fewer_heads(head_shape(model.config)), checks, threads)
     if limits is None:
         return TorchExactness(False, "on this machine, sums over keys depend on other keys")
-    if checks.find("functions", functions_are_steady) is None:
+    if checks.find("functions", functions_are_batch_invariant) is None:
         return TorchExactness(False, "on this machine, exp() depends on an element's place")
-    return TorchExactness(True, n_least_rows=n_rows, limits=limits)
+    return TorchExactness(True, min_batch_tokens=num_tokens, limits=limits)
 
 
-def least_rows_of_product(
+def min_batch_tokens_of_product(
     product: Product, dtype: torch.dtype, threads: Sequence[int] = ()
 ) -> int | None:
     """Rows from which on a product gives each row the same bits; None where that is not found.
@@ -120,8 +120,8 @@ def least_rows_of_product(
     transposed = weight.T.contiguous()
     linear = nn.functional.linear if product.is_torch else tried_linear_of(dtype)
 
-    def run(start: int, n_rows: int) -> torch.Tensor:
-        x = rows[start : start + n_rows]
+    def run(start: int, num_tokens: int) -> torch.Tensor:
+        x = rows[start : start + num_tokens]
         if product.is_transposed:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]
@@ -143,10 +143,10 @@ def _terms_that_cancel(
     half = n_in // 2
     places = torch.randperm(n_in, generator=generator)
     first, second = places[:half], places[half : 2 * half]
-    weight, rows = torch.zeros(n_out, n_in), torch.zeros(_N_ROWS, n_in)
+    weight, rows = torch.zeros(n_out, n_in), torch.zeros(_NUM_TOKENS, n_in)
     terms = torch.randn(n_out, half, generator=generator)
     weight[:, first] = weight[:, second] = terms
-    terms = torch.randn(_N_ROWS, half, generator=generator)
+    terms = torch.randn(_NUM_TOKENS, half, generator=generator)
     rows[:, first], rows[:, second] = terms, -terms
     return weight.to(dtype), rows.to(dtype)
 
@@ -159,13 +159,15 @@ def _least(
     n_places: where each number of rows is tried.
     """
     with torch.inference_mode():
-        expected, n_bad = run(0, _N_ROWS), 0
-        for i, n_rows in enumerate(_COUNTS):  # the most first: fewer tell nothing where they differ
+        expected, n_bad = run(0, _NUM_TOKENS), 0
+        for i, num_tokens in enumerate(
+            _COUNTS
+        ):  # the most first: fewer tell nothing where they differ
             for place in (p for p in range(i, i + n_places) for _ in _in_turn(threads)):
-                start = 37 * place % (_N_ROWS - n_rows + 1)
-                found = run(start, n_rows)
-                if not torch.equal(found, expected[start : start + n_rows]):
-                    n_bad = max(n_bad, n_rows)
+                start = 37 * place % (_NUM_TOKENS - num_tokens + 1)
+                result = run(start, num_tokens)
+                if not torch.equal(result, expected[start : start + num_tokens]):
+                    n_bad = max(n_bad, num_tokens)
                     break
             if n_bad >= CANDIDATES[-1]:
                 return None
@@ -195,19 +197,21 @@ def _fewer_heads(shape: HeadShape) -> HeadShape:
 
 
 def find_limits(
-    shape: HeadShape, checks: KeptChecks, threads: Sequence[int] = ()
+    shape: HeadShape, checks: CachedChecks, threads: Sequence[int] = ()
 ) -> ProductLimits | None:
     """For the attention; None where rows of a tree differ in any case."""
-    for most_keys in _MOST_KEYS:
-        name = f"attention {astuple(shape)} {most_keys}"
-        least_rows = checks.find(name, partial(least_rows_of_attention, shape, most_keys, threads))
-        if least_rows is not None:
-            return ProductLimits(least_rows, most_keys)
+    for max_keys in _MAX_KEYS:
+        name = f"attention {astuple(shape)} {max_keys}"
+        find_min_batch_tokens = checks.find(
+            name, partial(min_batch_tokens_of_attention, shape, max_keys, threads)
+        )
+        if find_min_batch_tokens is not None:
+            return ProductLimits(find_min_batch_tokens, max_keys)
     return None
 
 
-def least_rows_of_attention(
-    shape: HeadShape, most_keys: int, threads: Sequence[int] = ()
+def min_batch_tokens_of_attention(
+    shape: HeadShape, max_keys: int, threads: Sequence[int] = ()
 ) -> int | None:
     """Return the least rows of its products, with so many keys at most; None: no number will do."""
     generator = torch.Generator().manual_seed(shape.key_dim)
@@ -217,23 +221,23 @@ def least_rows_of_attention(
     value = torch.randn(1, shape.n_kv_heads, n_keys, shape.value_dim, generator=generator)
     tree = _bushy_tree()
 
-    def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, n_least: int) -> torch.Tensor:
-        limits = ProductLimits(n_least, most_keys)
+    def run(layout: PassLayout, nodes: slice, keys: torch.Tensor, min_count: int) -> torch.Tensor:
+        limits = ProductLimits(min_count, max_keys)
         mask = blocked_mask(BatchLayout.of(layout), 0, layout.n_new, None, limits)
         own_key, own_value = key.index_select(2, keys), value.index_select(2, keys)
         return mask.attend(query[:, :, nodes], own_key, own_value, scale=0.1)[0]
 
     with _restored_threads(), torch.inference_mode():
-        for n_least in CANDIDATES[2:]:
-            together = run(tree, slice(None), torch.arange(n_keys), n_least)
+        for min_count in CANDIDATES[2:]:
+            together = run(tree, slice(None), torch.arange(n_keys), min_count)
             parts = [(slice(n), _first_nodes(tree, n)) for n in _FEW]
             parts += [(slice(row, row + 1), _alone(tree, row)) for row in range(0, _N_NODES, 25)]
             if all(
-                torch.equal(run(layout, nodes, keys, n_least), together[nodes])
+                torch.equal(run(layout, nodes, keys, min_count), together[nodes])
                 for _ in _in_turn(threads)
                 for nodes, (layout, keys) in parts
             ):
-                return n_least
+                return min_count
     return None
 
 
@@ -241,10 +245,10 @@ def _bushy_tree() -> PassLayout:
     """Nodes below each other and beside each other, at random."""
     rng = np.random.default_rng(0)
     visible, depths = np.eye(_N_NODES, dtype=bool), np.zeros(_N_NODES, dtype=np.int64)
-    most = BLOCK_KEYS - 1 - _PREFIX % BLOCK_KEYS
+    limit = BLOCK_KEYS - 1 - _PREFIX % BLOCK_KEYS
     for node in range(1, _N_NODES):
         parent = int(rng.integers(-1, node))
-        if parent >= 0 and depths[parent] < most:
+        if parent >= 0 and depths[parent] < limit:
             visible[node] |= visible[parent]
             depths[node] = depths[parent] + 1
     return PassLayout(_PREFIX, _PREFIX + depths, visible)
@@ -264,7 +268,7 @@ def _alone(tree: PassLayout, row: int) -> tuple[PassLayout, torch.Tensor]:
     return CausalLayout(len(keys) - 1, 1), keys
 
 
-def functions_are_steady() -> int | None:
+def functions_are_batch_invariant() -> int | None:
     """1 where functions of a number do not depend on its place in a tensor, else None.
 
     Those that are not, such as silu, are called with whole vectors only: see elementwise.py.

@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 import transformers
 
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from backends.attention.blocks import REVISION
 from backends.contract.backend import Backend, UnsupportedModel
+from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED
-from backends.contract.kept_checks import machine
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.feedforward.linear import library_of, slow_products
 from backends.hf.activations import activation_bytes
@@ -35,7 +35,7 @@ from backends.packed.twelve_bits import TwelveBits
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
@@ -63,7 +63,7 @@ class HfSource(ModelSource):
         self.max_context = self.model.max_context
         self.experts = self.model.experts
         # What is read early is layers: experts are read once they are asked for.
-        self.early_records = None if self.experts else self.model.outer_records
+        self.prefetch_records = None if self.experts else self.model.non_layer_records
         self.can_use_gpu = not self.experts
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
         if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
@@ -89,21 +89,21 @@ class HfSource(ModelSource):
             description += f" exact {REVISION} {machine(self._libraries)}"
         layers = [record for layer in self.layers for record in layer.tensors]
         experts = [expert[0] for x in self.experts if x is not None for expert in x.tensors]
-        return fingerprint((*self.model.outer_records, *layers, *experts), description)
+        return fingerprint((*self.model.non_layer_records, *layers, *experts), description)
 
     @property
-    def outer_bytes(self) -> int:
+    def non_layer_bytes(self) -> int:
         model = self.model
         copies = model.converted_bytes + model.decode_buffer_bytes
-        return resident_footprint(model.outer_records) + copies
+        return resident_footprint(model.non_layer_records) + copies
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        n_rows = ctx_size + max_nodes + self.exactness.n_least_rows
-        return blocks_of(n_rows) * BLOCK_ROWS * self.model.kv_bytes_per_token
+        num_tokens = ctx_size + max_nodes + self.exactness.min_batch_tokens
+        return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
-        n_rows = max(max_rows, self.exactness.n_least_rows)
-        return activation_bytes(self.model, ctx_size, n_rows)
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
+        num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
+        return activation_bytes(self.model, ctx_size, num_tokens)
 
     @property
     def head_bytes(self) -> int:
@@ -115,7 +115,7 @@ class HfSource(ModelSource):
             return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
-        curve = curve.filled_up(self.exactness.n_least_rows)
+        curve = curve.filled_up(self.exactness.min_batch_tokens)
         measure = partial(measure_decoding, n_threads=self._n_threads, reading=reading)
         decoding = self._decoding(measure)
         return self._compute(curve, decoding)
@@ -126,16 +126,16 @@ class HfSource(ModelSource):
             return ModelCompute(curve, self.head_bytes)
         n_bytes = sum(layer.n_bytes for layer in self.layers)
         bound = [bound for layer in self.model.layer_tensors for bound in layer]
-        growth = sum(one.computed_bytes for one in bound) / n_bytes
+        growth = sum(item.computed_bytes for item in bound) / n_bytes
         per_byte = ComputeCurve.mixed([(growth, curve), *decoding])
         return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
 
     @property
     def multiplied(self) -> tuple[TensorRecord, ...]:
         dense = [
-            replace(one.record, n_bytes=one.computed_bytes)
+            replace(item.record, n_bytes=item.computed_bytes)
             for layer in self.model.layer_tensors
-            for one in layer
+            for item in layer
         ]
         experts = (r for x in self.experts if x is not None for e in x.tensors for r in e)
         return (*dense, *experts)
@@ -170,22 +170,22 @@ class HfSource(ModelSource):
         self.model.index.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
-        residency = loading.residency
+        placement = loading.placement
         weights = CpuWeights(
             self.model,
-            residency.layers,
-            residency.n_slots,
+            placement.layers,
+            placement.n_slots,
             n_readers=loading.n_readers,
             progress=loading.progress,
-            early=loading.early,
-            experts=residency.experts,
+            weight_prefetch=loading.weight_prefetch,
+            experts=placement.experts,
         )
         return TorchBackend(
             self.model,
             weights,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            kv_rows=loading.kv_rows,
+            num_kv_slots=loading.num_kv_slots,
             exactness=self.exactness,
             n_threads=self._n_threads,
             follows_load=self._follows_load and self.exactness.may_follow_load(),

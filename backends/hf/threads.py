@@ -13,9 +13,9 @@ from offload.process.cpus import threads_for_load, usable_cpus
 
 _CACHES_OF_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's, and that of its wrapper in torch (ideep)."""
-_MOST_KERNELS = 32
+_MAX_KERNELS = 32
 """In each. A product's shape has one, and passes have any number of rows: with up to 1 024, as the
-libraries have it, the embedded pair grew from 325 to 569 MiB in eight rounds of 16 texts, and from
+libraries have it, the embedded pair grew from 325 to 569 MiB in eight steps of 16 sequences, and from
 331 to 384 with 32, at the same speed (EPYC Zen 4)."""
 
 
@@ -42,15 +42,15 @@ def threads_of_pass(n_threads: int | None, follows_load: bool) -> Iterator[None]
     last anywhere. So every pass sets its own: another model's may not keep their bits with it.
     """
     before = torch.get_num_threads()  # asked first: a new thread would take another's afterwards
-    wanted = n_threads or before
+    requested = n_threads or before
     if follows_load:
-        wanted = threads_for_load(wanted)
-    if wanted != before:
-        torch.set_num_threads(wanted)
+        requested = threads_for_load(requested)
+    if requested != before:
+        torch.set_num_threads(requested)
     try:
         yield
     finally:
-        if wanted != before:
+        if requested != before:
             torch.set_num_threads(before)
 
 
@@ -58,4 +58,4 @@ def keep_few_kernels() -> None:
     """Before the first product of the process, when the libraries look; the user's own setting
     stands."""
     for name in _CACHES_OF_KERNELS:
-        os.environ.setdefault(name, str(_MOST_KERNELS))
+        os.environ.setdefault(name, str(_MAX_KERNELS))

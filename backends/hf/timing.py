@@ -13,7 +13,7 @@ import torch
 
 from backends.contract.curve import ComputeCurve
 from backends.feedforward.linear import library_of, linear_of
-from backends.timing.kept import kept_curve
+from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
 _OUT, _IN = 2048, 4096
@@ -34,15 +34,15 @@ def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeC
 @cache
 def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
     what = f"{library_of(dtype)} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
-    return kept_curve(what, lambda: _time_products(dtype, reading), reading)
+    return cached_curve(what, lambda: _time_products(dtype, reading), reading)
 
 
 def _time_products(dtype: torch.dtype, reading: Path | None) -> ComputeCurve:
-    one = torch.ones(_OUT, _IN, dtype=dtype)
-    weights = [one, *(one.clone() for _ in range(max(1, WEIGHT_BYTES // one.nbytes - 1)))]
+    item = torch.ones(_OUT, _IN, dtype=dtype)
+    weights = [item, *(item.clone() for _ in range(max(1, WEIGHT_BYTES // item.nbytes - 1)))]
     products = {n: _product(weights, n) for n in _ROWS}
     with torch.inference_mode():
-        return measure_curve(products, one.nbytes, reading)
+        return measure_curve(products, item.nbytes, reading)
 
 
 @cache
@@ -50,7 +50,7 @@ def measure_gpu_compute(dtype: torch.dtype, device: torch.device) -> ComputeCurv
     """The same of a GPU, whose arithmetic reads from storage do not touch."""
     name = torch.cuda.get_device_name(device)
     what = f"torch {torch.__version__} {name} {dtype} {_GPU_OUT}x{_GPU_IN} {_GPU_ROWS}"
-    return kept_curve(what, lambda: _time_gpu_products(dtype, device))
+    return cached_curve(what, lambda: _time_gpu_products(dtype, device))
 
 
 def _time_gpu_products(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
@@ -69,10 +69,12 @@ def _time_gpu_products(dtype: torch.dtype, device: torch.device) -> ComputeCurve
         return measure_curve(products, weights[0].nbytes)
 
 
-def _product(weights: list[torch.Tensor], n_rows: int) -> Product:
+def _product(weights: list[torch.Tensor], num_tokens: int) -> Product:
     """A product, with a norm and an activation: a decoder layer has about as many small operations
     for each byte of its weights."""
-    x = torch.ones(n_rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
+    x = torch.ones(
+        num_tokens, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device
+    )
     turns = itertools.cycle(weights)
     linear = linear_of(x.dtype) if x.device.type == "cpu" else torch.nn.functional.linear
 

@@ -20,7 +20,7 @@ from offload.ring.slots import Check
 RawTensors = Mapping[str, torch.Tensor]
 """By name, the bytes of each tensor as its file has them: uint8 [n_bytes] on the device."""
 
-BringExperts = Callable[
+FetchExperts = Callable[
     [int, Sequence[int], Check | None],
     Generator[tuple[int, tuple[torch.Tensor, ...]], None, None],
 ]
@@ -58,11 +58,11 @@ class TorchWeights(Protocol):
     def decoder(self) -> DecodesTensors:
         """Of the packed tensors among them."""
 
-    bring_experts: BringExperts | None
+    fetch_experts: FetchExperts | None
     """Where the routed experts of a mixture come from; None where there are none."""
 
     @property
-    def outer(self) -> RawTensors:
+    def non_layer(self) -> RawTensors:
         """Embeddings, final norm and head, valid until `close`."""
 
     def layer(self, index: int, check: Check | None = None) -> AbstractContextManager[RawTensors]:
@@ -101,10 +101,10 @@ class TorchWeights(Protocol):
         """See Backend."""
 
     @property
-    def held_bytes(self) -> int:
+    def pinned_bytes(self) -> int:
         """See Backend."""
 
-    def hold(self, n_bytes: int) -> None:
+    def pin_layers(self, n_bytes: int) -> None:
         """See Backend."""
 
     def stop(self) -> bool:

@@ -1,6 +1,6 @@
 """Keys and values of all sequences of a model, in blocks that sequences share.
 
-A block holds BLOCK_ROWS rows of every layer. Sequences count the references to it, so that n texts
+A block holds BLOCK_ROWS rows of every layer. Sequences count the references to it, so that n sequences
 of one prompt hold the prompt once; whoever is to write to a block that others have, too, copies it
 first (vLLM's paged attention: Kwon et al. 2023).
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from backends.attention.batch import BLOCK_ROWS, BatchLayout, rows_in_pool, runs_of
+from backends.attention.batch import BLOCK_SIZE, BatchLayout, rows_in_pool, runs_of
 from backends.contract.backend import BackendError
 from offload.storage.aligned import AlignedBuffer
 
@@ -33,9 +33,9 @@ class PoolLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()
-        self._n_rows = n_rows
+        self._num_tokens = num_tokens
         self._runs: Sequence[Run] = ()
         self._gathered: BatchLayout | None = None
         self.n_written = 0
@@ -51,8 +51,8 @@ class PoolLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtype from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = _rows(key_states, self._n_rows)
-        self.values = _rows(value_states, self._n_rows)
+        self.keys = _rows(key_states, self._num_tokens)
+        self.values = _rows(value_states, self._num_tokens)
         self.is_initialized = True
 
     def update(
@@ -69,8 +69,8 @@ class PoolLayer(CacheLayerMixin):
         start, end = self.n_written, self.n_written + key_states.shape[-2]
         for pool, states in ((self.keys, key_states), (self.values, value_states)):
             _check_shape(pool, states)
-            for first, row, n_rows in self._runs:
-                a, b = max(first, start), min(first + n_rows, end)
+            for first, row, num_tokens in self._runs:
+                a, b = max(first, start), min(first + num_tokens, end)
                 if a < b:
                     at = row + a - first
                     pool[:, :, at : at + b - a] = states[:, :, a - start : b - start]
@@ -89,7 +89,7 @@ class PoolLayer(CacheLayerMixin):
     def copy_block(self, source: int, target: int) -> None:
         for pool in (self.keys, self.values):
             if pool is not None:
-                blocks = pool.unflatten(2, (-1, BLOCK_ROWS))
+                blocks = pool.unflatten(2, (-1, BLOCK_SIZE))
                 blocks[:, :, target] = blocks[:, :, source]
 
     @property
@@ -119,7 +119,7 @@ class KvPool(Cache):
     """
 
     def __init__(self, n_layers: int, n_blocks: int) -> None:
-        super().__init__(layers=[PoolLayer(n_blocks * BLOCK_ROWS) for _ in range(n_layers)])
+        super().__init__(layers=[PoolLayer(n_blocks * BLOCK_SIZE) for _ in range(n_layers)])
         self.n_blocks = n_blocks
         self._n_users = [0] * n_blocks
         self._given_back: list[int] = []  # a heap: low ones first, so that runs are long
@@ -133,7 +133,7 @@ class KvPool(Cache):
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK_ROWS * sum(layer.row_bytes for layer in self.layers)
+        return BLOCK_SIZE * sum(layer.row_bytes for layer in self.layers)
 
     def is_shared(self, block: int) -> bool:
         return self._n_users[block] > 1
@@ -146,9 +146,9 @@ class KvPool(Cache):
             block = self.n_touched
             self.n_touched += 1
         else:
-            n_rows = self.n_blocks * BLOCK_ROWS
+            num_tokens = self.n_blocks * BLOCK_SIZE
             raise BackendError(
-                f"the KV cache is full: all of its {n_rows} tokens are in use: end a text, or load "
+                f"the KV cache is full: all of its {num_tokens} tokens are in use: end a text, or load "
                 "the model with a larger context"
             )
         self._n_users[block] = 1
@@ -198,12 +198,12 @@ class KvPool(Cache):
             for layer in initialized:
                 layer.copy_rows(old, new)
 
-    def check_written(self, n_rows: int) -> None:
+    def check_written(self, num_tokens: int) -> None:
         """Raise RuntimeError where a layer did not write this pass's rows."""
         for i, layer in enumerate(self.layers):
-            if layer.n_written != n_rows:
+            if layer.n_written != num_tokens:
                 raise RuntimeError(
-                    f"KV cache layer {i} was given {layer.n_written} rows, expected {n_rows}"
+                    f"KV cache layer {i} was given {layer.n_written} rows, expected {num_tokens}"
                 )
 
     def free(self) -> None:
@@ -215,28 +215,28 @@ class KvPool(Cache):
         self.n_touched = 0
 
 
-def blocks_of(n_rows: int) -> int:
+def blocks_of(num_tokens: int) -> int:
     """Blocks that hold so many rows of one sequence."""
-    return -(-n_rows // BLOCK_ROWS)
+    return -(-num_tokens // BLOCK_SIZE)
 
 
-def most_new_blocks(rows_left: Sequence[int], n_rows: int) -> int:
+def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> int:
     """That so many more rows may take, however they are shared out.
 
     rows_left: of blocks that are begun, which are filled before another one is taken.
     """
     n_begun = 0
-    for left in sorted(rows_left or (0,)):
-        if n_rows <= left:
+    for left in sorted(num_free_slots_by_block or (0,)):
+        if num_tokens <= left:
             return n_begun
-        n_rows -= left + 1
+        num_tokens -= left + 1
         n_begun += 1
-    return n_begun + n_rows // BLOCK_ROWS  # each of these has BLOCK_ROWS - 1 left by now
+    return n_begun + num_tokens // BLOCK_SIZE  # each of these has BLOCK_ROWS - 1 left by now
 
 
-def _rows(states: torch.Tensor, n_rows: int) -> torch.Tensor:
+def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Room for rows like `states` [1, heads, n, dim]."""
-    shape = (1, states.shape[1], n_rows, states.shape[3])
+    shape = (1, states.shape[1], num_tokens, states.shape[3])
     if states.device.type != "cpu":
         return torch.empty(shape, dtype=states.dtype, device=states.device)
     n_numbers = math.prod(shape)

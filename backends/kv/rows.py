@@ -26,20 +26,20 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
     Returns where in the pool they lie, int64 [rows], and who sees whom.
     """
     places, parts = [], []
-    for one in new:
-        n_rows = len(one.token_ids) + (n_more if one is new[-1] else 0)
-        layout = layout_of(one)
-        places.append(one.store.make_room(layout.prefix + layout.first_new, n_rows))
-        parts.append(one.store.part(layout))
+    for item in new:
+        num_tokens = len(item.token_ids) + (n_more if item is new[-1] else 0)
+        layout = layout_of(item)
+        places.append(item.store.make_capacity(layout.prefix + layout.first_new, num_tokens))
+        parts.append(item.store.part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 
 
 def rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
     """The rows whose logits are wanted, counted over all sequences."""
-    found: list[int] = []
+    result: list[int] = []
     first = 0
-    for one in new:
-        found += [first + row for row in one.logits_at]
-        first += len(one.token_ids)
-    return found
+    for item in new:
+        result += [first + row for row in item.logits_at]
+        first += len(item.token_ids)
+    return result

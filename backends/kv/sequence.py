@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from backends.attention.batch import BLOCK_ROWS, SequencePart, rows_in_pool
+from backends.attention.batch import BLOCK_SIZE, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
 from backends.contract.nodes import NodeTable
 from backends.kv.pool import KvPool, blocks_of
@@ -28,44 +28,44 @@ class BlockStore:
         """Where in the pool they lie, in order, int64."""
         return np.array(self._blocks, dtype=np.int64)
 
-    def make_room(self, first: int, n_rows: int) -> np.ndarray:
+    def make_capacity(self, first: int, num_tokens: int) -> np.ndarray:
         """Let rows from `first` on be written, so many of them; where in the pool these are.
 
         Raises BackendError where the pool has no more blocks; nothing is lost then.
         """
-        for at in range(first // BLOCK_ROWS, len(self._blocks)):
+        for at in range(first // BLOCK_SIZE, len(self._blocks)):
             if self._pool.is_shared(self._blocks[at]):
                 self._blocks[at] = self._pool.own_copy(self._blocks[at])
-        while len(self._blocks) < blocks_of(first + n_rows):
+        while len(self._blocks) < blocks_of(first + num_tokens):
             self._blocks.append(self._pool.take())
-        return rows_in_pool(self.blocks, np.arange(first, first + n_rows))
+        return rows_in_pool(self.blocks, np.arange(first, first + num_tokens))
 
     def part(self, layout: PassLayout) -> SequencePart:
         return SequencePart(layout, self.blocks)
 
     @property
-    def n_free_rows(self) -> int:
+    def num_free_slots(self) -> int:
         """Rows that could be written behind those of the table now."""
-        n_rows, n_free = self.table.n_rows, self._pool.n_free
-        n_begun = n_rows % BLOCK_ROWS
-        if n_begun and self._pool.is_shared(self._blocks[blocks_of(n_rows) - 1]):
+        num_tokens, n_free = self.table.num_tokens, self._pool.n_free
+        n_begun = num_tokens % BLOCK_SIZE
+        if n_begun and self._pool.is_shared(self._blocks[blocks_of(num_tokens) - 1]):
             n_free -= 1  # for a copy of it
-        return max(0, n_free * BLOCK_ROWS + (-n_rows % BLOCK_ROWS if n_free >= 0 else 0))
+        return max(0, n_free * BLOCK_SIZE + (-num_tokens % BLOCK_SIZE if n_free >= 0 else 0))
 
     @property
-    def rows_left(self) -> list[int]:
+    def num_free_slots_by_block(self) -> list[int]:
         """Rows that may be written before another block is taken; and again after that, where the
         first one taken is a copy of a shared one."""
-        n_left = -self.table.n_rows % BLOCK_ROWS
-        if n_left and self._pool.is_shared(self._blocks[blocks_of(self.table.n_rows) - 1]):
+        n_left = -self.table.num_tokens % BLOCK_SIZE
+        if n_left and self._pool.is_shared(self._blocks[blocks_of(self.table.num_tokens) - 1]):
             return [0, n_left - 1]
         return [n_left]
 
-    def n_blocks_for(self, n_rows: int) -> int:
+    def n_blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many rows behind those of the table take from the pool."""
-        first = self.table.n_rows
-        n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_ROWS :]))
-        return n_copied + max(0, blocks_of(first + n_rows) - len(self._blocks))
+        first = self.table.num_tokens
+        n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_SIZE :]))
+        return n_copied + max(0, blocks_of(first + num_tokens) - len(self._blocks))
 
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         return self.table.add(parents, token_ids)
@@ -108,15 +108,15 @@ class BlockStore:
 
     def trim(self) -> None:
         """Give back blocks without a row."""
-        n_blocks = blocks_of(self.table.n_rows)
+        n_blocks = blocks_of(self.table.num_tokens)
         while len(self._blocks) > n_blocks:
             self._pool.give_back(self._blocks.pop())
 
     def check_integrity(self) -> None:
         """There is room for exactly the rows that the table knows."""
-        if len(self._blocks) < blocks_of(self.table.n_rows):
+        if len(self._blocks) < blocks_of(self.table.num_tokens):
             raise RuntimeError(
-                f"{len(self._blocks)} blocks do not hold the sequence's {self.table.n_rows} rows"
+                f"{len(self._blocks)} blocks do not hold the sequence's {self.table.num_tokens} rows"
             )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The llama.cpp backend: a GGUF model, held in memory or streamed from storage.
 
-Texts and their trees are sequences of one unified KV cache (cache.py); a streamed model's passes
+Sequences and their trees are sequences of one unified KV cache (cache.py); a streamed model's passes
 walk its layers (stream.py).
 """
 
@@ -27,7 +27,7 @@ from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.rows import PassRows
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_files
 from offload.units import Progress
@@ -42,8 +42,8 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         max_context: most tokens of a text; None takes what the model was trained for.
         max_nodes: most live nodes at a time; trees may have min(max_nodes, MAX_LEAVES) leaves.
         max_outputs: most rows of logits of one call; max_nodes when None.
-        kv_rows: tokens and nodes that all texts together may have; None: enough for one of them.
-        max_texts: most texts at a time, should each have a tree of one leaf.
+        kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
+        max_texts: most sequences at a time, should each have a tree of one leaf.
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
         flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
             long context; with a cache of f16 a row of several and one alone differ (about 3e-4).
@@ -73,13 +73,13 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         flash_attention: bool | None = None,
-        residency: Placement | None = None,
+        placement: Placement | None = None,
         load_mode: str = "stream",
         n_readers: int | None = None,
         progress: Progress | None = None,
         exactness: Exactness = NOT_ASKED,
-        kv_rows: int | None = None,
-        max_texts: int = 1,
+        num_kv_slots: int | None = None,
+        max_num_seqs: int = 1,
         follows_load: bool = False,
     ) -> None:
         super().__init__()
@@ -92,17 +92,17 @@ class LlamaBackend(RecoveringBackend[CellStore]):
             cache_type_v,
             flash_attention,
             exactness,
-            kv_rows,
-            max_texts,
+            num_kv_slots,
+            max_num_seqs,
             follows_load,
         )
-        check_options(model, options, residency, load_mode)
+        check_options(model, options, placement, load_mode)
         self._closing: list[Callable[[], None]] = []
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
         )
         try:
-            self._open(model, options, residency, load_mode, n_readers, progress)
+            self._open(model, options, placement, load_mode, n_readers, progress)
         except BaseException:
             self.close()
             raise
@@ -111,30 +111,30 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self,
         model: GgufModel,
         options: ContextOptions,
-        residency: Placement | None,
+        placement: Placement | None,
         load_mode: str,
         n_readers: int | None,
         progress: Progress | None,
     ) -> None:
         """What needs closing is registered as soon as it exists; the last one is closed first."""
-        is_streamed = load_mode == "stream" and residency is not None and residency.streams
+        is_streamed = load_mode == "stream" and placement is not None and placement.streams
         before = mapped_ranges(model) if is_streamed else ()
         self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
         self._stream: StreamedLayers | None = None
         self._closing.append(self._close_model)
         self.vocab_size = self._model.vocab_size
-        if is_streamed and residency is not None:
-            self._stream = StreamedLayers(self._model, model, residency, before)
+        if is_streamed and placement is not None:
+            self._stream = StreamedLayers(self._model, model, placement, before)
         self._open_context(options)
-        if self._stream and residency is not None:
+        if self._stream and placement is not None:
             self._closing.append(self._stream.close)
-            self._stream.start(self._context, residency.n_slots, n_readers, progress)
+            self._stream.start(self._context, placement.n_slots, n_readers, progress)
             drop_files(model.index.paths)  # where llama.cpp has read them: see unread.py
         self._open_passes()
 
     def _open_context(self, options: ContextOptions) -> None:
         callback = self._stream.callback if self._stream else None
-        self._options, self.max_rows = options, options.max_rows
+        self._options, self.max_num_tokens = options, options.max_num_tokens
         self.max_context, self.max_nodes = options.max_context, options.max_nodes
         self._context = LlamaContext(self._model, options, callback)
         self._closing.append(self._context.close)
@@ -153,7 +153,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self._passes = CancellablePasses(self._context)
         self._closing.append(self._passes.cancel)
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_rows: int) -> LlamaBackend:
+    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> LlamaBackend:
         """See Backend.sibling."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
@@ -165,9 +165,9 @@ class LlamaBackend(RecoveringBackend[CellStore]):
                     self._options,
                     max_context=min(max_context, self.max_context),
                     max_nodes=max_nodes,
-                    max_outputs=max_rows,
-                    kv_rows=None,
-                    max_texts=1,
+                    max_outputs=max_num_tokens,
+                    num_kv_slots=None,
+                    max_num_seqs=1,
                 )
             )
             other._open_passes()
@@ -184,10 +184,10 @@ class LlamaBackend(RecoveringBackend[CellStore]):
     def _fork(self, kv: CellStore, length: int) -> CellStore:
         return kv.fork(length)
 
-    def _free_rows(self, kv: CellStore) -> int:
+    def _num_free_slots(self, kv: CellStore) -> int:
         return self._cells.n_free
 
-    def _room_of(self, kv: CellStore, rows: SequenceInput) -> Sequence[int]:
+    def _capacity_of(self, kv: CellStore, rows: SequenceInput) -> Sequence[int]:
         n_leaves = 0 if rows.parents is None else kv.n_leaves_with(rows.parents)
         return len(rows.token_ids), max(MIN_IN_USE, n_leaves) - kv.n_needed
 
@@ -198,28 +198,28 @@ class LlamaBackend(RecoveringBackend[CellStore]):
     def stream_use(self) -> StreamUse:
         return self._stream.use if self._stream else StreamUse()
 
-    def kv_growth_bytes(self, n_tokens: int, n_new_texts: int = 0) -> int:
+    def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         """A streamed model's cells take memory once they are written; page by page, without flash
         attention, each of which has the values of so many cells."""
         if self._stream is None:
             return 0
-        n_nodes = max(self.max_nodes, self._options.n_least_rows)
-        n_rows = self._cells.n_growth(n_tokens + n_nodes)
+        n_nodes = max(self.max_nodes, self._options.min_batch_tokens)
+        num_tokens = self._cells.n_growth(n_tokens + n_nodes)
         if not self._context.has_flash_attention:
-            n_rows = max(n_rows, PAGE_BYTES // _VALUE_BYTES)
-        return n_rows * self._kv_bytes_per_token
+            num_tokens = max(num_tokens, PAGE_BYTES // _VALUE_BYTES)
+        return num_tokens * self._kv_bytes_per_token
 
     @property
     def unread_bytes(self) -> int:
         return self._stream.unread_bytes if self._stream else 0
 
     @property
-    def held_bytes(self) -> int:
-        return self._stream.held_bytes if self._stream else 0
+    def pinned_bytes(self) -> int:
+        return self._stream.pinned_bytes if self._stream else 0
 
-    def hold(self, n_bytes: int) -> None:
+    def pin_layers(self, n_bytes: int) -> None:
         if self._stream:
-            self._stream.hold(n_bytes)
+            self._stream.pin_layers(n_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -244,7 +244,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self._prefix.save(buffers, kv.in_use[0])
 
     def _load_prefix(self, kv: CellStore, token_ids: list[int], tensors: SavedTensors) -> None:
-        self._settle(kv, len(token_ids))
+        self._make_capacity(kv, len(token_ids))
         self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
 
@@ -269,28 +269,28 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         """A streamed model is read once for every `max_rows` tokens."""
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
-        self._settle(new[0].store, len(rows))
-        found = []
+        self._make_capacity(new[0].store, len(rows))
+        result = []
         for part, batch in rows.batches(
-            self.max_rows, self._options.n_least_rows, self._cells.spare
+            self.max_num_tokens, self._options.min_batch_tokens, self._cells.scratch
         ):
-            found.append(self._run(batch))
-            self._cells.grow(rows.texts[part], rows.positions[part])
-        return rows.of_texts(found)
+            result.append(self._run(batch))
+            self._cells.grow(rows.sequences[part], rows.positions[part])
+        return rows.of_sequences(result)
 
     def _run(self, batch: Batch) -> np.ndarray:
         """One pass; float32 logits [wanted, vocab] in the order of the rows."""
         decode = self._decode_streamed if self._stream else self._context.decode
         self._passes.run(lambda: decode(batch))
         if batch.n_fillers:
-            self._cells.empty_spare()
+            self._cells.empty_scratch()
         return self._context.logits(batch, self.vocab_size)
 
     def _decode_streamed(self, batch: Batch) -> int:
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _settle(self, text: CellStore, n_new: int) -> None:
+    def _make_capacity(self, text: CellStore, n_new: int) -> None:
         """Make room for so many cells, of this text and maybe others."""
         n_free = self._cells.n_free
         if n_new > n_free:
@@ -298,16 +298,16 @@ class LlamaBackend(RecoveringBackend[CellStore]):
                 raise ContextFull(n_new, text.table.n_committed, self.max_context)
             raise BackendError(
                 f"the KV cache is full: {n_new} more tokens do not fit in the {n_free} of "
-                f"{self._cells.n_cells} that {len(self._sequences)} texts leave: end a text, or "
+                f"{self._cells.n_cells} that {len(self._sequences)} sequences leave: end a text, or "
                 "load the model with a larger context"
             )
         self._cells.settle(n_new)
 
     def _check_outputs(self, n_outputs: int) -> None:
-        most = self._options.n_outputs
-        if n_outputs > most:
+        limit = self._options.n_outputs
+        if n_outputs > limit:
             raise BackendError(
-                f"{n_outputs} rows of logits are more than the {most} that this "
+                f"{n_outputs} rows of logits are more than the {limit} that this "
                 "backend was made for: ask for fewer rows or raise max_outputs"
             )
 

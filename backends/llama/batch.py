@@ -29,19 +29,19 @@ class Batch:
         positions: Sequence[int] | np.ndarray,
         sequences: Sequence[Sequence[int]],
         rows: Sequence[int] | np.ndarray,
-        n_least: int = 1,
-        spare: int = 0,
+        min_count: int = 1,
+        scratch: int = 0,
     ) -> None:
-        self.n_fillers = max(0, n_least - len(token_ids))
+        self.n_fillers = max(0, min_count - len(token_ids))
         self.n_tokens = len(token_ids) + self.n_fillers
-        outputs = _outputs(rows, self.n_tokens, n_least)
+        outputs = _outputs(rows, self.n_tokens, min_count)
         self.n_outputs = len(outputs)
-        self.wanted = np.flatnonzero(np.isin(outputs, rows))
+        self.requested = np.flatnonzero(np.isin(outputs, rows))
         """Which rows of logits are those of `rows`, in the batch's order."""
         fillers = np.arange(self.n_fillers)
         self._tokens = np.concatenate([token_ids, 0 * fillers]).astype(np.int32)
         self._positions = np.concatenate([positions, fillers]).astype(np.int32)
-        named = [*sequences, *[[spare]] * self.n_fillers]
+        named = [*sequences, *[[scratch]] * self.n_fillers]
         self._counts = np.asarray([len(names) for names in named], dtype=np.int32)
         self._names = np.concatenate([np.asarray(names, dtype=np.int32) for names in named])
         starts = np.cumsum(self._counts, dtype=np.uint64) - self._counts.astype(np.uint64)
@@ -50,11 +50,11 @@ class Batch:
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
         self._outputs[outputs] = 1
 
-    def first_filler(self, n_rows: int) -> int:
+    def first_filler(self, num_tokens: int) -> int:
         """n_rows: of all rows, or of those with logits, which alone are in the last layer. The rows
         that fill the pass up are the last of them."""
         outputs = self._outputs[self.n_tokens - self.n_fillers :]
-        return n_rows - (self.n_fillers if n_rows == self.n_tokens else int(outputs.sum()))
+        return num_tokens - (self.n_fillers if num_tokens == self.n_tokens else int(outputs.sum()))
 
     @property
     def token_ids(self) -> list[int]:
@@ -77,9 +77,9 @@ class Batch:
         return batch
 
 
-def _outputs(rows: Sequence[int] | np.ndarray, n_tokens: int, n_least: int) -> np.ndarray:
+def _outputs(rows: Sequence[int] | np.ndarray, n_tokens: int, min_count: int) -> np.ndarray:
     """Rows of a pass that get logits, ascending: the wanted ones, and the last others."""
-    wanted = np.unique(np.asarray(rows, dtype=np.int64))
-    n_more = n_least - len(wanted) if len(wanted) else 0
-    others = np.setdiff1d(np.arange(n_tokens), wanted)
-    return np.sort(np.concatenate([wanted, others[len(others) - max(n_more, 0) :]]))
+    requested = np.unique(np.asarray(rows, dtype=np.int64))
+    n_more = min_count - len(requested) if len(requested) else 0
+    rest = np.setdiff1d(np.arange(n_tokens), requested)
+    return np.sort(np.concatenate([requested, rest[len(rest) - max(n_more, 0) :]]))

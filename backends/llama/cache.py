@@ -14,7 +14,7 @@ its live path only: each copied cell is an insertion into an ordered set, and ea
 calls looks at all cells. These calls report nothing; what they did is checked by the lengths of the
 sequences.
 
-Several texts share the cache. Each has sequences of its own, so that none sees another's cells; a
+Several sequences share the cache. Each has sequences of its own, so that none sees another's cells; a
 fork shares the cells of a prefix. The order of all cells is kept in cells.py.
 """
 
@@ -34,17 +34,17 @@ two sequences on every committed cell a rollback finds all of them."""
 class CellStore:
     """Which sequence holds which live node of a text, kept in step with a `NodeTable`."""
 
-    def __init__(self, room: Cells) -> None:
+    def __init__(self, capacity: Cells) -> None:
         self.table = NodeTable()
         self.cells: list[Cell] = []
         self.has_ended = False
         self.new: list[list[int]] = []
         """Sequences of each node that was added last."""
-        self._room = room
-        self._owned = room.take_sequences(MIN_IN_USE)
+        self._capacity = capacity
+        self._owned = capacity.take_sequences(MIN_IN_USE)
         self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
         self._through: dict[int, int] = {}  # live node -> a sequence that holds it
-        room.add(self)
+        capacity.add(self)
 
     @property
     def in_use(self) -> list[int]:
@@ -97,19 +97,19 @@ class CellStore:
         sequence = self._fresh()
         if node != PREFIX:
             source = self._through[node]
-            self._room.copy(source, sequence, self.table.n_committed, self._end_of(node))
+            self._capacity.copy(source, sequence, self.table.n_committed, self._end_of(node))
         return sequence
 
     def _fresh(self) -> int:
         if idle := self._idle:
             return idle[0]
-        (sequence,) = self._room.take_sequences(1)
-        self._room.copy(self._owned[0], sequence, 0, self.table.n_committed)
+        (sequence,) = self._capacity.take_sequences(1)
+        self._capacity.copy(self._owned[0], sequence, 0, self.table.n_committed)
         self._owned.append(sequence)
         return sequence
 
     def _check_window(self) -> None:
-        window = self._room.window
+        window = self._capacity.window
         if 0 < window <= self.table.max_depth:
             raise BackendError(
                 f"a draft of {self.table.max_depth} tokens in a row is longer than the model's "
@@ -127,13 +127,13 @@ class CellStore:
         source = self._through[path[-1]] if path else self._owned[0]
         gone = [s for s, leaf in self._ends.items() if leaf not in alive]
         survivors = [s for s in self._ends if s not in set(gone)]
-        others = [s for s in self._owned if s not in survivors and s != source]
+        rest = [s for s in self._owned if s not in survivors and s != source]
         for sequence in gone:
-            self._room.remove(sequence, end if path and sequence == source else start)
+            self._capacity.remove(sequence, end if path and sequence == source else start)
             del self._ends[sequence]
         if path:
-            for sequence in others:
-                self._room.copy(source, sequence, start, end)
+            for sequence in rest:
+                self._capacity.copy(source, sequence, start, end)
         self._keep(start, rows)
 
     def prune(self, nodes: Collection[int]) -> None:
@@ -143,24 +143,24 @@ class CellStore:
         alive = set(self.table.ids)
         deepest = {s: max(alive.intersection(path), default=PREFIX) for s, path in before.items()}
         gone = {s: node for s, node in deepest.items() if node != self._ends[s]}
-        held = {n for s, path in before.items() if s not in gone for n in path}
+        pinned = {n for s, path in before.items() if s not in gone for n in path}
         # The deepest first: where it stays, it holds the nodes that others would end at.
         for sequence in sorted(gone, key=lambda s: -self._end_of(gone[s])):
             node = gone[sequence]
-            if node == PREFIX or node in held:
-                self._room.remove(sequence, self.table.n_committed)
+            if node == PREFIX or node in pinned:
+                self._capacity.remove(sequence, self.table.n_committed)
                 del self._ends[sequence]
             else:
-                self._room.remove(sequence, self._end_of(node))
+                self._capacity.remove(sequence, self._end_of(node))
                 self._ends[sequence] = node
-                held.update(self.table.path(node))
+                pinned.update(self.table.path(node))
         self._keep(self.table.n_committed, rows)
 
     def _keep(self, start: int, rows: Sequence[int]) -> None:
         """Of the cells from `start` on these remain, in this order."""
-        before, kept = self.cells[start:], set(rows)
+        before, cached = self.cells[start:], set(rows)
         self.cells[start:] = [before[row] for row in rows]
-        self._room.let_go(self, [cell for i, cell in enumerate(before) if i not in kept])
+        self._capacity.let_go(self, [cell for i, cell in enumerate(before) if i not in cached])
         path = self.table.path
         self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
         self.check_integrity()
@@ -182,9 +182,9 @@ class CellStore:
 
     def _drop_from(self, length: int) -> None:
         for sequence in self._owned:
-            self._room.remove(sequence, length)
-        self._room.empty_spare()
-        self._room.let_go(self, self.cells[length:])
+            self._capacity.remove(sequence, length)
+        self._capacity.empty_scratch()
+        self._capacity.let_go(self, self.cells[length:])
         del self.cells[length:]
         self._ends, self._through = {}, {}
         if not length:
@@ -200,16 +200,16 @@ class CellStore:
     def adopt(self, token_ids: Sequence[int]) -> None:
         """The first sequence of an empty text was filled with these tokens: they are the prefix."""
         self.table.append(token_ids)
-        self._room.grow([self] * len(token_ids), range(len(token_ids)))
+        self._capacity.grow([self] * len(token_ids), range(len(token_ids)))
         for sequence in self._owned[1:]:
-            self._room.copy(self._owned[0], sequence, 0, len(token_ids))
+            self._capacity.copy(self._owned[0], sequence, 0, len(token_ids))
         self.check_integrity()
 
     def fork(self, length: int) -> CellStore:
         """Another text with the first `length` tokens of the prefix, whose cells both hold."""
-        other = CellStore(self._room)
+        other = CellStore(self._capacity)
         for sequence in other._owned:
-            self._room.copy(self._owned[0], sequence, 0, length)
+            self._capacity.copy(self._owned[0], sequence, 0, length)
         other.table.append(self.table.committed[:length])
         other.cells = self.cells[:length]
         for cell in other.cells:
@@ -222,7 +222,7 @@ class CellStore:
         for sequence in self._idle[::-1]:
             if len(self._owned) > MIN_IN_USE:
                 self._owned.remove(sequence)
-                self._room.give_back(sequence)
+                self._capacity.give_back(sequence)
 
     def close(self) -> None:
         """The text ends; its cells are given back when they are needed (see Cells)."""
@@ -230,14 +230,14 @@ class CellStore:
         self.give_idle()
         self.table.rollback(0)
         self.has_ended = True
-        self._room.end(self)
+        self._capacity.end(self)
 
     def free(self) -> None:
         """Give back the cells and sequences of an ended text."""
         while self._owned:
-            self._room.give_back(self._owned[-1])
+            self._capacity.give_back(self._owned[-1])
             self._owned.pop()
-        self._room.let_go(self, self.cells)
+        self._capacity.let_go(self, self.cells)
         self.cells = []
 
     # --- what llama.cpp has ----------------------------------------------------------------
@@ -253,10 +253,10 @@ class CellStore:
         """Every sequence starts at 0 and ends where it should, as llama.cpp sees it."""
         lengths = dict.fromkeys(self._owned, self.table.n_committed)
         lengths.update({s: self._end_of(leaf) for s, leaf in self._ends.items()})
-        self._room.check_lengths(lengths)
-        if len(self.cells) != self.table.n_rows:
+        self._capacity.check_lengths(lengths)
+        if len(self.cells) != self.table.num_tokens:
             raise RuntimeError(
-                f"a text of {self.table.n_rows} tokens and nodes has {len(self.cells)} cells"
+                f"a text of {self.table.num_tokens} tokens and nodes has {len(self.cells)} cells"
             )
 
     def _end_of(self, node: int) -> int:

@@ -1,10 +1,10 @@
-"""The cells of a llama.cpp KV cache: which texts hold them, and in what order they lie.
+"""The cells of a llama.cpp KV cache: which sequences hold them, and in what order they lie.
 
 A row's attention is a sum over cells in the order in which they lie (cells that the row does not
 see change nothing), so a backend that is exact keeps those of each text in the order of positions:
-the prefix, and behind it the live nodes. Cells of other texts may lie between them. New cells take
+the prefix, and behind it the live nodes. Cells of other sequences may lie between them. New cells take
 the first free ones, so there must be no gap before a pass: what a commit, a prune or a rollback
-leaves of them is closed then, for all texts at once. Cells behind the first gap are moved into it,
+leaves of them is closed then, for all sequences at once. Cells behind the first gap are moved into it,
 a few at a time, as llama.cpp saves and restores them:
 
     lies as   a b c | x d y e      after commit of (d, e), which x and y were not part of:
@@ -76,8 +76,8 @@ class Cells:
     """The cells of one context and its sequences.
 
     Args:
-        n_sequences: for texts; the one behind them is `spare`, empty between calls.
-        n_cells: most that texts may have.
+        n_sequences: for sequences; the one behind them is `spare`, empty between calls.
+        n_cells: most that sequences may have.
         state: moves cells into the order of positions; None leaves them where they are.
     """
 
@@ -89,7 +89,7 @@ class Cells:
         n_cells: int,
         state: SequenceState | None = None,
     ) -> None:
-        self.spare, self.n_cells = n_sequences, n_cells
+        self.scratch, self.n_cells = n_sequences, n_cells
         self.window = model.sliding_window
         self.state = state
         self.n_moved = 0
@@ -101,7 +101,7 @@ class Cells:
         self._ended: list[CellUser] = []
         self._lying: list[Cell] = []  # in their order; without `state`, in that of their passes
         self._n_used = 0
-        self._n_dead = 0  # of those in use: held by ended texts alone
+        self._n_dead = 0  # of those in use: held by ended sequences alone
         self._is_new_end = False
         self._n_touched = 0  # that were ever written
 
@@ -121,7 +121,7 @@ class Cells:
             self._free_ended()
         if len(self._unused) < n:
             raise BackendError(
-                f"all of the cache's {self.spare} sequences are in use, one for each leaf of a "
+                f"all of the cache's {self.scratch} sequences are in use, one for each leaf of a "
                 f"tree and two for each other text, of which there are {len(self._texts)}: draft "
                 "fewer branches, end a text, or raise max_nodes or max_texts"
             )
@@ -131,8 +131,8 @@ class Cells:
 
     @property
     def n_free_sequences(self) -> int:
-        """Sequences that texts may get, those that others can do without among them."""
-        return self.spare - sum(text.n_needed for text in self._texts)
+        """Sequences that sequences may get, those that others can do without among them."""
+        return self.scratch - sum(text.n_needed for text in self._texts)
 
     def give_back(self, sequence: int) -> None:
         self.remove(sequence, 0)
@@ -156,7 +156,7 @@ class Cells:
 
     @property
     def n_free(self) -> int:
-        """Cells that texts may get, those of ended texts among them."""
+        """Cells that sequences may get, those of ended sequences among them."""
         return self.n_cells - self._n_used + self._n_dead
 
     @property
@@ -165,19 +165,19 @@ class Cells:
         n_holders = sum(sum(not user.has_ended for user in list(cell.users)) for cell in cells)
         return KvUse(len(cells), n_holders - len(cells))
 
-    def grow(self, texts: Sequence[CellUser], positions: Sequence[int]) -> None:
-        """A pass has written a cell of each of these texts, in this order."""
-        for text, position in zip(texts, positions, strict=True):
+    def grow(self, sequences: Sequence[CellUser], positions: Sequence[int]) -> None:
+        """A pass has written a cell of each of these sequences, in this order."""
+        for text, position in zip(sequences, positions, strict=True):
             cell = Cell(position, [text])
             text.cells.append(cell)
             self._lying.append(cell)
-        self._n_used += len(texts)
+        self._n_used += len(sequences)
         self._n_touched = max(self._n_touched, len(self._lying))
 
-    def n_growth(self, n_rows: int) -> int:
-        """Cells that were never written, of those that texts with so many rows need. What ended
-        texts still hold lies between theirs."""
-        return max(0, min(n_rows + self._n_dead, self.n_cells) - self._n_touched)
+    def n_growth(self, num_tokens: int) -> int:
+        """Cells that were never written, of those that sequences with so many rows need. What ended
+        sequences still hold lies between theirs."""
+        return max(0, min(num_tokens + self._n_dead, self.n_cells) - self._n_touched)
 
     def let_go(self, text: CellUser, cells: Sequence[Cell]) -> None:
         """The text's sequences do not hold these any more."""
@@ -193,15 +193,15 @@ class Cells:
 
         What fails in here loses nothing.
         """
-        if self._ended and (self._n_used + n_new > self.n_cells or self._is_worth_moving()):
+        if self._ended and (self._n_used + n_new > self.n_cells or self._pays_to_move()):
             self._free_ended()
         if self.state is None:
             self._lying = [cell for cell in self._lying if cell.users]
         else:
             self._close_gaps()
 
-    def _is_worth_moving(self) -> bool:
-        """Whether no more cells would be moved than those of ended texts."""
+    def _pays_to_move(self) -> bool:
+        """Whether no more cells would be moved than those of ended sequences."""
         if not self._is_new_end:
             return False  # as it was, and there are more cells now
         self._is_new_end = False
@@ -231,7 +231,7 @@ class Cells:
         del lying[front:]
 
     def _holders(self, cell: Cell, live: Mapping[Cell, list[int]]) -> list[int]:
-        """The sequences that hold a cell: of a live node, or of texts' prefixes."""
+        """The sequences that hold a cell: of a live node, or of sequences' prefixes."""
         if cell in live:
             return live[cell]
         return [sequence for user in cell.users for sequence in user.in_use]
@@ -241,39 +241,39 @@ class Cells:
         the gap, and lie in one window or chunk of that size, for llama.cpp saves no more."""
         position = self._lying[at].position
         holders = self._holders(self._lying[at], live)
-        n_most = min(MOVED_CELLS, n_gap)
+        max_count = min(MOVED_CELLS, n_gap)
         if self.window:
-            n_most = min(n_most, self.window - position % self.window)
-        found = [at]
+            max_count = min(max_count, self.window - position % self.window)
+        result = [at]
         for i in range(at + 1, len(self._lying)):
             cell = self._lying[i]
             if not cell.users:
                 continue
-            is_next = cell.position == position + len(found)
-            if len(found) == n_most or not is_next or self._holders(cell, live) != holders:
+            is_next = cell.position == position + len(result)
+            if len(result) == max_count or not is_next or self._holders(cell, live) != holders:
                 break
-            found.append(i)
-        return found
+            result.append(i)
+        return result
 
     def _move(self, holders: Sequence[int], position: int, n_cells: int) -> None:
         """Bring the cells of these positions, which these sequences hold, to the first gap."""
         assert self.state is not None
         end = position + n_cells
-        self.copy(holders[0], self.spare, position, end)
-        buffer = memoryview(bytearray(self.state.n_bytes(self.spare)))
-        self.state.get(buffer, self.spare)
-        self.empty_spare()
-        self.state.set(buffer, self.spare)
+        self.copy(holders[0], self.scratch, position, end)
+        buffer = memoryview(bytearray(self.state.n_bytes(self.scratch)))
+        self.state.get(buffer, self.scratch)
+        self.empty_scratch()
+        self.state.set(buffer, self.scratch)
         for sequence in holders:
             self.remove(sequence, position, end)
-            self.copy(self.spare, sequence, position, end)
-        self.empty_spare()
+            self.copy(self.scratch, sequence, position, end)
+        self.empty_scratch()
         self.n_moved += n_cells
 
     # --- llama.cpp's ------------------------------------------------------------------------
 
-    def empty_spare(self) -> None:
-        self.remove(self.spare, 0)
+    def empty_scratch(self) -> None:
+        self.remove(self.scratch, 0)
 
     def copy(self, source: int, destination: int, start: int, end: int) -> None:
         if end > start:
@@ -291,10 +291,10 @@ def check_lengths(library: ModuleType, memory: Any, lengths: Mapping[int, int]) 
     """Raise RuntimeError where a sequence does not hold exactly positions 0 .. length - 1."""
     first, last = library.llama_memory_seq_pos_min, library.llama_memory_seq_pos_max
     for sequence, length in lengths.items():
-        wanted = (0, length - 1) if length else (-1, -1)
-        found = (first(memory, sequence), last(memory, sequence))
-        if found != wanted:
+        requested = (0, length - 1) if length else (-1, -1)
+        result = (first(memory, sequence), last(memory, sequence))
+        if result != requested:
             raise RuntimeError(
-                f"KV cache sequence {sequence} holds positions {found[0]} to {found[1]}, "
-                f"expected {wanted[0]} to {wanted[1]}"
+                f"KV cache sequence {sequence} holds positions {result[0]} to {result[1]}, "
+                f"expected {requested[0]} to {requested[1]}"
             )

@@ -22,7 +22,7 @@ from offload.process.cpus import threads_for_load, usable_cpus
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """Types of the KV cache by their number in ggml.h."""
-PREFILL_ROWS = 512
+PREFILL_TOKENS = 512
 """Tokens of a prompt that go through the layers together. A streamed model is read once for so
 many; llama.cpp's compute buffers grow with it."""
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -51,9 +51,9 @@ class ContextOptions:
     """None: where llama.cpp can, as is its default."""
     exactness: Exactness = NOT_ASKED
     """Where it is exact, passes are filled up, and attention is the one that was checked."""
-    kv_rows: int | None = None
-    """Tokens and nodes of all texts together; None: enough for one of them."""
-    max_texts: int = 1
+    num_kv_slots: int | None = None
+    """Tokens and nodes of all sequences together; None: enough for one of them."""
+    max_num_seqs: int = 1
     """Texts at a time."""
     follows_load: bool = False
     """Whether passes have fewer threads while other programs compute."""
@@ -66,33 +66,33 @@ class ContextOptions:
     @property
     def n_cells(self) -> int:
         """Of the KV cache, as llama.cpp pads it."""
-        n_rows = self.max_context if self.kv_rows is None else self.kv_rows
-        n_used = max(n_rows, self.max_nodes) + self.n_fillers
+        num_tokens = self.max_context if self.num_kv_slots is None else self.num_kv_slots
+        n_used = max(num_tokens, self.max_nodes) + self.n_fillers
         return -(-n_used // _CELL_STEP) * _CELL_STEP
 
     @property
-    def n_least_rows(self) -> int:
+    def min_batch_tokens(self) -> int:
         """What passes are filled up to."""
-        return self.exactness.n_least_rows if self.exactness.is_exact else 1
+        return self.exactness.min_batch_tokens if self.exactness.is_exact else 1
 
     @property
     def n_fillers(self) -> int:
         """Most rows that fill up a pass, each of which takes a cell for its time."""
-        return self.n_least_rows - 1
+        return self.min_batch_tokens - 1
 
     @property
-    def max_rows(self) -> int:
-        widest_chunk = min(self.max_context, PREFILL_ROWS)
-        return max(self.max_nodes, widest_chunk, self.n_least_rows)
+    def max_num_tokens(self) -> int:
+        widest_chunk = min(self.max_context, PREFILL_TOKENS)
+        return max(self.max_nodes, widest_chunk, self.min_batch_tokens)
 
     @property
     def n_outputs(self) -> int:
-        return max(self.max_outputs or self.max_nodes, self.max_texts)
+        return max(self.max_outputs or self.max_nodes, self.max_num_seqs)
 
     @property
     def n_sequences(self) -> int:
         """One for each leaf, two for each other text, and a spare one."""
-        return min(max(self.max_nodes, 2) + 2 * (self.max_texts - 1), MAX_LEAVES) + 1
+        return min(max(self.max_nodes, 2) + 2 * (self.max_num_seqs - 1), MAX_LEAVES) + 1
 
 
 class LlamaContext:
@@ -144,9 +144,9 @@ class LlamaContext:
     def _params(self, options: ContextOptions) -> Any:
         params = self._library.llama_context_default_params()
         params.n_ctx = options.n_cells
-        params.n_batch = params.n_ubatch = options.max_rows
+        params.n_batch = params.n_ubatch = options.max_num_tokens
         params.n_seq_max = options.n_sequences
-        params.n_outputs_max = max(options.n_outputs, options.n_sequences, options.n_least_rows)
+        params.n_outputs_max = max(options.n_outputs, options.n_sequences, options.min_batch_tokens)
         params.n_threads = params.n_threads_batch = self._max_threads
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
@@ -193,7 +193,7 @@ class LlamaContext:
         if not pointer:
             raise BackendError("llama.cpp has no logits of the last pass")
         rows: np.ndarray = np.ctypeslib.as_array(pointer, (batch.n_outputs, vocab_size))
-        return rows[batch.wanted]
+        return rows[batch.requested]
 
     def request_stop(self, stop: bool = True) -> None:
         """Let a running pass end after the node that it is at; any thread may call it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaError
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
 _BY_EXPERT = b"MUL_MAT_ID"
@@ -124,16 +124,16 @@ class RoutedNodes:
 
     def routers(self, layers: Iterable[int]) -> dict[int, int]:
         """Number of a node -> layer. Raises UnsupportedModel where a layer has not one."""
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for layer in layers:
             ids = [self._numbers.get(address) for address in self._chosen.get(layer, ())]
-            if len(ids) != 1 or ids[0] is None or ids[0] in found:
+            if len(ids) != 1 or ids[0] is None or ids[0] in result:
                 raise UnsupportedModel(
                     f"llama.cpp chooses the experts of layer {layer} {len(ids)} times instead of "
                     "once in a pass: use --load-mode mmap"
                 )
-            found[ids[0]] = layer
-        return found
+            result[ids[0]] = layer
+        return result
 
 
 def chosen_experts(address: int) -> np.ndarray:
@@ -142,11 +142,11 @@ def chosen_experts(address: int) -> np.ndarray:
     The last layer has no rows in a pass of which no logits are wanted: a part of a long prompt.
     """
     node = Tensor.from_address(address)
-    n_used, n_rows = node.ne[0], node.ne[1]
-    n_bytes = max(0, n_rows - 1) * node.nb[1] + n_used * _ID_BYTES
+    n_used, num_tokens = node.ne[0], node.ne[1]
+    n_bytes = max(0, num_tokens - 1) * node.nb[1] + n_used * _ID_BYTES
     raw = (ctypes.c_ubyte * n_bytes).from_address(node.data)
     strides = (node.nb[1], node.nb[0])
-    return np.ndarray((n_rows, n_used), np.int32, raw, strides=strides)
+    return np.ndarray((num_tokens, n_used), np.int32, raw, strides=strides)
 
 
 class GraphReader:
@@ -174,14 +174,14 @@ class GraphReader:
             self._check_layout(address)
         if self._op_name(ctypes.c_int.from_address(address + _OP).value) in _NO_WORK:
             return frozenset()
-        found = map(self._weights.layer_at, self._read_addresses(address))
-        return frozenset(layer for layer in found if layer is not None)
+        result = map(self._weights.layer_at, self._read_addresses(address))
+        return frozenset(layer for layer in result if layer is not None)
 
     def show(self, address: int, routed: RoutedNodes) -> None:
         """Let `routed` see a node, of which `layers_read` was asked before."""
         name = self._op_name(ctypes.c_int.from_address(address + _OP).value)
-        found = map(self._experts.layer_at, self._read_addresses(address))
-        layer = next((x for x in found if x is not None), None)
+        result = map(self._experts.layer_at, self._read_addresses(address))
+        layer = next((x for x in result if x is not None), None)
         routed.see(address, None if name in _NO_WORK else layer, name == _BY_EXPERT)
 
     def cache_memory(self, address: int) -> tuple[int, int] | None:
@@ -212,8 +212,8 @@ class GraphReader:
 
     def _check_layout(self, address: int) -> None:
         node, pointer = Tensor.from_address(address), ctypes.c_void_p(address)
-        found = (self._lib.ggml_get_name(pointer), self._lib.ggml_get_data(pointer))
-        if found != (node.name, node.data):
+        result = (self._lib.ggml_get_name(pointer), self._lib.ggml_get_data(pointer))
+        if result != (node.name, node.data):
             raise LlamaError(
                 "this llama-cpp-python lays out ggml_tensor in another way than specdec knows: "
                 "use version 0.3.36, or --load-mode mmap"

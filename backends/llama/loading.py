@@ -10,7 +10,7 @@ from backends.gguf.hparams import MAX_CONTEXT, Keys
 from backends.gguf.model import GgufModel, recurrent_model
 from backends.llama.context import ContextOptions
 from backends.llama.unread import map_unread
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from offload.storage.page_cache import dropping_behind
 from offload.units import Progress
 
@@ -20,12 +20,12 @@ LOAD_MODES = ("stream", "mmap", "ram")
 
 
 def check_options(
-    model: GgufModel, options: ContextOptions, residency: Placement | None, load_mode: str
+    model: GgufModel, options: ContextOptions, placement: Placement | None, load_mode: str
 ) -> None:
     """Raise for a backend that cannot be."""
     if load_mode not in LOAD_MODES:
         raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
-    if residency is not None and residency.streams and load_mode != "stream":
+    if placement is not None and placement.streams and load_mode != "stream":
         raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
@@ -41,11 +41,11 @@ def _check_rope(model: GgufModel, options: ContextOptions) -> None:
         return
     keys = Keys(model.path, model.index.metadata, model.architecture)
     n_short = keys.integer(_SHORT_CONTEXT, 1, MAX_CONTEXT, model.max_context)
-    n_alone = replace(options, kv_rows=None).n_cells
+    n_alone = replace(options, num_kv_slots=None).n_cells
     if n_alone <= n_short < options.n_cells:
         raise UnsupportedModel(
             f"{model.path} has other rotary factors in a KV cache of more than {n_short} tokens, "
-            f"and {options.n_cells} were wanted for several texts: load it with room for fewer"
+            f"and {options.n_cells} were wanted for several sequences: load it with room for fewer"
         )
 
 

@@ -20,7 +20,7 @@ _KV_SIZE = re.compile(r"(cache): size = +([0-9.]+) MiB \( *\d+ cells")
 _ROUNDING_BYTES = 0.005 * MIB  # of a size in the log
 _CELL_BYTES = 500
 """Per KV cell: position, shift, extension and the set of its 256 sequences, twice; and our record
-of which texts hold it."""
+of which sequences hold it."""
 _SET_NODE_BYTES = 64  # a (position, cell) pair in the ordered set of a sequence
 _GRAPH_BYTES = 8 * MIB  # graphs, their nodes and the scheduler's tables
 
@@ -92,5 +92,5 @@ def _operand_bytes(model: GgufModel, options: ContextOptions) -> int:
     there are as many as experts at most, but only eight in the widest models).
     """
     matrices = [r for layer in model.layers for r in layer.tensors if len(r.shape) > 1]
-    widest = max((r.shape[-1] for r in (*matrices, *model.outer_records)), default=0)
-    return 4 * widest * options.max_rows * max(1, min(model.n_experts, 8))
+    widest = max((r.shape[-1] for r in (*matrices, *model.non_layer_records)), default=0)
+    return 4 * widest * options.max_num_tokens * max(1, min(model.n_experts, 8))

@@ -1,4 +1,4 @@
-"""What texts get in a pass, as the rows of llama.cpp's batches."""
+"""What sequences get in a pass, as the rows of llama.cpp's batches."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from backends.llama.cache import CellStore
 
 
 class PassRows:
-    """The new rows of all texts, one text after the other."""
+    """The new rows of all sequences, one text after the other."""
 
     def __init__(self, new: Sequence[NewTokens[CellStore]]) -> None:
-        self.token_ids = [token for one in new for token in one.token_ids]
-        self.texts = [one.store for one in new for _ in one.token_ids]
-        self.positions = [position for one in new for position in _positions(one).tolist()]
-        self._sequences = [names for one in new for names in _sequences(one)]
-        ends = np.cumsum([len(one.token_ids) for one in new])
+        self.token_ids = [token for item in new for token in item.token_ids]
+        self.sequences = [item.store for item in new for _ in item.token_ids]
+        self.positions = [position for item in new for position in _positions(item).tolist()]
+        self._sequences = [names for item in new for names in _sequences(item)]
+        ends = np.cumsum([len(item.token_ids) for item in new])
         starts = [0, *ends[:-1].tolist()]
-        self._rows_of_texts = [
-            start + np.array(one.logits_at, dtype=np.int64)
-            for start, one in zip(starts, new, strict=True)
+        self._rows_of_sequences = [
+            start + np.array(item.logits_at, dtype=np.int64)
+            for start, item in zip(starts, new, strict=True)
         ]
-        self._wanted = np.unique(np.concatenate(self._rows_of_texts))
+        self._requested = np.unique(np.concatenate(self._rows_of_sequences))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -33,32 +33,36 @@ class PassRows:
     @property
     def n_outputs(self) -> int:
         """Rows whose logits are wanted."""
-        return len(self._wanted)
+        return len(self._requested)
 
-    def batches(self, max_rows: int, n_least: int, spare: int) -> Iterator[tuple[slice, Batch]]:
+    def batches(
+        self, max_num_tokens: int, min_count: int, scratch: int
+    ) -> Iterator[tuple[slice, Batch]]:
         """Batches of so many rows at most, and which of the rows each has."""
-        for start in range(0, len(self), max_rows):
-            part = slice(start, start + max_rows)
-            wanted = self._wanted[(self._wanted >= start) & (self._wanted < part.stop)] - start
+        for start in range(0, len(self), max_num_tokens):
+            part = slice(start, start + max_num_tokens)
+            requested = (
+                self._requested[(self._requested >= start) & (self._requested < part.stop)] - start
+            )
             yield (
                 part,
                 Batch(
                     self.token_ids[part],
                     self.positions[part],
                     self._sequences[part],
-                    wanted,
-                    n_least,
-                    spare,
+                    requested,
+                    min_count,
+                    scratch,
                 ),
             )
 
-    def of_texts(self, logits: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def of_sequences(self, logits: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The wanted rows of each text, from those of the batches, each of which has a row once."""
-        found = logits[0] if len(logits) == 1 else np.concatenate(logits)
-        places = [np.searchsorted(self._wanted, rows) for rows in self._rows_of_texts]
-        if len(places) == 1 and np.array_equal(places[0], np.arange(len(found))):
-            return [found]  # as usual: no copy
-        return [found[rows] for rows in places]
+        result = logits[0] if len(logits) == 1 else np.concatenate(logits)
+        places = [np.searchsorted(self._requested, rows) for rows in self._rows_of_sequences]
+        if len(places) == 1 and np.array_equal(places[0], np.arange(len(result))):
+            return [result]  # as usual: no copy
+        return [result[rows] for rows in places]
 
 
 def _positions(new: NewTokens[CellStore]) -> np.ndarray:

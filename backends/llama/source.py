@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from backends.contract.backend import Backend
+from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
-from backends.contract.kept_checks import machine
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.tiles import kernels_in_use, leave_out_tiles
@@ -29,9 +29,9 @@ from backends.llama.context import (
     WithoutFlashAttention,
 )
 from backends.llama.memory import context_memory
-from backends.llama.stream import resident_outer_records
-from backends.llama.trial import TextLimits, try_model
-from backends.timing.kept import kept_curve
+from backends.llama.stream import resident_non_layer_records
+from backends.llama.trial import SequenceLimits, try_model
+from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
@@ -41,9 +41,9 @@ from offload.formats.tensors import TensorRecord
 from offload.paging.expert_pages import outside, overhead_bytes
 from offload.paging.memory import move_seconds_per_byte
 from offload.paging.plan import paging_overhead_bytes, paging_slot_bytes
+from offload.placement.placement import Placement
 from offload.process.cpus import usable_cpus
 from offload.process.memory import memory_limit, reset_peak_rss
-from offload.residency.placement import Placement
 from offload.storage.reading import resident_footprint
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class GgufSource(ModelSource):
         self.model: GgufModel = load_gguf_model(path)
         if self.model.is_recurrent:
             raise recurrent_model(self.model)
-        self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
+        self.sequence_limits = SequenceLimits(None) if run is not None else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -93,8 +93,8 @@ class GgufSource(ModelSource):
             return self._known_run
         types = (self._options.cache_type_k, self._options.cache_type_v)
         if self._options.is_exact:
-            found = find_exact_run(self.model, self._n_threads, *types)
-            return self._checked(found) if found.exactness.is_exact else found
+            result = find_exact_run(self.model, self._n_threads, *types)
+            return self._checked(result) if result.exactness.is_exact else result
         type_k, type_v = (name or DEFAULT_CACHE_TYPE for name in types)
         return ExactRun(NOT_ASKED, type_k, type_v)
 
@@ -126,8 +126,8 @@ class GgufSource(ModelSource):
         return fingerprint(self.model.index.values(), f"{description} {formats}")
 
     @property
-    def outer_bytes(self) -> int:
-        return resident_footprint(resident_outer_records(self.model))
+    def non_layer_bytes(self) -> int:
+        return resident_footprint(resident_non_layer_records(self.model))
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -140,13 +140,13 @@ class GgufSource(ModelSource):
         n_bytes = paging_overhead_bytes(self.layers, n_slots, self._not_paged)
         return n_bytes + overhead_bytes(self.experts)
 
-    def slot_bytes(self, placed: Placement) -> int:
-        return paging_slot_bytes(placed.layers, self._not_paged)
+    def slot_bytes(self, placement: Placement) -> int:
+        return paging_slot_bytes(placement.layers, self._not_paged)
 
     @property
     def _not_paged(self) -> tuple[TensorRecord, ...]:
         beside = outside(self.experts)
-        return (*self.model.outer_records, *beside.resident, *beside.untouched)
+        return (*self.model.non_layer_records, *beside.resident, *beside.untouched)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         types = self._run.type_k, self._run.type_v
@@ -168,11 +168,11 @@ class GgufSource(ModelSource):
         weakref.finalize(self, loaded.close)
         return loaded
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         options = ContextOptions(
             ctx_size,
             max_nodes,
-            max_rows,
+            max_num_tokens,
             self._n_threads,
             self._run.type_k,
             self._run.type_v,
@@ -185,14 +185,14 @@ class GgufSource(ModelSource):
 
     @property
     def head_bytes(self) -> int:
-        return sum(record.n_bytes for record in resident_outer_records(self.model))
+        return sum(record.n_bytes for record in resident_non_layer_records(self.model))
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         if is_small(self):
             return measure_small(self, self._libraries)
         reading = self.weight_file if beside_reads else None
         per_byte = self._measure_layers(reading)
-        head = self._measure_formats(resident_outer_records(self.model), None)
+        head = self._measure_formats(resident_non_layer_records(self.model), None)
         moving = move_seconds_per_byte() if beside_reads else 0.0
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 
@@ -220,8 +220,8 @@ class GgufSource(ModelSource):
 
         shapes = [(r.dtype, r.shape) for i in layers for r in self.layers[i].tensors]
         kind = f"{self.model.architecture} {shapes} {run.type_k} {run.type_v} {_SAMPLE_ROWS}"
-        rows = run.exactness.n_least_rows
-        return kept_curve(f"{self._libraries} {kind} {rows}", measure, reading)
+        rows = run.exactness.min_batch_tokens
+        return cached_curve(f"{self._libraries} {kind} {rows}", measure, reading)
 
     @property
     def _libraries(self) -> str:
@@ -242,7 +242,7 @@ class GgufSource(ModelSource):
                 for name, n in n_bytes.items()
             ]
         )
-        return curve.filled_up(self.exactness.n_least_rows)
+        return curve.filled_up(self.exactness.min_batch_tokens)
 
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
@@ -254,14 +254,14 @@ class GgufSource(ModelSource):
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
-            kv_rows=loading.kv_tokens if loading.has_more_tokens else None,
-            max_texts=loading.max_texts,
-            max_outputs=loading.max_rows,
+            num_kv_slots=loading.kv_tokens if loading.has_more_tokens else None,
+            max_num_seqs=loading.max_num_seqs,
+            max_outputs=loading.max_num_tokens,
             n_threads=self._n_threads,
             follows_load=self._options.n_threads is None and self.exactness.may_follow_load(),
             cache_type_k=self._run.type_k,
             cache_type_v=self._run.type_v,
-            residency=loading.residency,
+            placement=loading.placement,
             load_mode=loading.load_mode,
             n_readers=loading.n_readers,
             progress=loading.progress,

@@ -37,7 +37,7 @@ from backends.llama.graph import (
     make_schedule,
 )
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
-from offload.experts.kept import keep_decay
+from offload.experts.cached import keep_decay
 from offload.experts.readers import ExpertStats
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import MappedRange, find_mapping, give_back_zeros
@@ -45,19 +45,19 @@ from offload.paging.expert_pages import outside
 from offload.paging.experts import PagedExperts
 from offload.paging.pager import Pager
 from offload.paging.rows import RowsInPlace
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
 
 _EMBEDDING = "token_embd.weight"
 
 
-def resident_outer_records(model: GgufModel) -> list[TensorRecord]:
+def resident_non_layer_records(model: GgufModel) -> list[TensorRecord]:
     """Tensors outside of the layers that a streamed model holds in memory.
 
     Of an embedding that is not the head a pass reads the few rows that it uses.
     """
-    return [r for r in model.outer_records if model.is_tied or r.name != _EMBEDDING]
+    return [r for r in model.non_layer_records if model.is_tied or r.name != _EMBEDDING]
 
 
 class StreamedLayers:
@@ -73,11 +73,11 @@ class StreamedLayers:
         self,
         loaded: LlamaModel,
         model: GgufModel,
-        placed: Placement,
+        placement: Placement,
         mapped_before: Collection[tuple[Path, MappedRange]],
     ) -> None:
         self._library = loaded.library
-        self._model, self._layers, self._room = model, placed.layers, placed.experts
+        self._model, self._layers, self._capacity = model, placement.layers, placement.experts
         self._streamed = [i for i, layer in enumerate(self._layers) if layer.streamed]
         added = mapped_ranges(model) - set(mapped_before)
         self._mappings = {
@@ -111,7 +111,7 @@ class StreamedLayers:
                 yield start, start + record.n_bytes, i
 
     def _expert_ranges(self) -> Iterator[tuple[int, int, int]]:
-        for i, experts in enumerate(self._room.layers if self._room else ()):
+        for i, experts in enumerate(self._capacity.layers if self._capacity else ()):
             if experts is not None:
                 for first, last in zip(experts.tensors[0], experts.tensors[-1], strict=True):
                     start = _address(self._mappings, first)
@@ -130,21 +130,21 @@ class StreamedLayers:
         self._schedule(1, 1)
         for address, n_bytes in self._caches:
             give_back_zeros(address, n_bytes)  # llama.cpp has written them: memory follows use
-        outer = resident_outer_records(self._model)
-        kept = {record.name for record in outer}
-        untouched = [r for r in self._model.outer_records if r.name not in kept]
-        beside = outside(self._room.layers if self._room else ())
+        non_layer = resident_non_layer_records(self._model)
+        cached = {record.name for record in non_layer}
+        untouched = [r for r in self._model.non_layer_records if r.name not in cached]
+        beside = outside(self._capacity.layers if self._capacity else ())
         self._pager = Pager(
             self._layers,
-            [*outer, *beside.resident],
+            [*non_layer, *beside.resident],
             self._mappings,
             n_slots,
             untouched=[*untouched, *self._model.unused_records, *beside.untouched],
             n_readers=n_readers or DEFAULT_N_READERS,
             progress=progress,
         )
-        if self._room is not None:
-            self._experts = PagedExperts(self._room, self._mappings, n_readers=n_readers)
+        if self._capacity is not None:
+            self._experts = PagedExperts(self._capacity, self._mappings, n_readers=n_readers)
         for record in untouched:
             address = _address(self._mappings, record)
             self._embedding.append(RowsInPlace(record, address, self._pager.resident_ranges))
@@ -162,12 +162,12 @@ class StreamedLayers:
         return sum(part.unread_bytes for part in parts if part is not None)
 
     @property
-    def held_bytes(self) -> int:
-        return 0 if self._pager is None else self._pager.held_bytes
+    def pinned_bytes(self) -> int:
+        return 0 if self._pager is None else self._pager.pinned_bytes
 
-    def hold(self, n_bytes: int) -> None:
+    def pin_layers(self, n_bytes: int) -> None:
         if self._pager is not None:
-            self._pager.hold_bytes(n_bytes)
+            self._pager.pin_bytes(n_bytes)
 
     def decode(self, batch: Batch) -> int:
         """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
@@ -196,9 +196,9 @@ class StreamedLayers:
 
     def close(self) -> None:
         """Stop the readers. The model may be freed afterwards, and not before."""
-        if self._experts is not None and self._room is not None:
+        if self._experts is not None and self._capacity is not None:
             self.has_hung_reads = not self._experts.close()
-            keep_decay(self._room, self._experts.stats)
+            keep_decay(self._capacity, self._experts.stats)
         if self._pager is not None:
             self._pager.close()
         for embedding in self._embedding:
@@ -220,7 +220,7 @@ class StreamedLayers:
             number = self._n_asked - 1
             if number in self._routers:
                 assert self._batch is not None
-                self._bring_experts(self._routers[number], tensor, self._batch)
+                self._fetch_experts(self._routers[number], tensor, self._batch)
             if number in self._ends:
                 return self._go_on(self._ends[number])
         except BaseException as error:
@@ -228,12 +228,12 @@ class StreamedLayers:
             return False
         return True
 
-    def _bring_experts(self, layer: int, tensor: int, batch: Batch) -> None:
+    def _fetch_experts(self, layer: int, tensor: int, batch: Batch) -> None:
         """Rows that only fill the pass up take the first row's: nothing is read for them."""
         assert self._experts is not None
-        assert self._room is not None
+        assert self._capacity is not None
         ids = chosen_experts(tensor)
-        own = self._room.layers[layer]
+        own = self._capacity.layers[layer]
         n_experts = len(own.tensors) if own is not None else 0
         if ids.size and not 0 <= ids.min() <= ids.max() < n_experts:
             raise LlamaError(
@@ -241,7 +241,7 @@ class StreamedLayers:
                 f"{layer}: use --load-mode mmap"
             )
         ids[batch.first_filler(len(ids)) :] = ids[:1]
-        self._experts.bring(layer, np.unique(ids).tolist(), self._check_stop)
+        self._experts.fetch(layer, np.unique(ids).tolist(), self._check_stop)
 
     def _go_on(self, layer: int) -> bool:
         """From a layer to the next one that streams; whether the graph is to go on."""
@@ -274,7 +274,7 @@ class StreamedLayers:
         key = (n_tokens, n_outputs)
         if key not in self._schedules:
             nodes = self._look(n_tokens, n_outputs)
-            mixed = [i for i, x in enumerate(self._room.layers) if x] if self._room else ()
+            mixed = [i for i, x in enumerate(self._capacity.layers) if x] if self._capacity else ()
             routers = self._routed.routers(mixed)
             self._schedules[key] = make_schedule(nodes, self._layers, routers)
         return self._schedules[key]
@@ -308,9 +308,9 @@ class StreamedLayers:
 
 
 def _check_one_split(log: Iterable[str]) -> None:
-    found = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
-    if not found or int(found[-1].group(1)) != 1:
-        n_splits = found[-1].group(1) if found else "an unknown number of"
+    result = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
+    if not result or int(result[-1].group(1)) != 1:
+        n_splits = result[-1].group(1) if result else "an unknown number of"
         raise LlamaError(
             f"llama.cpp divides the graph into {n_splits} parts (a GPU or BLAS build): "
             "streaming needs a plain CPU build, or use --load-mode mmap"

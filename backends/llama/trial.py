@@ -20,12 +20,12 @@ from typing import Any
 
 from backends.ggml.library import LlamaError, library_folder, llama_version
 from backends.gguf.model import GgufModel
-from backends.llama.trial_worker import MOST_CPU_SECONDS
+from backends.llama.trial_worker import MAX_CPU_SECONDS
 from offload.formats.gguf_header import GgufError, GgufFile
+from offload.process.disk_cache import cache_folder, load_cached, save_cached
 from offload.process.expendable import command_of
-from offload.process.remembered import cache_folder, recall, remember
 
-_MOST_WALL_SECONDS = 300  # of a machine that is busy elsewhere
+_MAX_WALL_SECONDS = 300  # of a machine that is busy elsewhere
 _VERSION = 1  # of the worker: what another one found is found out again
 
 _ENDED_ITSELF = {
@@ -46,26 +46,28 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class TextLimits:
+class SequenceLimits:
     """Limits of a text for llama.cpp's tokenizer.
 
     Args:
         most_characters: of a line, in a thread with STACK_BYTES; None: of any length.
     """
 
-    most_characters: int | None
+    max_characters: int | None
 
 
-def try_model(model: GgufModel) -> TextLimits:
+def try_model(model: GgufModel) -> SequenceLimits:
     """Raises GgufError where llama.cpp would end the process, LlamaError where it refuses."""
-    kept = cache_folder() / f"gguf-{_digest(model)}.json"
-    found = recall(kept)
-    if not _is_answer(found, model.path):
-        found = _ask(model)
-        remember(kept, {**found, "path": str(model.path)}, "whether llama.cpp bears this model")
-    if refusal := found["refusal"]:
-        raise LlamaError(refusal) if found["is_llama_error"] else GgufError(refusal)
-    return TextLimits(found["most_characters"])
+    cached = cache_folder() / f"gguf-{_digest(model)}.json"
+    result = load_cached(cached)
+    if not _is_answer(result, model.path):
+        result = _ask(model)
+        save_cached(
+            cached, {**result, "path": str(model.path)}, "whether llama.cpp bears this model"
+        )
+    if refusal := result["refusal"]:
+        raise LlamaError(refusal) if result["is_llama_error"] else GgufError(refusal)
+    return SequenceLimits(result["max_characters"])
 
 
 def _digest(model: GgufModel) -> str:
@@ -86,14 +88,14 @@ def _header(file: GgufFile) -> bytes:
         raise GgufError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
-def _is_answer(found: Any, path: Path) -> bool:
+def _is_answer(result: Any, path: Path) -> bool:
     """Whether it is what `try_model` keeps; a refusal names the file that it was about."""
-    if not isinstance(found, dict) or not isinstance(refusal := found.get("refusal"), str):
+    if not isinstance(result, dict) or not isinstance(refusal := result.get("refusal"), str):
         return False
     if refusal:
-        return found.get("path") == str(path) and isinstance(found.get("is_llama_error"), bool)
-    most = found.get("most_characters", "")
-    return most is None or (type(most) is int and most > 0)
+        return result.get("path") == str(path) and isinstance(result.get("is_llama_error"), bool)
+    limit = result.get("max_characters", "")
+    return limit is None or (type(limit) is int and limit > 0)
 
 
 def _ask(model: GgufModel) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _ask(model: GgufModel) -> dict[str, Any]:
     )
     with process:
         try:
-            said, complained = process.communicate(timeout=_MOST_WALL_SECONDS)
+            said, complained = process.communicate(timeout=_MAX_WALL_SECONDS)
         except subprocess.TimeoutExpired:
             said, complained = b"", b""
         finally:
@@ -126,7 +128,7 @@ def _ask(model: GgufModel) -> dict[str, Any]:
         return {"refusal": refusal, "is_llama_error": False}
     if process.returncode < 0:  # by the kernel, or by us
         raise GgufError(
-            f"{model.path}: llama.cpp takes more than {MOST_CPU_SECONDS} s of a core, or more "
+            f"{model.path}: llama.cpp takes more than {MAX_CPU_SECONDS} s of a core, or more "
             f"memory than there is, as {stage}: {_REMEDY}"
         )
     raise LlamaError(f"{model.path} could not be tried: {lines.strip().splitlines()[-1:]}")

@@ -22,17 +22,17 @@ from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama.unread import map_unread
 from offload.process.expendable import allow_cpu_seconds, become_expendable
 
-MOST_BYTES = 2 << 30  # beside the model's files, which are mapped
-MOST_CPU_SECONDS = 20
+MAX_BYTES = 2 << 30  # beside the model's files, which are mapped
+MAX_CPU_SECONDS = 20
 
 STACK_BYTES = 64 << 20
 """Stack of the thread that tokenizes: llama.cpp may call itself for each character of a line."""
 _STACK_BYTES_PER_CHARACTER = 512
 """At most; the worker tries it. 293 were measured of std::regex in all pre-tokenizers of 0.3.36."""
 _OTHER_STACK_BYTES = 128 << 10
-MOST_CHARACTERS = (STACK_BYTES - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER
+MAX_CHARACTERS = (STACK_BYTES - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER
 
-_N_CELLS, _N_ROWS = 256, 4
+_N_CELLS, _NUM_TOKENS = 256, 4
 _PASS_SECONDS = 0.2
 _CHOSEN, _FLASH = -1, 1
 """Attention: the one that llama.cpp chooses, and the one that an exact backend has."""
@@ -54,18 +54,18 @@ class _Refused(Exception):
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    allow_cpu_seconds(MOST_CPU_SECONDS)
+    allow_cpu_seconds(MAX_CPU_SECONDS)
     _import_bindings_alone()
     model = load_gguf_model(sys.argv[1])
-    become_expendable(MOST_BYTES + sum(file.state.n_bytes for file in model.index.files))
-    found: dict[str, Any] = {"refusal": "", "is_llama_error": False}
+    become_expendable(MAX_BYTES + sum(file.state.n_bytes for file in model.index.files))
+    result: dict[str, Any] = {"refusal": "", "is_llama_error": False}
     try:
-        found["most_characters"] = _try(model, lambda doing: _say(answers, {"doing": doing}))
+        result["max_characters"] = _try(model, lambda doing: _say(answers, {"doing": doing}))
     except LlamaError as error:
-        found |= {"refusal": str(error), "is_llama_error": True}
+        result |= {"refusal": str(error), "is_llama_error": True}
     except _Refused as error:
-        found["refusal"] = str(error)
-    _say(answers, found)
+        result["refusal"] = str(error)
+    _say(answers, result)
     return 0
 
 
@@ -101,7 +101,7 @@ def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
     begin("its tokens are spelled")
     vocabulary.spell_all()
     begin("a long line is tokenized")
-    return _most_characters(model.path, vocabulary)
+    return _max_characters(model.path, vocabulary)
 
 
 def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
@@ -109,7 +109,7 @@ def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
     compute the first layers. Raises LlamaError where it is refused with the attention of choice."""
     library, end = model.library, time.monotonic() + _PASS_SECONDS
     params = library.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _N_ROWS, _N_ROWS
+    params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _NUM_TOKENS, _NUM_TOKENS
     params.n_seq_max = params.n_outputs_max = 2
     params.n_threads = params.n_threads_batch = 1
     params.kv_unified = params.swa_full = True
@@ -120,9 +120,9 @@ def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
     LOG.clear()
     context = library.llama_init_from_model(model.handle, params)
     if context:
-        for n_rows in (_N_ROWS, 1):
-            tokens = (library.llama_token * n_rows)()
-            library.llama_decode(context, library.llama_batch_get_one(tokens, n_rows))
+        for num_tokens in (_NUM_TOKENS, 1):
+            tokens = (library.llama_token * num_tokens)()
+            library.llama_decode(context, library.llama_batch_get_one(tokens, num_tokens))
         library.llama_free(context)
     elif attention == _CHOSEN:
         raise LlamaError(f"llama.cpp cannot make a context of {path}: {LOG.reason()}")
@@ -139,9 +139,9 @@ class _Vocabulary:
     def tokenize(self, text: bytes, *, add_special: bool = False) -> None:
         """Raises _Refused where what comes back are no tokens of the model."""
         # One for a byte, or three where it is no UTF-8; and what is added.
-        library, n_most = self._library, 3 * len(text) + 8
-        ids = (library.llama_token * n_most)()
-        n = library.llama_tokenize(self._vocab, text, len(text), ids, n_most, add_special, True)
+        library, max_count = self._library, 3 * len(text) + 8
+        ids = (library.llama_token * max_count)()
+        n = library.llama_tokenize(self._vocab, text, len(text), ids, max_count, add_special, True)
         wrong = next((i for i in ids[: max(n, 0)] if not 0 <= i < self._n_tokens), None)
         if n < 0 or wrong is not None:
             raise _Refused(
@@ -155,12 +155,12 @@ class _Vocabulary:
         self._library.llama_detokenize(self._vocab, ids, self._n_tokens, None, 0, False, True)
 
 
-def _most_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
+def _max_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
     """Characters of a line; None where its length does not matter."""
     if _bears(vocabulary, _MANY_CHARACTERS):
         return None
     if _bears(vocabulary, (_SMALL_STACK - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER):
-        return MOST_CHARACTERS
+        return MAX_CHARACTERS
     raise _Refused(
         f"{path}: llama.cpp's tokenizer takes more than {_STACK_BYTES_PER_CHARACTER} bytes of "
         "stack for a character, so that a long line ends the process: use llama-cpp-python 0.3.36"

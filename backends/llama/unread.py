@@ -46,14 +46,14 @@ def map_unread(model: GgufModel) -> LlamaModel:
 def _load(model: GgufModel, stand_ins: Sequence[_StandIn]) -> LlamaModel:
     def cut(line: str) -> None:
         if _OPENED in line:
-            for one in stand_ins:
-                one.cut()
+            for item in stand_ins:
+                item.cut()
 
     with LOG.heard_by(cut):
-        loaded = LlamaModel(model.path, "mmap", stand_ins=[one.path for one in stand_ins])
+        loaded = LlamaModel(model.path, "mmap", stand_ins=[item.path for item in stand_ins])
     try:
-        for one in stand_ins:
-            one.replace()
+        for item in stand_ins:
+            item.replace()
     except BaseException:
         loaded.close()
         raise
@@ -69,8 +69,8 @@ def _stand_ins(files: Sequence[GgufFile]) -> Iterator[list[_StandIn]]:
             made[-1].fill()
         yield made
     finally:
-        for one in made:
-            one.close()
+        for item in made:
+            item.close()
 
 
 class _StandIn:

@@ -76,7 +76,7 @@ class Awq:
         words, scales, packed_zeros = typed(tensor, stored)
         zeros = _in_order(packed_zeros)
 
-        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
             numbers.copy_(_in_order(words[:, start // N_IN_WORD : end // N_IN_WORD]))
             scale(numbers, zeros[start:end], scales[:, start:end].T)
 
@@ -85,5 +85,5 @@ class Awq:
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
     """uint8 [out, n] of int32 [n, out / 8]."""
-    found = nibbles(words)  # [n, out / 8, 8]: even outputs, then odd ones
-    return found.unflatten(2, (2, 4)).transpose(2, 3).flatten(1).T
+    result = nibbles(words)  # [n, out / 8, 8]: even outputs, then odd ones
+    return result.unflatten(2, (2, 4)).transpose(2, 3).flatten(1).T

@@ -22,12 +22,12 @@ _WEIGHTS = numba.types.Array(numba.uint16, 1, "C", readonly=True)
 
 def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        found: Callable[..., Any]
+        result: Callable[..., Any]
         try:
-            found = numba.njit(signature, nogil=True, cache=True)(function)
+            result = numba.njit(signature, nogil=True, cache=True)(function)
         except (RuntimeError, OSError):  # no folder to keep it in, or no room there
-            found = numba.njit(signature, nogil=True)(function)
-        return found
+            result = numba.njit(signature, nogil=True)(function)
+        return result
 
     return compiled
 
@@ -56,7 +56,7 @@ def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
 @_compiled(numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]))
 def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
     # Loops over slices, one result each: what the compiler makes vectors of.
-    found, n_found = np.empty(len(weights), np.int64), 0
+    result, num_found = np.empty(len(weights), np.int64), 0
     own, is_left_out = np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.uint8)
     low, high = own[:_HALF], own[_HALF:]
     for start in range(0, len(weights), BLOCK):
@@ -81,12 +81,12 @@ def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
         if n_here:
             for i in range(len(some)):
                 if is_left_out[i]:
-                    found[n_found] = start + i
-                    n_found += 1
+                    result[num_found] = start + i
+                    num_found += 1
         pairs = codes[start // 2 : start // 2 + _HALF]
         for i in range(_HALF):
             pairs[i] = low[i] | (high[i] << _U8(4))
-    return found[:n_found].copy()
+    return result[:num_found].copy()
 
 
 def decode(signs: np.ndarray, codes: np.ndarray, base: int, out: np.ndarray) -> None:

@@ -35,7 +35,7 @@ def decode(signs: np.ndarray, codes: np.ndarray, base: int, out: np.ndarray) -> 
 
 def encode(weights: np.ndarray, base: int, signs: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Fill the planes, which are zero, of whole blocks; the positions of exceptions, ascending."""
-    found = []
+    result = []
     for start in range(0, len(weights), _AT_ONCE):
         some = weights[start : start + _AT_ONCE]
         signs[start : start + len(some)] = some >> np.uint16(8) & np.uint16(0x80)
@@ -48,5 +48,5 @@ def encode(weights: np.ndarray, base: int, signs: np.ndarray, codes: np.ndarray)
         halves = padded.reshape(-1, 2, _HALF)
         pairs = halves[:, 0] | halves[:, 1] << np.uint8(4)
         codes[start // 2 : (start + len(padded)) // 2] = pairs.reshape(-1)
-        found.append(np.flatnonzero((exponents != 0) & ~is_coded) + start)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        result.append(np.flatnonzero((exponents != 0) & ~is_coded) + start)
+    return np.concatenate(result) if result else np.zeros(0, np.int64)

@@ -65,17 +65,17 @@ class CompressedInt4:
     def check(self, tensor: PackedTensor) -> None:
         n_out, n_in = tensor.record.shape
         n_groups = check_groups(tensor.parts[1], 1, n_in)
-        wanted: list[tuple[tuple[str, ...], list[int]]] = [
+        requested: list[tuple[tuple[str, ...], list[int]]] = [
             (("I32",), [n_out, n_in // N_IN_WORD]),
             (SCALES, [n_out, n_groups]),
             (("I32",), [-(-n_out // N_IN_WORD), n_groups]),
         ]
-        check_parts(tensor, wanted[: len(tensor.parts)])
+        check_parts(tensor, requested[: len(tensor.parts)])
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
         groups = [group["weights"] for group in settings["config_groups"].values()]
         has_zeros = len(tensor.parts) > len(self.suffixes)
-        if groups and not has_zeros and all(one.get("symmetric") is False for one in groups):
+        if groups and not has_zeros and all(item.get("symmetric") is False for item in groups):
             raise ValueError("it has no weight_zero_point, and the weights are not symmetric")
         sizes = [-1 if x["strategy"] == "channel" else x.get("group_size") for x in groups]
         if sizes:
@@ -89,8 +89,8 @@ class CompressedInt4:
         n_out, n_in = tensor.record.shape
         zeros = [nibbles(some.T).flatten(1)[:, :n_out].T for some in packed_zeros]
 
-        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
-            pairs = room[:, : n_in // 2].unflatten(1, (-1, N_IN_WORD // 2))
+        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
+            pairs = capacity[:, : n_in // 2].unflatten(1, (-1, N_IN_WORD // 2))
             numbers.copy_(nibbles(words[start:end], pairs).flatten(1))
             # q and its zero both have 8 added.
             scale(numbers, zeros[0][start:end] if zeros else _MIDDLE, scales[start:end])
@@ -105,13 +105,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
         if group.get(key):
             raise ValueError(f"activations that are quantised, too ({key!r})")
-    wanted = {
+    requested = {
         "num_bits": (4,),
         "type": ("int",),
         "strategy": ("group", "channel"),
         "actorder": (None, False, "weight", "static"),
     }
-    for key, values in wanted.items():
+    for key, values in requested.items():
         value = weights.get(key)
         if value not in values:
             raise ValueError(f"{key} {shown(value)}, not {' or '.join(map(repr, values))}")

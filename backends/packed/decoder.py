@@ -37,29 +37,29 @@ class PackedModule:
     in_pieces: bool = False
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Bytes in the buffer."""
         if self.in_pieces:
             return max(aligned_bytes(self.tensors[0], *rows) for rows in pieces(self.tensors[0]))
-        return room_of(self.tensors)
+        return capacity_of(self.tensors)
 
 
 def pieces(tensor: PackedTensor) -> list[tuple[int, int]]:
     """(start, end) of the rows that are decoded at a time."""
-    n_rows, n_in = tensor.record.shape
-    row_bytes = max(1, tensor.decoded_bytes // max(1, n_rows))
-    step = max(1, n_rows)
+    num_rows, n_in = tensor.record.shape
+    row_bytes = max(1, tensor.decoded_bytes // max(1, num_rows))
+    step = max(1, num_rows)
     if n_in % _BLOCK_STEP == 0:
         step = max(1, PIECE_BYTES // row_bytes // ROW_STEP) * ROW_STEP
-    return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 def decode_buffer_bytes(modules: Iterable[PackedModule]) -> int:
     """Memory that the packed tensors of each of these modules are decoded into, in turn, with what
     decoding takes beside; 0 where there are none."""
     listed = list(modules)
-    n_bytes = max((module.room for module in listed), default=0)
-    beside = (CODECS[x.record.scheme].scratch_bytes(x) for one in listed for x in one.tensors)
+    n_bytes = max((module.capacity for module in listed), default=0)
+    beside = (CODECS[x.record.scheme].scratch_bytes(x) for item in listed for x in item.tensors)
     return buffer_bytes(n_bytes) + max(beside) if n_bytes else 0
 
 
@@ -71,7 +71,7 @@ class Decoder:
     """
 
     def __init__(self, modules: Iterable[PackedModule], n_threads: int) -> None:
-        n_bytes = max((module.room for module in modules), default=0)
+        n_bytes = max((module.capacity for module in modules), default=0)
         self._buffer = AlignedBuffer(n_bytes) if n_bytes else None
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="specdec-decode")
 
@@ -92,9 +92,9 @@ class Decoder:
         starts = accumulate((aligned_bytes(x) for x in tensors), initial=0)
         decoded = []
         for tensor, parts, start in zip(tensors, stored, starts, strict=False):
-            n_rows = tensor.record.shape[0]
-            found = list(self._decode(tensor, parts, [(0, n_rows)], start))
-            decoded.append(found[0].view(tensor.record.shape))
+            num_rows = tensor.record.shape[0]
+            result = list(self._decode(tensor, parts, [(0, num_rows)], start))
+            decoded.append(result[0].view(tensor.record.shape))
         return decoded
 
     def decode_pieces(
@@ -140,7 +140,7 @@ class Decoder:
         if len(work) == 1:
             work[0]()
             return
-        futures = [self._threads.submit(piece) for piece in work]
+        futures = [self._threads.submit(read_chunk) for read_chunk in work]
         try:
             errors = [future.exception() for future in futures]
         finally:
@@ -150,13 +150,13 @@ class Decoder:
                 raise error
 
 
-def room_of(tensors: Iterable[PackedTensor]) -> int:
+def capacity_of(tensors: Iterable[PackedTensor]) -> int:
     """Of a module's packed tensors in the buffer."""
     return sum(aligned_bytes(tensor) for tensor in tensors)
 
 
 def aligned_bytes(tensor: PackedTensor, start: int = 0, end: int | None = None) -> int:
     """Of the rows start..end of a tensor."""
-    n_rows = max(1, tensor.record.shape[0])
-    n = (n_rows if end is None else end) - start
-    return -(-tensor.decoded_bytes * n // n_rows // _ALIGNMENT) * _ALIGNMENT
+    num_rows = max(1, tensor.record.shape[0])
+    n = (num_rows if end is None else end) - start
+    return -(-tensor.decoded_bytes * n // num_rows // _ALIGNMENT) * _ALIGNMENT

@@ -14,7 +14,7 @@ import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.codec import CODECS, broken
-from backends.packed.decoder import PackedModule, aligned_bytes, room_of
+from backends.packed.decoder import PackedModule, aligned_bytes, capacity_of
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from backends.packed.twelve_bits import HEADER_BYTES, MAX_BASE, Planes, TwelveBits
 
@@ -43,7 +43,7 @@ class DeviceDecoder:
         listed = [module.tensors for module in modules]
         self._tensors = [tensor for tensors in listed for tensor in tensors]
         self._numbers = {tensor.record.name: i for i, tensor in enumerate(self._tensors)}
-        n_bytes = max(map(room_of, listed), default=0)
+        n_bytes = max(map(capacity_of, listed), default=0)
         self._buffer = allocate(n_bytes) if n_bytes else None
         self._first_broken: torch.Tensor | None = None
 
@@ -120,12 +120,12 @@ def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) -> torch.Tensor:
     """Whether they are out of order or of range, or not as many as the header says."""
-    found = stored[planes.exceptions :].clone().view(torch.int64)  # a clone is aligned
+    result = stored[planes.exceptions :].clone().view(torch.int64)  # a clone is aligned
     said = stored[8:16].clone().view(torch.int64)[0]
-    is_broken = said != len(found)
-    if not len(found):
+    is_broken = said != len(result)
+    if not len(result):
         return is_broken
-    positions, exponents = found >> 8, (found & 255).to(torch.int16)
+    positions, exponents = result >> 8, (result & 255).to(torch.int16)
     places = positions.clamp(0, planes.n_weights - 1)
     own = bits[places]
     bits[places] = own | exponents.mul_(_LEFT_BY_7)
@@ -137,7 +137,7 @@ def device_buffer_bytes(modules: Iterable[PackedModule]) -> tuple[int, int]:
     """(of the buffer, of what decoding takes beside); 0 where there are no packed tensors."""
     listed = [module.tensors for module in modules]
     beside = (_scratch_bytes(tensor) for tensors in listed for tensor in tensors)
-    return max(map(room_of, listed), default=0), max(beside, default=0)
+    return max(map(capacity_of, listed), default=0), max(beside, default=0)
 
 
 def _scratch_bytes(tensor: PackedTensor) -> int:

@@ -75,13 +75,13 @@ class Gptq:
         n_groups = check_groups(tensor.parts[1], 0, n_in)
         if n_out % N_IN_WORD:
             raise ValueError(f"{n_out} outputs, and zeros are packed by {N_IN_WORD}")
-        wanted = [
+        requested = [
             (("I32",), [n_in // N_IN_WORD, n_out]),
             (SCALES, [n_groups, n_out]),
             (("I32",), [n_groups, n_out // N_IN_WORD]),
             (("I32",), [n_in]),
         ]
-        check_parts(tensor, wanted[: len(tensor.parts)])
+        check_parts(tensor, requested[: len(tensor.parts)])
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
         n_in, n_groups = tensor.record.shape[1], tensor.parts[1].shape[0]
@@ -100,7 +100,7 @@ class Gptq:
         if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
             raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
 
-        def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
+        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
             numbers.copy_(nibbles(words[:, start:end]).transpose(0, 1).flatten(1))
             own, zero = scales[:, start:end].T, zeros[:, start:end].T
             if groups is not None:  # inputs of a group lie anywhere

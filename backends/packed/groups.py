@@ -70,9 +70,9 @@ def by_pieces(
         numbers = torch.empty(shape, dtype=torch.float32, device=out.device)
         for first in range(start, end, step):
             last = min(first + step, end)
-            some, piece = numbers[: last - first], out[first - start : last - start]
-            decode(first, last, some, piece.view(torch.int16))
-            piece.copy_(some if rounded in (torch.float32, out.dtype) else some.to(rounded))
+            some, read_chunk = numbers[: last - first], out[first - start : last - start]
+            decode(first, last, some, read_chunk.view(torch.int16))
+            read_chunk.copy_(some if rounded in (torch.float32, out.dtype) else some.to(rounded))
 
     return decode_rows
 
@@ -88,13 +88,13 @@ def _piece_rows(n_columns: int) -> int:
     return max(1, _PIECE_WEIGHTS // n_columns // ROW_STEP) * ROW_STEP
 
 
-def nibbles(words: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+def nibbles(words: torch.Tensor, capacity: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 [..., 8] of int32 [...], the lowest four bits first.
 
     room: int16 [..., 4], where they are made.
     """
     as_bytes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    pairs = torch.empty_like(as_bytes, dtype=torch.int16) if room is None else room
+    pairs = torch.empty_like(as_bytes, dtype=torch.int16) if capacity is None else capacity
     pairs.copy_(as_bytes)
     return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 

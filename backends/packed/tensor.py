@@ -70,10 +70,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:56] + " ..."
 
 
-def check_parts(tensor: PackedTensor, wanted: Sequence[tuple[tuple[str, ...], list[int]]]) -> None:
+def check_parts(
+    tensor: PackedTensor, requested: Sequence[tuple[tuple[str, ...], list[int]]]
+) -> None:
     """Raise ValueError, which says why, for parts that are not of one of these dtypes, of this
     shape, and where such numbers can lie."""
-    for part, (dtypes, shape) in zip(tensor.parts, wanted, strict=True):
+    for part, (dtypes, shape) in zip(tensor.parts, requested, strict=True):
         if part.dtype not in dtypes or list(part.shape) != shape:
             name = part.name.rpartition(".")[2]
             raise ValueError(

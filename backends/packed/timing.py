@@ -15,7 +15,7 @@ from backends.packed.decoder import Decoder, PackedModule
 from backends.packed.device import DeviceDecoder
 from backends.packed.kernels import fastest_kernels
 from backends.packed.twelve_bits import TwelveBits
-from backends.timing.kept import kept_curve
+from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
 _REVISION = 2
@@ -31,7 +31,7 @@ def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -
 
 @cache
 def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
-    return kept_curve(_key(scheme, n_threads), lambda: _time(scheme, n_threads, reading), reading)
+    return cached_curve(_key(scheme, n_threads), lambda: _time(scheme, n_threads, reading), reading)
 
 
 def _key(scheme: str, n_threads: int) -> str:
@@ -48,7 +48,7 @@ def measure_gpu_decoding(scheme: str, device: torch.device) -> ComputeCurve:
     """The same of a GPU."""
     name = torch.cuda.get_device_name(device)
     what = f"decode {scheme} {_REVISION} torch {torch.__version__} {name} {_SHAPE}"
-    return kept_curve(what, lambda: _time_on_device(scheme, device))
+    return cached_curve(what, lambda: _time_on_device(scheme, device))
 
 
 def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:

@@ -25,7 +25,7 @@ EXCEPTION_BYTES = 8
 N_CODES = 15
 """Exponents in a row, beside 0."""
 MAX_BASE = 255 - N_CODES
-MOST_EXCEPTIONS = 0.01
+MAX_EXCEPTIONS = 0.01
 """Of the weights of a packed tensor."""
 _EXCEPTION_SCRATCH_BYTES = 40
 """For each exception, at most, while they are checked."""
@@ -60,8 +60,8 @@ class Planes:
         return self.codes + self.n_padded // 2
 
     @property
-    def most_exceptions(self) -> int:
-        return int(MOST_EXCEPTIONS * self.n_weights)
+    def max_exceptions(self) -> int:
+        return int(MAX_EXCEPTIONS * self.n_weights)
 
     def n_bytes(self, n_exceptions: int) -> int:
         return self.exceptions + n_exceptions * EXCEPTION_BYTES
@@ -91,7 +91,7 @@ class TwelveBits:
             self._kernels = fastest_kernels()
         return self._kernels
 
-    def least_bytes(self, n_weights: int) -> int:
+    def min_bytes(self, n_weights: int) -> int:
         """What so many weights take where none is an exception."""
         return Planes(n_weights).exceptions
 
@@ -99,10 +99,10 @@ class TwelveBits:
         planes = Planes(n_weights)
         n_exceptions = planes.n_exceptions(n_bytes)
         is_whole = planes.n_bytes(n_exceptions) == n_bytes
-        if not is_whole or not 0 <= n_exceptions <= planes.most_exceptions:
+        if not is_whole or not 0 <= n_exceptions <= planes.max_exceptions:
             raise ValueError(
                 f"{n_weights} weights take {planes.exceptions} bytes and {EXCEPTION_BYTES} for "
-                f"each of at most {planes.most_exceptions} exceptions, not {n_bytes}"
+                f"each of at most {planes.max_exceptions} exceptions, not {n_bytes}"
             )
 
     def check(self, tensor: PackedTensor) -> None:
@@ -134,7 +134,7 @@ class TwelveBits:
         return _EXCEPTION_SCRATCH_BYTES * n_exceptions
 
     def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
-        return [("U8", (self.least_bytes(math.prod(shape)),))]
+        return [("U8", (self.min_bytes(math.prod(shape)),))]
 
     def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
         """What decodes a part of a tensor that is stored as these bytes (uint8).
@@ -166,9 +166,9 @@ class TwelveBits:
         as they are stored, counted from the beginning of the piece."""
         n_padded = Planes(len(weights)).n_padded
         signs, codes = np.zeros(n_padded, np.uint8), np.zeros(n_padded // 2, np.uint8)
-        found = self.kernels.encode(weights, base, signs, codes)
-        exponents = weights[found] >> np.uint16(7) & np.uint16(255)
-        return signs, codes, found.astype(np.uint64) << np.uint64(8) | exponents
+        result = self.kernels.encode(weights, base, signs, codes)
+        exponents = weights[result] >> np.uint16(7) & np.uint16(255)
+        return signs, codes, result.astype(np.uint64) << np.uint64(8) | exponents
 
 
 def header(base: int, n_exceptions: int) -> bytes:
@@ -180,8 +180,8 @@ def choose_base(weights: np.ndarray) -> int:
     step = max(1, len(weights) // _SAMPLE) | 1  # odd: matrices have even numbers of columns
     exponents = weights[::step] >> np.uint16(7) & np.uint16(255)
     counts = np.bincount(exponents, minlength=256)
-    held = np.convolve(counts[1:], np.ones(N_CODES, np.int64), mode="valid")
-    return int(np.argmax(held))
+    pinned = np.convolve(counts[1:], np.ones(N_CODES, np.int64), mode="valid")
+    return int(np.argmax(pinned))
 
 
 def _checked_parts(stored: np.ndarray, planes: Planes) -> tuple[int, np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from backends.packed.errors import PackError
-from backends.packed.twelve_bits import MOST_EXCEPTIONS, Planes, TwelveBits, choose_base, header
+from backends.packed.twelve_bits import MAX_EXCEPTIONS, Planes, TwelveBits, choose_base, header
 from offload.formats.packed import METADATA_KEY, VERSION
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -26,7 +26,7 @@ _ALIGNMENT = 64  # of the first tensor
 _FAR = 10**15  # bytes: more digits than the size of any tensor has
 _COPIED_AT_ONCE = 2 << 20
 _SAMPLES, _SAMPLE_WEIGHTS = 16, 1 << 16
-_LEAST_GAIN = 0.8
+_MIN_GAIN = 0.8
 """A tensor that would not become smaller by this factor is too small to be packed."""
 
 Advance = Callable[[int], None]
@@ -44,15 +44,15 @@ class WrittenTensor:
     """Share of weights with another exponent, of a tensor that was tried."""
 
 
-def least_bytes(record: TensorRecord) -> int:
+def min_bytes(record: TensorRecord) -> int:
     """What the tensor takes at least when it is packed."""
-    return _CODEC.least_bytes(math.prod(record.shape))
+    return _CODEC.min_bytes(math.prod(record.shape))
 
 
-def is_worth_packing(record: TensorRecord) -> bool:
+def pays_to_pack(record: TensorRecord) -> bool:
     """Matrices of bf16 that are not tiny."""
     is_matrix = record.dtype == _CODEC.number_format and len(record.shape) >= 2
-    return is_matrix and least_bytes(record) <= _LEAST_GAIN * record.n_bytes
+    return is_matrix and min_bytes(record) <= _MIN_GAIN * record.n_bytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FileWriter:
 
     source: Path
     destination: Path
-    wanted: frozenset[str]
+    requested: frozenset[str]
     n_threads: int
     verify: bool
     """Whether everything is read back and compared with the source."""
@@ -70,9 +70,9 @@ class FileWriter:
 
     def write(self) -> tuple[WrittenTensor, ...]:
         """Raises PackError where something does not come back as it was, OSError."""
-        metadata, found = read_header_and_metadata(self.source)
-        records = sorted(found.values(), key=lambda r: (r.offset, r.n_bytes))
-        n_header = _header_room(metadata, records, self.wanted)
+        metadata, result = read_header_and_metadata(self.source)
+        records = sorted(result.values(), key=lambda r: (r.offset, r.n_bytes))
+        n_header = _header_bytes(metadata, records, self.requested)
         written = []
         with (
             self.source.open("rb", buffering=0) as source,
@@ -81,9 +81,9 @@ class FileWriter:
         ):
             at = n_header
             for record in records:
-                one = _OneTensor(self, record, source, out, at, threads).write()
-                written.append(one)
-                at += one.n_bytes
+                item = _OneTensor(self, record, source, out, at, threads).write()
+                written.append(item)
+                at += item.n_bytes
             out.truncate(at)  # a tensor that was tried and not packed was longer
             text = _header(metadata, records, written, n_header)
             _write_at(out.fileno(), np.frombuffer(text, np.uint8), 0)
@@ -110,12 +110,12 @@ class _OneTensor:
 
     def write(self) -> WrittenTensor:
         record, share = self._record, None
-        if record.name in self._of.wanted:
+        if record.name in self._of.requested:
             base, share = self._choose()
-            if share <= MOST_EXCEPTIONS:
+            if share <= MAX_EXCEPTIONS:
                 exceptions = self._pack(base)
                 share = len(exceptions) / self._n_weights
-                if len(exceptions) <= self._planes.most_exceptions:
+                if len(exceptions) <= self._planes.max_exceptions:
                     n_bytes = self._finish(base, exceptions)
                     codec = _CODEC
                     return WrittenTensor(record.name, record.n_bytes, n_bytes, codec.name, share)
@@ -136,14 +136,14 @@ class _OneTensor:
 
     def _pack(self, base: int) -> np.ndarray:
         """Write the planes; the exceptions, or more than are borne."""
-        found: list[np.ndarray] = []
-        n_found = 0
-        for piece in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
-            found.append(piece)
-            n_found += len(piece)
-            if n_found > self._planes.most_exceptions:
+        result: list[np.ndarray] = []
+        num_found = 0
+        for read_chunk in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
+            result.append(read_chunk)
+            num_found += len(read_chunk)
+            if num_found > self._planes.max_exceptions:
                 break
-        return np.concatenate(found) if found else np.zeros(0, np.uint64)
+        return np.concatenate(result) if result else np.zeros(0, np.uint64)
 
     def _pack_piece(self, base: int, start: int, end: int) -> np.ndarray:
         signs, codes, exceptions = _CODEC.encode(self._weights(start, end), base)
@@ -227,17 +227,17 @@ class _OneTensor:
             yield from [future.result() for future in futures]
 
 
-def _parts(n: int, most: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, n, most):
-        yield start, min(start + most, n)
+def _parts(n: int, limit: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, n, limit):
+        yield start, min(start + limit, n)
 
 
-def _header_room(
-    metadata: Mapping[str, str], records: Iterable[TensorRecord], wanted: frozenset[str]
+def _header_bytes(
+    metadata: Mapping[str, str], records: Iterable[TensorRecord], requested: frozenset[str]
 ) -> int:
     """Bytes that a header needs at most, whichever of the `wanted` tensors are packed."""
     written = [
-        WrittenTensor(r.name, r.n_bytes, _FAR, _CODEC.name if r.name in wanted else "")
+        WrittenTensor(r.name, r.n_bytes, _FAR, _CODEC.name if r.name in requested else "")
         for r in records
     ]
     n_bytes = 8 + len(_header_text(metadata, records, written))
@@ -258,17 +258,17 @@ def _header_text(
     metadata: Mapping[str, str], records: Iterable[TensorRecord], written: Iterable[WrittenTensor]
 ) -> bytes:
     entries, packed, at = {}, {}, 0
-    for record, one in zip(records, written, strict=True):
+    for record, item in zip(records, written, strict=True):
         dtype, shape = record.dtype, list(record.shape)
-        if one.scheme:
-            packed[record.name] = {"scheme": one.scheme, "dtype": dtype, "shape": shape}
-            dtype, shape = "U8", [one.n_bytes]
-        offsets = [at, at + one.n_bytes]
+        if item.scheme:
+            packed[record.name] = {"scheme": item.scheme, "dtype": dtype, "shape": shape}
+            dtype, shape = "U8", [item.n_bytes]
+        offsets = [at, at + item.n_bytes]
         entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-        at += one.n_bytes
+        at += item.n_bytes
     listed = json.dumps({"version": VERSION, "tensors": packed}, separators=(",", ":"))
-    texts = {**metadata, METADATA_KEY: listed}
-    return json.dumps({"__metadata__": texts, **entries}, separators=(",", ":")).encode()
+    sequences = {**metadata, METADATA_KEY: listed}
+    return json.dumps({"__metadata__": sequences, **entries}, separators=(",", ":")).encode()
 
 
 def _read_at(descriptor: int, offset: int, n_bytes: int, path: Path) -> np.ndarray:

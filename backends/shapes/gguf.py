@@ -82,7 +82,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
         max_context=model.max_context,
         layers=layers,
         head=_matrix(HEAD, head, 1),
-        outer_bytes=sum(record.n_bytes for record in model.outer_records),
+        non_layer_bytes=sum(record.n_bytes for record in model.non_layer_records),
         activation_bytes=_ACTIVATION_BYTES,
         process_bytes=_PROCESS_BYTES,
         notes=notes,

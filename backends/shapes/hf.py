@@ -102,7 +102,7 @@ def shape_of(
     n_out, n_in = weight.shape
     named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     head_name = next(key for key, parameter in named.items() if parameter is weight)
-    outer = {match.shared.get(key, key) for key in named if not key.startswith(name + ".")}
+    non_layer = {match.shared.get(key, key) for key in named if not key.startswith(name + ".")}
     if declared(config, "kv_lora_rank"):
         notes += ("latent attention: keys and values are counted as if expanded for new rows only",)
     return ModelShape(
@@ -119,7 +119,7 @@ def shape_of(
             sizes.n_bytes(head_name, weight),
             _FORMATS[dtype],
         ),
-        outer_bytes=sum(sizes.n_bytes(key, named[key]) for key in outer),
+        non_layer_bytes=sum(sizes.n_bytes(key, named[key]) for key in non_layer),
         activation_bytes=dtype.itemsize,
         process_bytes=_PROCESS_BYTES,
         notes=notes,
@@ -129,12 +129,12 @@ def shape_of(
 def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
     """How much smaller the files are than what is computed with, by the scheme."""
     notes = []
-    for scheme in sorted({one.record.scheme for one in packed.values()}):
-        same = [one for one in packed.values() if one.record.scheme == scheme]
-        n_bytes = sum(one.record.n_bytes for one in same)
+    for scheme in sorted({item.record.scheme for item in packed.values()}):
+        same = [item for item in packed.values() if item.record.scheme == scheme]
+        n_bytes = sum(item.record.n_bytes for item in same)
         notes.append(
             f"{len(same)} matrices are stored as {scheme}: {format_bytes(n_bytes)} for "
-            f"{format_bytes(sum(one.decoded_bytes for one in same))} of {same[0].record.dtype}"
+            f"{format_bytes(sum(item.decoded_bytes for item in same))} of {same[0].record.dtype}"
         )
     return tuple(notes)
 

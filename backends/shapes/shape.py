@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.residency.experts import likely_hit
+from offload.placement.experts import likely_hit
 
 QKV = "qkv"
 OUTPUT = "output"
@@ -46,11 +46,11 @@ class Matrix:
         """Whether rows choose among several."""
         return self.n_active < self.n_matrices
 
-    def read_share(self, n_rows: int) -> float:
+    def read_share(self, num_tokens: int) -> float:
         """Of the matrices those that so many rows are likely to be multiplied with."""
         if not self.is_routed:
             return 1.0
-        return likely_hit(self.n_matrices, self.n_active, n_rows) / self.n_matrices
+        return likely_hit(self.n_matrices, self.n_active, num_tokens) / self.n_matrices
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class AttentionShape:
     owns_kv: bool = True
     """False where the layer looks into another one's cache."""
 
-    def n_keys(self, n_rows: int, context: int) -> int:
+    def n_keys(self, num_tokens: int, context: int) -> int:
         """Keys that at least one of the last `n_rows` of `context` tokens sees."""
-        return context if self.window is None else min(context, self.window + n_rows - 1)
+        return context if self.window is None else min(context, self.window + num_tokens - 1)
 
     def n_keys_of_a_row(self, context: int) -> int:
         """Most keys that one row sees."""
@@ -99,7 +99,7 @@ class ModelShape:
     max_context: int
     layers: tuple[LayerShape, ...]
     head: Matrix
-    outer_bytes: int
+    non_layer_bytes: int
     """Embedding, final norm and head; a tied head counts once."""
     activation_bytes: int
     """Of one number that goes from one operator to the next."""
@@ -137,14 +137,14 @@ class ModelShape:
             for layer in self.layers
         )
 
-    def read_expert_bytes(self, n_rows: int) -> float:
+    def read_expert_bytes(self, num_tokens: int) -> float:
         """Of these, what so many rows are likely to be multiplied with."""
         routed = (m for layer in self.layers for m in layer.matrices if m.is_routed)
-        return sum(m.read_share(n_rows) * m.n_bytes for m in routed)
+        return sum(m.read_share(num_tokens) * m.n_bytes for m in routed)
 
     @property
     def weight_bytes(self) -> int:
-        return self.layer_bytes + self.outer_bytes
+        return self.layer_bytes + self.non_layer_bytes
 
     @property
     def n_weights(self) -> int:

@@ -20,7 +20,7 @@ from offload.units import MIB
 
 WEIGHT_BYTES = 64 * MIB
 """Of the weights that products take in turn: more than the processor's caches hold."""
-_LEAST_SECONDS = 0.02
+_MIN_SECONDS = 0.02
 """Of products of one size: a longer one counts by itself, and what starting it takes is little of
 it."""
 _MINOR_SHARE = 0.01
@@ -33,8 +33,8 @@ def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
     for record in records:
         if len(record.shape) >= 2:
             n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + record.n_bytes
-    least = _MINOR_SHARE * sum(n_bytes.values())
-    return tuple(sorted((f for f in n_bytes if n_bytes[f] >= least), key=lambda f: -n_bytes[f]))
+    minimum = _MINOR_SHARE * sum(n_bytes.values())
+    return tuple(sorted((f for f in n_bytes if n_bytes[f] >= minimum), key=lambda f: -n_bytes[f]))
 
 
 Product = Callable[[], object]
@@ -77,7 +77,7 @@ def measure_curve(
 def _typical_seconds(product: Product) -> float:
     """Median over some time; of several products the first one warms up and does not count."""
     taken: list[float] = []
-    while sum(taken) < _LEAST_SECONDS:
+    while sum(taken) < _MIN_SECONDS:
         started = time.perf_counter()
         product()
         taken.append(time.perf_counter() - started)

@@ -15,10 +15,10 @@ from backends.contract.backend import PREFIX
 from backends.contract.curve import ComputeCurve
 from backends.contract.sequence import SequenceKV
 from backends.contract.source import Loading, ModelCompute, ModelSource
-from backends.timing.kept import kept_curve
+from backends.timing.cached import cached_curve
 from backends.timing.measure import Product, measure_curve
-from offload.residency.placement import Placement
-from offload.residency.plan import plan_residency
+from offload.placement.placement import Placement
+from offload.placement.plan import plan_placement
 from offload.units import MIB
 
 SMALL_BYTES = 64 * MIB
@@ -31,7 +31,7 @@ _PLENTY_BYTES = 1 << 62
 def is_small(source: ModelSource) -> bool:
     """Whether the model is to be timed itself."""
     experts = sum(layer.n_bytes for layer in source.experts if layer is not None)
-    return source.pass_bytes(1) + experts + source.outer_bytes <= SMALL_BYTES
+    return source.pass_bytes(1) + experts + source.non_layer_bytes <= SMALL_BYTES
 
 
 def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCompute:
@@ -45,9 +45,11 @@ def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCom
     """
     shapes = [(r.scheme or r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
     experts = [(x.n_used, [r.shape for r in x.tensors[0]]) for x in source.experts if x is not None]
-    kind = f"{type(source).__name__} {source.exactness.n_least_rows} {source.head_bytes} {shapes}"
+    kind = (
+        f"{type(source).__name__} {source.exactness.min_batch_tokens} {source.head_bytes} {shapes}"
+    )
     kind += f" {experts}" if experts else ""
-    curve = kept_curve(
+    curve = cached_curve(
         f"{libraries} {kind} {_ROWS}",
         lambda: measure_passes(source, _ROWS, load_mode="ram", **where),
     )
@@ -59,7 +61,7 @@ def measure_passes(
     rows: Sequence[int],
     *,
     reading: Path | None = None,
-    residency: Placement | None = None,
+    placement: Placement | None = None,
     **where: Any,
 ) -> ComputeCurve:
     """Seconds of passes of these rows, per byte of the weights of a model that fits in memory.
@@ -69,10 +71,10 @@ def measure_passes(
     where: further fields of the Loading.
     """
     loading = Loading(
-        residency or plan_residency(source.layers, _PLENTY_BYTES),
+        placement or plan_placement(source.layers, _PLENTY_BYTES),
         max_context=min(_N_PREFIX + 1, source.max_context),
         max_nodes=max(rows),
-        max_rows=max(rows),
+        max_num_tokens=max(rows),
         **where,
     )
     n_prefix = loading.max_context - 1
@@ -85,11 +87,11 @@ def measure_passes(
         return measure_curve(passes, n_bytes, reading)
 
 
-def _pass(sequence: SequenceKV, n_rows: int, n_prefix: int) -> Product:
+def _pass(sequence: SequenceKV, num_tokens: int, n_prefix: int) -> Product:
     """A level of a tree: so many nodes next to each other."""
 
     def run() -> None:
-        sequence.extend([0] * n_rows, [PREFIX] * n_rows)
+        sequence.extend([0] * num_tokens, [PREFIX] * num_tokens)
         sequence.rollback(n_prefix)
 
     return run

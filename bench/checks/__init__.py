@@ -1,1 +1,1 @@
-"""Do texts stay equal, and does anything break: checks, some of which run for hours."""
+"""Do sequences stay equal, and does anything break: checks, some of which run for hours."""

@@ -75,20 +75,20 @@ def main(
     load |= {"memory_budget": memory_budget} if memory_budget else {}
     load |= {} if draft_model else {"spec_type": "none"}
     numbers = [int(number) for number in loops.split(",")]
-    found: dict[int, list[float]] = {number: [] for number in numbers}
+    result: dict[int, list[float]] = {number: [] for number in numbers}
     with specdec.load(**load) as llm:
         tokens_per_second(llm, max_tokens, 1.0)
         for _ in range(n_turns):
             for number in numbers:
                 with busy_loops(number):
-                    found[number].append(tokens_per_second(llm, max_tokens, seconds))
+                    result[number].append(tokens_per_second(llm, max_tokens, seconds))
     n_cpus = usable_cpus()
-    medians = {number: statistics.median(values) for number, values in found.items()}
+    medians = {number: statistics.median(values) for number, values in result.items()}
     typer.echo("loops  tokens/s  of the fair share")
     for number, value in medians.items():
         fair = medians.get(0, 0.0) * n_cpus / (n_cpus + number)
         typer.echo(f"{number:5}  {value:8.1f}  {value / fair if fair else 0:17.2f}")
-    typer.echo(json.dumps({"tokens_per_second": found, "load": load, **collect(sys.argv)}))
+    typer.echo(json.dumps({"tokens_per_second": result, "load": load, **collect(sys.argv)}))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def record(load: dict[str, Any], *, streamed: bool) -> list[tuple[str, NDArray[n
     import specdec
 
     with specdec.load(spec_type="ngram", num_draft_tokens=N_NODES, **load) as llm:
-        if streamed and not llm.plan.residency.n_moving_layers:
+        if streamed and not llm.plan.placement.n_moving_layers:
             raise NotStreamed("the whole model fits in this budget: give a smaller one")
         return list(passes(llm.target, llm.tokenizer.encode(PROMPT)))
 

@@ -4,7 +4,7 @@ For targets that are not exact to the bit (--exact off, and GPUs): their sums of
 rows may have different orders, so a token's logits depend a little on what else was in its pass.
 Where the best two tokens are closer than that drift, either may win, with or without a draft. This
 measures both figures at the first difference of a pair of decodings. An exact target has no drift:
-there every difference is an error (bench/checks/equal_texts.py).
+there every difference is an error (bench/checks/equal_outputs.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend
 
-BATCH_ROWS = (1, 8, 64)
+BATCH_SIZES = (1, 8, 64)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def _rows(target: Backend, prefix: Sequence[int]) -> list[NDArray[np.float32]]:
     as_prompt = kv.prefill(prefix)
     kv.rollback(len(prefix) - 1)
     rows = []
-    for n_rows in sorted({min(n, kv.node_room) for n in BATCH_ROWS}):
-        fillers = [prefix[i % len(prefix)] for i in range(n_rows - 1)]
-        ids, logits = kv.extend([prefix[-1], *fillers], [PREFIX] * n_rows, logits_at=[0])
+    for num_tokens in sorted({min(n, kv.num_free_slots) for n in BATCH_SIZES}):
+        fillers = [prefix[i % len(prefix)] for i in range(num_tokens - 1)]
+        ids, logits = kv.extend([prefix[-1], *fillers], [PREFIX] * num_tokens, logits_at=[0])
         kv.prune(ids)
         rows.append(logits[0])
     kv.close()

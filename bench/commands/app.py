@@ -70,13 +70,13 @@ def root(context: typer.Context) -> None:
 
 def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None:
     """Run a command that lives in a module of its own, imported only now (it needs torch)."""
-    one = typer.Typer(
+    item = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    one.command()(with_options(getattr(importlib.import_module(module), function)))
-    raise typer.Exit(run_app(one, f"{NAME} {name}", argv))
+    item.command()(with_options(getattr(importlib.import_module(module), function)))
+    raise typer.Exit(run_app(item, f"{NAME} {name}", argv))
 
 
 def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:

@@ -39,7 +39,7 @@ def curve_command(
     log: options.Log = None,
 ) -> None:
     """Speedup against acceptance rate, with a drafter of known accuracy."""
-    from bench.checks.equal_texts import check_equal_texts
+    from bench.checks.equal_outputs import check_equal_outputs
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.process.results import CURVE
 
@@ -52,18 +52,18 @@ def curve_command(
     spec = CurveSpec(keywords, chosen, settings, str(log.resolve()) if log else None)
     result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(CURVE, result, output, output_file)
-    check_equal_texts(result["records"])
-    n_unexplained = sum(not one.get("explained", True) for one in result["differences"])
+    check_equal_outputs(result["records"])
+    n_unexplained = sum(not item.get("explained", True) for item in result["differences"])
     if n_unexplained:
         raise CurveError(
-            f"{n_unexplained} of {result['n_texts']} texts are not those of plain decoding, by "
+            f"{n_unexplained} of {result['n_texts']} sequences are not those of plain decoding, by "
             "more than a near tie: this should not happen, please report it"
         )
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
     """Different numbers above 0 and at most 1. Raises UsageMistake."""
-    found = []
+    result = []
     for part in text.split(","):
         try:
             rate = float(part)
@@ -73,18 +73,18 @@ def parse_rates(text: str) -> tuple[float, ...]:
             raise UsageMistake(
                 f"--rates has {part!r}: give numbers above 0 and at most 1, e.g. 0.7,0.9"
             )
-        found.append(rate)
-    return tuple(dict.fromkeys(found))
+        result.append(rate)
+    return tuple(dict.fromkeys(result))
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Different counts from 1 to MAX_DRAFT_TOKENS. Raises UsageMistake."""
-    found = []
+    result = []
     for part in map(str.strip, text.split(",")):
         is_count = part.isascii() and part.isdigit() and len(part) < 10
         if not is_count or not 1 <= int(part) <= MAX_DRAFT_TOKENS:
             raise UsageMistake(
                 f"--sizes has {part!r}: give draft tokens from 1 to {MAX_DRAFT_TOKENS}, e.g. 4,16"
             )
-        found.append(int(part))
-    return tuple(dict.fromkeys(found))
+        result.append(int(part))
+    return tuple(dict.fromkeys(result))

@@ -26,7 +26,7 @@ def demo_command(
     ] = "hf",
 ) -> None:
     """A grown target of at least twice its budget, plain against speculative; about two minutes."""
-    from bench.checks.equal_texts import check_equal_texts, percent_equal
+    from bench.checks.equal_outputs import check_equal_outputs, percent_equal
     from bench.demo import run_demo, text_of_first_prompt
     from bench.process.results import SPEEDUP
     from bench.report.tables import VERDICT_WIDTH
@@ -39,6 +39,6 @@ def demo_command(
     typer.echo(text_of_first_prompt(result))
     show(SPEEDUP, result, "table", None)
     equal, seconds = percent_equal(result["token_match"]), time.monotonic() - started
-    told = f"tokens equal {equal}, {seconds:.0f} s in all"
-    typer.echo(labelled([("demo", told)], VERDICT_WIDTH)[0])
-    check_equal_texts(result["records"])
+    reported = f"tokens equal {equal}, {seconds:.0f} s in all"
+    typer.echo(labelled([("demo", reported)], VERDICT_WIDTH)[0])
+    check_equal_outputs(result["records"])

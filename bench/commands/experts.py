@@ -76,10 +76,10 @@ def experts_command(
         _check_drafting(keywords)
     else:
         keywords.update(spec_type="none", draft_model=None)
-    texts = [prompt.text for prompt in chosen]
+    outputs = [prompt.text for prompt in chosen]
     _check_mixture(keywords, amounts[-1])
     rows = [
-        _measure({**keywords, "memory_budget": n_bytes}, texts, max_tokens, sizes)
+        _measure({**keywords, "memory_budget": n_bytes}, outputs, max_tokens, sizes)
         for n_bytes in amounts
     ]
     if output_file is not None:
@@ -100,27 +100,27 @@ def _check_drafting(keywords: dict[str, Any]) -> None:
 def _check_mixture(keywords: dict[str, Any], memory_budget: int) -> None:
     from specdec.planning.plan import plan_run
 
-    if plan_run(**keywords, memory_budget=memory_budget).residency.experts is None:
+    if plan_run(**keywords, memory_budget=memory_budget).placement.experts is None:
         raise UsageMistake(
             f"{keywords['model']} is no mixture of experts, or one that is read whole"
         )
 
 
 def _measure(
-    load: dict[str, Any], texts: list[str], max_tokens: int, sizes: list[int | None]
+    load: dict[str, Any], outputs: list[str], max_tokens: int, sizes: list[int | None]
 ) -> dict[str, Any]:
     """One budget."""
     from bench.experts import depths, hits
 
     model = Path(load["model"])
     if sizes:
-        found = depths.measure_budget(depths.DepthsSpec(load, texts, max_tokens, sizes), model)
-        best = max(one["tokens_per_second"] for one in found["depths"])
+        result = depths.measure_budget(depths.DepthsSpec(load, outputs, max_tokens, sizes), model)
+        best = max(item["tokens_per_second"] for item in result["depths"])
     else:
-        found = hits.measure_budget(hits.HitsSpec(load, texts, max_tokens), model)
-        best = found["tokens_per_second"]
+        result = hits.measure_budget(hits.HitsSpec(load, outputs, max_tokens), model)
+        best = result["tokens_per_second"]
     typer.echo(f"{format_bytes(load['memory_budget'])}: {best:.2f} tokens/s", err=True)
-    return found
+    return result
 
 
 def _tables(rows: list[dict[str, Any]]) -> list[Table]:
@@ -129,10 +129,10 @@ def _tables(rows: list[dict[str, Any]]) -> list[Table]:
             Table(
                 "Sizes of trees",
                 ("tree", *headings(_DEPTH_COLUMNS)),
-                tuple((_tree(one), *cells(one, _DEPTH_COLUMNS)) for one in row["depths"]),
+                tuple((_tree(item), *cells(item, _DEPTH_COLUMNS)) for item in row["depths"]),
                 about=(
                     f"{format_bytes(row['memory_budget'])}, {row['share_held']:.1%} of all experts "
-                    f"in memory; texts {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
+                    f"in memory; sequences {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
                 ),
             )
             for row in rows

@@ -90,7 +90,7 @@ def peers_command(
     output_file: options.OutputFile = None,
 ) -> None:
     """specdec against other programs: same weights, prompts, threads and memory limit."""
-    from bench.checks.equal_texts import check_equal_texts
+    from bench.checks.equal_outputs import check_equal_outputs
     from bench.peers.compare import compare
     from bench.peers.runs import settings_for
     from bench.process.results import PEERS as KIND
@@ -130,9 +130,9 @@ def peers_command(
     argv = ["specdec-bench", *context.obj.argv]
     result = compare(names, weights, chosen, settings, argv, save, n_too_long)
     show(KIND, result, output, output_file)
-    for one in weights:
-        rows = [row for row in result["peers"] if row["weights"] == one.format]
-        check_equal_texts(record for row in rows for record in row["prompts"])
+    for weight in weights:
+        rows = [row for row in result["peers"] if row["weights"] == weight.format]
+        check_equal_outputs(record for row in rows for record in row["prompts"])
 
 
 def parse_peers(text: str) -> list[str]:
@@ -145,10 +145,10 @@ def parse_peers(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def parse_interpreters(texts: Sequence[str], names: Sequence[str]) -> dict[str, Interpreter]:
+def parse_interpreters(outputs: Sequence[str], names: Sequence[str]) -> dict[str, Interpreter]:
     """Of NAME=PYTHON, the interpreter for each NAME, which must be among `names`."""
-    found: dict[str, Interpreter] = {}
-    for text in texts:
+    result: dict[str, Interpreter] = {}
+    for text in outputs:
         name, _, path = text.partition("=")
         if not path:
             raise UsageMistake(
@@ -156,14 +156,14 @@ def parse_interpreters(texts: Sequence[str], names: Sequence[str]) -> dict[str, 
             )
         if name not in names:
             raise UsageMistake(f"--peer-python {text}: --peers {','.join(names)} has no {name!r}")
-        if name in found:
+        if name in result:
             raise UsageMistake(f"--peer-python names {name} twice")
         package = PEERS[name].package
         try:
-            found[name] = probe(path, (package,) if package else ())
+            result[name] = probe(path, (package,) if package else ())
         except InterpreterError as error:
             raise UsageMistake(f"--peer-python {name}={error}") from None
-    return found
+    return result
 
 
 def all_weights(
@@ -178,8 +178,8 @@ def all_weights(
     if other_draft is None and isinstance(first.draft, str):
         other_draft = first.draft
     elif other_draft is None and draft is not None and draft.startswith(PAIR_PREFIX):
-        wanted = GGUF if first.format == HF else HF
-        other_draft = draft.removesuffix(".gguf") + (".gguf" if wanted == GGUF else "")
+        requested = GGUF if first.format == HF else HF
+        other_draft = draft.removesuffix(".gguf") + (".gguf" if requested == GGUF else "")
     second = Weights.named(other_model, other_draft)
     if second.format == first.format:
         raise UsageMistake(

@@ -38,9 +38,9 @@ def policy_command(
     log: options.Log = None,
 ) -> None:
     """The automatic size of trees against fixed ones, in one process."""
-    from bench.checks.equal_texts import check_equal_texts
+    from bench.checks.equal_outputs import check_equal_outputs
+    from bench.decode.modes import parse_sizes
     from bench.decode.policy import run_policy
-    from bench.decode.ways import parse_sizes
     from bench.process.provenance import collect
     from bench.process.results import POLICY
 
@@ -61,4 +61,4 @@ def policy_command(
     )
     result["provenance"] = provenance
     show(POLICY, result, "table", output_file)
-    check_equal_texts(result["records"])
+    check_equal_outputs(result["records"])

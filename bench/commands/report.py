@@ -41,10 +41,10 @@ def report_command(
     several = read_all(results)
     for path in write_report(several, output_file):
         typer.echo(path)
-    found = agreement_of(several)
-    if found:
-        typer.echo(text_of([agreement_table(found)]))
+    result = agreement_of(several)
+    if result:
+        typer.echo(text_of([agreement_table(result)]))
     elif within is not None:
         raise UsageMistake("--within compares two runs of peers with programs in common: give both")
-    if within is not None and max(one.difference for one in found) > within / 100:
+    if within is not None and max(item.difference for item in result) > within / 100:
         raise typer.Exit(1)

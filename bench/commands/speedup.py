@@ -34,7 +34,7 @@ def speedup_command(
     log: options.Log = None,
 ) -> None:
     """Plain streamed decoding against speculative decoding of the same target."""
-    from bench.checks.equal_texts import check_equal_texts
+    from bench.checks.equal_outputs import check_equal_outputs
     from bench.decode.measure import MeasureSpec
     from bench.decode.speedup import run_speedup
     from bench.process.results import SPEEDUP
@@ -56,4 +56,4 @@ def speedup_command(
     )
     result = run_speedup(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(SPEEDUP, result, output, output_file)
-    check_equal_texts(result["records"])
+    check_equal_outputs(result["records"])

@@ -60,7 +60,7 @@ Reference = Annotated[
     Path | None,
     typer.Option(
         "--reference",
-        help="Report of `speedup` whose texts these must equal.",
+        help="Report of `speedup` whose sequences these must equal.",
         show_default="the first setting's",
     ),
 ]
@@ -88,7 +88,7 @@ def sweep_command(
     reference: Reference = None,
 ) -> None:
     """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
-    from bench.checks.equal_texts import check_equal_texts
+    from bench.checks.equal_outputs import check_equal_outputs
     from bench.peers.registry import Weights
     from bench.peers.runs import settings_for
     from bench.peers.sweep import (
@@ -96,7 +96,7 @@ def sweep_command(
         all_settings,
         prepare_file,
         recorded_budgets,
-        reference_texts,
+        reference_outputs,
         run_sweep,
     )
     from bench.process.provenance import collect
@@ -114,7 +114,7 @@ def sweep_command(
     if load.draft_model is None and any(size != 0 for size in sizes):
         raise UsageMistake("--trees above 0 need a draft model: give -md, or --trees 0")
     prepare_file(output_file)
-    texts = None if reference is None else reference_texts(reference)
+    outputs = None if reference is None else reference_outputs(reference)
     given = read_prompts(prompts)
     weights = Weights.named(*options.model_names(load))
     keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "num_draft_tokens"}
@@ -131,7 +131,7 @@ def sweep_command(
     fit, n_too_long = fitting(given, weights.model, load.ctx_size, max_tokens)
     if n_too_long:
         typer.echo(describe_left_out(n_too_long, max_tokens), err=True)
-    sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base, reference=texts)
+    sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base, reference=outputs)
     if not amounts:
         amounts = recorded_budgets(output_file, sweep) or find_budgets(load)
         sweep = replace(sweep, auto_budgets=tuple(amounts))
@@ -145,7 +145,7 @@ def sweep_command(
             advance(describe(setting, line), line is not None)
             measured += line.get("records", ()) if line else ()
     typer.echo(text_of(tables(SWEEP, read_results(output_file).value)))
-    check_equal_texts(measured)
+    check_equal_outputs(measured)
 
 
 def parse_speeds(text: str) -> list[float | None]:
@@ -168,7 +168,7 @@ def parse_speeds(text: str) -> list[float | None]:
 
 def parse_trees(text: str) -> list[int | None]:
     """Draft tokens per pass; None is auto."""
-    return list(dict.fromkeys(parse_num_draft_tokens(one, "--trees") for one in text.split(",")))
+    return list(dict.fromkeys(parse_num_draft_tokens(item, "--trees") for item in text.split(",")))
 
 
 def parse_budgets(text: str) -> list[int]:

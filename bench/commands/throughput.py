@@ -1,4 +1,4 @@
-"""`specdec-bench throughput`: tokens per second against the number of texts at once."""
+"""`specdec-bench throughput`: tokens per second against the number of sequences at once."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def throughput_command(
     modes: Annotated[
         str, typer.Option("--modes", help="plain: a row for each text; speculative.")
     ] = "plain,speculative",
-    least_prompts: Annotated[
-        int, typer.Option("--least-prompts", min=1, help="Of few texts at a time, so many in all.")
+    min_prompts: Annotated[
+        int,
+        typer.Option("--least-prompts", min=1, help="Of few sequences at a time, so many in all."),
     ] = 2,
     prompts: options.Prompts = BUILT_IN,
     max_tokens: options.MaxTokens = 64,
@@ -43,7 +44,7 @@ def throughput_command(
     ignore_eos: options.IgnoreEos = False,
     output_file: options.OutputFile = None,
 ) -> None:
-    """Tokens per second of many texts in one pass; a prompt's text is the same in every one."""
+    """Tokens per second of many sequences in one pass; a prompt's text is the same in every one."""
     from bench.decode.throughput import (
         ThroughputSpec,
         refuse_differences,
@@ -58,9 +59,11 @@ def throughput_command(
         raise UsageMistake(f"--modes {modes} is not plain, speculative or both")
     check_enforced(load, enforce)
     options.check_writable("--output-file", output_file)
-    keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, max(*numbers, least_prompts))
+    keywords, chosen = model_and_prompts(load.keywords(LOAD), prompts, max(*numbers, min_prompts))
     if len(chosen) < max(numbers):
-        raise UsageMistake(f"--texts asks for {max(numbers)} prompts, {prompts} has {len(chosen)}")
+        raise UsageMistake(
+            f"--sequences asks for {max(numbers)} prompts, {prompts} has {len(chosen)}"
+        )
     keywords["parallel"] = max(numbers)
     provenance = collect(["specdec-bench", *context.obj.argv], Path(keywords["model"]))
     spec = ThroughputSpec(
@@ -69,7 +72,7 @@ def throughput_command(
         options.sampling_keywords(max_tokens, ignore_eos, sampling),
         numbers,
         mode_names,
-        least_prompts,
+        min_prompts,
     )
     result = {**run_throughput(spec, enforce=enforce), "provenance": provenance}
     if output_file is not None:
@@ -79,7 +82,7 @@ def throughput_command(
     )
     table = Table(
         "Texts at once",
-        ("texts", *headings(_COLUMNS)),
+        ("outputs", *headings(_COLUMNS)),
         rows,
         notes=tuple(summarise(result["rows"])),
     )
@@ -89,9 +92,9 @@ def throughput_command(
 
 def _counts(counts: str) -> list[int]:
     try:
-        numbers = [int(one) for one in counts.split(",")]
+        numbers = [int(item) for item in counts.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UsageMistake(f"--texts is {counts}: give numbers of texts, such as 1,4,16")
+        raise UsageMistake(f"--sequences is {counts}: give numbers of sequences, such as 1,4,16")
     return numbers

@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.checks.equal_texts import are_exact
+from bench.checks.equal_outputs import are_exact
 from bench.checks.near_ties import examine
 from bench.decode.curve_figures import summarise
 from bench.decode.known_drafter import KnownAccuracyDrafter
-from bench.figures import first_mismatch
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.provenance import collect
 from bench.process.results import Record, append_line
 from bench.prompts.workloads import Prompt
+from bench.results import first_mismatch
 from offload.errors import SpecdecError
 from specdec.config import SpecConfig
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PLAIN = 0  # draft tokens
 _PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do
-_LEAST_PLAIN_TOKENS = 9
+_MIN_PLAIN_TOKENS = 9
 
 
 class CurveError(SpecdecError):
@@ -63,11 +63,11 @@ class CurveSettings:
         """Of the text that the drafter knows: so many that no chain is cut off."""
         return self.max_tokens + max(self.lengths)
 
-    def wanted_tokens(self, n_drafted: int) -> int:
+    def requested_tokens(self, n_drafted: int) -> int:
         """Of a decoding with so many draft tokens."""
         if n_drafted != _PLAIN:
             return self.max_tokens
-        return min(self.max_tokens, max(_LEAST_PLAIN_TOKENS, self.max_tokens // _PLAIN_SHARE))
+        return min(self.max_tokens, max(_MIN_PLAIN_TOKENS, self.max_tokens // _PLAIN_SHARE))
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def measure_curve(
 
     Returns:
         the keys of `curve_figures.summarise`, and
-        is_exact        every text must be plain decoding's to the bit (`bench.checks.equal_texts`)
-        differences     texts that are not plain decoding's: prompt, rate, n_draft_tokens, position;
+        is_exact        every text must be plain decoding's to the bit (`bench.checks.equal_outputs`)
+        differences     sequences that are not plain decoding's: prompt, rate, n_draft_tokens, position;
                         where the target is not exact the rest of `near_ties.NearTie`
         n_texts         that were compared
         plan, n_prompts, max_tokens, memory_budget_bytes
@@ -136,8 +136,8 @@ def measure_curve(
         turns = _Turns(llm, prompt, index, settings)
         turns.warm_up()
         made = []
-        for way in turns.order():
-            made.append(turns.decode(*way))
+        for mode in turns.order():
+            made.append(turns.decode(*mode))
             if log is not None:
                 append_line(made[-1], log)
             progress.say(made[-1])
@@ -147,7 +147,7 @@ def measure_curve(
         **summarise(records),
         "is_exact": are_exact(records),
         "differences": differences,
-        "n_texts": len(records),
+        "num_seqs": len(records),
         "plan": llm.plan.to_dict(),
         "n_prompts": len(prompts),
         "max_tokens": settings.max_tokens,
@@ -163,12 +163,12 @@ class _Turns:
         self._llm, self._prompt, self._index = llm, prompt, index
         self._settings = settings
         self._prompt_ids = llm.tokenizer.encode(prompt.text)
-        wanted = len(self._prompt_ids) + settings.text_tokens
-        if wanted > llm.max_context:
+        requested = len(self._prompt_ids) + settings.text_tokens
+        if requested > llm.max_context:
             raise CurveError(
                 f"{prompt.name} takes {len(self._prompt_ids)} tokens and its text "
                 f"{settings.text_tokens} (-n and the longest chain), together more than the "
-                f"context of {llm.max_context}: give -c {wanted}, shorter chains or a smaller -n"
+                f"context of {llm.max_context}: give -c {requested}, shorter chains or a smaller -n"
             )
         # All decodings, this first one too, take up the KV of the prompt from the one before.
         self._run(1, None, speculative=False)
@@ -177,31 +177,31 @@ class _Turns:
     def order(self) -> list[tuple[float, int]]:
         """(rate, draft tokens): rate by rate, beginning with another length each time."""
         lengths = [_PLAIN, *self._settings.lengths]
-        ways = []
+        modes = []
         for i, rate in enumerate(self._settings.rates):
             first = (self._index + i) % len(lengths)
-            ways += [(rate, n) for n in lengths[first:] + lengths[:first]]
-        return ways
+            modes += [(rate, n) for n in lengths[first:] + lengths[:first]]
+        return modes
 
     def warm_up(self) -> None:
         """The first pass of the largest size pays for scratch memory."""
-        self._decode(1.0, max(self._settings.lengths), n_wanted=2)
+        self._decode(1.0, max(self._settings.lengths), num_requested=2)
 
     def decode(self, rate: float, n_drafted: int) -> dict[str, Any]:
-        n_wanted = self._settings.wanted_tokens(n_drafted)
-        tokens, stats = self._decode(rate, n_drafted, n_wanted)
+        num_requested = self._settings.requested_tokens(n_drafted)
+        tokens, stats = self._decode(rate, n_drafted, num_requested)
         record = Record(
             self._prompt.name,
             token_ids=tokens,
             stats=stats.to_dict(),
-            pass_times=[list(one) for one in stats.pass_times],
+            pass_times=[list(item) for item in stats.pass_times],
         )
         return {**asdict(record), "rate": rate, "n_draft_tokens": n_drafted}
 
     def differences(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The texts that are not plain decoding's; where the target is not exact: near ties?"""
+        """The sequences that are not plain decoding's; where the target is not exact: near ties?"""
         known: dict[tuple[int, int], dict[str, Any]] = {}  # by position and token
-        found = []
+        result = []
         for record in records:
             tokens = record["token_ids"]
             at = first_mismatch(self._text[: len(tokens)], tokens)
@@ -209,21 +209,21 @@ class _Turns:
                 continue
             where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
             if are_exact([record]):  # nothing explains it
-                found.append({**where, "position": at})
+                result.append({**where, "position": at})
                 continue
             place = (at, tokens[at])
             if place not in known:
                 tie = examine(self._llm.target, self._prompt_ids, self._text, tokens)
-                assert tie is not None, "the texts differ"
+                assert tie is not None, "the sequences differ"
                 known[place] = tie.to_dict()
-            found.append({**where, **known[place]})
-        return found
+            result.append({**where, **known[place]})
+        return result
 
     def _decode(
-        self, rate: float, n_drafted: int, n_wanted: int
+        self, rate: float, n_drafted: int, num_requested: int
     ) -> tuple[list[int], GenerationStats]:
         if n_drafted == _PLAIN:
-            return self._run(n_wanted, self._text, speculative=False)
+            return self._run(num_requested, self._text, speculative=False)
         tokenizer, target = self._llm.tokenizer, self._llm.target
         drafter = KnownAccuracyDrafter(
             [*self._prompt_ids, *self._text],
@@ -234,10 +234,10 @@ class _Turns:
         chain = SpecConfig(
             ("ngram",), n_drafted, tree_width=1, draft_depth=n_drafted, draft_ahead="off"
         )
-        return self._run(n_wanted, self._text, spec=chain, drafter=drafter)
+        return self._run(num_requested, self._text, spec=chain, drafter=drafter)
 
     def _run(
-        self, n_wanted: int, text: Sequence[int] | None, **how: Any
+        self, num_requested: int, text: Sequence[int] | None, **how: Any
     ) -> tuple[list[int], GenerationStats]:
         """Decode at least so many tokens, greedily, unless the text ends.
 
@@ -254,7 +254,7 @@ class _Turns:
         for chunk in stream:
             tokens += map(int, chunk.token_ids)
             is_other = text is not None and tokens != text[: len(tokens)]
-            if len(tokens) >= n_wanted or is_other:
+            if len(tokens) >= num_requested or is_other:
                 break
         stream.cancel()
         return tokens, stream.result.stats
@@ -271,9 +271,9 @@ class _Progress:
         self._n_done += 1
         seconds = (time.monotonic() - self._began) / self._n_done * (self._n_total - self._n_done)
         n, stats = record["n_draft_tokens"], record["stats"]
-        way = f"rate {record['rate']:.2f} chain {n}" if n else "plain"
+        mode = f"rate {record['rate']:.2f} chain {n}" if n else "plain"
         print(
-            f"{self._n_done}/{self._n_total} ({record['prompt']}) {way}: "
+            f"{self._n_done}/{self._n_total} ({record['prompt']}) {mode}: "
             f"{stats['tokens_per_second']:.2f} tok/s, "
             f"{stats['mean_acceptance_length']:.2f} tokens per pass | {seconds:.0f} s left",
             file=self._out,

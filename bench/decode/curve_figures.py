@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import figures
+from bench import results
 from bench.decode.known_drafter import expected_tokens
-from bench.figures import efficiency, median_pass_seconds, pass_times_of
+from bench.results import efficiency, median_pass_seconds, pass_times_of
 from specdec.metrics.stats import ratio
 
 PLAIN_ROWS = 1
@@ -53,7 +53,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     best = []
     for rate in dict.fromkeys(point["rate"] for point in points):
         fastest = max(
-            (point for point in points if point["rate"] == rate), key=lambda one: one["speedup"]
+            (point for point in points if point["rate"] == rate), key=lambda item: item["speedup"]
         )
         best.append({key: fastest[key] for key in ("rate", "n_draft_tokens", "speedup")})
     return {"points": points, "best": best}
@@ -65,7 +65,7 @@ def _point(
     plain: Sequence[Mapping[str, Any]],
     chains: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    stats, plain_stats = figures.aggregate_stats(chains), figures.aggregate_stats(plain)
+    stats, plain_stats = results.aggregate_stats(chains), results.aggregate_stats(plain)
     speedup = ratio(stats["tokens_per_second"], plain_stats["tokens_per_second"])
     seconds_1 = median_pass_seconds(pass_times_of(plain), PLAIN_ROWS)
     seconds_n = median_pass_seconds(pass_times_of(chains), PLAIN_ROWS + length)

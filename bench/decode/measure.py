@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bench.checks.equal_texts import are_exact
+from bench.checks.equal_outputs import are_exact
 from bench.checks.near_ties import examine
-from bench.decode.ways import PLAIN, SPECULATIVE, keywords_of
+from bench.decode.modes import PLAIN, SPECULATIVE, keywords_of
 from bench.process.child import measure_for_parent, result_of_child
 from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line
@@ -28,7 +28,7 @@ from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
 from specdec.metrics.stats import ratio
 from specdec.models.weight_files import largest_weight_file
-from specdec.policy.experience import Experience
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -49,9 +49,9 @@ class MeasureSpec:
     """Keywords of `LLM.generate`."""
     log: str | None = None
     """JSON lines, appended to as records are made."""
-    settle_seconds: float = SETTLE_SECONDS
+    adjust_seconds: float = SETTLE_SECONDS
     modes: tuple[str, ...] = MODES
-    """Names of `bench.decode.ways`."""
+    """Names of `bench.decode.modes`."""
     probes: bool = True
     """Whether the storage and each prompt's own pass are measured too."""
 
@@ -74,7 +74,7 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     """Run the whole specification; progress goes to `out`.
 
-    Texts of a target that is not exact are examined where they differ (`near_ties`).
+    Sequences of a target that is not exact are examined where they differ (`near_ties`).
     """
     from specdec.api import load
     from specdec.cli.output import loading_progress
@@ -82,7 +82,7 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**_without_probe(spec), progress=progress)
     with llm:
-        probe = Probe(Path(spec.load["model"]), spec.settle_seconds) if spec.probes else None
+        probe = Probe(Path(spec.load["model"]), spec.adjust_seconds) if spec.probes else None
         records = _measure_all(llm, spec, probe, out)
         is_exact = are_exact(asdict(record) for record in records)
         is_examined = not (is_exact or spec.sampling.get("temperature")) and spec.modes == MODES
@@ -110,25 +110,27 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
     for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
         llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
-    experiences = {mode: Experience(*costs, plan.n_draft_tokens) for mode in keywords}
+    experiences = {mode: AcceptanceStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
         first = index % len(spec.modes)
-        turn = []
+        slot_turn = []
         for mode in spec.modes[first:] + spec.modes[:first]:
-            llm.session.use_experience(experiences[mode])
-            turn.append(_measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe))
+            llm.session.use_statistics(experiences[mode])
+            slot_turn.append(
+                _measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe)
+            )
             if spec.log is not None:
-                append_line(asdict(turn[-1]), Path(spec.log))
-        records += turn
-        _report(out, turn, index + 1, len(spec.prompts), time.monotonic() - started)
+                append_line(asdict(slot_turn[-1]), Path(spec.log))
+        records += slot_turn
+        _report(out, slot_turn, index + 1, len(spec.prompts), time.monotonic() - started)
     return records
 
 
 def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[dict[str, Any]]:
     """For every prompt whose two greedy decodings differ: was it a near tie?"""
-    found = []
+    result = []
     for prompt in spec.prompts:
         plain, speculative = (
             next(r.token_ids for r in records if (r.prompt, r.mode) == (prompt.name, mode))
@@ -136,8 +138,8 @@ def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[d
         )
         tie = examine(llm.target, llm.tokenizer.encode(prompt.text), plain, speculative)
         if tie is not None:
-            found.append({"prompt": prompt.name, **tie.to_dict()})
-    return found
+            result.append({"prompt": prompt.name, **tie.to_dict()})
+    return result
 
 
 def _measure_one(
@@ -169,9 +171,9 @@ def _measure_one(
 class Probe:
     """Raw bandwidth of the model's own file; how it was read is `method`."""
 
-    def __init__(self, model: Path, settle_seconds: float) -> None:
+    def __init__(self, model: Path, adjust_seconds: float) -> None:
         self._path = largest_weight_file(model)
-        self._settle_seconds = settle_seconds
+        self._settle_seconds = adjust_seconds
         self._latest: float | None = None
         self.method = ""
 
@@ -188,12 +190,12 @@ class Probe:
 
 def _report(out: TextIO, runs: Sequence[Record], n_done: int, n_total: int, seconds: float) -> None:
     speed = {record.mode: record.stats["tokens_per_second"] for record in runs}
-    figures = [f"{mode} {speed[mode]:.2f} tok/s" for mode in sorted(speed)]
+    results = [f"{mode} {speed[mode]:.2f} tok/s" for mode in sorted(speed)]
     if set(speed) == set(MODES):
-        figures.append(f"{ratio(speed['speculative'], speed['plain']):.2f}x")
+        results.append(f"{ratio(speed['speculative'], speed['plain']):.2f}x")
     left = seconds / n_done * (n_total - n_done)
     print(
-        f"prompt {n_done}/{n_total} ({runs[0].prompt}): {', '.join(figures)} | {left:.0f} s left",
+        f"prompt {n_done}/{n_total} ({runs[0].prompt}): {', '.join(results)} | {left:.0f} s left",
         file=out,
         flush=True,
     )

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.checks.equal_texts import are_exact
+from bench.checks.equal_outputs import are_exact
 from bench.decode.measure import MeasureSpec, measure_in_child
-from bench.decode.ways import AUTO, PLAIN, TreeSize
-from bench.figures import aggregate_stats, of_mode
+from bench.decode.modes import AUTO, PLAIN, TreeSize
 from bench.prompts.workloads import Prompt
+from bench.results import aggregate_stats, of_mode
 from specdec.metrics.stats import ratio
 
 
@@ -32,14 +32,14 @@ def run_policy(
 
     Raises typer.Exit with the child's exit code where that has told why it failed.
     """
-    ways = [*([PLAIN] if with_plain else []), *(size.name for size in sizes), AUTO]
-    most = max(size.n_nodes for size in sizes)
+    modes = [*([PLAIN] if with_plain else []), *(size.name for size in sizes), AUTO]
+    limit = max(size.n_nodes for size in sizes)
     spec = MeasureSpec(
-        {**load, "num_draft_tokens": most},
+        {**load, "num_draft_tokens": limit},
         list(prompts),
         dict(sampling),
         log,
-        modes=tuple(ways),
+        modes=tuple(modes),
         probes=False,
     )
     measured = measure_in_child(spec, enforce=enforce)
@@ -62,7 +62,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         stats = aggregate_stats(of_way)
         rows.append(
             {
-                "way": name,
+                "mode": name,
                 "tokens_per_second": stats["tokens_per_second"],
                 "mean_acceptance_length": stats["mean_acceptance_length"],
                 "mean_tree_nodes": ratio(stats["drafted_tokens"], stats["passes"]),
@@ -70,7 +70,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "is_lossless": stats["is_lossless"],
             }
         )
-    speeds = {row["way"]: float(row["tokens_per_second"]) for row in rows}
+    speeds = {row["mode"]: float(row["tokens_per_second"]) for row in rows}
     fixed = {name: speed for name, speed in speeds.items() if name != AUTO}
     best = max(fixed, key=lambda name: fixed[name])
     return {

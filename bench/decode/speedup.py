@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.checks.equal_texts import are_exact
+from bench.checks.equal_outputs import are_exact
 from bench.decode.measure import MeasureSpec, measure_in_child
-from bench.figures import (
+from bench.process.provenance import collect
+from bench.results import (
     RecordDict,
     aggregate_stats,
     compare_tokens,
@@ -22,7 +23,6 @@ from bench.figures import (
     roofline_fraction,
     typical_pass_seconds,
 )
-from bench.process.provenance import collect
 from offload.units import parse_bytes
 from specdec.metrics.stats import ratio
 
@@ -37,7 +37,7 @@ def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dic
 def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
     """The figures of our own runs.
 
-    is_exact: every text must be plain decoding's to the bit (`bench.checks.equal_texts`).
+    is_exact: every text must be plain decoding's to the bit (`bench.checks.equal_outputs`).
     """
     records = measured["records"]
     plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))

@@ -1,4 +1,4 @@
-"""Tokens per second of many texts at once: what one read of the model serves.
+"""Tokens per second of many sequences at once: what one read of the model serves.
 
 One loaded pair computes the same prompts in groups of every size, with drafts and without. Plain
 groups are FlexGen's way (Sheng et al. 2023): one row for each text. Every text must be the one that
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from bench.checks.equal_texts import TextsDiffer
+from bench.checks.equal_outputs import OutputsDiffer
 from bench.process.child import measure_for_parent, result_of_child
 from bench.prompts.workloads import Prompt
 from specdec.metrics.stats import ratio
@@ -26,7 +26,7 @@ class ThroughputSpec:
     """What one process measures.
 
     load: keywords of `specdec.load`.
-    counts: texts at a time. The first `least_prompts` prompts are computed at each count, or as
+    counts: sequences at a time. The first `least_prompts` prompts are computed at each count, or as
         many as the count has.
     """
 
@@ -35,7 +35,7 @@ class ThroughputSpec:
     sampling: dict[str, Any]
     counts: list[int]
     modes: list[str]
-    least_prompts: int
+    min_prompts: int
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ThroughputSpec:
@@ -63,10 +63,10 @@ def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
     with llm:
         cost = llm.plan.cost_model
         rows: list[dict[str, Any]] = []
-        texts: dict[int, tuple[int, ...]] = {}
+        outputs: dict[int, tuple[int, ...]] = {}
         for count in spec.counts:
             for mode in spec.modes:
-                row = _measure_row(llm, spec, count, mode, texts)
+                row = _measure_row(llm, spec, count, mode, outputs)
                 row["roofline"] = count / cost.seconds(count) if mode == PLAIN else None
                 rows.append(row)
                 print(f"{count} {mode}: {row['tokens_per_second']:.2f} tokens/s", file=out)
@@ -74,9 +74,9 @@ def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
 
 
 def _measure_row(
-    llm: Any, spec: ThroughputSpec, count: int, mode: str, texts: dict[int, tuple[int, ...]]
+    llm: Any, spec: ThroughputSpec, count: int, mode: str, outputs: dict[int, tuple[int, ...]]
 ) -> dict[str, Any]:
-    prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.least_prompts)]]
+    prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.min_prompts)]]
     llm.session.forget_prompt()  # every way computes the prompts itself
     before, began = llm.target.stream_use.bytes_streamed, time.perf_counter()
     results = []
@@ -84,12 +84,12 @@ def _measure_row(
         group = prompts[start : start + count]
         results += llm.generate(group, speculative=mode == SPECULATIVE, **spec.sampling)
     seconds = time.perf_counter() - began
-    n_tokens = sum(one.stats.generated_tokens for one in results)
+    n_tokens = sum(result.stats.generated_tokens for result in results)
     n_different = sum(
-        texts.setdefault(i, one.token_ids) != one.token_ids for i, one in enumerate(results)
+        outputs.setdefault(i, item.token_ids) != item.token_ids for i, item in enumerate(results)
     )
     return {
-        "n_texts": count,
+        "num_seqs": count,
         "mode": mode,
         "n_prompts": len(prompts),
         "generated_tokens": n_tokens,
@@ -97,20 +97,20 @@ def _measure_row(
         "tokens_per_second": ratio(n_tokens, seconds),
         "bytes_per_token": ratio(llm.target.stream_use.bytes_streamed - before, n_tokens),
         "tokens_per_pass_of_a_text": ratio(
-            n_tokens - len(results), sum(one.stats.passes for one in results)
+            n_tokens - len(results), sum(result.stats.passes for result in results)
         ),
         "n_different_texts": n_different,
-        "is_exact": all(one.stats.is_exact for one in results),
+        "is_exact": all(result.stats.is_exact for result in results),
         "peak_memory_bytes": results[-1].stats.peak_memory_bytes,
     }
 
 
 def refuse_differences(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise TextsDiffer where texts that promise to be equal are not."""
+    """Raise TextsDiffer where sequences that promise to be equal are not."""
     n_different = sum(row["n_different_texts"] for row in rows if row["is_exact"])
     if n_different:
-        raise TextsDiffer(
-            f"{n_different} texts differ from the first one of the same prompt, although the "
+        raise OutputsDiffer(
+            f"{n_different} sequences differ from the first one of the same prompt, although the "
             "target is exact: this should not happen, please report it"
         )
 
@@ -122,7 +122,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         own = [row for row in rows if row["mode"] == mode]
         first, last = own[0], own[-1]
         times = ratio(last["tokens_per_second"], first["tokens_per_second"])
-        lines.append(f"{mode}: {last['n_texts']} texts {times:.2f} x {first['n_texts']}")
+        lines.append(f"{mode}: {last['n_texts']} sequences {times:.2f} x {first['n_texts']}")
     return lines
 
 

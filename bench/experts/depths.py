@@ -52,10 +52,10 @@ class Depth:
     """The number of each text's."""
 
     @property
-    def texts(self) -> dict[int, list[int]]:
+    def outputs(self) -> dict[int, list[int]]:
         return dict(zip(self.prompts, self.token_ids, strict=True))
 
-    def figures(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         return {
             **asdict(self),
             "tokens_per_second": ratio(self.tokens, self.seconds),
@@ -79,8 +79,8 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
     spec = DepthsSpec(**values)
     depths = {n: Depth(n) for n in spec.trees}
     # With an automatic size, memory is divided as for a user who fixed none.
-    most = None if None in spec.trees else max((n for n in spec.trees if n), default=None)
-    with load(**{**spec.load, "num_draft_tokens": most}) as llm:
+    limit = None if None in spec.trees else max((n for n in spec.trees if n), default=None)
+    with load(**{**spec.load, "num_draft_tokens": limit}) as llm:
         for prompt in spec.prompts:
             llm.generate(prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         for n, number in in_turns(spec.trees, len(spec.prompts)):
@@ -91,8 +91,8 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
         "n_slots": plan.get("n_expert_slots", 0),
         "n_experts": plan.get("n_experts", 0),
         "share_held": ratio(plan.get("n_expert_slots", 0), plan.get("n_experts", 0)),
-        "depths": [depth.figures() for depth in depths.values()],
-        "texts_equal": all(d.texts == depths[spec.trees[0]].texts for d in depths.values()),
+        "depths": [depth.results() for depth in depths.values()],
+        "texts_equal": all(d.outputs == depths[spec.trees[0]].outputs for d in depths.values()),
     }
 
 
@@ -101,25 +101,25 @@ def _decode(llm: LLM, prompt: str, n_tokens: int, into: Depth) -> None:
     is_plain = into.num_draft_tokens == 0
     spec = None if is_plain else SpecConfig(num_draft_tokens=into.num_draft_tokens)
     began, before = time.perf_counter(), llm.target.stream_use
-    found = llm.generate(
+    result = llm.generate(
         prompt, max_tokens=n_tokens, ignore_eos=True, speculative=not is_plain, spec=spec
     )
     into.seconds += time.perf_counter() - began
     after = llm.target.stream_use
-    into.tokens += found.stats.generated_tokens
+    into.tokens += result.stats.generated_tokens
     # Of a text's first token the pass is its prompt's last one, which is counted here as well.
-    into.passes += 1 + found.stats.passes
+    into.passes += 1 + result.stats.passes
     into.bytes_read += after.bytes_streamed - before.bytes_streamed
     into.experts_asked += after.experts_asked - before.experts_asked
     into.experts_found += after.experts_found - before.experts_found
-    into.token_ids.append(list(found.token_ids))
+    into.token_ids.append(list(result.token_ids))
 
 
 def measure_budget(spec: DepthsSpec, model: Path) -> dict[str, Any]:
     """In a process of its own, the page cache dropped."""
     forget_model(model)
-    found = result_of_child("bench.experts.depths", spec, spec.load["memory_budget"])
-    return {**found, "memory_budget": spec.load["memory_budget"]}
+    result = result_of_child("bench.experts.depths", spec, spec.load["memory_budget"])
+    return {**result, "memory_budget": spec.load["memory_budget"]}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bench.process.child import forget_model, measure_for_parent, result_of_child
 from bench.process.probe import BLOCK_BYTES, probe_bandwidth
 from bench.prompts.workloads import WARM_UP_TOKENS
-from offload.experts.eviction import Visit, belady, least_recently_used, replay, visits_of
+from offload.experts.eviction import Access, belady, least_recently_used, replay, visits_of
 from offload.experts.readers import N_READERS
 from offload.storage.aligned import align_up
 from offload.trace import READ, Event, recording
@@ -49,30 +49,32 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
     with load(**spec.load) as llm:
         llm.generate(spec.prompts[0], max_tokens=WARM_UP_TOKENS)
         with recording(MAX_EVENTS) as trace:
-            texts = [_decode(llm, prompt, spec.max_tokens) for prompt in spec.prompts]
+            outputs = [_decode(llm, prompt, spec.max_tokens) for prompt in spec.prompts]
         plan = llm.plan.to_dict()
     if trace.n_dropped:
         raise RuntimeError(f"{trace.n_dropped} events are more than are kept: use fewer tokens")
     n_slots, n_experts = plan.get("n_expert_slots", 0), plan.get("n_experts", 0)
-    reads = [e for e in trace.events if e.kind == READ and any(x.holds(e) for x in texts[1:])]
-    n_tokens, n_read = sum(len(x.token_ids) for x in texts[1:]), sum(e.n_bytes for e in reads)
-    seconds = sum(x.ended - x.began for x in texts[1:])
+    reads = [e for e in trace.events if e.kind == READ and any(x.holds(e) for x in outputs[1:])]
+    n_tokens, n_read = sum(len(x.token_ids) for x in outputs[1:]), sum(e.n_bytes for e in reads)
+    seconds = sum(x.ended - x.began for x in outputs[1:])
     return {
         "n_slots": n_slots,
         "n_experts": n_experts,
         "share_held": ratio(n_slots, n_experts),
-        "hit_rate": ratio(sum(x.n_found for x in texts[1:]), sum(x.n_asked for x in texts[1:])),
+        "hit_rate": ratio(
+            sum(x.num_found for x in outputs[1:]), sum(x.n_asked for x in outputs[1:])
+        ),
         **rules(visits_of(trace), n_slots),
         "expected_bytes_per_token": plan.get("expected_expert_bytes_per_token"),
         "predicted_tokens_per_second": plan["plain_tokens_per_second"],
         "bytes_read": n_read,
         "bytes_per_token": ratio(n_read, n_tokens),
         "bytes_per_read": ratio(n_read, len(reads)),
-        "stall_seconds": sum(x.stall_seconds for x in texts[1:]),
+        "stall_seconds": sum(x.stall_seconds for x in outputs[1:]),
         "seconds": seconds,
         "tokens_per_second": ratio(n_tokens, seconds),
-        "peak_memory_bytes": texts[-1].peak_memory_bytes,
-        "token_ids": [x.token_ids for x in texts[1:]],
+        "peak_memory_bytes": outputs[-1].peak_memory_bytes,
+        "token_ids": [x.token_ids for x in outputs[1:]],
     }
 
 
@@ -84,7 +86,7 @@ class _Text:
     ended: float
     token_ids: list[int]
     n_asked: int
-    n_found: int
+    num_found: int
     stall_seconds: float
     peak_memory_bytes: int
 
@@ -95,20 +97,20 @@ class _Text:
 def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
     llm.generate(prompt, max_tokens=1, ignore_eos=True)
     began, before = time.perf_counter(), llm.target.stream_use
-    found = llm.generate(prompt, max_tokens=n_tokens, ignore_eos=True)
+    result = llm.generate(prompt, max_tokens=n_tokens, ignore_eos=True)
     ended, after = time.perf_counter(), llm.target.stream_use
     return _Text(
         began,
         ended,
-        list(found.token_ids),
+        list(result.token_ids),
         after.experts_asked - before.experts_asked,
         after.experts_found - before.experts_found,
         after.stall_seconds - before.stall_seconds,
-        found.stats.peak_memory_bytes,
+        result.stats.peak_memory_bytes,
     )
 
 
-def rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
+def rules(visits: list[Access], n_slots: int) -> dict[str, float]:
     """Hit rates of rules for what tokens ask for, prompts and the first text included.
 
     Nothing where all experts are in memory, and no cache is asked.
@@ -117,7 +119,7 @@ def rules(visits: list[Visit], n_slots: int) -> dict[str, float]:
         return {}
     of_token = min(len(experts) for _, experts in visits)
     return {
-        "own_rule": replay(visits, n_slots, most=of_token),
+        "own_rule": replay(visits, n_slots, limit=of_token),
         "least_recently_used": replay(visits, n_slots, least_recently_used, of_token),
         "belady": belady(visits, n_slots, of_token),
     }
@@ -130,17 +132,17 @@ def measure_budget(spec: HitsSpec, model: Path) -> dict[str, Any]:
     seconds. 1 would be a run that only reads, as fast as the storage can.
     """
     forget_model(model)
-    found = result_of_child("bench.experts.hits", spec, spec.load["memory_budget"])
+    result = result_of_child("bench.experts.hits", spec, spec.load["memory_budget"])
     largest = max(weight_files(model), key=lambda path: path.stat().st_size)
-    block = align_up(round(found["bytes_per_read"])) or BLOCK_BYTES  # nothing was read
+    block = align_up(round(result["bytes_per_read"])) or BLOCK_BYTES  # nothing was read
     speed = probe_bandwidth(largest, block_bytes=block, n_threads=N_READERS).bytes_per_second
-    needed = found["bytes_read"] / speed
+    needed = result["bytes_read"] / speed
     return {
-        **found,
+        **result,
         "memory_budget": spec.load["memory_budget"],
         "storage_bytes_per_second": speed,
-        "read_share": ratio(needed, found["seconds"]),
-        "stall_over_needed": ratio(found["stall_seconds"], needed),
+        "read_share": ratio(needed, result["seconds"]),
+        "stall_over_needed": ratio(result["stall_seconds"], needed),
     }
 
 

@@ -48,8 +48,8 @@ def compare(
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
 
-    def states(n_heads: int, n_rows: int) -> torch.Tensor:
-        rows = torch.randn(1, n_heads, n_rows, dim, generator=generator)
+    def states(n_heads: int, num_tokens: int) -> torch.Tensor:
+        rows = torch.randn(1, n_heads, num_tokens, dim, generator=generator)
         return rows.to(device, dtype)
 
     query = states(heads, n_nodes)

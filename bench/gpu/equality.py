@@ -18,7 +18,7 @@ from specdec.config import SPEC_TYPES
 from specdec.planning.plan import plan_run
 from specdec.run_options import CPU, CUDA
 
-_N_ROWS = 8
+_NUM_TOKENS = 8
 
 
 def drift(s: Settings, note: Note) -> None:
@@ -41,24 +41,24 @@ def drift(s: Settings, note: Note) -> None:
 def fp32(s: Settings, note: Note) -> None:
     """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
     prompts = read_prompts(BUILT_IN, 2)
-    ways: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
+    modes: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
         "staying": (False, None, s.device),
         "moving": (True, None, s.device),
         "moving, drafted": (True, s.draft, s.device),
         "cpu": (False, None, CPU),
     }
-    found: dict[str, list[Sequence[int]]] = {}
-    for name, (moves, draft, device) in ways.items():
+    result: dict[str, list[Sequence[int]]] = {}
+    for name, (moves, draft, device) in modes.items():
         here = replace(s, device=device)
         options = _moving(here, s.exact_target, draft) if moves else _staying(here)
         with load(s.exact_target, draft, **options) as llm:
-            texts = [
-                llm.generate(one.text, max_tokens=s.exact_tokens, ignore_eos=True)
-                for one in prompts
+            outputs = [
+                llm.generate(prompt.text, max_tokens=s.exact_tokens, ignore_eos=True)
+                for prompt in prompts
             ]
-            found[name] = [list(text.token_ids) for text in texts]
-    reference = found["staying"]
-    note("equal", {name: tokens == reference for name, tokens in found.items()})
+            result[name] = [list(text.token_ids) for text in outputs]
+    reference = result["staying"]
+    note("equal", {name: tokens == reference for name, tokens in result.items()})
 
 
 def _staying(s: Settings) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def _drift_of_rows(s: Settings) -> float:
     """Largest difference of a logit between passes of one and of several rows."""
     from backends.contract.backend import PREFIX
 
-    with load(s.small_target, spec_type="none", num_beams=_N_ROWS, **_staying(s)) as llm:
+    with load(s.small_target, spec_type="none", num_beams=_NUM_TOKENS, **_staying(s)) as llm:
         kv, ids = llm.target.new_sequence(), llm.tokenizer.encode(read_prompts(BUILT_IN, 1)[0].text)
         kv.prefill(ids)
         rows: list[NDArray[np.float32]] = [kv.extend([5], [PREFIX])[1][0]]
         kv.rollback(len(ids))
-        several = kv.extend(list(range(5, 5 + _N_ROWS)), [PREFIX] * _N_ROWS)[1]
+        several = kv.extend(list(range(5, 5 + _NUM_TOKENS)), [PREFIX] * _NUM_TOKENS)[1]
         rows.append(several[0])
     return float(np.abs(rows[0] - rows[1]).max())

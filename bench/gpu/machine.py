@@ -48,16 +48,16 @@ def alone(
     behind one, as files have them; and of bringing logits to the host."""
     import torch
 
-    def product(offset: int, n_rows: int) -> float:
+    def product(offset: int, num_tokens: int) -> float:
         n_out, n_in = shape
         raw = torch.zeros(2 * n_out * n_in + offset, dtype=torch.uint8, device=device)
         weight = raw[offset:].view(torch.bfloat16).view(n_out, n_in).normal_()
-        x = torch.randn(n_rows, n_in, dtype=torch.bfloat16, device=device)
+        x = torch.randn(num_tokens, n_in, dtype=torch.bfloat16, device=device)
         return _seconds(partial(torch.nn.functional.linear, x, weight), device)
 
-    def logits(n_rows: int) -> float:
-        found = torch.randn(n_rows, vocab_size, dtype=torch.bfloat16, device=device)
-        return _seconds(lambda: found.cpu().float().numpy(), device)
+    def logits(num_tokens: int) -> float:
+        result = torch.randn(num_tokens, vocab_size, dtype=torch.bfloat16, device=device)
+        return _seconds(lambda: result.cpu().float().numpy(), device)
 
     return {
         "product_seconds": {
@@ -79,8 +79,8 @@ def attention(
     from bench.gpu.attention import compare
 
     return [
-        asdict(compare(*one, torch.bfloat16, torch.device(device)))
-        for one in itertools.product(heads, nodes, contexts)
+        asdict(compare(*item, torch.bfloat16, torch.device(device)))
+        for item in itertools.product(heads, nodes, contexts)
     ]
 
 
@@ -89,7 +89,7 @@ def vram_outside_torch() -> int:
     from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
-    return memory.total_bytes - memory.free_bytes - memory.held_bytes
+    return memory.total_bytes - memory.free_bytes - memory.pinned_bytes
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:

@@ -38,16 +38,16 @@ def grow_targets(s: Settings, note: Note) -> None:
     source = resolve_model(s.source)
     own = SourceModel(source).shape
     small = replace(own, n_layers=_MORE_LAYERS * own.n_layers)
-    wanted = (
+    requested = (
         (s.small_target, small, "bf16"),
         (s.exact_target, small, "fp32"),
         (s.target, small if s.shape is None else named_shape(s.shape), "bf16"),
     )
-    for out, shape, dtype in wanted:
+    for out, shape, dtype in requested:
         started = time.perf_counter()
         made = grow(source, out, shape, dtype=dtype, force=True, source_name=s.source)
-        figures = {"n_bytes": made.n_bytes, "n_layers": made.shape.n_layers, "from": s.source}
-        note(out.name, {**figures, "seconds": time.perf_counter() - started})
+        results = {"n_bytes": made.n_bytes, "n_layers": made.shape.n_layers, "from": s.source}
+        note(out.name, {**results, "seconds": time.perf_counter() - started})
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def _figures(stats: GenerationStats) -> dict[str, Any]:
 def _pass_against_bounds(llm: LLM, plain: GenerationStats) -> dict[str, float]:
     """A plain pass beside what its copies and its reads alone would take."""
     plan = llm.plan
-    copied = plan.residency.moved_bytes if plan.device == CUDA else 0
+    copied = plan.placement.moved_bytes if plan.device == CUDA else 0
     copies = ratio(copied, plan.chosen.target.copy_bytes_per_second)
-    reads = ratio(plan.residency.streamed_bytes, plan.storage_bytes_per_second)
+    reads = ratio(plan.placement.streamed_bytes, plan.storage_bytes_per_second)
     measured = ratio(plain.decode_seconds, plain.passes)
     return {
         "seconds": measured,
@@ -151,9 +151,9 @@ def _curve(
     script = [*llm.tokenizer.encode(prompt.text), *known]
     points = []
     for rate in s.rates:
-        wanted = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
+        requested = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
         drafter = KnownAccuracyDrafter(script, rate, llm.tokenizer.n_tokens, (round(1e6 * rate),))
-        stats, _ = _timed(llm, s, prompt, min(wanted, len(known)), spec=spec, drafter=drafter)
+        stats, _ = _timed(llm, s, prompt, min(requested, len(known)), spec=spec, drafter=drafter)
         points.append(
             {
                 "rate": rate,
@@ -188,7 +188,7 @@ def peer(s: Settings, note: Note) -> None:
         places: dict[str, str | int] = {"gpu": 0, "cpu": "cpu", "disk": "disk"}
         note("modules", {name: count_modules(model, place) for name, place in places.items()})
         decoder = Decoder(model, tokenizer, None, s.peer_tokens)
-        clock = Clock(s.peer_tokens, s.seconds_per_run, n_least=2)
+        clock = Clock(s.peer_tokens, s.seconds_per_run, min_count=2)
         decoder.run(read_prompts(BUILT_IN, 1)[0], clock)
     (first, _), *_, (last, _) = arrivals = clock.record()["arrivals"]
     note("tokens_per_second", ratio(len(arrivals) - 1, last - first))

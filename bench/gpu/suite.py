@@ -35,8 +35,8 @@ from specdec.cli.errors import EXIT_ERROR, run_app
 from specdec.cli.libraries import quiet_libraries
 from specdec.run_options import CPU, CUDA
 
-MOST_SECONDS = 540.0
-_LEAST_SECONDS = 5.0
+MAX_SECONDS = 540.0
+_MIN_SECONDS = 5.0
 """A section with less time left than this is not begun."""
 
 RunSection = Callable[[str, Settings, float], dict[str, Any]]
@@ -52,8 +52,8 @@ class SuiteError(SpecdecError):
 def run_suite(
     settings: Settings,
     run_section: RunSection,
-    seconds: float = MOST_SECONDS,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    seconds: float = MAX_SECONDS,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Figures by section. A section gets its own limit, or what is left of `seconds`; and what
     those before it left over, as long as those behind it have theirs.
@@ -61,48 +61,48 @@ def run_suite(
     keep: called with all figures so far after each section, should the rest be cut short.
     """
     deadline = time.monotonic() + seconds
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for number, name in enumerate(settings.sections):
         left = deadline - time.monotonic()
-        behind = sum(settings.limits[one] for one in settings.sections[number + 1 :])
+        behind = sum(settings.limits[section] for section in settings.sections[number + 1 :])
         limit = max(min(settings.limits[name], left), left - behind)
-        if limit < _LEAST_SECONDS:
-            found[name] = {"exit": "no time left"}
+        if limit < _MIN_SECONDS:
+            result[name] = {"exit": "no time left"}
             continue
-        found[name] = run_section(name, settings, limit)
-        print(f"{name}: {found[name]['exit']}", file=sys.stderr, flush=True)
-        keep(found)
-    return found
+        result[name] = run_section(name, settings, limit)
+        print(f"{name}: {result[name]['exit']}", file=sys.stderr, flush=True)
+        keep(result)
+    return result
 
 
 def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
     """Run a section in a process of its own, which is killed after so many seconds."""
     with tempfile.TemporaryDirectory(prefix="specdec-cuda-") as folder:
-        task, result, log = (Path(folder) / one for one in ("task.json", "result.json", "log"))
+        task, result, log = (Path(folder) / item for item in ("task.json", "result.json", "log"))
         settings.write(task)
         argv = [sys.executable, "-m", "bench.gpu.suite", "--section", name]
         argv += ["--task", str(task), "--output-file", str(result)]
         outcome = run_limited(argv, Limits(None, seconds), child_environment(), log)
-        figures = json.loads(result.read_text()) if result.exists() else {}
-        figures |= {"exit": outcome.exit, "seconds": outcome.seconds}
+        results = json.loads(result.read_text()) if result.exists() else {}
+        results |= {"exit": outcome.exit, "seconds": outcome.seconds}
         if outcome.exit != "ok":
-            figures["log"] = log.read_text(errors="replace").splitlines()[-8:]
-        return dict(figures)
+            results["log"] = log.read_text(errors="replace").splitlines()[-8:]
+        return dict(results)
 
 
 def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, Any]:
     """Run a section here; what is known is written after every step."""
     from bench.gpu.sections import FUNCTIONS
 
-    figures: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def note(key: str, value: Any) -> None:
-        figures[key] = value
+        results[key] = value
         if result is not None:
-            write_json(figures, result)
+            write_json(results, result)
 
     FUNCTIONS[name](settings, note)
-    return figures
+    return results
 
 
 def check_device(device: str, tiny: bool) -> None:
@@ -131,7 +131,7 @@ def main(
     output_file: Annotated[
         Path | None, typer.Option(help="Write the JSON here.", show_default="stdout")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="For all of it.")] = MOST_SECONDS,
+    seconds: Annotated[float, typer.Option(help="For all of it.")] = MAX_SECONDS,
     sections: Annotated[
         str, typer.Option(metavar="NAME,...", help="Only these; --dir has what others have grown.")
     ] = ",".join(SECTIONS),
@@ -144,50 +144,52 @@ def main(
         do_section(section, Settings.read(task), output_file)
         return
     check_device(device, tiny)
-    wanted = _sections(sections)
+    requested = _sections(sections)
     own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
     place = folder if folder is not None else Path(str(own))
-    settings = replace((tiny_settings if tiny else full_settings)(device, place), sections=wanted)
+    settings = replace(
+        (tiny_settings if tiny else full_settings)(device, place), sections=requested
+    )
     argv = ["bench.gpu.suite", *sys.argv[1:]]
 
-    def keep(found: dict[str, Any]) -> None:
+    def keep(result: dict[str, Any]) -> None:
         if output_file is not None:
-            write_json(summarise(settings, found, tiny, argv), output_file)
+            write_json(summarise(settings, result, tiny, argv), output_file)
 
     try:
         place.mkdir(parents=True, exist_ok=True)
-        found = run_suite(settings, in_child, seconds, keep)
+        result = run_suite(settings, in_child, seconds, keep)
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
-    report = summarise(settings, found, tiny, argv)
+    report = summarise(settings, result, tiny, argv)
     write_json(report, output_file)
     print("\n".join(lines(report)), file=sys.stderr)
-    if any(one["exit"] != "ok" for one in found.values()):
+    if any(item["exit"] != "ok" for item in result.values()):
         raise typer.Exit(EXIT_ERROR)
 
 
 def _sections(names: str) -> tuple[str, ...]:
     """In the order of SECTIONS."""
-    wanted = {name.strip() for name in names.split(",")}
-    unknown = wanted - set(SECTIONS)
+    requested = {name.strip() for name in names.split(",")}
+    unknown = requested - set(SECTIONS)
     if unknown:
         raise SuiteError(
             f"--sections has {', '.join(sorted(map(repr, unknown)))}; there are "
             f"{', '.join(map(repr, SECTIONS))}"
         )
-    return tuple(name for name in SECTIONS if name in wanted)
+    return tuple(name for name in SECTIONS if name in requested)
 
 
 def summarise(
-    settings: Settings, found: dict[str, Any], tiny: bool, argv: Sequence[str]
+    settings: Settings, result: dict[str, Any], tiny: bool, argv: Sequence[str]
 ) -> dict[str, Any]:
     """The one JSON: what was measured, and what of it was asked for."""
     return {
         "device": settings.device,
         "is_measurement": settings.device == CUDA and not tiny,
-        "sections": found,
-        "checks": checks(settings, found),
+        "sections": result,
+        "checks": checks(settings, result),
         "provenance": collect(argv),
     }
 

@@ -83,7 +83,7 @@ class Arrivals:
 
     def put(self, value: Any) -> None:
         if self._prompt_seen:  # the first call brings the prompt
-            self._clock.arrive(int(value.numel()))
+            self._clock.reach(int(value.numel()))
         self._prompt_seen = True
 
     def end(self) -> None:

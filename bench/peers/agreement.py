@@ -1,7 +1,7 @@
 """Do two runs of `specdec-bench peers` agree in their ratios? `specdec-bench report --within`.
 
 How far a program comes within its time differs from run to run, and ratios over other tokens
-compare texts. So each pair is taken over the places of the prompts' texts that both programs came
+compare sequences. So each pair is taken over the places of the prompts' sequences that both programs came
 to in both runs.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from bench.figures import seconds_by_position
 from bench.peers.compare import label
+from bench.results import seconds_by_position
 
 Seconds = dict[tuple[str, int], float]
 """(prompt, position in the text) -> of this token."""
@@ -42,12 +42,12 @@ def agreements(first: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[A
     runs = _seconds(first), _seconds(again)
     names = [name for name in runs[0] if name in runs[1]]
     for other, name in combinations(names, 2):  # specdec's own rows are the last ones
-        places = set.intersection(*(set(run[one]) for run in runs for one in (name, other)))
-        seconds = [sum(run[one][at] for at in places) for run in runs for one in (other, name)]
+        places = set.intersection(*(set(run[item]) for run in runs for item in (name, other)))
+        seconds = [sum(run[item][at] for at in places) for run in runs for item in (other, name)]
         if all(seconds):
             n_prompts = len({prompt for prompt, _ in places})
-            found, repeated = seconds[0] / seconds[1], seconds[2] / seconds[3]
-            yield Agreement(name, other, found, repeated, n_prompts, len(places))
+            result, repeated = seconds[0] / seconds[1], seconds[2] / seconds[3]
+            yield Agreement(name, other, result, repeated, n_prompts, len(places))
 
 
 def _seconds(result: Mapping[str, Any]) -> dict[str, Seconds]:

@@ -10,11 +10,11 @@ The result (JSON; `null` where there is nothing to say):
         exit, reason            "ok", "oom-killed", "timeout", "failed" or "not-run"; one line
         tokens_per_second, time_to_first_token, seconds_per_token_median, seconds_per_token_p90,
         bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens, acceptance_by_depth
-                                see bench.figures.summarise
+                                see bench.results.summarise
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
-        is_exact                its texts must be specdec-plain's to the bit (checks/equal_texts.py)
+        is_exact                its sequences must be specdec-plain's to the bit (checks/equal_texts.py)
         by_category             category -> the figures of `summarise`
         settings, trials        how the program was set up; what was tried for that
         rewrite_seconds         for the weights in a format of its own, beforehand; else null
@@ -35,14 +35,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.checks.equal_texts import are_exact
-from bench.figures import by_category, compare_tokens, pairwise_ratios, summarise
+from bench.checks.equal_outputs import are_exact
 from bench.peers.registry import PEERS, Peer, Weights, why_not
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.peers.weights import describe_weights
 from bench.process.interpreters import Interpreter
 from bench.process.provenance import collect
 from bench.prompts.workloads import Prompt
+from bench.results import by_category, compare_tokens, pairwise_ratios, summarise
 from offload.process import limited
 
 NOT_RUN = "not-run"
@@ -91,7 +91,7 @@ class Entry:
             "settings": last.settings if last is not None else {},
             "rewrite_seconds": None if self.runner is None else self.runner.rewrite_seconds,
             "trials": [] if self.runner is None else self.runner.trials,
-            "processes": [run.figures() for run in self.runs],
+            "processes": [run.results() for run in self.runs],
             "prompts": self.records,
         }
 
@@ -123,7 +123,7 @@ def compare(
         "time_limit_seconds": settings.seconds,
         "n_threads": settings.n_threads,
         "ctx_size": settings.n_ctx,
-        "weights": [describe_weights(one) for one in weights],
+        "weights": [describe_weights(weight) for weight in weights],
         "provenance": {
             **collect(argv, weights[0].model),
             "interpreters": {
@@ -169,9 +169,9 @@ def make_entries(
     """Every program with every format of the weights that it reads; at least one row for each."""
     for name in names:
         peer, interpreter = PEERS[name], interpreters.get(name)
-        fitting = [one for one in weights if one.format in peer.formats]
-        for one in fitting:
-            yield Entry(peer, one, why_not(peer, one, interpreter))
+        fitting = [weight for weight in weights if weight.format in peer.formats]
+        for item in fitting:
+            yield Entry(peer, item, why_not(peer, item, interpreter))
         if not fitting:
             yield Entry(peer, None, why_not(peer, None, interpreter))
 
@@ -183,7 +183,7 @@ def label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _match_tokens(rows: Sequence[dict[str, Any]]) -> None:
-    """Greedy texts of the same weights should be equal: says how far they are."""
+    """Greedy sequences of the same weights should be equal: says how far they are."""
     for row in rows:
         references = [
             other["prompts"]

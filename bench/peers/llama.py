@@ -43,8 +43,8 @@ it takes is lost to the page cache of the weights."""
 class Chain:
     """How many tokens a draft proposes."""
 
-    n_most: int
-    least_probability: float
+    max_count: int
+    min_probability: float
     """Among the _N_CANDIDATES likeliest tokens; the chain ends before one below it."""
 
 
@@ -100,9 +100,9 @@ class Model:
 
     def tokenize(self, text: str) -> list[int]:
         raw = text.encode()
-        room = len(raw) + 8
-        ids = (llama_cpp.llama_token * room)()
-        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), ids, room, True, True)
+        expert_cache = len(raw) + 8
+        ids = (llama_cpp.llama_token * expert_cache)()
+        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), ids, expert_cache, True, True)
         return list(ids[:n])
 
     def is_end(self, token: int) -> bool:
@@ -134,19 +134,19 @@ class Decoder:
         if self._draft is not None:  # reads the prompt before the first token, as the example does
             self._draft.cut(0)
             self._draft.decode(ids)
-        clock.arrive(1)
+        clock.reach(1)
         while len(tokens) < self._n_tokens and not self._is_over(tokens) and not clock.is_up:
             new = self._round(ids + tokens, self._n_tokens - len(tokens))
-            clock.arrive(len(new))
+            clock.reach(len(new))
             tokens += new
         return {"token_ids": tokens}
 
     def _is_over(self, tokens: Sequence[int]) -> bool:
         return not self._ignore_eos and self._target.is_end(tokens[-1])
 
-    def _round(self, context: Sequence[int], n_wanted: int) -> list[int]:
+    def _round(self, context: Sequence[int], num_requested: int) -> list[int]:
         """One batch of the target: the pending token and the draft's guesses."""
-        drafted = self._propose(context, min(self._chain.n_most, n_wanted - 1))
+        drafted = self._propose(context, min(self._chain.max_count, num_requested - 1))
         rows = self._target.decode([context[-1], *drafted], all_rows=True)
         emitted: list[int] = []
         for row, guess in zip(rows, [*drafted, None], strict=True):
@@ -156,19 +156,19 @@ class Decoder:
         self._target.cut(len(context) + len(emitted) - 1)
         return emitted
 
-    def _propose(self, context: Sequence[int], n_most: int) -> list[int]:
-        if self._draft is None or n_most < 1:
+    def _propose(self, context: Sequence[int], max_count: int) -> list[int]:
+        if self._draft is None or max_count < 1:
             return []
         known = _n_common(self._draft.tokens, context[:-1])
         self._draft.cut(known)
         row = self._draft.decode(context[known:])[-1]
         drafted: list[int] = []
-        while len(drafted) < n_most:
+        while len(drafted) < max_count:
             best = int(row.argmax())
-            if probability_of_best(row) < self._chain.least_probability:
+            if probability_of_best(row) < self._chain.min_probability:
                 break
             drafted.append(best)
-            if len(drafted) < n_most:
+            if len(drafted) < max_count:
                 row = self._draft.decode([best])[-1]
         return drafted
 
@@ -183,8 +183,8 @@ def probability_of_best(row: NDArray[np.float32]) -> float:
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the longest common beginning."""
     n = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for item, other in zip(first, second, strict=False):
+        if item != other:
             break
         n += 1
     return n
@@ -199,7 +199,7 @@ def program(task: Task, journal: Journal) -> None:
     if task.draft is not None:
         draft = Model(Path(task.draft), task.n_ctx, task.n_threads)
         options = task.options
-        chain = Chain(options["most_draft_tokens"], options["least_draft_probability"])
+        chain = Chain(options["max_draft_tokens"], options["min_draft_probability"])
     settings: dict[str, Any] = {
         "load_mode": "mmap",
         "use_extra_bufts": False,
@@ -210,8 +210,8 @@ def program(task: Task, journal: Journal) -> None:
     if draft is not None:
         settings |= {
             "draft": task.draft,
-            "most_draft_tokens": chain.n_most,
-            "least_draft_probability": chain.least_probability,
+            "max_draft_tokens": chain.max_count,
+            "min_draft_probability": chain.min_probability,
         }
     journal.loaded(settings)
     journal.decode(Decoder(target, draft, chain, task.n_tokens, task.ignore_eos).run)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.figures import aggregate_stats
+from bench.results import aggregate_stats
 from specdec.drafters.model import level_width
 from specdec.metrics.stats import ratio
 
@@ -22,8 +22,8 @@ def probe_storage(model: str) -> float:
     from specdec.models.weight_files import largest_weight_file
 
     weights = largest_weight_file(Path(model))
-    found = measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)
-    return float(found.storage_bytes_per_second)
+    result = measure_storage(weights, seconds=PROBE_SECONDS, refresh=True)
+    return float(result.storage_bytes_per_second)
 
 
 def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
         stats[name] for name in ("passes", "drafted_tokens", "draft_runs")
     )
     n_nodes = round(ratio(n_drafted, passes))
-    n_rows = 1 + n_nodes
+    num_tokens = 1 + n_nodes
     n_runs = ratio(n_draft_runs, passes)
     n_tokens = round(ratio(stats["prompt_tokens"] + stats["generated_tokens"], len(records)))
     target = plan.chosen.decoding(n_tokens).target
@@ -45,7 +45,7 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     if plan.chosen.draft is not None and n_runs > 0:
         n_abreast = min(max(1, round(n_drafted / n_draft_runs)), level_width(n_nodes))
         drafting = n_runs * plan.chosen.draft.seconds(n_abreast)
-    times = target.times(n_rows, drafting)
+    times = target.times(num_tokens, drafting)
     tokens = ratio(stats["generated_tokens"] - len(records), passes)
     predicted = {
         "pass_seconds": times.seconds,
@@ -63,7 +63,7 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
         "bytes_per_pass": ratio(stats["bytes_streamed"], passes + len(records)),
     }
     return {
-        "n_rows": n_rows,
+        "num_tokens": num_tokens,
         "tokens_per_pass": tokens,
         "draft_runs_per_pass": n_runs,
         "predicted": predicted,

@@ -27,9 +27,9 @@ from bench.process.results import Record
 from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 
-LEAST_TOKENS = 5
+MIN_TOKENS = 5
 """Of each prompt that is begun, however slow: below that a rate says little."""
-LEAST_SPECULATED_TOKENS = 16
+MIN_SPECULATED_TOKENS = 16
 """The same where a draft proposes: some passes, and not just the first, which may wait for the
 draft to read the prompt."""
 
@@ -47,7 +47,7 @@ class Task:
     memory_bytes: int
     n_threads: int
     n_ctx: int
-    least_tokens: int = LEAST_TOKENS
+    min_tokens: int = MIN_TOKENS
     """Of each prompt that is begun, also when its time is over."""
     ignore_eos: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Journal:
         for prompt in self._task.prompts:
             if self._pace.is_over:
                 break
-            clock = Clock(self._task.n_tokens, self._pace.time_limit(), self._task.least_tokens)
+            clock = Clock(self._task.n_tokens, self._pace.time_limit(), self._task.min_tokens)
             extras = decode(prompt, clock)
             self._pace.count()
             record = asdict(Record(prompt.name, category=prompt.category)) | clock.record()
@@ -112,14 +112,14 @@ class Journal:
 class Clock:
     """When the tokens of one prompt came, and how much was read for them."""
 
-    def __init__(self, n_wanted: int, limit_seconds: float, n_least: int) -> None:
-        self._n_wanted, self._n_least = n_wanted, n_least
+    def __init__(self, num_requested: int, limit_seconds: float, min_count: int) -> None:
+        self._num_requested, self._min_count = num_requested, min_count
         self._limit_seconds = limit_seconds
         self._arrivals: list[tuple[float, int]] = []
         self._read = [bytes_read()]
         self._started = time.perf_counter()
 
-    def arrive(self, n_tokens: int) -> None:
+    def reach(self, n_tokens: int) -> None:
         """So many tokens are there now."""
         self._arrivals.append((time.perf_counter() - self._started, n_tokens))
         if len(self._arrivals) == 1:
@@ -133,14 +133,14 @@ class Clock:
     def is_up(self) -> bool:
         """Whether this prompt has had its share of the time."""
         seconds = time.perf_counter() - self._started
-        return self.n_tokens >= self._n_least and seconds > self._limit_seconds
+        return self.n_tokens >= self._min_count and seconds > self._limit_seconds
 
     def record(self) -> dict[str, Any]:
         read = [*self._read, bytes_read()]
         return {
             "arrivals": self._arrivals,
             "bytes_read": None if None in read else read,
-            "ended": "time" if self.is_up and self.n_tokens < self._n_wanted else "whole",
+            "ended": "time" if self.is_up and self.n_tokens < self._num_requested else "whole",
         }
 
 

@@ -21,18 +21,18 @@ MEMORY, DRAFTING = "memory", "drafting"
 _FORMAT_NAMES = {HF: "a Hugging Face checkpoint", GGUF: "a GGUF file"}
 
 # What an interpreter with torch and transformers takes before any weight is loaded.
-_LEAST_OVERHEAD_BYTES = 512 * MIB
-LEAST_AMOUNT_BYTES = 64 * MIB
+_MIN_OVERHEAD_BYTES = 512 * MIB
+MIN_AMOUNT_BYTES = 64 * MIB
 _STEPS = 4
 
 # llama.cpp's defaults (common/common.h, as in llama-cpp-python 0.3.36), the length in the README of
 # its speculative-simple, and the defaults of 2025 with and without their threshold. A pass that
 # waits for storage takes more rows nearly for free; a draft that is itself read again does not.
 DRAFT_CHAINS = (
-    {"most_draft_tokens": 3, "least_draft_probability": 0.0},
-    {"most_draft_tokens": 7, "least_draft_probability": 0.0},
-    {"most_draft_tokens": 16, "least_draft_probability": 0.0},
-    {"most_draft_tokens": 16, "least_draft_probability": 0.75},
+    {"max_draft_tokens": 3, "min_draft_probability": 0.0},
+    {"max_draft_tokens": 7, "min_draft_probability": 0.0},
+    {"max_draft_tokens": 16, "min_draft_probability": 0.0},
+    {"max_draft_tokens": 16, "min_draft_probability": 0.75},
 )
 
 
@@ -160,7 +160,7 @@ def why_not(
         where = "" if interpreter is None else f" for {interpreter.path}"
         return f"not installed{where}: {peer.install}"
     if weights is None or weights.format not in peer.formats:
-        needed = " or ".join(_FORMAT_NAMES[one] for one in peer.formats)
+        needed = " or ".join(_FORMAT_NAMES[item] for item in peer.formats)
         return f"it runs {needed}, which was not given"
     if peer.rewrites and not os.access(weights.model.parent, os.W_OK):
         return f"it writes the weights anew, and {weights.model.parent} cannot be written to"
@@ -178,7 +178,7 @@ def settings_to_try(peer: Peer, budget_bytes: int) -> list[dict[str, Any]]:
     """`Task.options` of which the fastest is sought; empty where nothing is."""
     if peer.tunes == MEMORY:
         return [{"cpu_memory_bytes": amount} for amount in memory_amounts(budget_bytes)]
-    return [dict(one) for one in DRAFT_CHAINS] if peer.tunes == DRAFTING else []
+    return [dict(chain) for chain in DRAFT_CHAINS] if peer.tunes == DRAFTING else []
 
 
 def memory_amounts(budget_bytes: int) -> Iterator[int]:
@@ -187,9 +187,9 @@ def memory_amounts(budget_bytes: int) -> Iterator[int]:
     The largest is not always the fastest: transformers maps the weights that it keeps "in memory"
     from the file, so they share the page cache with those on disk.
     """
-    largest = max(budget_bytes - _LEAST_OVERHEAD_BYTES, LEAST_AMOUNT_BYTES)
-    step = max(largest // _STEPS, LEAST_AMOUNT_BYTES)
+    largest = max(budget_bytes - _MIN_OVERHEAD_BYTES, MIN_AMOUNT_BYTES)
+    step = max(largest // _STEPS, MIN_AMOUNT_BYTES)
     for index in range(_STEPS):
         amount = largest - index * step
-        if amount >= LEAST_AMOUNT_BYTES:
+        if amount >= MIN_AMOUNT_BYTES:
             yield amount

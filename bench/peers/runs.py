@@ -13,20 +13,20 @@ from typing import Any
 
 import psutil
 
-from bench.figures import summarise
-from bench.peers.program import LEAST_SPECULATED_TOKENS, LEAST_TOKENS, Task
-from bench.peers.registry import LEAST_AMOUNT_BYTES, MEMORY, Peer, Weights, settings_to_try
+from bench.peers.program import MIN_SPECULATED_TOKENS, MIN_TOKENS, Task
+from bench.peers.registry import MEMORY, MIN_AMOUNT_BYTES, Peer, Weights, settings_to_try
 from bench.process.child import forget_files, forget_model
 from bench.process.interpreters import Interpreter, executable, own_packages
 from bench.process.probe import probe_bandwidth
 from bench.prompts.workloads import Prompt
+from bench.results import summarise
 from offload.process import limited
 from offload.process.limited import Limits, Outcome
 from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
 from specdec.models.weight_files import largest_weight_file, weight_files
-from specdec.planning.memory.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0
 """Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
@@ -34,7 +34,7 @@ REWRITE_BYTES_PER_SECOND = 10e6
 """For the time limit of a program that writes the weights anew: LOAD_SECONDS and twice this."""
 TRIAL_TOKENS = 10
 """The page cache serves more of a model's file as it fills: the first few tokens do not show it."""
-TRIAL_SPECULATED_TOKENS = LEAST_SPECULATED_TOKENS
+TRIAL_SPECULATED_TOKENS = MIN_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
 _JOURNAL: dict[str, Any] = {"loaded": {}, "done": {}, "error": None, "prompts": []}
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
@@ -92,7 +92,7 @@ class ProcessRun(Outcome):
     notes: dict[str, Any] = field(default_factory=dict)
     """What else it wrote."""
 
-    def figures(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """What JSON has of it: `exit` and `reason` tell how it ended."""
         left_out = ("code", "oom_kills", "records", "settings", "notes")
         return {name: value for name, value in vars(self).items() if name not in left_out}
@@ -118,11 +118,11 @@ class ProgramRunner:
         if self._rewritten is not None:
             self._rewritten.cleanup()
 
-    def learn_from(self, others: Iterable[ProgramRunner | None]) -> None:
+    def learn_from(self, rest: Iterable[ProgramRunner | None]) -> None:
         """Take over the best amount of memory, less the draft's, from one with the same target."""
         if self.peer.tunes != MEMORY or self._tuned is not None:
             return
-        for other in others:
+        for other in rest:
             if (
                 other is not None
                 and other._tuned is not None
@@ -130,7 +130,7 @@ class ProgramRunner:
             ):
                 draft = self.weights.draft_path if self.peer.uses_draft else None
                 used = sum(p.stat().st_size for p in weight_files(draft)) if draft else 0
-                self._tuned = {_AMOUNT: max(other._tuned[_AMOUNT] - used, LEAST_AMOUNT_BYTES)}
+                self._tuned = {_AMOUNT: max(other._tuned[_AMOUNT] - used, MIN_AMOUNT_BYTES)}
 
     def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
         """One process for these prompts."""
@@ -183,7 +183,7 @@ class ProgramRunner:
             memory_bytes=settings.memory_bytes,
             n_threads=settings.n_threads,
             n_ctx=settings.n_ctx,
-            least_tokens=LEAST_SPECULATED_TOKENS if self.peer.speculates else LEAST_TOKENS,
+            min_tokens=MIN_SPECULATED_TOKENS if self.peer.speculates else MIN_TOKENS,
             ignore_eos=settings.ignore_eos,
             options={**self._options(), **tuned},
         )

@@ -56,7 +56,7 @@ def _decode(
     )
     for chunk in stream:
         if chunk.token_ids:  # the last one may bring text alone
-            clock.arrive(len(chunk.token_ids))
+            clock.reach(len(chunk.token_ids))
         if clock.is_up:
             stream.cancel()
             break

@@ -11,10 +11,10 @@ Every setting is one line of a JSON Lines file, written when it is finished:
     storage_bytes_per_second (probed), records
                 as in bench.peers.compare
     n_texts, n_equal_texts, first_mismatch
-                compared with the first setting's texts, or with those of an earlier report, as far
+                compared with the first setting's sequences, or with those of an earlier report, as far
                 as both go
     is_lossless, is_exact, sampling
-                is_exact: texts of one call of the command must be equal (bench.checks.equal_texts)
+                is_exact: sequences of one call of the command must be equal (bench.checks.equal_outputs)
     prediction, storage_bytes_per_second_after
                 with --prediction: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
@@ -34,12 +34,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.checks.equal_texts import are_exact
-from bench.figures import first_mismatch, of_mode, summarise
+from bench.checks.equal_outputs import are_exact
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
 from bench.process.results import SPEEDUP, SWEEP, ResultsError, append_line, read_results
 from bench.prompts.workloads import Prompt
+from bench.results import first_mismatch, of_mode, summarise
 from specdec.models.weight_files import weight_files
 from specdec.planning.run_plan import RunPlan
 
@@ -68,7 +68,7 @@ class Sweep:
     auto_budgets: tuple[int, ...] = ()
     """What --budgets auto chose; empty where budgets were given."""
     reference: Mapping[str, Sequence[int]] | None = None
-    """Tokens by prompt that all texts are compared with; None: those of the first setting."""
+    """Tokens by prompt that all sequences are compared with; None: those of the first setting."""
 
 
 def all_settings(
@@ -112,11 +112,11 @@ def recorded_budgets(path: Path, sweep: Sweep) -> list[int]:
 def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
     """The smallest budget, within 1 %, in which all of the model stays in memory."""
     low, high = smallest, smallest
-    while (residency := plan(high).residency).n_streamed_layers:
-        low, high = high, high + max(residency.streamed_bytes, high // 100)
+    while (placement := plan(high).placement).n_streamed_layers:
+        low, high = high, high + max(placement.streamed_bytes, high // 100)
     while high - low > high // 100:
         middle = (low + high) // 2
-        if plan(middle).residency.n_streamed_layers:
+        if plan(middle).placement.n_streamed_layers:
             low = middle
         else:
             high = middle
@@ -209,8 +209,8 @@ def run_sweep(
     drop_torn_line(path)
     lines = _finished_lines(path)
     done = {str(line["key"]) for line in lines}
-    known = [texts for line in lines if (texts := texts_of(line.get("records", ())))]
-    wanted = sweep.reference or (known[0] if known else None)
+    known = [outputs for line in lines if (outputs := outputs_of(line.get("records", ())))]
+    requested = sweep.reference or (known[0] if known else None)
     chosen = {"key": _plan_key(sweep), "bytes": list(sweep.auto_budgets)}
     more = {"auto_budgets": chosen if sweep.auto_budgets else None, "provenance": dict(provenance)}
     for setting in settings:
@@ -219,24 +219,24 @@ def run_sweep(
             yield None
             continue
         line = measure_setting(sweep, setting)
-        texts = texts_of(line.get("records", ()))
-        wanted = wanted or texts or None
-        line |= {**_equality(texts, wanted or {}), "key": key, **more}
+        outputs = outputs_of(line.get("records", ()))
+        requested = requested or outputs or None
+        line |= {**_equality(outputs, requested or {}), "key": key, **more}
         append_line(line, path)
         done.add(key)
         yield line
 
 
-Texts = Mapping[str, Sequence[int]]
+Outputs = Mapping[str, Sequence[int]]
 """Prompt -> token ids."""
 
 
-def texts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+def outputs_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Prompt -> token ids."""
     return {record["prompt"]: list(record["token_ids"]) for record in records}
 
 
-def reference_texts(path: Path) -> dict[str, list[int]]:
+def reference_outputs(path: Path) -> dict[str, list[int]]:
     """Of a report of `speedup`, or of a sweep's first setting. Raises ResultsError."""
     results = read_results(path)
     if results.kind == SPEEDUP:
@@ -245,20 +245,20 @@ def reference_texts(path: Path) -> dict[str, list[int]]:
         records = results.value["settings"][0].get("records", ())
     else:
         raise ResultsError(f"{path} holds results of {results.kind}: give a report of speedup")
-    return texts_of(records)
+    return outputs_of(records)
 
 
-def _equality(texts: Texts, wanted: Texts) -> dict[str, Any]:
-    """As far as both texts go: a slow setting does fewer tokens."""
-    shared = [name for name in texts if name in wanted]
-    found = {
-        name: first_mismatch(texts[name][:n], wanted[name][:n])
+def _equality(outputs: Outputs, requested: Outputs) -> dict[str, Any]:
+    """As far as both sequences go: a slow setting does fewer tokens."""
+    shared = [name for name in outputs if name in requested]
+    result = {
+        name: first_mismatch(outputs[name][:n], requested[name][:n])
         for name in shared
-        for n in [min(len(texts[name]), len(wanted[name]))]
+        for n in [min(len(outputs[name]), len(requested[name]))]
     }
-    mismatches = {name: at for name, at in found.items() if at is not None}
+    mismatches = {name: at for name, at in result.items() if at is not None}
     return {
-        "n_texts": len(shared),
+        "num_seqs": len(shared),
         "n_equal_texts": len(shared) - len(mismatches),
         "first_mismatch": mismatches,
     }
@@ -296,7 +296,9 @@ def _figures(run: ProcessRun, speculates: bool) -> dict[str, Any]:
         "peak_anonymous_bytes": run.peak_anonymous_bytes,
         "cgroup_peak_bytes": run.cgroup_peak_bytes,
         "peak_rss_bytes": run.peak_rss_bytes,
-        "is_lossless": all(one.get("stats", {}).get("is_lossless", True) for one in run.records),
+        "is_lossless": all(
+            record.get("stats", {}).get("is_lossless", True) for record in run.records
+        ),
         "is_exact": are_exact(run.records),
         "storage_bytes_per_second": run.storage_bytes_per_second,
         "bytes_per_pass": plan.get("streamed_bytes_per_pass"),

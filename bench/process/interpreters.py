@@ -21,7 +21,7 @@ from bench.process.provenance import PACKAGES, ROOT
 from offload.errors import SpecdecError
 
 _OWN_PACKAGES = ("bench", "specdec", "backends", "offload")
-_LEAST_VERSION = (3, 10)  # requires-python of pyproject.toml
+_MIN_VERSION = (3, 10)  # requires-python of pyproject.toml
 _PROBE_SECONDS = 60
 # For any version of Python, so that an old one is named and does not fail.
 _PROBE = """
@@ -69,16 +69,16 @@ def probe(text: str, modules: tuple[str, ...]) -> Interpreter:
     path = os.path.expanduser(text)
     if os.path.isdir(path):
         raise InterpreterError(f"{text} is a folder: name the interpreter in it, as bin/python")
-    found = shutil.which(path)
-    if found is None:
+    result = shutil.which(path)
+    if result is None:
         raise InterpreterError(f"{text}: there is no such program")
-    answer = _ask(os.path.abspath(found), text, modules)
+    answer = _ask(os.path.abspath(result), text, modules)
     version = ".".join(map(str, answer["version"]))
-    if tuple(answer["version"]) < _LEAST_VERSION:
-        least = ".".join(map(str, _LEAST_VERSION))
-        raise InterpreterError(f"{text} is Python {version}: {least} or later is needed")
+    if tuple(answer["version"]) < _MIN_VERSION:
+        minimum = ".".join(map(str, _MIN_VERSION))
+        raise InterpreterError(f"{text} is Python {version}: {minimum} or later is needed")
     versions = {"python": version, **answer["versions"]}
-    return Interpreter(os.path.abspath(found), versions, frozenset(answer["modules"]))
+    return Interpreter(os.path.abspath(result), versions, frozenset(answer["modules"]))
 
 
 def has_module(name: str, interpreter: Interpreter | None) -> bool:

@@ -155,17 +155,17 @@ class _Reader(threading.Thread):
             self.error = error
 
     def _read_block(self, view: memoryview, offset: int) -> None:
-        wanted = min(len(view), self._size - offset)
+        requested = min(len(view), self._size - offset)
         done = 0
-        while done < wanted:
+        while done < requested:
             n_read = os.preadv(self._descriptor, [view[done:]], offset + done)
-            rest = wanted - done
+            rest = requested - done
             # O_DIRECT goes on only at a whole page, so what follows the last one is read again.
             step = n_read if n_read >= rest else n_read - n_read % _PAGE_BYTES
             if step == 0:
                 raise OSError(errno.EIO, f"the file ended at {offset + done} of {self._size} bytes")
             done += step
-        self.n_read += wanted
+        self.n_read += requested
 
     def _use_huge_pages(self) -> None:
         with suppress(OSError):  # a kernel without them: small pages are only slower

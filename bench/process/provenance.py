@@ -45,13 +45,13 @@ def git_revision(root: Path = ROOT) -> str | None:
 def versions() -> dict[str, str]:
     from specdec import __version__
 
-    found = {"specdec": __version__, "python": platform.python_version()}
+    result = {"specdec": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def machine() -> dict[str, Any]:

@@ -102,12 +102,12 @@ def append_line(value: Mapping[str, Any], path: Path) -> None:
 
 def read_all(paths: Iterable[Path]) -> list[Results]:
     """`read_results` of each; where several files have one name, the later ones get a number."""
-    found: dict[str, Results] = {}
+    result: dict[str, Results] = {}
     for path in paths:
         names = chain([path.stem], (f"{path.stem}-{n}" for n in count(2)))
-        name = next(name for name in names if name not in found)
-        found[name] = replace(read_results(path), given_name=name)
-    return list(found.values())
+        name = next(name for name in names if name not in result)
+        result[name] = replace(read_results(path), given_name=name)
+    return list(result.values())
 
 
 def read_results(path: Path) -> Results:
@@ -153,20 +153,20 @@ def _kind(value: Any) -> str | None:
 def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
     """Lines of a sweep; a last one that was cut off is left out."""
     lines = text.splitlines()
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines) and found:
+            if number == len(lines) and result:
                 continue
             raise _unknown(path) from None
         if _kind(value) != SWEEP:
             raise _unknown(path)
-        found.append(value)
-    if not found:
+        result.append(value)
+    if not result:
         raise _unknown(path)
-    return found
+    return result
 
 
 def _unknown(path: Path) -> ResultsError:

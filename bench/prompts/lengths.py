@@ -11,8 +11,8 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.cli.libraries import quiet_libraries
 from specdec.models.opened import open_model
-from specdec.planning.memory.division import DEFAULT_CTX_SIZE
-from specdec.text.prompts import PromptError, check_room, encode_prompt
+from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
+from specdec.text.prompts import PromptError, check_context_capacity, encode_prompt
 
 
 class Context:
@@ -42,7 +42,7 @@ def refuse_long(prompts: Sequence[Prompt], model: Path, ctx_size: int | None) ->
     for prompt in prompts:
         n_tokens = context.length(prompt)
         try:
-            check_room(n_tokens, context.n_tokens, context.n_model)
+            check_context_capacity(n_tokens, context.n_tokens, context.n_model)
         except PromptError as error:
             raise UsageMistake(f"--prompts, {prompt.name}: {error}") from None
 
@@ -60,11 +60,11 @@ def fitting(
         context = Context(model, ctx_size)
     except SpecdecError:
         return list(prompts), 0
-    found = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
-    if not found:
+    result = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
+    if not result:
         longer = "a larger -c, " if context.n_tokens < context.n_model else ""
         raise UsageMistake(
             f"no prompt fits the context of {context.n_tokens} tokens with {n_new} more "
             f"(the model has {context.n_model}): give {longer}a smaller -n or other prompts"
         )
-    return found, len(prompts) - len(found)
+    return result, len(prompts) - len(result)

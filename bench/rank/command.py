@@ -48,7 +48,7 @@ def rank_command(
     _check_drafts(load)
     ranking = rank_drafts(
         str(load[0].model),
-        [str(one.draft_model) for one in load],
+        [str(item.draft_model) for item in load],
         [prompt.text for prompt in spread(read_prompts(prompts), n_prompts)],
         partial(measure_in_child, enforce=enforce),
         max_tokens=max_tokens,
@@ -66,8 +66,8 @@ def _check_drafts(named: list[RunOptions]) -> None:
     if named[0].draft_model is None:
         raise UsageMistake("no draft model was named: use -md (--draft-model), once for each")
     check_local_name(named[0].model)
-    for one in named:
-        check_local_draft(str(one.draft_model))
+    for item in named:
+        check_local_draft(str(item.draft_model))
     if named[0].draft is None:
         raise UsageMistake(
             "--rank compares draft models, which --spec-type or --num-draft-tokens switches off: "

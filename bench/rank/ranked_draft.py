@@ -64,8 +64,8 @@ class Comparison:
         if self.margin is None:
             return f"{text}; a margin of noise takes more prompts: --n-prompts"
         low, high = (math.exp(self.lead + sign * self.margin) for sign in (-1, 1))
-        told = "" if self.is_clear else ": they cannot be told apart"
-        return f"{text} ({low:.2f} to {high:.2f}, from {self.n_prompts} prompts){told}"
+        reported = "" if self.is_clear else ": they cannot be told apart"
+        return f"{text} ({low:.2f} to {high:.2f}, from {self.n_prompts} prompts){reported}"
 
 
 def compare_speeds(best: RankedDraft, other: RankedDraft) -> Comparison:

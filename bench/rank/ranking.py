@@ -19,9 +19,9 @@ from typing import Any
 
 import typer
 
-from bench.figures import aggregate_stats
 from bench.process.child import KILLED, ChildFailed, measure_for_parent, result_of_child
 from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds
+from bench.results import aggregate_stats
 from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from specdec.cli.output import loading_progress
@@ -33,7 +33,7 @@ _TOTALS = (
     *("tokens_per_second", "decode_seconds", "mean_acceptance_length", "draft_seconds"),
     *("passes", "generated_tokens", "is_lossless"),
 )
-"""Figures of a `RankedDraft` that bench.figures knows by the same names."""
+"""Figures of a `RankedDraft` that bench.results knows by the same names."""
 
 
 class RankingError(SpecdecError):
@@ -84,8 +84,8 @@ class Ranking:
     @property
     def next_best(self) -> Comparison | None:
         """How far behind the second one is; None where there is no other to be used."""
-        others = [one for one in self.candidates[1:] if one.problem is None]
-        return compare_speeds(self.best, others[0]) if others else None
+        rest = [candidate for candidate in self.candidates[1:] if candidate.problem is None]
+        return compare_speeds(self.best, rest[0]) if rest else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -100,7 +100,7 @@ class Ranking:
     def lines(self) -> list[str]:
         """A table, and the best one below it."""
         columns = ("draft", "tokens/pass", "draft s", "tok/s", "predicted", "")
-        table = Table("", columns, tuple(one.row() for one in self.candidates))
+        table = Table("", columns, tuple(candidate.row() for candidate in self.candidates))
         speedup = ratio(self.best.tokens_per_second, self.plain_tokens_per_second)
         last = [f"best: {self.best.name}, {speedup:.2f}x plain decoding"]
         if self.next_best is not None:
@@ -146,27 +146,27 @@ def rank_drafts(
         own = {"model": model, "draft_model": draft_model, "spec_type": spec_type}
         options = {"seed": 0, **sampling, "max_tokens": max_tokens}
         candidates.append(Candidate(name, {**load_options, **own}, list(prompts), options))
-    found = _in_turns(candidates, measure)
-    plain = found[0].tokens_per_second
-    found.sort(key=lambda one: (one.problem is not None, -one.tokens_per_second))
-    return Ranking(model, len(prompts), max_tokens, plain, tuple(found))
+    result = _in_turns(candidates, measure)
+    plain = result[0].tokens_per_second
+    result.sort(key=lambda item: (item.problem is not None, -item.tokens_per_second))
+    return Ranking(model, len(prompts), max_tokens, plain, tuple(result))
 
 
 def _in_turns(candidates: Sequence[Candidate], measure: Measure) -> list[RankedDraft]:
     """One of each. Half of the prompts, then in reverse order the other half of them."""
-    found: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
+    result: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
     n_prompts = len(candidates[0].prompts)
     half = (n_prompts + 1) // 2
     for part, order in ((slice(half), candidates), (slice(half, None), candidates[::-1])):
         for candidate in order:
-            prompts, before = candidate.prompts[part], found[candidate.name]
+            prompts, before = candidate.prompts[part], result[candidate.name]
             if not prompts or (before and before[-1].problem is not None):
                 continue
             before.append(measure(replace(candidate, prompts=prompts)))
             problem = before[-1].problem
             if problem is not None and not candidate.has_draft_model:
                 raise RankingError(problem)
-    return [figures_of(name, halves) for name, halves in found.items()]
+    return [figures_of(name, halves) for name, halves in result.items()]
 
 
 def measure_here(candidate: Candidate) -> Measured:
@@ -205,13 +205,13 @@ def figures_of(name: str, halves: Sequence[Measured]) -> RankedDraft:
     """Totals over the prompts, not means of rates. A half with a problem speaks for all."""
     if halves[-1].problem is not None:
         return RankedDraft(name, problem=halves[-1].problem)
-    stats = [one for half in halves for one in half.stats]
-    totals = aggregate_stats([{"stats": one} for one in stats])
+    stats = [stat for half in halves for stat in half.stats]
+    totals = aggregate_stats([{"stats": stat} for stat in stats])
     return RankedDraft(
         name,
         predicted_tokens_per_second=halves[0].predicted_tokens_per_second,
         seconds_per_token=tuple(
-            ratio(one["decode_seconds"], one["generated_tokens"] - 1) for one in stats
+            ratio(stat["decode_seconds"], stat["generated_tokens"] - 1) for stat in stats
         ),
         **{key: totals[key] for key in _TOTALS},
     )

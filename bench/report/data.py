@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
-from bench import figures
+from bench import results
 from bench.decode.known_drafter import expected_tokens
-from bench.decode.ways import AUTO, PLAIN, SPECULATIVE
-from bench.figures import count_of
+from bench.decode.modes import AUTO, PLAIN, SPECULATIVE
 from bench.peers.compare import label
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP, Results
+from bench.results import count_of
 from specdec.metrics.stats import ratio
 
-LEAST_TRIED = 5
+MIN_TRIED = 5
 """A share of fewer rounds says nothing and is not drawn."""
 
 
@@ -81,7 +81,7 @@ def bars(results: Results) -> list[Bar]:
     """Of a comparison of programs, of a speedup, or of ways to draft."""
     if results.kind == POLICY:
         rows = results.value["rows"]
-        return [_speedup_bar(row["way"], row, row["way"] == AUTO) for row in rows]
+        return [_speedup_bar(row["mode"], row, row["mode"] == AUTO) for row in rows]
     if results.kind == PEERS:
         return _peer_bars(results.value["peers"])
     if results.kind == SPEEDUP:
@@ -96,10 +96,10 @@ def points(several: Iterable[Results]) -> list[Point]:
 
     Files have lines of their own, as their drafts and sampling may differ.
     """
-    found = {results.name: made for results in several if (made := _points_of(results))}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    return [replace(p, series=f"{p.series}: {name}") for name in found for p in found[name]]
+    result = {results.name: made for results in several if (made := _points_of(results))}
+    if len(result) == 1:
+        return next(iter(result.values()))
+    return [replace(p, series=f"{p.series}: {name}") for name in result for p in result[name]]
 
 
 def _points_of(results: Results) -> list[Point]:
@@ -111,14 +111,14 @@ def _points_of(results: Results) -> list[Point]:
 
 def depths(several: Iterable[Results]) -> list[Depths]:
     """Acceptance by depth, wherever enough rounds were recorded for a share to say something."""
-    found: dict[str, list[Depths]] = {}
+    result: dict[str, list[Depths]] = {}
     for results in several:
-        shown = [cut for one in _depths_of(results) if (cut := _cut(one)).tried]
+        shown = [cut for item in _depths_of(results) if (cut := _cut(item)).tried]
         if shown:
-            found[results.name] = shown
-    if len(found) == 1:
-        return next(iter(found.values()))
-    return [replace(one, name=f"{name}: {one.name}") for name in found for one in found[name]]
+            result[results.name] = shown
+    if len(result) == 1:
+        return next(iter(result.values()))
+    return [replace(item, name=f"{name}: {item.name}") for name in result for item in result[name]]
 
 
 def _depths_of(results: Results) -> list[Depths]:
@@ -133,14 +133,14 @@ def _depths_of(results: Results) -> list[Depths]:
     return [Depths("specdec", tuple(stats["tried_by_depth"]), tuple(stats["accepted_by_depth"]))]
 
 
-def _cut(one: Depths) -> Depths:
+def _cut(item: Depths) -> Depths:
     """Down to the depth that too few rounds came to."""
-    n = sum(tried >= LEAST_TRIED for tried in one.tried)
-    return Depths(one.name, one.tried[:n], one.accepted[:n])
+    n = sum(tried >= MIN_TRIED for tried in item.tried)
+    return Depths(item.name, item.tried[:n], item.accepted[:n])
 
 
 def _peer_bars(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Programs that decoded more than others say how much, as their speeds are of other texts."""
+    """Programs that decoded more than others say how much, as their speeds are of other sequences."""
     counts = {(row["n_prompts"], row["n_tokens"]) for row in rows if row["tokens_per_second"]}
     return [
         _counted(bar, row["n_prompts"], row["n_tokens"])
@@ -163,7 +163,7 @@ def _peer_bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Bar:
 def _speedup_bar(name: str, stats: Mapping[str, Any], is_ours: bool) -> Bar:
     length = stats.get("mean_acceptance_length", 1.0)
     note = f"{length:.1f} tokens per pass" if length > 1 else ""
-    note = (note + figures.lossy_mark(stats)).strip()
+    note = (note + results.lossy_mark(stats)).strip()
     return Bar(name, stats["tokens_per_second"], note, is_ours)
 
 
@@ -177,7 +177,7 @@ def _sweep_point(line: Mapping[str, Any]) -> Point:
     mbps = setting["storage_mbps"]
     probed = line["storage_bytes_per_second"]
     return Point(
-        series=series_name(setting["num_draft_tokens"]) + figures.lossy_mark(line),
+        series=series_name(setting["num_draft_tokens"]) + results.lossy_mark(line),
         storage_mbps=mbps,
         budget_bytes=setting["memory_budget_bytes"],
         tokens_per_second=line["tokens_per_second"],
@@ -197,7 +197,7 @@ def series_name(num_draft_tokens: int | None) -> str:
 def _speedup_points(value: Mapping[str, Any]) -> list[Point]:
     return [
         Point(
-            series=mode + figures.lossy_mark(value[mode]),
+            series=mode + results.lossy_mark(value[mode]),
             storage_mbps=None,
             budget_bytes=value["memory_budget_bytes"],
             tokens_per_second=value[mode]["tokens_per_second"],
@@ -219,7 +219,7 @@ def _depths(named: Iterable[tuple[str, Sequence[Mapping[str, int]] | None]]) -> 
 
 def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
     """All budgets and speeds of one tree together: they do not change what is accepted."""
-    found = []
+    result = []
     for size in dict.fromkeys(line["setting"]["num_draft_tokens"] for line in lines):
         counts = [
             line["acceptance_by_depth"]
@@ -227,12 +227,12 @@ def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
             if line["setting"]["num_draft_tokens"] == size and line["acceptance_by_depth"]
         ]
         sums = [
-            figures.sum_by_depth([[c[key] for c in one] for one in counts])
+            results.sum_by_depth([[c[key] for c in count] for count in counts])
             for key in ("tried", "accepted")
         ]
         if sums[0]:
-            found.append(Depths(series_name(size), sums[0], sums[1]))
-    return found
+            result.append(Depths(series_name(size), sums[0], sums[1]))
+    return result
 
 
 def share(numerators: Sequence[int], denominators: Sequence[int]) -> list[float]:
@@ -245,12 +245,12 @@ def curves(results: Results) -> list[Curve]:
     if results.kind != CURVE:
         return []
     points = [point for point in results.value["points"] if point["efficiency"] is not None]
-    found = []
+    result = []
     for length in sorted({point["n_draft_tokens"] for point in points}):
         chosen = [point for point in points if point["n_draft_tokens"] == length]
         relative = geometric_mean(p["pass_seconds"] / p["plain_pass_seconds"] for p in chosen)
-        found.append(Curve(length, relative, tuple(map(_measured, chosen))))
-    return found
+        result.append(Curve(length, relative, tuple(map(_measured, chosen))))
+    return result
 
 
 def _measured(point: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -61,9 +61,9 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             name = results.name
             pictures.append(Picture(f"speed-{name}", f"Speed: {name}", png))
     for name, group in _budget_groups(several).items():
-        if found := points(group):
+        if result := points(group):
             heading = f"Speed against memory budget: {name}"
-            png = plots.to_png(plots.speed_against_budget(found, heading))
+            png = plots.to_png(plots.speed_against_budget(result, heading))
             pictures.append(Picture(f"budgets-{name}", heading, png))
     for results in several:
         if lines := curves(results):
@@ -139,8 +139,8 @@ def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
         data = base64.b64encode(picture.png).decode("ascii")
         parts.append(f"<h2>{escape(picture.heading)}</h2>")
         parts.append(f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">')
-    if found := agreement_of(several):
-        parts += _table(agreement_table(found), "Agreement of two runs")
+    if result := agreement_of(several):
+        parts += _table(agreement_table(result), "Agreement of two runs")
     for results in several:
         for table in tables(results.kind, results.value):
             parts += _table(table, f"{table.heading}: {results.name}")
@@ -188,15 +188,15 @@ def _cell(text: str) -> str:
 
 
 def _provenance(results: Results) -> Iterable[str]:
-    found = _find_provenance(results.value)
-    if found is None:
+    result = _find_provenance(results.value)
+    if result is None:
         return
     lines = [
-        f"{results.path.name}: {found.get('date')}, revision {found.get('git_revision')}",
-        " ".join(str(word) for word in found.get("argv", [])),
-        ", ".join(f"{key} {value}" for key, value in found.get("machine", {}).items()),
-        ", ".join(f"{key} {value}" for key, value in found.get("storage", {}).items()),
-        ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items()),
+        f"{results.path.name}: {result.get('date')}, revision {result.get('git_revision')}",
+        " ".join(str(word) for word in result.get("argv", [])),
+        ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in result.get("storage", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in result.get("versions", {}).items()),
     ]
     text = escape("\n".join(lines))
     yield f"<details><summary>Where this comes from</summary><pre>{text}</pre></details>"
@@ -204,5 +204,5 @@ def _provenance(results: Results) -> Iterable[str]:
 
 def _find_provenance(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     lines = value.get("settings") or [{}]
-    found: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
-    return found
+    result: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
+    return result

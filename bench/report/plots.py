@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.decode.ways import PLAIN
+from bench.decode.modes import PLAIN
 from bench.report.data import Bar, Curve, Depths, Point, share
 from offload.errors import SpecdecError
 from offload.units import GIB
@@ -27,9 +27,9 @@ def speed_bars(bars: Sequence[Bar], title: str) -> Any:
         speed = bar.tokens_per_second
         if speed is not None:
             axes.barh(index, speed, color=_OURS if bar.is_ours else _THEIRS, height=0.62)
-        figures = "" if speed is None else f"{speed:.2f}" + ("   " if bar.note else "")
+        results = "" if speed is None else f"{speed:.2f}" + ("   " if bar.note else "")
         at = (speed or 0.0) + 0.01 * largest
-        figures_text = axes.text(at, index, figures, va="center", fontweight="bold")
+        figures_text = axes.text(at, index, results, va="center", fontweight="bold")
         axes.annotate(
             _shortened(bar.note),
             (1, 0.5),
@@ -56,10 +56,10 @@ def speed_against_budget(points: Sequence[Point], title: str) -> Any:
     names = sorted({p.series for p in points}, key=lambda name: (name != PLAIN, name))
     colours = dict(zip(names, _COLOURS * len(names), strict=False))
     n_columns = min(len(speeds), 2)
-    n_rows = -(-len(speeds) // n_columns)
-    height = 3.1 * n_rows + 0.9 + 0.12 * max(0, len(names) - 3)
+    num_tokens = -(-len(speeds) // n_columns)
+    height = 3.1 * num_tokens + 0.9 + 0.12 * max(0, len(names) - 3)
     figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), height)
-    grid = figure.subplots(n_rows, n_columns, sharey=True, sharex=True, squeeze=False)
+    grid = figure.subplots(num_tokens, n_columns, sharey=True, sharex=True, squeeze=False)
     panels = list(grid.flat)[: len(speeds)]
     for unused in list(grid.flat)[len(speeds) :]:
         unused.set_visible(False)
@@ -83,14 +83,14 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
     """How far a walk gets, and how often the next guess is right where it has got to."""
     figure = _figure(9.0, 3.9 + 0.1 * len(several))
     reach, each = figure.subplots(1, 2)
-    for index, one in enumerate(several):
+    for index, item in enumerate(several):
         colour = _COLOURS[index % len(_COLOURS)]
         style = _STYLES[index // len(_COLOURS) % len(_STYLES)]
-        at = range(1, len(one.tried) + 1)
-        n_rounds = [one.tried[0]] * len(one.tried)
-        reach.plot(at, share(one.accepted, n_rounds), style, color=colour, ms=3.5, label=one.name)
-        each.plot(at, share(one.accepted, one.tried), style, color=colour, ms=3.5)
-    deepest = max(len(one.tried) for one in several)
+        at = range(1, len(item.tried) + 1)
+        n_rounds = [item.tried[0]] * len(item.tried)
+        reach.plot(at, share(item.accepted, n_rounds), style, color=colour, ms=3.5, label=item.name)
+        each.plot(at, share(item.accepted, item.tried), style, color=colour, ms=3.5)
+    deepest = max(len(item.tried) for item in several)
     reach.set_title("rounds that accept a token at this depth", fontsize=10)
     each.set_title("a guess is right, where the walk gets that far", fontsize=10)
     for axes in (reach, each):
@@ -221,17 +221,17 @@ def _legend(figure: Any, panels: Sequence[Any], more: Mapping[str, tuple[str, st
     """One for all panels, below them."""
     from matplotlib.lines import Line2D
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
+        result |= dict(zip(labels, handles, strict=True))
     for name, (style, colour) in more.items():
-        found[name] = Line2D([], [], linestyle=style, color=colour)
-    inches = 0.6 + 0.075 * max(map(len, found))  # of the widest column
-    n_columns = max(1, min(len(found), 4, int(figure.get_figwidth() / inches)))
+        result[name] = Line2D([], [], linestyle=style, color=colour)
+    inches = 0.6 + 0.075 * max(map(len, result))  # of the widest column
+    n_columns = max(1, min(len(result), 4, int(figure.get_figwidth() / inches)))
     figure.legend(
-        found.values(),
-        found.keys(),
+        result.values(),
+        result.keys(),
         loc="outside lower center",
         ncols=n_columns,
         frameon=False,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.checks.equal_texts import percent_equal
-from bench.figures import describe_ratio
+from bench.checks.equal_outputs import percent_equal
 from bench.peers.agreement import Agreement
 from bench.peers.compare import NOT_RUN, label
 from bench.peers.registry import PEERS as PROGRAMS
 from bench.peers.runs import describe_tuned
 from bench.prompts.workloads import describe_left_out
+from bench.results import describe_ratio
 from bench.table import Columns, Table, cells, headings, labelled
 from offload.process.limited import OK
 from offload.units import GIB, format_bytes
@@ -42,12 +42,12 @@ def program_tables(value: Value) -> Iterator[Table]:
         tuple(_measured_with(value)),
     )
     ratios = value["ratios"]
-    names = [one for one in ratios if ratios[one]]
+    names = [ratio for ratio in ratios if ratios[ratio]]
     if names:
         yield Table(
             "Ratios",
             ("", *names),
-            tuple((one, *(_ratio(ratios[one].get(other)) for other in names)) for one in names),
+            tuple((name, *(_ratio(ratios[name].get(other)) for other in names)) for name in names),
             ("Speed of the row / speed of the column, on the tokens of both (how many).",),
         )
     done = [row for row in rows if row["by_category"]]
@@ -79,7 +79,7 @@ def _measured_with(value: Value) -> Iterator[str]:
     probed, slowed = value.get("storage_bytes_per_second"), value["storage_mbps"]
     storage = "storage not probed" if probed is None else f"storage {probed / 1e9:.2f} GB/s"
     slower = "" if slowed is None else f", held to {slowed:g} MB/s"
-    pairs.append(("budget", f"{held(value)}; {storage}{slower}"))
+    pairs.append(("budget", f"{pinned(value)}; {storage}{slower}"))
     limits = ""
     if "n_threads" in value:
         limits = f", {value['n_threads']} threads; at most {value['time_limit_seconds']:g} s each"
@@ -91,17 +91,17 @@ def _measured_with(value: Value) -> Iterator[str]:
     yield "page cache of the models' files dropped before each process (posix_fadvise)"
 
 
-def _ratio(found: Value | None) -> str:
-    return "-" if found is None else f"{found['ratio']:.2f} ({describe_ratio(found)})"
+def _ratio(result: Value | None) -> str:
+    return "-" if result is None else f"{result['ratio']:.2f} ({describe_ratio(result)})"
 
 
-def _by_category(figures: Value, kind: str) -> str:
+def _by_category(results: Value, kind: str) -> str:
     """Tokens per second, and tokens per pass where the program speculates."""
-    found = figures.get(kind)
-    if found is None or found["tokens_per_second"] is None:
+    result = results.get(kind)
+    if result is None or result["tokens_per_second"] is None:
         return "-"
-    length = found["mean_acceptance_length"]
-    return f"{found['tokens_per_second']:.2f}{'' if length is None else f' ({length:.2f})'}"
+    length = result["mean_acceptance_length"]
+    return f"{result['tokens_per_second']:.2f}{'' if length is None else f' ({length:.2f})'}"
 
 
 def _set_ups(value: Value) -> Iterator[tuple[str, str]]:
@@ -139,27 +139,27 @@ def _trial(trial: Value) -> str:
     return f"{what}: {trial['exit'] if speed is None else f'{speed:.2f} tok/s'}"
 
 
-def agreement_table(found: list[Agreement]) -> Table:
+def agreement_table(result: list[Agreement]) -> Table:
     """The ratios of two runs over the tokens of both."""
     rows = tuple(
         (
-            f"{one.name} / {one.other}",
-            f"{one.first:.2f}",
-            f"{one.again:.2f}",
-            f"{one.difference:.1%}",
-            describe_ratio(vars(one)),
+            f"{item.name} / {item.other}",
+            f"{item.first:.2f}",
+            f"{item.again:.2f}",
+            f"{item.difference:.1%}",
+            describe_ratio(vars(item)),
         )
-        for one in found
+        for item in result
     )
-    largest = max(found, key=lambda one: one.difference)
+    largest = max(result, key=lambda item: item.difference)
     note = f"largest difference {largest.difference:.1%}: {largest.name} / {largest.other}"
     return Table("Agreement", ("", "first", "again", "difference", "over"), rows, notes=(note,))
 
 
-def held(value: Value) -> str:
+def pinned(value: Value) -> str:
     """The budget, and whether the kernel held the programs to it."""
-    kept = "enforced by a cgroup" if value.get("enforced") else "NOT enforced"
-    return f"{format_bytes(value['memory_budget_bytes'])} ({kept})"
+    cached = "enforced by a cgroup" if value.get("enforced") else "NOT enforced"
+    return f"{format_bytes(value['memory_budget_bytes'])} ({cached})"
 
 
 def exit_of(row: Value) -> str:

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.checks.equal_texts import percent_equal
-from bench.figures import lossy_mark
+from bench.checks.equal_outputs import percent_equal
 from bench.process.results import CURVE, PEERS, POLICY, SPEEDUP, SWEEP
 from bench.report.data import series_name
-from bench.report.programs import exit_of, held, program_tables
+from bench.report.programs import exit_of, pinned, program_tables
+from bench.results import lossy_mark
 from bench.table import Columns, Table, cells, headings, labelled
 from offload.units import GIB, format_bytes
 
@@ -69,7 +69,7 @@ def _speedup(value: Value) -> Iterator[Table]:
             (
                 ("target", value["model"]),
                 ("draft", value.get("draft_model") or "none"),
-                ("budget", held(value)),
+                ("budget", pinned(value)),
                 ("prompts", f"{value['n_prompts']} x {n_tokens} tokens, {how}"),
             )
         ),
@@ -109,7 +109,7 @@ def _verdict(value: Value) -> Iterator[tuple[str, str]]:
 
 
 def _mismatches(value: Value) -> Iterator[str]:
-    """Where texts begin to differ from plain decoding's, and why."""
+    """Where sequences begin to differ from plain decoding's, and why."""
     ties = {tie["prompt"]: tie for tie in value.get("near_ties", ())}
     not_explained = ": an ERROR, the target is exact" if value.get("is_exact") else ""
     for prompt, position in value.get("first_mismatches", {}).items():
@@ -145,7 +145,7 @@ def _sweep(value: Value) -> Iterator[Table]:
         "Sweep",
         (*_SETTING, *headings(_SWEEP_COLUMNS), "equal texts", "exit"),
         tuple(
-            (*setting(line), *cells(line, _SWEEP_COLUMNS), _equal_texts(line), exit_of(line))
+            (*setting(line), *cells(line, _SWEEP_COLUMNS), _equal_outputs(line), exit_of(line))
             for line in lines
         ),
     )
@@ -162,9 +162,9 @@ def _setting(line: Value, names_target: bool) -> tuple[str, ...]:
     return budget, _storage(setting["storage_mbps"]), series_name(setting["num_draft_tokens"])
 
 
-def _equal_texts(line: Value) -> str:
+def _equal_outputs(line: Value) -> str:
     """To those of the first setting, or of --reference; older records do not say."""
-    equal = f"{line['n_equal_texts']} of {line['n_texts']}" if line.get("n_texts") else "-"
+    equal = f"{line['n_equal_texts']} of {line['n_texts']}" if line.get("num_seqs") else "-"
     return equal + lossy_mark(line)
 
 
@@ -173,14 +173,14 @@ def _prediction(lines: Sequence[Value], setting: Callable[[Value], tuple[str, ..
     keys = ("pass_seconds", "tokens_per_second")
     rows = []
     for line in lines:
-        found = line["prediction"]
-        shown = [str(found["n_rows"])]
+        result = line["prediction"]
+        shown = [str(result["num_tokens"])]
         for key in keys:
-            shown += [f"{found[side][key]:.3f}" for side in ("predicted", "measured")]
-            shown.append(f"{found['error'][key]:+.1%}")
+            shown += [f"{result[side][key]:.3f}" for side in ("predicted", "measured")]
+            shown.append(f"{result['error'][key]:+.1%}")
         rows.append((*setting(line), *shown))
     largest = max(abs(e) for line in lines for e in line["prediction"]["error"].values())
-    pairs = tuple(f"{name}, {one}" for name in ("s/pass", "tok/s") for one in what)
+    pairs = tuple(f"{name}, {item}" for name in ("s/pass", "tok/s") for item in what)
     note = (
         f"Largest error {largest:.1%}, of seconds per pass and tokens per second; tokens per pass "
         "and runs of the draft are the measured ones."
@@ -207,9 +207,9 @@ def _policy(value: Value) -> Iterator[Table]:
         note += f", {value['auto_versus_plain']:.3f} x plain decoding"
     yield Table(
         "Sizes of trees",
-        ("way", *headings(_POLICY_COLUMNS)),
+        ("mode", *headings(_POLICY_COLUMNS)),
         tuple(
-            (row["way"] + lossy_mark(row), *cells(row, _POLICY_COLUMNS)) for row in value["rows"]
+            (row["mode"] + lossy_mark(row), *cells(row, _POLICY_COLUMNS)) for row in value["rows"]
         ),
         notes=(note,),
     )
@@ -229,8 +229,8 @@ _CURVE_COLUMNS: Columns = (
 
 def _curve(value: Value) -> Iterator[Table]:
     best = ", ".join(
-        f"{one['rate']:.2f}: {one['n_draft_tokens']} ({one['speedup']:.2f}x)"
-        for one in value["best"]
+        f"{item['rate']:.2f}: {item['n_draft_tokens']} ({item['speedup']:.2f}x)"
+        for item in value["best"]
     )
     decoded = (
         f"{value['n_prompts']} x {value['max_tokens']} tokens, greedy; every draft "
@@ -252,7 +252,7 @@ def _curve(value: Value) -> Iterator[Table]:
         labelled(
             (
                 ("target", Path(value["model"]).name),
-                ("budget", held(value)),
+                ("budget", pinned(value)),
                 ("prompts", decoded),
             )
         ),
@@ -261,13 +261,15 @@ def _curve(value: Value) -> Iterator[Table]:
 
 
 def _difference_lines(value: Value) -> Iterator[str]:
-    """How many texts are plain decoding's, and where and why others are not."""
+    """How many sequences are plain decoding's, and where and why others are not."""
     differences = value["differences"]
-    n_equal = value["n_texts"] - len(differences)
+    n_equal = value["num_seqs"] - len(differences)
     yield f"texts equal to plain decoding's: {n_equal} of {value['n_texts']}"
-    for prompt, position in dict.fromkeys((one["prompt"], one["position"]) for one in differences):
+    for prompt, position in dict.fromkeys(
+        (difference["prompt"], difference["position"]) for difference in differences
+    ):
         same = [o for o in differences if (o["prompt"], o["position"]) == (prompt, position)]
         why = "an ERROR, the target is exact"
         if "explained" in same[0]:
-            why = _near_tie({**same[0], "explained": all(one["explained"] for one in same)})
+            why = _near_tie({**same[0], "explained": all(item["explained"] for item in same)})
         yield f"  {prompt} differs from token {position} on, {len(same)} times: {why}"

@@ -176,7 +176,7 @@ def write_shards(
             file.flush()
             os.fsync(file.fileno())  # a full disk must be noticed here, not when reading
     if len(shards) > 1:
-        names = {one.name: shard.name for shard in shards for one in _stored(shard, layout)}
+        names = {item.name: shard.name for shard in shards for item in _stored(shard, layout)}
         index = {"metadata": {"total_size": n_bytes}, "weight_map": names}
         write_json(folder / "model.safetensors.index.json", index)
 

@@ -102,11 +102,11 @@ random numbers (seed {seed}) that are multiplied by zero.
 | head dimension | {shape.head_dim} | {small.head_dim} |
 | vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
 | output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
-| experts of a layer | {_told(shape.experts)} | {_told(small.experts)} |
+| experts of a layer | {_reported(shape.experts)} | {_reported(small.experts)} |
 """
 
 
-def _told(experts: Experts | None) -> str:
+def _reported(experts: Experts | None) -> str:
     if experts is None:
         return "none"
     return f"{experts.n} of size {experts.intermediate_size}, {experts.n_used} for a token"
@@ -123,7 +123,7 @@ def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> 
     if destination == source or destination in source.parents:
         raise SynthError(f"{out_dir} holds the source model; choose another folder")
     refuse_folder(out_dir, force)
-    check_room(out_dir, n_bytes)
+    check_context_capacity(out_dir, n_bytes)
 
 
 def refuse_folder(out_dir: Path, force: bool) -> None:
@@ -140,7 +140,7 @@ def refuse_folder(out_dir: Path, force: bool) -> None:
 def check_gguf_file(path: Path, n_bytes: int, force: bool) -> None:
     """Raises a SynthError if the file `path` may not be written or its disk lacks room."""
     refuse_gguf_file(path, force)
-    check_room(path, n_bytes)
+    check_context_capacity(path, n_bytes)
 
 
 def refuse_gguf_file(path: Path, force: bool) -> None:
@@ -159,7 +159,7 @@ def refuse_gguf_file(path: Path, force: bool) -> None:
                 raise SynthError(f"{path} is no GGUF file: --force spares it")
 
 
-def check_room(destination: Path, n_bytes: int) -> None:
+def check_context_capacity(destination: Path, n_bytes: int) -> None:
     """Raises a SynthError if the disk below `destination` has less than `n_bytes` free."""
     existing = next(p for p in (destination, *destination.parents) if p.exists())
     free, needed = shutil.disk_usage(existing).free, n_bytes + _MARGIN_BYTES

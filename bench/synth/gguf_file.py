@@ -47,10 +47,10 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
         SynthError: such a model has no such tensor.
     """
     known = _known_names(model_type, n_layers)
-    found = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
-    if found is None:
+    result = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
+    if result is None:
         raise SynthError(f"tensor {name!r} is no part of a plain {model_type}")
-    return found
+    return result
 
 
 @cache

@@ -62,7 +62,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
-def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
+def add_tokenizer(writer: GGUFWriter, folder: Path, num_tokens: int) -> None:
     """Adds the tokenizer in `folder`, padded with unused tokens to `n_rows` rows of the embedding.
 
     Raises:
@@ -75,18 +75,18 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, n_rows: int) -> None:
     for added in tokenizer.get("added_tokens", ()):
         kind = types.CONTROL if added.get("special") else types.USER_DEFINED
         tokens[int(added["id"])] = (added["content"], kind)
-    if max(tokens) >= n_rows:
+    if max(tokens) >= num_tokens:
         raise SynthError(
-            f"{folder} has tokens up to id {max(tokens)}, but its embedding has {n_rows} rows"
+            f"{folder} has tokens up to id {max(tokens)}, but its embedding has {num_tokens} rows"
         )
     # llama.cpp wants a token for every row. No text ever becomes one of type UNUSED, and it has
     # no text; the name is convert_hf_to_gguf.py's.
-    table = [tokens.get(i, (f"[PAD{i}]", types.UNUSED)) for i in range(n_rows)]
+    table = [tokens.get(i, (f"[PAD{i}]", types.UNUSED)) for i in range(num_tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([text for text, _ in table])
     writer.add_token_types([int(kind) for _, kind in table])
-    special = import_gguf().SpecialVocab(folder, load_merges=True, n_vocab=n_rows)
+    special = import_gguf().SpecialVocab(folder, load_merges=True, n_vocab=num_tokens)
     special.add_special_token = {"bos": False}
     special.add_to_gguf(writer, quiet=True)
 

@@ -154,14 +154,14 @@ class GrowthPlanner:
             return self._norm(prefix + name, origin and origin + name)
 
         q_rows = self.grown.n_heads * self.grown.head_dim
-        kv_rows = self.grown.n_kv_heads * self.grown.head_dim
+        kv_size = self.grown.n_kv_heads * self.grown.head_dim
         q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
         source = origin or ""
         attention = [
             norm("input_layernorm.weight"),
             plan(q, (q_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
-            plan(k, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
-            plan(v, (kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
+            plan(k, (kv_size, big_d), Fill.RANDOM, self._kv_patches(source + k)),
+            plan(v, (kv_size, big_d), Fill.RANDOM, self._kv_patches(source + v)),
             plan(o, (big_d, q_rows), Fill.ZERO, self._output_patches(source + o)),
         ]
         if self.grown.experts is not None:

@@ -66,8 +66,8 @@ def _expert(
     def plan(name: str, shape: tuple[int, int], fill: Fill, *patches: Patch) -> TensorPlan:
         return TensorPlan(prefix + name, shape, fill, patches if origin else ())
 
-    def silent(row: int, column: int, n_rows: int, n_columns: int) -> tuple[Patch, ...]:
-        return (Patch(row, column, n_rows, n_columns, scale=0.0),) if n_silent else ()
+    def silent(row: int, column: int, num_tokens: int, n_columns: int) -> tuple[Patch, ...]:
+        return (Patch(row, column, num_tokens, n_columns, scale=0.0),) if n_silent else ()
 
     source_name = origin or ""
     return [

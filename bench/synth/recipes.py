@@ -56,20 +56,20 @@ class Recipe:
         """The format of one tensor of a model."""
         if len(plan.shape) == 1:
             return F32
-        return _that_fits(self._wanted(grown, plan.name), plan.shape[-1])
+        return _that_fits(self._requested(grown, plan.name), plan.shape[-1])
 
-    def _wanted(self, grown: LlamaShape, name: str) -> WeightFormat:
+    def _requested(self, grown: LlamaShape, name: str) -> WeightFormat:
         if name == ("model.embed_tokens.weight" if grown.tied else "lm_head.weight"):
             return self.head
-        found = _LAYER_NAME.fullmatch(name)
-        kind = f"{found[2]}.{found[3]}" if found else ""
+        result = _LAYER_NAME.fullmatch(name)
+        kind = f"{result[2]}.{result[3]}" if result else ""
         if kind == _ROUTER:
             return F32
         if self.experts is not None and EXPERTS in name:
             return self.experts
         rules = {"self_attn.v_proj": self.attn_v, "mlp.down_proj": self.ffn_down}
         rule = rules.get(kind)
-        return rule(int(found[1]), grown) if found and rule else self.form
+        return rule(int(result[1]), grown) if result and rule else self.form
 
     @property
     def block_size(self) -> int:

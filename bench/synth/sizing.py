@@ -65,17 +65,19 @@ def shape_of_size(
     Raises:
         SynthError: no such model is possible; the message has the least size that is.
     """
-    found = _adjusted(n_bytes, candidates, source, storage)
-    if found is not None:
-        return found
-    smallest = [storage.model_bytes(_smallest(one, source, storage)) for one in candidates]
+    result = _adjusted(n_bytes, candidates, source, storage)
+    if result is not None:
+        return result
+    smallest = [
+        storage.model_bytes(_smallest(candidate, source, storage)) for candidate in candidates
+    ]
     # In whole MiB, which is what the message has; another size may be nearest to another shape.
-    sizes = sorted(-(-one // MIB) * MIB for one in smallest)
+    sizes = sorted(-(-item // MIB) * MIB for item in smallest)
     possible = (
-        one for one in sizes if one > n_bytes and _adjusted(one, candidates, source, storage)
+        size for size in sizes if size > n_bytes and _adjusted(size, candidates, source, storage)
     )
-    least = next(possible, None)
-    remedy = "another --like" if least is None else f"--size {_typed(least)} or more"
+    minimum = next(possible, None)
+    remedy = "another --like" if minimum is None else f"--size {_typed(minimum)} or more"
     if candidates[0].vocab_size > source.vocab_size:
         remedy += ", or a smaller --vocab-size"
     raise SynthError(
@@ -96,35 +98,35 @@ def _adjusted(
     # Of all, so that the width does not change from round to round.
     nearest = min(candidates, key=lambda s: abs(math.log(storage.model_bytes(s) / max(1, n_bytes))))
     around_layers = nearest.parameters - nearest.n_layers * nearest.layer_parameters
-    least, step = _smallest(nearest, source, storage), _width_step(nearest, storage)
+    minimum, step = _smallest(nearest, source, storage), _width_step(nearest, storage)
     shape = nearest
     for n_done in range(_MOST_ROUNDS):
         if n_done >= _LEAST_ROUNDS and _is_met(n_bytes, storage.model_bytes(shape), _CLOSE):
             break
-        room = n_bytes * shape.parameters / storage.model_bytes(shape) - around_layers
-        n_layers = max(least.n_layers, round(room / nearest.layer_parameters))
+        capacity = n_bytes * shape.parameters / storage.model_bytes(shape) - around_layers
+        n_layers = max(minimum.n_layers, round(capacity / nearest.layer_parameters))
         if n_layers > MAX_LAYERS:
             raise SynthError(
                 f"{format_bytes(n_bytes)} of this width are {n_layers} layers, more than "
                 f"{MAX_LAYERS}: ask for less, or for a wider shape with --like"
             )
         # What is left over or missing is spread over the MLPs of all layers.
-        rest = room - n_layers * nearest.layer_parameters
+        rest = capacity - n_layers * nearest.layer_parameters
         n_steps = round(rest / (3 * nearest.hidden_size * n_layers) / step)
-        width = max(least.intermediate_size, nearest.intermediate_size + n_steps * step)
+        width = max(minimum.intermediate_size, nearest.intermediate_size + n_steps * step)
         shape = replace(nearest, n_layers=n_layers, intermediate_size=width)
     return shape if _is_met(n_bytes, storage.model_bytes(shape), 0.1) else None
 
 
-def _is_met(n_bytes: int, found_bytes: int, tolerance: float) -> bool:
-    return abs(found_bytes - n_bytes) < tolerance * n_bytes
+def _is_met(n_bytes: int, matched_bytes: int, tolerance: float) -> bool:
+    return abs(matched_bytes - n_bytes) < tolerance * n_bytes
 
 
 def _smallest(shape: LlamaShape, source: LlamaShape, storage: Storage) -> LlamaShape:
     """The least layers, and the least width in steps from the shape's own."""
     step = _width_step(shape, storage)
-    least = max(step, source.intermediate_size)
-    width = shape.intermediate_size - (shape.intermediate_size - least) // step * step
+    minimum = max(step, source.intermediate_size)
+    width = shape.intermediate_size - (shape.intermediate_size - minimum) // step * step
     return replace(shape, n_layers=source.n_layers, intermediate_size=width)
 
 
@@ -135,15 +137,15 @@ def _width_step(shape: LlamaShape, storage: Storage) -> int:
 
 def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Storage) -> LlamaShape:
     """As many whole layers as come nearest to `n_bytes`: experts keep their size."""
-    least = storage.model_bytes(replace(shape, n_layers=min_layers))
-    layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - least
-    n_layers = min_layers + max(0, round((n_bytes - least) / layer))
-    found = replace(shape, n_layers=n_layers)
-    most = storage.model_bytes(replace(shape, n_layers=MAX_LAYERS))
-    if n_layers > MAX_LAYERS or not 0.8 * n_bytes < storage.model_bytes(found) < 1.25 * n_bytes:
+    minimum = storage.model_bytes(replace(shape, n_layers=min_layers))
+    layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - minimum
+    n_layers = min_layers + max(0, round((n_bytes - minimum) / layer))
+    result = replace(shape, n_layers=n_layers)
+    limit = storage.model_bytes(replace(shape, n_layers=MAX_LAYERS))
+    if n_layers > MAX_LAYERS or not 0.8 * n_bytes < storage.model_bytes(result) < 1.25 * n_bytes:
         raise SynthError(
             f"cannot reach {format_bytes(n_bytes)}: a mixture's size is that of whole layers, from "
-            f"{format_bytes(least)} ({min_layers} layers, as the small model has) to "
-            f"{format_bytes(most)} ({MAX_LAYERS} layers), in steps of {format_bytes(layer)}"
+            f"{format_bytes(minimum)} ({min_layers} layers, as the small model has) to "
+            f"{format_bytes(limit)} ({MAX_LAYERS} layers), in steps of {format_bytes(layer)}"
         )
-    return found
+    return result

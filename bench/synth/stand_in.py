@@ -42,16 +42,16 @@ def smallest_budget(stand_in: StandIn) -> int | None:
     Raises:
         StandInError: with the reason that planning gave.
     """
-    found = result_of_child("bench.synth.stand_in", stand_in, None)
-    if found["problem"] is not None:
-        raise StandInError(found["problem"])
-    n_bytes: int | None = found["smallest_bytes"]
+    result = result_of_child("bench.synth.stand_in", stand_in, None)
+    if result["problem"] is not None:
+        raise StandInError(result["problem"])
+    n_bytes: int | None = result["smallest_bytes"]
     return n_bytes
 
 
 def _plan(stand_in: StandIn) -> int:
     from specdec.planning.memory.base import measure_base
-    from specdec.planning.memory.division import Divider
+    from specdec.planning.memory.memory_plan import MemoryPlanner
     from specdec.planning.plan import open_pair
     from specdec.run_options import RunOptions
 
@@ -59,7 +59,7 @@ def _plan(stand_in: StandIn) -> int:
         target = _grow(stand_in, Path(folder))
         options = RunOptions(target, stand_in.draft, ctx_size=stand_in.ctx_size)
         pair = open_pair(options)
-        return Divider(*pair.sources, options, measure_base()).smallest.host_bytes
+        return MemoryPlanner(*pair.sources, options, measure_base()).smallest.host_bytes
 
 
 def _grow(stand_in: StandIn, folder: Path) -> Path:

@@ -28,7 +28,7 @@ class Patch:
 
     row: int
     column: int
-    n_rows: int
+    num_tokens: int
     n_columns: int
     source: str | None = None
     source_row: int = 0

@@ -64,12 +64,12 @@ class TensorMaker:
     def chunks(self, plan: TensorPlan, row_step: int = 1) -> Iterator[memoryview]:
         """Yields the bytes of a tensor in order, a few times `row_step` rows at a time."""
         form = self._format_of(plan)
-        n_rows, n_columns = plan.rows_and_columns
+        num_tokens, n_columns = plan.rows_and_columns
         n_blocks = n_columns // form.block_size
         step = row_step * max(1, _CHUNK_BYTES // (row_step * n_blocks * form.block_bytes))
         bands = _bands(plan.patches, form)
-        for first in range(0, n_rows, step):
-            shape = (min(step, n_rows - first), n_blocks, form.block_bytes)
+        for first in range(0, num_tokens, step):
+            shape = (min(step, num_tokens - first), n_blocks, form.block_bytes)
             rows = np.empty(shape, dtype=np.uint8)
             self._fill(rows, plan, form)
             for band in bands:
@@ -103,7 +103,7 @@ class TensorMaker:
         of `o_proj` and `down_proj` they must stand, elsewhere any value is right.
         """
         begin = max(first, band[0].row)
-        end = min(first + len(rows), band[0].row + band[0].n_rows)
+        end = min(first + len(rows), band[0].row + band[0].num_tokens)
         left = band[0].column // form.block_size
         right = -(-band[-1].end_column // form.block_size)
         n_columns = (right - left) * form.block_size
@@ -135,8 +135,8 @@ class TensorMaker:
 
 def _open_edges(patches: tuple[Patch, ...]) -> set[int]:
     """Columns where patches begin or end beside what is not one of the same rows."""
-    starts = {(patch.row, patch.n_rows, patch.column) for patch in patches}
-    ends = {(patch.row, patch.n_rows, patch.end_column) for patch in patches}
+    starts = {(patch.row, patch.num_tokens, patch.column) for patch in patches}
+    ends = {(patch.row, patch.num_tokens, patch.end_column) for patch in patches}
     return {column for _, _, column in starts ^ ends}
 
 
@@ -147,7 +147,7 @@ def _bands(patches: tuple[Patch, ...], form: WeightFormat) -> list[list[Patch]]:
         before = bands[-1][-1] if bands else None
         if (
             before is not None
-            and (before.row, before.n_rows) == (patch.row, patch.n_rows)
+            and (before.row, before.num_tokens) == (patch.row, patch.num_tokens)
             and before.end_column > patch.column // form.block_size * form.block_size
         ):
             bands[-1].append(patch)

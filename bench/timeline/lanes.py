@@ -50,8 +50,8 @@ class Timeline:
     n_dropped: int = 0
 
     def events(self, kind: str) -> list[Event]:
-        found = [event for lane in self.lanes for event in lane.events if event.kind == kind]
-        return sorted(found, key=lambda event: event.started)
+        result = [event for lane in self.lanes for event in lane.events if event.kind == kind]
+        return sorted(result, key=lambda event: event.started)
 
     def rounds(self, n_rounds: int) -> tuple[float, float]:
         """The time from the drafting before a pass in the middle to the end of that many rounds."""
@@ -98,18 +98,18 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
     lanes: list[Lane] = []
     for group in GROUPS:
         for title in dict.fromkeys(key[1] for key in by_lane if key[0] == group):
-            found = [one for key, one in by_lane.items() if key[:2] == (group, title)]
-            found.sort(key=lambda one: min(event.started for event in one))
-            for number, one in enumerate(found):
-                name = f"{title} {number + 1}" if len(found) > 1 else title
-                lanes.append(Lane(group, name, tuple(sorted(one, key=_nesting))))
+            result = [item for key, item in by_lane.items() if key[:2] == (group, title)]
+            result.sort(key=lambda item: min(event.started for event in item))
+            for number, item in enumerate(result):
+                name = f"{title} {number + 1}" if len(result) > 1 else title
+                lanes.append(Lane(group, name, tuple(sorted(item, key=_nesting))))
     return Timeline(tuple(lanes), max(event.ended for event in events), trace.n_dropped)
 
 
 def _with_acceptance(events: Iterable[Event]) -> Iterator[Event]:
     """Acceptance, of which the end was recorded, lasts since its pass."""
     verified = 0.0
-    for event in sorted(events, key=lambda one: one.ended):
+    for event in sorted(events, key=lambda item: item.ended):
         if event.kind == PASS:
             verified = event.ended
         yield event._replace(started=verified) if event.kind == ACCEPT else event
@@ -132,14 +132,14 @@ def _places(events: Sequence[Event]) -> list[tuple[str, str, int]]:
     that ran then, else of the drafting.
     """
     holders = [event for event in events if event.kind in (PASS, PREFILL, DRAFT)]
-    holders.sort(key=lambda one: one.kind == DRAFT)
-    busy = {one.thread for one in holders}
+    holders.sort(key=lambda item: item.kind == DRAFT)
+    busy = {item.thread for item in holders}
     places = []
     for event in events:
         holder = event
         if event.kind in (LAYER, WAIT):
             own = (e for e in holders if e.thread == event.thread or event.thread not in busy)
-            holder = next((one for one in own if _is_within(event, one)), event)
+            holder = next((item for item in own if _is_within(event, item)), event)
         group = _GROUP_OF.get(holder.kind, TARGET)
         title = _TITLES.get(group) or holder.name
         places.append((group, title, holder.thread))
@@ -166,9 +166,9 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def common_seconds(one: Iterable[Span], other: Iterable[Span]) -> float:
+def common_seconds(item: Iterable[Span], other: Iterable[Span]) -> float:
     """How long both went on."""
-    left, right = merged(one), merged(other)
+    left, right = merged(item), merged(other)
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -231,12 +231,12 @@ def _cut(spans: Iterable[Span], window: Sequence[Span]) -> list[Span]:
 def chrome_trace(timeline: Timeline, about: dict[str, Any]) -> dict[str, Any]:
     """For chrome://tracing and Perfetto ("Trace Event Format", JSON object form): complete events
     in microseconds, one thread for each lane, named and sorted by metadata events."""
-    found: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "specdec"})]
+    result: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "specdec"})]
     for number, lane in enumerate(timeline.lanes):
-        found.append(_metadata("thread_name", number, {"name": lane.title}))
-        found.append(_metadata("thread_sort_index", number, {"sort_index": number}))
-        found += [_complete(event, lane, number) for event in lane.events]
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": about}
+        result.append(_metadata("thread_name", number, {"name": lane.title}))
+        result.append(_metadata("thread_sort_index", number, {"sort_index": number}))
+        result += [_complete(event, lane, number) for event in lane.events]
+    return {"traceEvents": result, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _metadata(name: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _FEWEST_LABELLED = 0.035
 """Share of the width that a layer must have to bear its number."""
 _NARROW = 0.004
 """Share of the width below which a bar has no edge."""
-_MOST_LABELLED = 6
+_MAX_LABELLED = 6
 """Rounds whose outcome is told in words."""
 
 
@@ -93,7 +93,7 @@ def _draw_lane(
     """Events as bars from -bottom upwards; what lies inside another event is drawn over it."""
     began, ended = window
     shown = [e for e in lane.events if e.ended > began and e.started < ended]
-    is_labelled = sum(e.kind == ACCEPT for e in shown) <= _MOST_LABELLED
+    is_labelled = sum(e.kind == ACCEPT for e in shown) <= _MAX_LABELLED
     for kind, colour, inset in _STYLES:
         for number, event in enumerate(e for e in shown if e.kind == kind):
             low, high = max(event.started, began) - began, min(event.ended, ended) - began
@@ -165,20 +165,20 @@ def _legend(timeline: Timeline) -> list[Any]:
     return [patch for kind, group, patch in parts if (kind, group) in present]
 
 
-def _sentence(figures: Overlap) -> str:
+def _sentence(results: Overlap) -> str:
     def share(part: float, whole: float) -> str:
         return f"{part / whole:.0%}" if whole else "none"
 
     text = (
-        f"of {figures.seconds:.2f} s shown: storage busy "
-        f"{share(figures.reading, figures.seconds)}; "
-        f"passes {share(figures.passing, figures.seconds)}, waiting for storage in "
-        f"{share(figures.waiting, figures.passing)} of them"
+        f"of {results.seconds:.2f} s shown: storage busy "
+        f"{share(results.reading, results.seconds)}; "
+        f"passes {share(results.passing, results.seconds)}, waiting for storage in "
+        f"{share(results.waiting, results.passing)} of them"
     )
-    if figures.drafting:
+    if results.drafting:
         text += (
-            f"; drafting {share(figures.drafting, figures.seconds)}, beside reads "
-            f"{share(figures.drafting_beside_reads, figures.drafting)} of it, beside a pass "
-            f"{share(figures.drafting_beside_passes, figures.drafting)}"
+            f"; drafting {share(results.drafting, results.seconds)}, beside reads "
+            f"{share(results.drafting_beside_reads, results.drafting)} of it, beside a pass "
+            f"{share(results.drafting_beside_passes, results.drafting)}"
         )
     return text

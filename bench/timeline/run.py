@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.figures import lossy_mark
 from bench.process.results import write_whole
 from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
+from bench.results import lossy_mark
 from bench.timeline.lanes import chrome_trace, record_run
 from bench.timeline.picture import check_matplotlib, draw
 

@@ -62,10 +62,10 @@ def top1_agreement(
     """Share of positions, after the first `skipped`, where both have the same top-1 token."""
     same = total = 0
     for ids in batches:
-        wanted = forward_logits(target, ids[:, :-1]).argmax(-1)[:, skipped:]
+        requested = forward_logits(target, ids[:, :-1]).argmax(-1)[:, skipped:]
         got = forward_logits(draft, ids[:, :-1]).argmax(-1)[:, skipped:]
-        same += int((wanted == got).sum())
-        total += wanted.numel()
+        same += int((requested == got).sum())
+        total += requested.numel()
     return same / max(1, total)
 
 
@@ -95,16 +95,16 @@ def measure_pair(
     )
 
 
-def sample_texts(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[str]:
+def sample_outputs(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[str]:
     """Greedy continuations of `SAMPLE_PROMPTS`, cut where the model ends the document."""
-    texts = []
+    outputs = []
     separator = tokenizer.token_to_id(END_OF_TEXT)
     for prompt in SAMPLE_PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         row = continue_prompts(model, ids, 96, 0.0, torch.Generator())[0].tolist()
         end = row.index(separator) if separator in row else len(row)
-        texts.append(tokenizer.decode(row[:end]).rstrip())
-    return texts
+        outputs.append(tokenizer.decode(row[:end]).rstrip())
+    return outputs
 
 
 def _processor() -> str:

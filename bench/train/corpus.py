@@ -130,8 +130,8 @@ def read_sources(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 def _python_files(dist: metadata.Distribution) -> list[Path]:
     names = [f for f in dist.files or [] if f.suffix == ".py"]
-    kept = [f for f in names if not SKIPPED_FOLDERS.intersection(f.parts[:-1])]
-    return [Path(str(dist.locate_file(f))) for f in kept if not f.name.startswith("test_")]
+    cached = [f for f in names if not SKIPPED_FOLDERS.intersection(f.parts[:-1])]
+    return [Path(str(dist.locate_file(f))) for f in cached if not f.name.startswith("test_")]
 
 
 def _stdlib_files() -> list[Path]:
@@ -146,12 +146,12 @@ def _stdlib_files() -> list[Path]:
 def _candidates(roots: list[Path]) -> Iterator[tuple[str, str, str, list[Path]]]:
     """Yields (name, version, licence, files): the standard library, then the distributions."""
     yield "python-stdlib", platform.python_version(), "PSF-2.0", _stdlib_files()
-    found: dict[str, metadata.Distribution] = {}
+    result: dict[str, metadata.Distribution] = {}
     for root in roots:
         for dist in metadata.distributions(path=[str(root)]):
-            found.setdefault(dist.metadata["Name"].lower(), dist)
-    for name in sorted(found):
-        yield name, found[name].version, licence_of(found[name]), _python_files(found[name])
+            result.setdefault(dist.metadata["Name"].lower(), dist)
+    for name in sorted(result):
+        yield name, result[name].version, licence_of(result[name]), _python_files(result[name])
 
 
 def collect(roots: list[Path], cap_bytes: int, favoured: frozenset[str] = frozenset()) -> Corpus:

@@ -18,7 +18,9 @@ FUNCTION_SHARE = 0.4  # of the documents' bytes
 MAX_POSITIONS = 2048
 
 
-def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int = 12_000_000) -> Tokenizer:
+def train_tokenizer(
+    outputs: list[str], vocab_size: int, sample_bytes: int = 12_000_000
+) -> Tokenizer:
     """Trains a byte-level BPE that splits words exactly like GPT-2's (and GGUF's `gpt2`)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -30,7 +32,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int = 12_00
         show_progress=False,
     )
     sample, n_bytes = [], 0
-    for text in random.Random(0).sample(texts, len(texts)):
+    for text in random.Random(0).sample(outputs, len(outputs)):
         sample.append(text)
         n_bytes += len(text)
         if n_bytes > sample_bytes:
@@ -66,10 +68,10 @@ def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 def mixed_documents(files: list[str], functions: list[str], seed: int) -> list[str]:
     """Shuffles files with functions, so that functions make `FUNCTION_SHARE` of the text."""
     rng = random.Random(seed)
-    wanted = sum(map(len, files)) * FUNCTION_SHARE / (1 - FUNCTION_SHARE)
+    requested = sum(map(len, files)) * FUNCTION_SHARE / (1 - FUNCTION_SHARE)
     documents, size = list(files), 0.0
     for function in rng.sample(functions, len(functions)):
-        if size > wanted:
+        if size > requested:
             break
         document = HEADER + function if rng.random() < HEADER_SHARE else function
         documents.append(document)
@@ -90,9 +92,9 @@ class WindowSampler:
     seed: int
     tokens_seen: int = 0
 
-    def next_batch(self, n_rows: int, length: int) -> torch.Tensor:
+    def next_batch(self, num_tokens: int, length: int) -> torch.Tensor:
         """Returns int64 ids [n_rows, length + 1]: inputs and, shifted by one, their targets."""
-        return torch.stack([self._window(length) for _ in range(n_rows)])
+        return torch.stack([self._window(length) for _ in range(num_tokens)])
 
     def _window(self, length: int) -> torch.Tensor:
         per_epoch = (len(self.stream) - length - 1) // length
@@ -116,9 +118,11 @@ def _coprime_step(modulus: int, rng: random.Random) -> int:
     return step
 
 
-def validation_batches(stream: np.ndarray, n_rows: int, length: int) -> Iterator[torch.Tensor]:
+def validation_batches(stream: np.ndarray, num_tokens: int, length: int) -> Iterator[torch.Tensor]:
     """Yields consecutive windows [n_rows, length + 1] of a held-out stream."""
-    span = n_rows * length
+    span = num_tokens * length
     for start in range(0, len(stream) - span - 1, span):
-        rows = [stream[start + i * length : start + (i + 1) * length + 1] for i in range(n_rows)]
+        rows = [
+            stream[start + i * length : start + (i + 1) * length + 1] for i in range(num_tokens)
+        ]
         yield torch.from_numpy(np.stack(rows).astype(np.int64))

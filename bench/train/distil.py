@@ -13,7 +13,7 @@ from bench.train.model import forward_logits
 
 PROMPT_TOKENS = 48
 CONTINUATION_TOKENS = 208  # with its prompt, one training window
-GENERATE_ROWS = 128
+GENERATE_TOKENS = 128
 SAMPLE_TEMPERATURE = 0.7
 
 
@@ -26,9 +26,9 @@ def distillation_loss(
     second favours top-1 agreement, which is what greedy acceptance counts.
     """
     with torch.no_grad():
-        wanted = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
-        best = wanted.argmax(-1)
-        probs = wanted.softmax(-1)
+        requested = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
+        best = requested.argmax(-1)
+        probs = requested.softmax(-1)
     log_q = forward_logits(draft, ids[:, :-1]).float().flatten(0, 1).log_softmax(-1)
     return -(probs * log_q).sum(-1).mean() + argmax_weight * F.nll_loss(log_q, best)
 
@@ -93,7 +93,7 @@ def generate_stream(
     deadline = time.monotonic() + 60 * minutes
     parts: list[np.ndarray] = []
     while time.monotonic() < deadline or len(parts) < 2:
-        prompts = opening_prompts(stream, separator, GENERATE_ROWS, seed + len(parts))
+        prompts = opening_prompts(stream, separator, GENERATE_TOKENS, seed + len(parts))
         temperature = SAMPLE_TEMPERATURE if len(parts) % 2 else 0.0
         ids = continue_prompts(target, prompts, CONTINUATION_TOKENS, temperature, generator)
         parts.append(ids.numpy().astype(np.uint16).ravel())

@@ -99,14 +99,14 @@ def similar_groups(directions: torch.Tensor, n_groups: int) -> list[torch.Tensor
 @contextmanager
 def router_logits(model: Qwen3MoeForCausalLM) -> Iterator[list[torch.Tensor]]:
     """Of every layer [n, experts], of the passes inside the with-block."""
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
-        found.append(output[0])
+        result.append(output[0])
 
     handles = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
     try:
-        yield found
+        yield result
     finally:
         for handle in handles:
             handle.remove()

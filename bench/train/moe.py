@@ -73,7 +73,7 @@ def measure(
 def card(quality: dict[str, float], state: TrainState, command: str, corpus: dict[str, Any]) -> str:
     """The model card; `corpus` is `train.summarise`'s."""
     rows = ((name.replace("_", " "), value) for name, value in quality.items())
-    figures = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
+    results = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
     return f"""---
 license: mit
 library_name: transformers
@@ -88,7 +88,7 @@ tests and benchmarks; it does not solve problems. Below, all figures are of held
 | | |
 |---|---|
 | training | {state.step} steps, {state.tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.0f} min |
-{figures}
+{results}
 
 Made by `{command}`. Learning rates follow the clock, so another machine gives other weights.
 
@@ -120,7 +120,7 @@ def main(
     options = f"--minutes {minutes:g} --threads {threads} --seed {seed}"
     command = f"python -m bench.train.moe {options}"
 
-    def save_early(state: TrainState) -> None:
+    def save_prefetch_list(state: TrainState) -> None:
         save_checkpoint(model, tokenizer, scratch / "early", EARLY_CARD)
 
     trainer = Trainer(
@@ -130,7 +130,7 @@ def main(
         WindowSampler(data.train, seed),
         TrainOptions(minutes, PHASES, muon_lr=None, adam_lr=ADAM_LR),
         scratch,
-        save_early,
+        save_prefetch_list,
     )
     state = trainer.run()
     draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()

@@ -22,7 +22,7 @@ import typer
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from bench.train.card import measure_pair, pair_card, sample_texts
+from bench.train.card import measure_pair, pair_card, sample_outputs
 from bench.train.corpus import Corpus, collect
 from bench.train.data import (
     END_OF_TEXT,
@@ -130,12 +130,12 @@ def train_target(
     """Trains the target on the corpus."""
     loss = torch.compile(lambda ids: next_token_loss(target, ids), dynamic=False)
 
-    def save_early(state: TrainState) -> None:
+    def save_prefetch_list(state: TrainState) -> None:
         save_checkpoint(target, data.tokenizer, scratch / "early" / "target", EARLY_CARD)
 
     options = TrainOptions(minutes, TARGET_PHASES)
     sampler = WindowSampler(data.train, seed)
-    return Trainer("target", target, loss, sampler, options, scratch, save_early).run()
+    return Trainer("target", target, loss, sampler, options, scratch, save_prefetch_list).run()
 
 
 def train_draft(
@@ -160,13 +160,15 @@ def train_draft(
         lambda ids: distillation_loss(target, draft, ids, ARGMAX_WEIGHT), dynamic=False
     )
 
-    def save_early(state: TrainState) -> None:
+    def save_prefetch_list(state: TrainState) -> None:
         save_checkpoint(draft, data.tokenizer, scratch / "early" / "draft", EARLY_CARD)
 
     def train(name: str, options: TrainOptions, round_seed: int) -> TrainState:
         sampler = WindowSampler(data.train, round_seed)
         own_text = WindowSampler(np.load(generated), round_seed + 1)
-        trainer = Trainer(name, draft, loss, sampler, options, scratch, save_early, own_text)
+        trainer = Trainer(
+            name, draft, loss, sampler, options, scratch, save_prefetch_list, own_text
+        )
         return trainer.run()
 
     first = TrainOptions(minutes * (1 - GENERATION_SHARE), DRAFT_PHASES)
@@ -219,7 +221,7 @@ def main(
         target, draft, data.valid, data.corpus["valid_bytes"], data.separator, seed
     )
     log.info("%s", quality)
-    samples = sample_texts(target, data.tokenizer)
+    samples = sample_outputs(target, data.tokenizer)
     recipe = {
         "target_minutes": target_minutes,
         "draft_minutes": draft_minutes,

@@ -24,7 +24,7 @@ class Phase:
     """A share of the time spent on windows of one length."""
 
     until: float  # share of the time budget at which the phase ends
-    n_rows: int
+    num_tokens: int
     length: int
     generated_rows: int = 0  # of them, from text that the target wrote
 
@@ -64,15 +64,15 @@ def build_optimizers(model: nn.Module, options: TrainOptions) -> list[torch.opti
     if options.muon_lr is None:
         return [_adamw(list(model.parameters()), options)]
     matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-        (matrices if inner else others).append(parameter)
+        (matrices if inner else rest).append(parameter)
     return [
         torch.optim.Muon(
             matrices, lr=options.muon_lr, weight_decay=0.01, momentum=0.95, ns_steps=5
         ),
-        _adamw(others, options),
+        _adamw(rest, options),
     ]
 
 
@@ -107,7 +107,7 @@ class Trainer:
             self._set_rates(optimizers, base_rates, self.options.lr_scale(state.step, progress))
             loss = self._step(optimizers, self._batch(phase))
             state.step += 1
-            state.tokens += phase.n_rows * phase.length
+            state.tokens += phase.num_tokens * phase.length
             state.elapsed_s += time.monotonic() - started
             average = loss if average is None else 0.98 * average + 0.02 * loss
             if state.step % 50 == 0:
@@ -128,7 +128,7 @@ class Trainer:
 
     def _batch(self, phase: Phase) -> torch.Tensor:
         n_generated = phase.generated_rows if self.generated else 0
-        ids = self.sampler.next_batch(phase.n_rows - n_generated, phase.length)
+        ids = self.sampler.next_batch(phase.num_tokens - n_generated, phase.length)
         if self.generated and n_generated:
             ids = torch.cat([ids, self.generated.next_batch(n_generated, phase.length)])
         return ids

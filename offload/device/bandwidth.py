@@ -32,8 +32,8 @@ def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> flo
         for _ in range(1 + _N_RUNS):
             began = engine.record_copy()
             for index in range(_COPIES_PER_RUN):
-                turn = index % _N_BUFFERS
-                engine.copy(pinned[turn].view[:buffer_bytes], device[turn], 0)
+                slot_turn = index % _N_BUFFERS
+                engine.copy(pinned[slot_turn].view[:buffer_bytes], device[slot_turn], 0)
             ended = engine.record_copy()
             ended.wait()
             seconds.append(ended.seconds_after(began))

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.device.engine import CopyEngine
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
+from offload.ring.cursor import Taken
 from offload.ring.file_supply import RingOptions, walk_files
-from offload.ring.lending import LayerLender
-from offload.ring.walk import Taken
+from offload.ring.layer_access import LayerAccess
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import (
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     offset: int
 
 
-class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
+class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
     """The layers that are copied to a device, in the order of use, again and again.
 
     Copies that the caller enqueues inside the with-block of a layer may run on after it.
@@ -90,7 +90,7 @@ class HostTier(LayerLender[HostMemory, tuple[Part, ...]]):
             self._free()
             raise
 
-    def _lend(self, index: int, taken: Taken[HostMemory] | None) -> tuple[Part, ...]:
+    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> tuple[Part, ...]:
         layer, parts = self._layers[index], []
         if taken is not None:
             parts.append(Part(taken.slot.buffer.view[: layer.slot_bytes], 0))

@@ -11,8 +11,8 @@ from offload.device.engine import CopyEngine, DeviceBuffer
 from offload.formats.tensors import TensorRecord
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.layout import Layout, Piece, make_layout
-from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, bring_pieces
+from offload.storage.layout import Layout, ReadChunk, make_layout
+from offload.storage.reading import DEFAULT_N_READERS, OpenFiles, fetch_chunks
 from offload.units import MIB, Progress
 
 LOAD_READ_BYTES = 8 * MIB
@@ -63,11 +63,13 @@ def load_on_device(
     staging: list[HostMemory] = []
     free: SimpleQueue[HostMemory] = SimpleQueue()
 
-    def bring(files: OpenFiles, piece: Piece) -> None:
+    def fetch(files: OpenFiles, read_chunk: ReadChunk) -> None:
         memory = free.get()
         try:
-            files.read(replace(piece, buffer_offset=0), memory.view)
-            engine.copy(memory.view[: piece.n_needed], weights.buffer, piece.buffer_offset)
+            files.read(replace(read_chunk, buffer_offset=0), memory.view)
+            engine.copy(
+                memory.view[: read_chunk.n_needed], weights.buffer, read_chunk.buffer_offset
+            )
             engine.record_copy().wait()
         finally:
             free.put(memory)
@@ -75,9 +77,9 @@ def load_on_device(
     n_readers = min(n_readers, DEFAULT_N_READERS)  # more would take more memory than was planned
     try:
         while len(staging) < min(n_readers, len(pieces)):
-            staging.append(engine.allocate_pinned(max(piece.n_bytes for piece in pieces)))
+            staging.append(engine.allocate_pinned(max(read_chunk.n_bytes for read_chunk in pieces)))
             free.put(staging[-1])
-        bring_pieces(pieces, bring, progress, n_readers=n_readers, storage=storage)
+        fetch_chunks(pieces, fetch, progress, n_readers=n_readers, storage=storage)
     except BaseException:
         weights.close()
         raise

@@ -20,10 +20,10 @@ from offload.device.engine import CopyEngine, Event
 from offload.device.host import HostTier
 from offload.device.loading import load_on_device
 from offload.device.supply import CopySupply, DeviceSlot
-from offload.residency.placement import Placement
-from offload.ring.lending import LayerLender, Lease
+from offload.placement.placement import Placement
+from offload.ring.cursor import LayerCursor, StreamStats, Taken
+from offload.ring.layer_access import AcquiredLayer, LayerAccess
 from offload.ring.slots import Check
-from offload.ring.walk import LayerWalk, StreamStats, Taken
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import Progress
@@ -31,7 +31,7 @@ from offload.units import Progress
 logger = logging.getLogger(__name__)
 
 
-class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
+class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
     """The weights of all layers: on the device, or copied there through a ring of slots.
 
     Args:
@@ -85,26 +85,26 @@ class DeviceStreamer(LayerLender[DeviceSlot, Mapping[str, Any]]):
                 self._host.close()
             self._resident.close()
             raise
-        super().__init__(LayerWalk([layer.copied_bytes > 0 for layer in plan.layers], supply))
+        super().__init__(LayerCursor([layer.copied_bytes > 0 for layer in plan.layers], supply))
 
     @property
     def stats(self) -> StreamStats:
-        walk = self._walk.stats
+        cursor = self._cursor.stats
         return replace(
-            walk if self._host is None else self._host.stats,
-            stall_seconds=walk.stall_seconds,
-            passes=walk.passes,
-            bytes_copied=walk.bytes_read,
+            cursor if self._host is None else self._host.stats,
+            stall_seconds=cursor.stall_seconds,
+            passes=cursor.passes,
+            bytes_copied=cursor.bytes_read,
             copy_stall_seconds=self._stalls.seconds(),
         )
 
     def _enter(
         self, index: int, check: Check | None
-    ) -> tuple[Lease[DeviceSlot], Mapping[str, Any]]:
+    ) -> tuple[AcquiredLayer[DeviceSlot], Mapping[str, Any]]:
         self._before = self._engine.record_compute()
         return super()._enter(index, check)
 
-    def _lend(self, index: int, taken: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
+    def _acquire(self, index: int, taken: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
         layer = self._plan.layers[index]
         if taken is None:
             return {record.name: self._of_no_slot(record.name) for record in layer.tensors}

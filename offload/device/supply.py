@@ -15,7 +15,7 @@ import threading
 
 from offload.device.engine import CopyEngine, DeviceBuffer, Event
 from offload.device.host import HostTier
-from offload.ring.order import TicketOrder
+from offload.ring.order import ReadOrder
 from offload.ring.slots import SlotRing, Work
 
 
@@ -50,9 +50,11 @@ class CopySupply:
         try:
             while len(slots) < n_slots:
                 slots.append(DeviceSlot(engine.allocate_device(slot_bytes)))
-            self.order = order = TicketOrder(n_layers, n_slots)
+            self.order = order = ReadOrder(n_layers, n_slots)
             self.ring: SlotRing[DeviceSlot, int] = SlotRing(
-                slots, lambda ticket: (order.position(ticket),), make_fence=engine.record_compute
+                slots,
+                lambda read_number: (order.position(read_number),),
+                make_fence=engine.record_compute,
             )
             self._thread = threading.Thread(
                 target=_copy_until_closed,
@@ -97,7 +99,7 @@ def _copy_layer(work: Work[DeviceSlot, int], host: HostTier, engine: CopyEngine)
         # Else the whole pass would be enqueued at once, and a cancel come too late for it. Costs
         # nothing: the slot's next copy cannot begin before, and the other slots' go on meanwhile.
         slot.arrived.wait()
-    with host.layer(work.piece) as parts:
+    with host.layer(work.read_chunk) as parts:
         if work.slot.fence is not None:
             engine.copy_waits(work.slot.fence)
         for part in parts:

@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from offload.experts.eviction import Directory, record_visit
+from offload.experts.eviction import ExpertIndex, record_access
 from offload.experts.readers import Check, ExpertReaders, ExpertStats, Failure
-from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.placement.experts import ExpertCachePlan, LayerExperts
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import DirectFile, OpenStorage
 
@@ -39,18 +39,20 @@ class ExpertCache:
 
     def __init__(
         self,
-        room: ExpertRoom,
+        expert_cache: ExpertCachePlan,
         *,
         n_readers: int | None = None,
         storage: OpenStorage = DirectFile,
     ) -> None:
-        self._room = room
-        self._layers = room.layers
-        self._last_layer = max(i for i, layer in enumerate(room.layers) if layer is not None)
-        self._directory = Directory(room.n_slots)
+        self._capacity = expert_cache
+        self._layers = expert_cache.layers
+        self._last_layer = max(
+            i for i, layer in enumerate(expert_cache.layers) if layer is not None
+        )
+        self._directory = ExpertIndex(expert_cache.n_slots)
         paths = (
             extent.path
-            for layer in room.layers
+            for layer in expert_cache.layers
             if layer is not None
             for layout in layer.layouts
             for extent in layout.extents
@@ -58,7 +60,7 @@ class ExpertCache:
         self._readers = ExpertReaders(paths, n_readers, storage)
         try:
             # Committed at once: slots that fill later would look like memory that can be lent.
-            self._memory = AlignedBuffer(room.n_bytes, in_children=False)
+            self._memory = AlignedBuffer(expert_cache.n_bytes, in_children=False)
         except BaseException:
             self._readers.close()
             raise
@@ -69,7 +71,7 @@ class ExpertCache:
     def stats(self) -> ExpertStats:
         return self._readers.stats
 
-    def bring(
+    def fetch(
         self, layer: int, experts: Collection[int], check: Check | None = None
     ) -> Generator[tuple[int, tuple[memoryview, ...]], None, None]:
         """Each of a layer's `experts` once, in any order, with the bytes of its tensors, which are
@@ -81,8 +83,8 @@ class ExpertCache:
         """
         self._readers.check_open()
         self._forget_left(check)
-        self._directory.visit(layer)
-        record_visit(layer, experts)
+        self._directory.access(layer)
+        record_access(layer, experts)
         here, missing = [], []
         for expert in experts:
             slot = self._directory.find(layer, expert)
@@ -107,27 +109,27 @@ class ExpertCache:
         finally:
             reads.close()
 
-    def admit(self, layer: int, expert: int, kept: Collection[int]) -> int | None:
+    def admit(self, layer: int, expert: int, cached: Collection[int]) -> int | None:
         """See Directory.admit."""
-        return self._directory.admit(layer, expert, kept)
+        return self._directory.admit(layer, expert, cached)
 
     def leave(self, layer: int, reads: Collection[_Read]) -> None:
         """Nobody waits for these any more. A read may never end (a dead network mount): the next
         visit waits for it, before its slot is used again."""
-        self._left += [(layer, one) for one in reads]
+        self._left += [(layer, read) for read in reads]
 
     def _forget_left(self, check: Check | None) -> None:
         """What is not whole is not kept."""
         while self._left:
-            layer, one = self._left[0]
-            self._readers.wait_for(one.begun, check)
-            if not one.is_whole():
-                self._directory.forget(layer, one.expert)
+            layer, item = self._left[0]
+            self._readers.wait_for(item.begun, check)
+            if not item.is_whole():
+                self._directory.forget(layer, item.expert)
             self._left.popleft()
 
-    def stall_for(self, layer: int, one: _Read, check: Check | None) -> None:
+    def stall_for(self, layer: int, item: _Read, check: Check | None) -> None:
         """Until an expert is there."""
-        self._readers.stall_for(one.begun, layer, check)
+        self._readers.stall_for(item.begun, layer, check)
 
     def read(self, layer: int, expert: int, slot: int, begun: list[Future[Failure]]) -> int:
         """Begin to read an expert into a slot; returns how many reads that takes.
@@ -149,12 +151,12 @@ class ExpertCache:
         return sorted(experts, key=place)
 
     def _experts(self, layer: int) -> LayerExperts:
-        found = self._layers[layer]
-        assert found is not None, f"layer {layer} has no experts"
-        return found
+        result = self._layers[layer]
+        assert result is not None, f"layer {layer} has no experts"
+        return result
 
     def _slot(self, slot: int) -> memoryview:
-        size = self._room.slot_bytes
+        size = self._capacity.slot_bytes
         return self._memory.view[slot * size : (slot + 1) * size]
 
     def _tensors(self, layer: int, expert: int, slot: int) -> tuple[memoryview, ...]:
@@ -198,8 +200,10 @@ class _Reads:
     kept: experts of the layer that are still to be handed out.
     """
 
-    def __init__(self, cache: ExpertCache, layer: int, kept: set[int], missing: deque[int]) -> None:
-        self._cache, self._layer, self._kept, self._missing = cache, layer, kept, missing
+    def __init__(
+        self, cache: ExpertCache, layer: int, cached: set[int], missing: deque[int]
+    ) -> None:
+        self._cache, self._layer, self._retained, self._missing = cache, layer, cached, missing
         self._running: deque[_Read] = deque()
 
     @property
@@ -209,29 +213,29 @@ class _Reads:
     def start(self) -> None:
         """As many reads as there is room for."""
         while self._missing:
-            slot = self._cache.admit(self._layer, self._missing[0], self._kept)
+            slot = self._cache.admit(self._layer, self._missing[0], self._retained)
             if slot is None:
                 return
-            one = _Read(self._missing.popleft(), slot)
-            self._running.append(one)
-            one.n_reads = self._cache.read(self._layer, one.expert, slot, one.begun)
+            item = _Read(self._missing.popleft(), slot)
+            self._running.append(item)
+            item.n_reads = self._cache.read(self._layer, item.expert, slot, item.begun)
 
     def release(self, expert: int) -> None:
         """It is done with, and may make room."""
-        self._kept.discard(expert)
+        self._retained.discard(expert)
         self.start()
 
     def next(self, check: Check | None) -> tuple[int, int]:
         """(expert, slot) of the next one, as soon as it is there."""
-        one = self._running[0]
-        self._cache.stall_for(self._layer, one, check)
+        item = self._running[0]
+        self._cache.stall_for(self._layer, item, check)
         self._running.popleft()
-        return one.expert, one.slot
+        return item.expert, item.slot
 
     def close(self) -> None:
         """Give up what still runs."""
-        for one in self._running:
-            for read in one.begun:
+        for item in self._running:
+            for read in item.begun:
                 read.cancel()
         self._cache.leave(self._layer, self._running)
         self._running.clear()

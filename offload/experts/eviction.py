@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offload.trace import ROUTED, Trace, record_since
 
-_KEPT = 0.9
+_RETAINED = 0.9
 """Of what a use is worth, at each visit of its layer. A cache of a sixth of the embedded mixture's
 experts has, on one recording, 64 % of those asked for with 0.8, 65 % with 0.9 and with 0.95, 61 %
 with 0.99; recency has 60 %, the best rule 80 %."""
@@ -39,7 +39,7 @@ class Slots:
         """Visits of its own layer since it was used."""
         self.n_visits = np.ones(n_slots, dtype=np.int64)
         """Of its own layer."""
-        self.worth = np.zeros(n_slots)
+        self.score = np.zeros(n_slots)
         """Of its uses, when it was used last."""
 
 
@@ -55,10 +55,10 @@ def least_recently_used(slots: Slots) -> NDArray[np.float64]:
 def decayed_uses(slots: Slots) -> NDArray[np.float64]:
     """Of what they would be worth if every visit had used it: so that layers which this pass has
     visited compare with those that it has not."""
-    return slots.worth * _KEPT**slots.n_missed / (1.0 - _KEPT**slots.n_visits)
+    return slots.score * _RETAINED**slots.n_missed / (1.0 - _RETAINED**slots.n_visits)
 
 
-class Directory:
+class ExpertIndex:
     """Which expert is in which of `n_slots` slots."""
 
     def __init__(self, n_slots: int, rule: Rule = decayed_uses) -> None:
@@ -77,7 +77,7 @@ class Directory:
     def is_full(self) -> bool:
         return not self._free
 
-    def visit(self, layer: int) -> None:
+    def access(self, layer: int) -> None:
         """A pass has come to a layer: what it uses from now on is used now."""
         self._now += 1
         self._visits[layer] += 1
@@ -92,12 +92,12 @@ class Directory:
             self._use(layer, expert, slot)
         return slot
 
-    def admit(self, layer: int, expert: int, kept: Collection[int]) -> int | None:
+    def admit(self, layer: int, expert: int, cached: Collection[int]) -> int | None:
         """A slot for an expert that is in none; another one may have to go.
 
         kept: experts of this layer that must not. None where all slots hold such.
         """
-        if not self._free and self.evict(layer, kept) is None:
+        if not self._free and self.evict(layer, cached) is None:
             return None
         slot = self._free.pop()
         self._slot_of[layer, expert] = slot
@@ -112,58 +112,58 @@ class Directory:
         self._free.append(slot)
 
     def _use(self, layer: int, expert: int, slot: int) -> None:
-        visit = self._visits[layer]
-        worth, before = self._uses.get((layer, expert), (0.0, visit))
-        worth = 1.0 + worth * _KEPT ** (visit - before)
-        self._uses[layer, expert] = worth, visit
+        access = self._visits[layer]
+        score, before = self._uses.get((layer, expert), (0.0, access))
+        score = 1.0 + score * _RETAINED ** (access - before)
+        self._uses[layer, expert] = score, access
         slots = self._slots
-        slots.worth[slot], slots.used_at[slot] = worth, self._now
-        slots.n_missed[slot], slots.n_visits[slot] = 0, visit
+        slots.score[slot], slots.used_at[slot] = score, self._now
+        slots.n_missed[slot], slots.n_visits[slot] = 0, access
 
-    def evict(self, layer: int, kept: Collection[int]) -> tuple[int, int] | None:
+    def evict(self, layer: int, cached: Collection[int]) -> tuple[int, int] | None:
         """Free the slot of the expert that is worth the least; returns (its layer, the expert), or
         None where only those are left that must not go: `kept` of this layer."""
         slots = self._slots
-        is_kept = (slots.layer == layer) & np.isin(slots.expert, list(kept))
-        may_go = (slots.layer >= 0) & ~is_kept
+        is_retained = (slots.layer == layer) & np.isin(slots.expert, list(cached))
+        may_go = (slots.layer >= 0) & ~is_retained
         if not may_go.any():
             return None
-        worth = np.where(may_go, self._rule(slots), np.inf)
-        lowest = worth <= worth.min() * (1 + 1e-9)
+        score = np.where(may_go, self._rule(slots), np.inf)
+        lowest = score <= score.min() * (1 + 1e-9)
         victim = int(np.where(lowest, slots.used_at, -1).argmax())
-        found = int(slots.layer[victim]), int(slots.expert[victim])
-        self.forget(*found)
-        return found
+        result = int(slots.layer[victim]), int(slots.expert[victim])
+        self.forget(*result)
+        return result
 
 
-Visit = tuple[int, tuple[int, ...]]
+Access = tuple[int, tuple[int, ...]]
 """(layer, experts that a pass asked it for)"""
 
 
-def record_visit(layer: int, experts: Collection[int]) -> None:
+def record_access(layer: int, experts: Collection[int]) -> None:
     """For `visits_of` a recording."""
     record_since(perf_counter(), ROUTED, " ".join(map(str, (layer, *sorted(experts)))))
 
 
-def visits_of(trace: Trace) -> list[Visit]:
+def visits_of(trace: Trace) -> list[Access]:
     """What the passes of a recording asked for; of one mixture, if several ran."""
     names = (event.name.split() for event in trace.events if event.kind == ROUTED)
     return [(int(layer), tuple(map(int, experts))) for layer, *experts in names]
 
 
 def replay(
-    trace: Iterable[Visit], n_slots: int, rule: Rule = decayed_uses, most: int | None = None
+    trace: Iterable[Access], n_slots: int, rule: Rule = decayed_uses, limit: int | None = None
 ) -> float:
     """Share of the experts asked for that a cache of this rule has.
 
     most: only visits that ask for so many at most count: a prompt's go through the cache, too.
     """
-    directory = Directory(n_slots, rule)
+    directory = ExpertIndex(n_slots, rule)
     n_hits = n_asked = 0
     for layer, experts in trace:
-        directory.visit(layer)
+        directory.access(layer)
         missing = [expert for expert in experts if directory.find(layer, expert) is None]
-        if most is None or len(experts) <= most:
+        if limit is None or len(experts) <= limit:
             n_asked += len(experts)
             n_hits += len(experts) - len(missing)
         for expert in missing:
@@ -172,14 +172,14 @@ def replay(
     return n_hits / max(1, n_asked)
 
 
-def belady(trace: Sequence[Visit], n_slots: int, most: int | None = None) -> float:
+def belady(trace: Sequence[Access], n_slots: int, limit: int | None = None) -> float:
     """The same of the best that any rule could do, which knows what will be asked for
     (Belady 1966): out goes what is not needed again for the longest."""
     asked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for time, (layer, experts) in enumerate(trace):
         for expert in experts:
             asked[layer, expert].append(time)
-    held: set[tuple[int, int]] = set()
+    pinned: set[tuple[int, int]] = set()
     n_hits = n_asked = 0
 
     def next_use(key: tuple[int, int], now: int) -> float:
@@ -189,13 +189,13 @@ def belady(trace: Sequence[Visit], n_slots: int, most: int | None = None) -> flo
 
     for time, (layer, experts) in enumerate(trace):
         keys = [(layer, expert) for expert in experts]
-        if most is None or len(experts) <= most:
+        if limit is None or len(experts) <= limit:
             n_asked += len(keys)
-            n_hits += sum(key in held for key in keys)
-        wanted = held | set(keys)
-        n_over = len(wanted) - n_slots
+            n_hits += sum(key in pinned for key in keys)
+        requested = pinned | set(keys)
+        n_over = len(requested) - n_slots
         if n_over > 0:
-            by_use = sorted(wanted, key=lambda key: (-next_use(key, time), key))
-            wanted -= set(by_use[:n_over])
-        held = wanted
+            by_use = sorted(requested, key=lambda key: (-next_use(key, time), key))
+            requested -= set(by_use[:n_over])
+        pinned = requested
     return n_hits / max(1, n_asked)

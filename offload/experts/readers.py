@@ -19,7 +19,7 @@ from offload.errors import SpecdecError
 from offload.process.worker import POLL_SECONDS
 from offload.ring.slots import JOIN_SECONDS
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
-from offload.storage.layout import Piece
+from offload.storage.layout import ReadChunk
 from offload.storage.reading import OpenFiles
 from offload.trace import READ, WAIT, record_since
 
@@ -67,7 +67,7 @@ class ExpertReaders:
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def begin(self, piece: Piece, memory: Callable[[], memoryview]) -> Future[Failure]:
+    def begin(self, read_chunk: ReadChunk, memory: Callable[[], memoryview]) -> Future[Failure]:
         """Read a piece.
 
         memory: where it goes to; called in the thread that reads.
@@ -77,18 +77,18 @@ class ExpertReaders:
         """
         with self._lock:
             self.check_open()
-            read = self._pool.submit(self._read, piece, memory)
+            read = self._pool.submit(self._read, read_chunk, memory)
             self._begun.add(read)
         read.add_done_callback(self._begun.discard)
         return read
 
-    def _read(self, piece: Piece, memory: Callable[[], memoryview]) -> Failure:
+    def _read(self, read_chunk: ReadChunk, memory: Callable[[], memoryview]) -> Failure:
         started = perf_counter()
         try:
-            n_bytes = self._files.read(piece, memory())
+            n_bytes = self._files.read(read_chunk, memory())
         except (StorageError, MemoryError, OSError) as error:
             return copy(error)  # without its frames, which hold the memory
-        record_since(started, READ, "experts", n_bytes, piece.path)
+        record_since(started, READ, "experts", n_bytes, read_chunk.path)
         with self._lock:
             self.stats.bytes_read += n_bytes
         return None

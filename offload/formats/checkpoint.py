@@ -63,8 +63,8 @@ class WeightIndex(TensorIndex):
         for shard in _find_shards(root):
             path = resolve_within(root, shard)
             states[path] = file_state(path)
-            metadata, found = read_header_and_metadata(path)
-            for name, record in with_packed(path, metadata, found).items():
+            metadata, result = read_header_and_metadata(path)
+            for name, record in with_packed(path, metadata, result).items():
                 records.pop(name, None)  # so that the order of all is that of the files
                 records[name] = record
         return cls(records, states, root)

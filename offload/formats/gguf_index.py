@@ -101,8 +101,8 @@ def _check_splits(index: GgufIndex) -> None:
     for number, file in enumerate(index.files):
         if _split_figure(file, "split.count", 0) != count:
             raise GgufError(f"{file.path} is not one of {count} splits as {first.path.name} is")
-        if (found := _split_figure(file, "split.no", -1)) != number:
-            raise GgufError(f"{file.path} is split number {found + 1} by its header; rename it")
+        if (result := _split_figure(file, "split.no", -1)) != number:
+            raise GgufError(f"{file.path} is split number {result + 1} by its header; rename it")
     n_tensors = _split_figure(first, "split.tensors.count", len(index))
     if n_tensors != len(index):
         raise GgufError(

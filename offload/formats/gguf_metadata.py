@@ -236,15 +236,15 @@ class GgufMetadata(Mapping[str, Value]):
         return values
 
     def _split_strings(self, raw: bytes, count: int) -> list[str]:
-        texts, at, unpack = [], 0, _U64.unpack_from
+        sequences, at, unpack = [], 0, _U64.unpack_from
         for _ in range(count):
             # The bytes were walked over once; the file may have been overwritten since.
             end = at + 8 + unpack(raw, at)[0] if at + 8 <= len(raw) else len(raw) + 1
             if end > len(raw):
                 raise GgufError(f"{self._path} was overwritten while it was in use")
-            texts.append(raw[at + 8 : end].decode("utf-8", "surrogateescape"))
+            sequences.append(raw[at + 8 : end].decode("utf-8", "surrogateescape"))
             at = end
-        return texts
+        return sequences
 
 
 def read_metadata(cursor: Cursor, n_pairs: int) -> GgufMetadata:

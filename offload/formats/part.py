@@ -19,8 +19,8 @@ def read_part(path: Path, offset: int, n_bytes: int) -> bytes:
         if not hasattr(os, "posix_fadvise"):
             return os.pread(descriptor, n_bytes, offset)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read nothing ahead
-        found = os.pread(descriptor, n_bytes, offset)
+        result = os.pread(descriptor, n_bytes, offset)
         # Pages that the range has a part of, too: DONTNEED keeps those.
         start, end = offset // _PAGE * _PAGE, -(-(offset + n_bytes) // _PAGE) * _PAGE
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
-        return found
+        return result

@@ -60,8 +60,8 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, Tens
     items = metadata.items() if isinstance(metadata, dict) else ()
     records = [_make_record(path, name, entry, data_start) for name, entry in table.items()]
     _check_coverage(path, records, data_start, status.st_size)
-    texts = {name: value for name, value in items if isinstance(value, str)}
-    return texts, {record.name: record for record in records}
+    sequences = {name: value for name, value in items if isinstance(value, str)}
+    return sequences, {record.name: record for record in records}
 
 
 def _read_header_bytes(file: BinaryIO, path: Path, file_bytes: int) -> tuple[bytes, int]:

@@ -109,11 +109,11 @@ def find_mapping(path: Path) -> list[MappedRange]:
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise AddressSpaceError(f"cannot map {path}: {error}") from error
     key = next(vma.file for vma in vmas if vma.start <= address < vma.end)
-    found: list[MappedRange] = []
+    result: list[MappedRange] = []
     for vma in vmas:
         if vma.file == key and not vma.start <= address < vma.end:
-            _append_joined(found, MappedRange(vma.start, vma.end - vma.start, vma.file_offset))
-    return found
+            _append_joined(result, MappedRange(vma.start, vma.end - vma.start, vma.file_offset))
+    return result
 
 
 def map_over(path: Path, mapped: MappedRange) -> None:
@@ -269,21 +269,21 @@ def n_mappings() -> int:
     return _MAPS.read_bytes().count(b"\n")
 
 
-def most_mappings() -> int:
+def max_mappings() -> int:
     """That a process may have."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
-def _append_joined(found: list[MappedRange], added: MappedRange) -> None:
-    last = found[-1] if found else None
+def _append_joined(result: list[MappedRange], added: MappedRange) -> None:
+    last = result[-1] if result else None
     if (
         last is not None
         and last.address + last.n_bytes == added.address
         and last.file_offset + last.n_bytes == added.file_offset
     ):
-        found[-1] = MappedRange(last.address, last.n_bytes + added.n_bytes, last.file_offset)
+        result[-1] = MappedRange(last.address, last.n_bytes + added.n_bytes, last.file_offset)
     else:
-        found.append(added)
+        result.append(added)
 
 
 def _read_maps() -> Iterator[_Vma]:

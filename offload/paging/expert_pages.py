@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.formats.tensors import TensorRecord
 from offload.paging.spans import Span
-from offload.residency.experts import LayerExperts
+from offload.placement.experts import LayerExperts
 from offload.storage.aligned import PAGE_BYTES
 
 _KERNELS_BYTES = 8
@@ -27,7 +27,7 @@ Pages = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class OuterRecords:
+class NonLayerRecords:
     """What a mixture's tensors of experts are to the pager of everything else."""
 
     resident: tuple[TensorRecord, ...]
@@ -36,7 +36,7 @@ class OuterRecords:
     """Whole pages of experts alone."""
 
 
-def outside(layers: Iterable[LayerExperts | None]) -> OuterRecords:
+def outside(layers: Iterable[LayerExperts | None]) -> NonLayerRecords:
     """Every tensor of experts, cut where its own pages begin and end."""
     resident: list[TensorRecord] = []
     untouched: list[TensorRecord] = []
@@ -53,8 +53,8 @@ def outside(layers: Iterable[LayerExperts | None]) -> OuterRecords:
                     record, name=f"{record.name} {name}", offset=start, n_bytes=end - start
                 )
                 (untouched if name == "own" else resident).append(part)
-    resident, untouched = ([r for r in found if r.n_bytes] for found in (resident, untouched))
-    return OuterRecords(tuple(resident), tuple(untouched))
+    resident, untouched = ([r for r in result if r.n_bytes] for result in (resident, untouched))
+    return NonLayerRecords(tuple(resident), tuple(untouched))
 
 
 def overhead_bytes(layers: Iterable[LayerExperts | None]) -> int:
@@ -120,11 +120,11 @@ class Region:
         self.is_border[run[0] : run[1]] = False
         self.is_border[[run[0], run[1]]] = True
 
-    def pieces(self, run: Pages) -> list[Brought]:
+    def pieces(self, run: Pages) -> list[Fetched]:
         """Of pages in memory, those that are one mapping each."""
         inside = run[0] + 1 + np.flatnonzero(self.is_border[run[0] + 1 : run[1]])
         borders = [run[0], *map(int, inside), run[1]]
-        return [(self, piece) for piece in pairwise(borders)]
+        return [(self, read_chunk) for read_chunk in pairwise(borders)]
 
 
 def _runs(is_in: np.ndarray, first: int) -> list[Pages]:
@@ -133,17 +133,17 @@ def _runs(is_in: np.ndarray, first: int) -> list[Pages]:
     return [(first + int(a), first + int(b)) for a, b in borders.reshape(-1, 2)]
 
 
-Brought = tuple[Region, Pages]
+Fetched = tuple[Region, Pages]
 
 
 def n_bytes_of(run: Pages) -> int:
     return (run[1] - run[0]) * PAGE_BYTES
 
 
-def joined(brought: Iterable[Brought]) -> Iterator[Brought]:
+def joined(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
     """Neighbours become one; of each region they come in order."""
     by_region: dict[int, tuple[Region, list[Pages]]] = {}
-    for region, run in brought:
+    for region, run in fetched:
         by_region.setdefault(id(region), (region, []))[1].append(run)
     for region, runs in by_region.values():
         start, end = runs[0]

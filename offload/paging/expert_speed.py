@@ -20,31 +20,31 @@ from offload.experts.cache import ExpertCache
 from offload.experts.readers import ExpertStats
 from offload.paging.address_space import MappedRange, reserve, unmap
 from offload.paging.experts import PagedExperts
-from offload.process.others import beside_others
-from offload.process.remembered import cache_folder, recall_figure, remember_figure
-from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.placement.experts import ExpertCachePlan, LayerExperts
+from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.other_processes import beside_other_processes
 from offload.storage.aligned import page_up
 from offload.storage.direct_io import DirectFile
 from offload.storage.read_limit import read_limit_in_force
 
 _SECONDS = 0.5
 _WARM_UP_SECONDS = 0.1  # the first experts find free room, and limits on reading allow a burst
-_LEAST_BYTES = 64 << 20  # a shorter measurement is not worth remembering
+_MIN_BYTES = 64 << 20  # a shorter measurement is not worth remembering
 _FIGURE = "seconds_per_byte"
 
-Bring = Callable[[int, Sequence[int]], None]
+Fetch = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
 class _Bringer:
     """A cache of its own, with little room."""
 
-    bring: Bring
+    fetch: Fetch
     stats: ExpertStats
 
 
 @dataclass(frozen=True)
-class _Visit:
+class _Access:
     """What it brought, and how long it took."""
 
     began: float
@@ -65,15 +65,15 @@ def missing_seconds_per_byte(layers: Sequence[LayerExperts | None]) -> float:
     paths = _paths(layers)
     cache = cache_folder() / _name(layers, paths[0])
     is_limited = any(read_limit_in_force(path) is not None for path in paths)
-    known = None if is_limited else _sane((recall_figure(cache) or {}).get(_FIGURE))
+    known = None if is_limited else _sane((load_cached_figure(cache) or {}).get(_FIGURE))
     if known is not None:
         return known
-    with beside_others() as others:
+    with beside_other_processes() as rest:
         n_bytes, seconds = _measure(layers, paths)
-    found = seconds / n_bytes
-    if n_bytes >= _LEAST_BYTES and not is_limited and not others.are_busy:
-        remember_figure(cache, {_FIGURE: found}, "how fast missing experts are brought")
-    return found
+    result = seconds / n_bytes
+    if n_bytes >= _MIN_BYTES and not is_limited and not rest.are_busy:
+        save_cached_figure(cache, {_FIGURE: result}, "how fast missing experts are brought")
+    return result
 
 
 def _measure(layers: Sequence[LayerExperts | None], paths: Sequence[Path]) -> tuple[float, float]:
@@ -82,49 +82,49 @@ def _measure(layers: Sequence[LayerExperts | None], paths: Sequence[Path]) -> tu
         file = DirectFile(path)
         file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
         file.close()
-    with _bringer(ExpertRoom(tuple(layers), _n_slots(layers)), paths) as one:
+    with _bringer(ExpertCachePlan(tuple(layers), _n_slots(layers)), paths) as item:
         started = time.perf_counter()
         warm, end = started + _WARM_UP_SECONDS, started + _WARM_UP_SECONDS + _SECONDS
-        visits: list[_Visit] = []
+        visits: list[_Access] = []
         while not visits or visits[-1].began < end:
-            visits.append(_visit(one, layers))
-    counted = [visit for visit in visits if visit.began >= warm and visit.n_bytes] or visits
-    return sum(visit.n_bytes for visit in counted), sum(visit.seconds for visit in counted)
+            visits.append(_access(item, layers))
+    counted = [access for access in visits if access.began >= warm and access.n_bytes] or visits
+    return sum(access.n_bytes for access in counted), sum(access.seconds for access in counted)
 
 
-def _visit(one: _Bringer, layers: Sequence[LayerExperts | None]) -> _Visit:
+def _access(item: _Bringer, layers: Sequence[LayerExperts | None]) -> _Access:
     """Of any layer, with as many experts as are counted to miss."""
     layer, experts = random.choice([(i, x) for i, x in enumerate(layers) if x is not None])
     asked = random.sample(range(len(experts.tensors)), _n_missing(experts))
-    found_before = one.stats.n_hits
+    found_before = item.stats.n_hits
     began = time.perf_counter()
-    one.bring(layer, asked)
+    item.fetch(layer, asked)
     seconds = time.perf_counter() - began
-    n_missing = len(asked) - (one.stats.n_hits - found_before)
-    return _Visit(began, seconds, n_missing * experts.n_bytes / len(experts.tensors))
+    n_missing = len(asked) - (item.stats.n_hits - found_before)
+    return _Access(began, seconds, n_missing * experts.n_bytes / len(experts.tensors))
 
 
 @contextmanager
-def _bringer(room: ExpertRoom, paths: Sequence[Path]) -> Iterator[_Bringer]:
+def _bringer(expert_cache: ExpertCachePlan, paths: Sequence[Path]) -> Iterator[_Bringer]:
     """The cache that computes with such experts, at addresses of its own."""
-    if not any(x.is_at_once for x in room.layers if x is not None):
-        cache = ExpertCache(room)
+    if not any(x.is_at_once for x in expert_cache.layers if x is not None):
+        cache = ExpertCache(expert_cache)
         try:
             yield _Bringer(lambda layer, ids: _exhaust(cache, layer, ids), cache.stats)
         finally:
             cache.close()
         return
     with ExitStack() as reserved:
-        paged = PagedExperts(room, {path: [_reserved(path, reserved)] for path in paths})
+        paged = PagedExperts(expert_cache, {path: [_reserved(path, reserved)] for path in paths})
         try:
-            yield _Bringer(paged.bring, paged.stats)
+            yield _Bringer(paged.fetch, paged.stats)
         finally:
             if not paged.close():
                 reserved.pop_all()  # a read goes on: its pages stay
 
 
 def _exhaust(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
-    for _ in cache.bring(layer, experts):
+    for _ in cache.fetch(layer, experts):
         pass
 
 
@@ -159,5 +159,5 @@ def _name(layers: Sequence[LayerExperts | None], path: Path) -> str:
     return f"missing-experts-{path.stat().st_dev}-{kind}-{counts}.json"
 
 
-def _sane(kept: object) -> float | None:
-    return kept if isinstance(kept, float) and math.isfinite(kept) and kept > 0 else None
+def _sane(cached: object) -> float | None:
+    return cached if isinstance(cached, float) and math.isfinite(cached) and cached > 0 else None

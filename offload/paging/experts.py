@@ -17,12 +17,12 @@ from pathlib import Path
 
 from offload.errors import SpecdecError
 from offload.experts.cache import is_of_one_row
-from offload.experts.eviction import Directory, record_visit
+from offload.experts.eviction import ExpertIndex, record_access
 from offload.experts.readers import Check, ExpertReaders, ExpertStats, Failure
 from offload.paging.address_space import (
     Move,
     keep_from_children,
-    most_mappings,
+    max_mappings,
     move_pages,
     n_mappings,
     prepare,
@@ -30,7 +30,7 @@ from offload.paging.address_space import (
     view,
 )
 from offload.paging.expert_pages import (
-    Brought,
+    Fetched,
     Pages,
     Region,
     joined,
@@ -38,12 +38,12 @@ from offload.paging.expert_pages import (
     split,
     tensors_of,
 )
-from offload.paging.memory import no_room_is_memory_error
+from offload.paging.memory import no_capacity_is_memory_error
 from offload.paging.plan import Mappings, locate
-from offload.residency.experts import ExpertRoom
+from offload.placement.experts import ExpertCachePlan
 from offload.storage.aligned import PAGE_BYTES, populate
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.layout import Piece
+from offload.storage.layout import ReadChunk
 from offload.units import MIB, format_bytes
 
 _READ_BYTES = 8 * MIB
@@ -70,29 +70,29 @@ class PagedExperts:
 
     def __init__(
         self,
-        room: ExpertRoom,
+        expert_cache: ExpertCachePlan,
         mappings: Mappings,
         *,
         n_readers: int | None = None,
         storage: OpenStorage = DirectFile,
     ) -> None:
-        self._room = room
+        self._capacity = expert_cache
         self._regions: Mapping[int, Sequence[Region]] = {
             i: [
                 Region(span, first.n_bytes, locate(span.inner, mappings))
                 for span, first in tensors_of(layer)
             ]
-            for i, layer in enumerate(room.layers)
+            for i, layer in enumerate(expert_cache.layers)
             if layer is not None
         }
-        self._directory = Directory(room.n_experts)
-        self._most_bytes, self._n_used_bytes = room.n_bytes, 0
+        self._directory = ExpertIndex(expert_cache.n_experts)
+        self._max_bytes, self._n_used_bytes = expert_cache.n_bytes, 0
         self._was_full = False
         self._is_closed = False
         self._reads: list[Future[Failure]] = []
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of a visit that was given up while it read them."""
-        self._unneeded: list[Brought] = []
+        self._unneeded: list[Fetched] = []
         """Pages that are to be given up: before the next visit, where the system refused it."""
         self._n_uncounted, self._may_move = _EXPERTS_OF_A_COUNT, True
         self._readers = ExpertReaders(self._paths(), n_readers, storage)
@@ -110,10 +110,10 @@ class PagedExperts:
     @property
     def unread_bytes(self) -> int:
         """Memory that they may still take."""
-        return max(0, self._most_bytes - self._n_used_bytes)
+        return max(0, self._max_bytes - self._n_used_bytes)
 
-    @no_room_is_memory_error()
-    def bring(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
+    @no_capacity_is_memory_error()
+    def fetch(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
         """Have these of a layer at their addresses, until the next call.
 
         Raises:
@@ -124,8 +124,8 @@ class PagedExperts:
         self._readers.check_open()
         self._forget_left(check)
         self._count_mappings()
-        self._directory.visit(layer)
-        record_visit(layer, experts)
+        self._directory.access(layer)
+        record_access(layer, experts)
         missing = [e for e in sorted(experts) if self._directory.find(layer, e) is None]
         self._count(layer, len(experts), len(missing))
         self._n_uncounted += len(missing)
@@ -166,11 +166,11 @@ class PagedExperts:
     def _count_mappings(self) -> None:
         """Pages that move are mappings of their own, and a process may have only so many."""
         if self._n_uncounted >= _EXPERTS_OF_A_COUNT:
-            self._may_move = n_mappings() < _SHARE_OF_MAPPINGS * most_mappings()
+            self._may_move = n_mappings() < _SHARE_OF_MAPPINGS * max_mappings()
             self._n_uncounted = 0
 
     def _count(self, layer: int, n_asked: int, n_missing: int) -> None:
-        stats, own = self.stats, self._room.layers[layer]
+        stats, own = self.stats, self._capacity.layers[layer]
         stats.n_asked += n_asked
         stats.n_hits += n_asked - n_missing
         if self._was_full and own is not None and is_of_one_row(n_asked, own):
@@ -178,46 +178,46 @@ class PagedExperts:
             stats.n_hits_full += n_asked - n_missing
 
     def _admit(
-        self, layer: int, missing: Iterable[int], kept: Collection[int], admitted: list[int]
-    ) -> list[Brought]:
+        self, layer: int, missing: Iterable[int], cached: Collection[int], admitted: list[int]
+    ) -> list[Fetched]:
         """Give experts their pages, first those of others that make room; names the pages."""
-        lacking: list[Brought] = []
+        lacking: list[Fetched] = []
         for expert in missing:
-            self._directory.admit(layer, expert, kept)
+            self._directory.admit(layer, expert, cached)
             admitted.append(expert)
             lacking += [(r, run) for r in self._regions[layer] for run in r.use(expert)]
         self._n_used_bytes += sum(n_bytes_of(run) for _, run in lacking)
         try:
-            self._make_room(layer, kept)
+            self._make_capacity(layer, cached)
             _move(self._unneeded if self._may_move else (), lacking)
         finally:
             self._give_up()
         return lacking
 
-    def _make_room(self, layer: int, kept: Collection[int]) -> None:
+    def _make_capacity(self, layer: int, cached: Collection[int]) -> None:
         """Until no more is used than may be; the pages still are in memory."""
-        while self._n_used_bytes > self._most_bytes:
+        while self._n_used_bytes > self._max_bytes:
             self._was_full = True
-            victim = self._directory.evict(layer, kept)
+            victim = self._directory.evict(layer, cached)
             if victim is None:
-                needed = len(kept) * self._room.slot_bytes
+                needed = len(cached) * self._capacity.slot_bytes
                 raise SpecdecError(
-                    f"layer {layer} needs {len(kept)} experts at once, {format_bytes(needed)}, "
-                    f"more than the {format_bytes(self._most_bytes)} for them: raise the memory "
-                    f"budget by {format_bytes(needed - self._most_bytes)}"
+                    f"layer {layer} needs {len(cached)} experts at once, {format_bytes(needed)}, "
+                    f"more than the {format_bytes(self._max_bytes)} for them: raise the memory "
+                    f"budget by {format_bytes(needed - self._max_bytes)}"
                 )
             self._unneeded += self._leave(*victim)
 
-    def _leave(self, layer: int, expert: int) -> list[Brought]:
+    def _leave(self, layer: int, expert: int) -> list[Fetched]:
         """Pages that nobody needs without this expert; they are not counted any more."""
         left = [(r, run) for r in self._regions[layer] for run in r.leave(expert)]
         self._n_used_bytes -= sum(n_bytes_of(run) for _, run in left)
         return left
 
-    def _begin(self, brought: Iterable[Brought]) -> None:
+    def _begin(self, fetched: Iterable[Fetched]) -> None:
         """Read all of it, in the order of the file, many reads at a time."""
         parts = sorted(
-            ((region, part) for region, run in joined(brought) for part in split(run, _READ_BYTES)),
+            ((region, part) for region, run in joined(fetched) for part in split(run, _READ_BYTES)),
             key=lambda x: (str(x[0].span.path), x[0].span.start, x[1]),
         )
         # One by one: where the pool takes no more, those that it has are waited for all the same.
@@ -227,8 +227,8 @@ class PagedExperts:
 
     def _begin_one(self, region: Region, run: Pages) -> Future[Failure]:
         n_bytes, start = n_bytes_of(run), region.span.inner.start + run[0] * PAGE_BYTES
-        piece = Piece(region.span.path, start, 0, n_bytes, n_bytes)
-        return self._readers.begin(piece, partial(_populated, region.at(run), n_bytes))
+        read_chunk = ReadChunk(region.span.path, start, 0, n_bytes, n_bytes)
+        return self._readers.begin(read_chunk, partial(_populated, region.at(run), n_bytes))
 
     def _all(self) -> Iterator[Region]:
         """Those that have pages of their own."""
@@ -255,7 +255,7 @@ def _populated(address: int, n_bytes: int) -> memoryview:
     return view(address, n_bytes)
 
 
-def _move(freed: Iterable[Brought], lacking: Iterable[Brought]) -> None:
+def _move(freed: Iterable[Fetched], lacking: Iterable[Fetched]) -> None:
     """Pages of experts that went become those of experts that come; new ones where they lack.
 
     Moving 216 pages takes 17 us; giving them up and having as many new ones, which the kernel
@@ -265,11 +265,11 @@ def _move(freed: Iterable[Brought], lacking: Iterable[Brought]) -> None:
     pieces = sorted((x for region, run in freed for x in region.pieces(run)), key=_size)
     moves: list[Move] = []
     for region, run in sorted(lacking, key=_size, reverse=True):
-        source, piece = pieces.pop() if pieces else (region, (0, 0))
-        middle = run[0] + min(run[1] - run[0], piece[1] - piece[0])
+        source, read_chunk = pieces.pop() if pieces else (region, (0, 0))
+        middle = run[0] + min(run[1] - run[0], read_chunk[1] - read_chunk[0])
         moved, new = (run[0], middle), (middle, run[1])
         if n_bytes_of(moved):
-            moves.append(Move(source.at(piece), region.at(run), n_bytes_of(moved)))
+            moves.append(Move(source.at(read_chunk), region.at(run), n_bytes_of(moved)))
             region.note_mapping(moved)
         if n_bytes_of(new):
             prepare(region.at(new), n_bytes_of(new), huge=False)
@@ -278,5 +278,5 @@ def _move(freed: Iterable[Brought], lacking: Iterable[Brought]) -> None:
     move_pages(moves, [])
 
 
-def _size(brought: Brought) -> int:
-    return n_bytes_of(brought[1])
+def _size(fetched: Fetched) -> int:
+    return n_bytes_of(fetched[1])

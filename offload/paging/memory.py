@@ -29,11 +29,11 @@ from offload.paging.address_space import (
     view,
 )
 from offload.paging.plan import PagingPlan, Part
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.background import BackgroundReads, by_need
 from offload.storage.aligned import HUGE_PAGE_BYTES, populate
 from offload.storage.direct_io import OpenStorage
-from offload.storage.layout import Layout, Piece
+from offload.storage.layout import Layout, ReadChunk
 from offload.storage.reading import OpenFiles
 from offload.units import Progress
 
@@ -55,9 +55,9 @@ def move_seconds_per_byte() -> float:
         taken = []
         for _ in range(_PROBES):
             started = time.perf_counter()
-            loan = Loan((Move(memory.address, target, _PROBE_BYTES),))
-            loan.lend()
-            loan.take_back()
+            layer_mapping = LayerMapping((Move(memory.address, target, _PROBE_BYTES),))
+            layer_mapping.acquire()
+            layer_mapping.take_back()
             taken.append(time.perf_counter() - started)
         return statistics.median(taken) / _PROBE_BYTES
     finally:
@@ -66,7 +66,7 @@ def move_seconds_per_byte() -> float:
 
 
 @contextmanager
-def no_room_is_memory_error() -> Iterator[None]:
+def no_capacity_is_memory_error() -> Iterator[None]:
     """A refusal for want of room becomes a MemoryError."""
     try:
         yield
@@ -91,7 +91,7 @@ class PageMemory:
         self._is_committed = False
         self._committing = threading.Lock()
         n_reserved = self._n_bytes + HUGE_PAGE_BYTES
-        with no_room_is_memory_error():
+        with no_capacity_is_memory_error():
             self._reserved = reserve(n_reserved)
         self._n_reserved = n_reserved
         self.address = -(-self._reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -108,7 +108,7 @@ class PageMemory:
         Not left to the reads: what a first, smaller layer does not fill would be small pages later.
         Raises MemoryError.
         """
-        with self._committing, no_room_is_memory_error():
+        with self._committing, no_capacity_is_memory_error():
             if not self._is_committed:
                 self._commit()
                 self._is_committed = True
@@ -132,21 +132,21 @@ class PageMemory:
 
 
 @dataclass
-class Loan:
+class LayerMapping:
     """Pages of a slot for the addresses of a layer, and which of them have been moved."""
 
     moves: tuple[Move, ...]  # from the slot to the layer
-    _lent: list[Move] = field(default_factory=list)
+    _acquired: list[Move] = field(default_factory=list)
 
     @classmethod
-    def of(cls, parts: Iterable[Part], slot_address: int) -> Loan:
+    def of(cls, parts: Iterable[Part], slot_address: int) -> LayerMapping:
         return cls(tuple(Move(slot_address + p.slot_offset, p.address, p.n_bytes) for p in parts))
 
-    def lend(self) -> None:
+    def acquire(self) -> None:
         """Bring the pages to the layer, for reading. Raises AddressSpaceError."""
         for move in self.moves:
             protect(move.source, move.n_bytes, PROT_NONE)
-        move_pages(self.moves, self._lent)
+        move_pages(self.moves, self._acquired)
         for move in self.moves:
             protect(move.target, move.n_bytes, PROT_READ)
 
@@ -154,8 +154,8 @@ class Loan:
         """Bring those that were lent to the slot, for writing. Raises AddressSpaceError."""
         for move in self.moves:
             protect(move.target, move.n_bytes, PROT_NONE)
-        move_pages([Move(m.target, m.source, m.n_bytes) for m in self._lent], [])
-        self._lent.clear()
+        move_pages([Move(m.target, m.source, m.n_bytes) for m in self._acquired], [])
+        self._acquired.clear()
         for move in self.moves:
             protect(move.source, move.n_bytes, PROT_READ_WRITE)
 
@@ -163,7 +163,7 @@ class Loan:
 def read_resident(
     plan: PagingPlan,
     layers: Sequence[LayerWeights],
-    others: Iterable[TensorRecord],
+    other_processes: Iterable[TensorRecord],
     progress: Progress | None,
     *,
     read_bytes: int,
@@ -178,15 +178,16 @@ def read_resident(
     base = min((r.address for r in plan.resident), default=0)
     end = max((r.address + r.n_bytes for r in plan.resident), default=0)
     extents = tuple(
-        Piece(r.path, r.file_offset, r.address - base, r.n_bytes, r.n_needed) for r in plan.resident
+        ReadChunk(r.path, r.file_offset, r.address - base, r.n_bytes, r.n_needed)
+        for r in plan.resident
     )
     for part in plan.resident:
         reserve(part.n_bytes, part.address)
         prepare(part.address, part.n_bytes)
 
-    def bring(files: OpenFiles, piece: Piece) -> None:
-        populate(base + piece.buffer_offset, piece.n_bytes)
-        files.read(piece, view(base, end - base))
+    def fetch(files: OpenFiles, read_chunk: ReadChunk) -> None:
+        populate(base + read_chunk.buffer_offset, read_chunk.n_bytes)
+        files.read(read_chunk, view(base, end - base))
 
     def finish() -> None:
         for part in plan.resident:
@@ -194,9 +195,9 @@ def read_resident(
             protect(part.address, part.n_bytes, PROT_READ)
 
     return BackgroundReads(
-        by_need(Layout(extents, {}, end - base).pieces(read_bytes), layers, others),
+        by_need(Layout(extents, {}, end - base).pieces(read_bytes), layers, other_processes),
         len(layers),
-        bring,
+        fetch,
         finish=finish,
         progress=progress,
         n_readers=n_readers,

@@ -20,19 +20,25 @@ from collections.abc import Iterable, Sequence
 
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import check_supported
-from offload.paging.memory import Loan, PageMemory, read_resident, reserve_all, reserve_streamed
+from offload.paging.memory import (
+    LayerMapping,
+    PageMemory,
+    read_resident,
+    reserve_all,
+    reserve_streamed,
+)
 from offload.paging.plan import Mappings, ResidentRange, plan_paging
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
+from offload.ring.cursor import Taken
 from offload.ring.file_supply import RingOptions, walk_files
-from offload.ring.holding import HoldingLender
-from offload.ring.walk import Taken
+from offload.ring.pinning_access import PinningAccess
 from offload.storage.aligned import HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import Progress
 
 
-class Pager(HoldingLender[HostMemory, None]):
+class Pager(PinningAccess[HostMemory, None]):
     """The weights of all layers of a mapped file.
 
     `close` must come before the mapping's owner unmaps the file: it is the pager's to fill until
@@ -70,19 +76,19 @@ class Pager(HoldingLender[HostMemory, None]):
         check_supported()
         resident, untouched = tuple(resident), tuple(untouched)
         self._plan = plan = plan_paging(layers, resident, mappings, untouched)
-        others = (*resident, *untouched)
+        rest = (*resident, *untouched)
         options = RingOptions(n_slots, read_bytes, n_readers, storage, poison)
         reads = options.plan([layer.reads for layer in plan.layers])
-        self._loans: dict[int, Loan] = {}
+        self._loans: dict[int, LayerMapping] = {}
         """By the ticket of what came through the ring."""
-        self._kept: dict[int, Loan] = {}
+        self._retained: dict[int, LayerMapping] = {}
         """By the layer that is held."""
         try:
             reserve_streamed(plan)
             background = read_resident(
                 plan,
                 layers,
-                others,
+                rest,
                 progress,
                 read_bytes=read_bytes,
                 n_readers=n_readers,
@@ -114,38 +120,38 @@ class Pager(HoldingLender[HostMemory, None]):
     @property
     def ring_bytes(self) -> int:
         """Memory of the ring, wherever its pages are."""
-        return self._walk.n_slots * buffer_bytes(self._plan.slot_bytes)
+        return self._cursor.n_slots * buffer_bytes(self._plan.slot_bytes)
 
-    def _lend(self, index: int, taken: Taken[HostMemory] | None) -> None:
+    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> None:
         """Move the pages of the slot to the layer's addresses."""
         with self._lock:
-            self._walk.check(index)  # closed while this waited?
+            self._cursor.check(index)  # closed while this waited?
             if taken is not None:
                 parts, address = self._plan.layers[index].parts, taken.slot.buffer.address
-                self._loans[taken.ticket] = loan = Loan.of(parts, address)
-                loan.lend()
+                self._loans[taken.read_number] = layer_mapping = LayerMapping.of(parts, address)
+                layer_mapping.acquire()
 
     def _take_back(self, taken: Taken[HostMemory]) -> None:
         with self._lock:
-            loan = self._loans.get(taken.ticket)  # none after `close`
-            if loan is not None:
-                loan.take_back()
-                del self._loans[taken.ticket]
+            layer_mapping = self._loans.get(taken.read_number)  # none after `close`
+            if layer_mapping is not None:
+                layer_mapping.take_back()
+                del self._loans[taken.read_number]
 
     def _new_slot(self) -> PageMemory:
         return PageMemory(self._plan.body_bytes, self._plan.edge_bytes)
 
     def _keep(self, index: int, taken: Taken[HostMemory]) -> None:
         """Its pages stay where they are."""
-        self._kept[index] = self._loans.pop(taken.ticket)
+        self._retained[index] = self._loans.pop(taken.read_number)
 
     def _let_go(self, index: int) -> None:
-        self._kept[index].take_back()  # where it fails, it can be asked for again
-        del self._kept[index]
+        self._retained[index].take_back()  # where it fails, it can be asked for again
+        del self._retained[index]
 
     def _free(self) -> None:
         """What is lent and what is resident. The addresses stay reserved, without access: what the
         file's owner unmaps is still there."""
         self._loans.clear()
-        self._kept.clear()
+        self._retained.clear()
         reserve_all(self._plan)

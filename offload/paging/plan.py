@@ -16,9 +16,9 @@ from pathlib import Path
 from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.spans import Span, resident_spans, streamed_spans
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.storage.aligned import HUGE_PAGE_BYTES, buffer_bytes
-from offload.storage.layout import Layout, Piece
+from offload.storage.layout import Layout, ReadChunk
 from offload.storage.reading import resident_footprint
 
 Mappings = Mapping[Path, Sequence[MappedRange]]
@@ -101,10 +101,10 @@ def plan_paging(
         resident=tuple(
             ResidentRange(
                 span.path,
-                span.outer.start,
-                span.outer.end - span.outer.start,
-                locate(span.outer, mappings),
-                span.end - span.outer.start,
+                span.non_layer.start,
+                span.non_layer.end - span.non_layer.start,
+                locate(span.non_layer, mappings),
+                span.end - span.non_layer.start,
             )
             for span in resident_spans(layers, resident, spans)
         ),
@@ -114,7 +114,7 @@ def plan_paging(
 
 
 def paging_overhead_bytes(
-    layers: Sequence[LayerWeights], n_slots: int, others: Iterable[TensorRecord] = ()
+    layers: Sequence[LayerWeights], n_slots: int, other_processes: Iterable[TensorRecord] = ()
 ) -> int:
     """Memory that a Pager takes at most beyond what `plan_residency` counts for `layers`.
 
@@ -125,11 +125,11 @@ def paging_overhead_bytes(
         others: the further tensors in the files, resident or not. They count for nothing, but no
             gap that holds one is read along.
     """
-    spans = streamed_spans(layers, others)
+    spans = streamed_spans(layers, other_processes)
     n_paged = sum(1 for group in _with_pages(spans) if group)
     resident = resident_spans(layers, (), spans)
-    n_bytes = min(n_slots, n_paged) * _most_slot_bytes(spans)
-    n_bytes += sum(span.outer.end - span.outer.start for span in resident)
+    n_bytes = min(n_slots, n_paged) * _max_slot_bytes(spans)
+    n_bytes += sum(span.non_layer.end - span.non_layer.start for span in resident)
     records = {r.name: r for layer in layers for r in layer.resident_records}
     n_streamed = sum(1 for layer in layers if layer.layout.extents)
     slot_bytes = max((layer.slot_bytes for layer in layers), default=0)
@@ -138,32 +138,34 @@ def paging_overhead_bytes(
     return max(0, n_bytes - planned)
 
 
-def paging_slot_bytes(layers: Sequence[LayerWeights], others: Iterable[TensorRecord] = ()) -> int:
+def paging_slot_bytes(
+    layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord] = ()
+) -> int:
     """Memory of one slot of a Pager at most, and so of one layer that it holds; `others` as for
     `paging_overhead_bytes`."""
-    return buffer_bytes(_most_slot_bytes(streamed_spans(layers, others)))
+    return buffer_bytes(_max_slot_bytes(streamed_spans(layers, other_processes)))
 
 
-def _most_slot_bytes(spans: Sequence[Sequence[Span]]) -> int:
+def _max_slot_bytes(spans: Sequence[Sequence[Span]]) -> int:
     lengths = [[s.inner.end - s.inner.start for s in group] for group in _with_pages(spans)]
     body_bytes = max((sum(_huge_down(n) for n in ns) for ns in lengths), default=0)
-    edge_bytes = max((sum(_most_edge_bytes(n) for n in ns) for ns in lengths), default=0)
+    edge_bytes = max((sum(_max_edge_bytes(n) for n in ns) for ns in lengths), default=0)
     return body_bytes + edge_bytes
 
 
 def locate(span: Span, mappings: Mappings) -> int:
     """The address of the span's first byte."""
-    found = [
+    result = [
         mapped.address + span.start - mapped.file_offset
         for mapped in mappings.get(span.path, ())
         if mapped.file_offset <= span.start and span.end <= mapped.file_offset + mapped.n_bytes
     ]
-    if len(found) != 1:
+    if len(result) != 1:
         raise AddressSpaceError(
-            f"{span.path}: bytes {span.start} to {span.end} are mapped {len(found)} times instead "
+            f"{span.path}: bytes {span.start} to {span.end} are mapped {len(result)} times instead "
             "of once; load the model with mmap"
         )
-    return found[0]
+    return result[0]
 
 
 @dataclass(frozen=True)
@@ -200,18 +202,18 @@ def _edge_bytes(cut: _Cut) -> int:
 
 def _lay_out(cuts: Sequence[_Cut], body_bytes: int) -> PagedLayer:
     """Bodies from the slot's beginning on, heads and tails after `body_bytes`."""
-    reads: list[Piece] = []
+    reads: list[ReadChunk] = []
     parts: list[Part] = []
     ends = {True: 0, False: body_bytes}
     for cut in cuts:
         for address, file_offset, n_bytes, is_huge in cut.ranges:
             parts.append(Part(address, ends[is_huge], n_bytes))
-            reads.append(Piece(cut.path, file_offset, ends[is_huge], n_bytes, n_bytes))
+            reads.append(ReadChunk(cut.path, file_offset, ends[is_huge], n_bytes, n_bytes))
             ends[is_huge] += n_bytes
     return PagedLayer(Layout(tuple(reads), {}, sum(read.n_bytes for read in reads)), tuple(parts))
 
 
-def _most_edge_bytes(n_bytes: int) -> int:
+def _max_edge_bytes(n_bytes: int) -> int:
     """Head and tail of a range of `n_bytes` at the worst address."""
     return n_bytes - max(0, _huge_down(n_bytes) - HUGE_PAGE_BYTES)
 

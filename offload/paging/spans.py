@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.storage.aligned import page_down, page_up
 from offload.units import MIB
 
@@ -31,7 +31,7 @@ class Span:
     end: int
 
     @property
-    def outer(self) -> Span:
+    def non_layer(self) -> Span:
         """All pages that the bytes touch."""
         return Span(self.path, page_down(self.start), page_up(self.end))
 
@@ -44,28 +44,33 @@ class Span:
     @property
     def edges(self) -> tuple[Span, ...]:
         """What `outer` has and `inner` has not."""
-        inner, outer = self.inner, self.outer
+        inner, non_layer = self.inner, self.non_layer
         if inner.start == inner.end:
-            return (outer,)
-        edges = (Span(self.path, outer.start, inner.start), Span(self.path, inner.end, outer.end))
+            return (non_layer,)
+        edges = (
+            Span(self.path, non_layer.start, inner.start),
+            Span(self.path, inner.end, non_layer.end),
+        )
         return tuple(edge for edge in edges if edge.start < edge.end)
 
 
 def streamed_spans(
-    layers: Sequence[LayerWeights], others: Iterable[TensorRecord]
+    layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord]
 ) -> tuple[tuple[Span, ...], ...]:
     """The spans of each layer. A gap is bridged where nobody else's tensor lies in it."""
-    owners = _Owners(layers, others)
+    owners = _Owners(layers, other_processes)
     return tuple(_merge(number, layer.streamed, owners) for number, layer in enumerate(layers))
 
 
 class _Owners:
     """Whose each byte of the files is: a layer's number or _NO_LAYER."""
 
-    def __init__(self, layers: Sequence[LayerWeights], others: Iterable[TensorRecord]) -> None:
+    def __init__(
+        self, layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord]
+    ) -> None:
         owner_of: dict[tuple[Path, int, int], int] = {}
         claims = [(r, number) for number, layer in enumerate(layers) for r in layer.tensors]
-        for record, owner in [*claims, *((record, _NO_LAYER) for record in others)]:
+        for record, owner in [*claims, *((record, _NO_LAYER) for record in other_processes)]:
             key = (record.path, record.offset, record.offset + record.n_bytes)
             # A tensor of two is nobody's: it may stay in memory, but not come and go.
             if record.n_bytes and owner_of.setdefault(key, owner) != owner:
@@ -116,17 +121,21 @@ def resident_spans(
     spans: Sequence[Sequence[Span]],
 ) -> list[Span]:
     """What stays in memory, in order; spans whose pages touch are joined."""
-    wanted = [edge for group in spans for span in group for edge in _needed_edges(span)]
-    wanted += [_span_of(record) for record in resident if record.n_bytes]
+    requested = [edge for group in spans for span in group for edge in _needed_edges(span)]
+    requested += [_span_of(record) for record in resident if record.n_bytes]
     for group, layer in zip(spans, layers, strict=True):
         for record in layer.resident_records:
             tensor = _span_of(record)
             if record.n_bytes and not any(_contains(span, tensor) for span in group):
-                wanted.append(tensor)
+                requested.append(tensor)
     joined: list[Span] = []
-    for span in sorted(wanted, key=lambda s: (str(s.path), s.start)):
+    for span in sorted(requested, key=lambda s: (str(s.path), s.start)):
         last = joined[-1] if joined else None
-        if last is not None and last.path == span.path and span.outer.start <= last.outer.end:
+        if (
+            last is not None
+            and last.path == span.path
+            and span.non_layer.start <= last.non_layer.end
+        ):
             joined[-1] = Span(last.path, last.start, max(last.end, span.end))
         else:
             joined.append(span)

@@ -100,8 +100,8 @@ class MemoryCgroup:
             lines = (self.path / "memory.stat").read_text().splitlines()
         except OSError:
             return 0
-        figures = dict(line.split(" ", 1) for line in lines if " " in line)
-        return int(figures.get(_ANONYMOUS_KEYS[self.version], "0"))
+        measurements = dict(line.split(" ", 1) for line in lines if " " in line)
+        return int(measurements.get(_ANONYMOUS_KEYS[self.version], "0"))
 
     def command_inside(self, argv: Sequence[str], further: Sequence[Path] = ()) -> list[str]:
         """A command that moves itself in, and into `further` cgroups, and then becomes `argv`.
@@ -123,14 +123,14 @@ class MemoryCgroup:
     def kill(self) -> None:
         """Kill the processes in it, in whatever session they are, until none is left.
 
-        One that starts others meanwhile is met in the next round. Processes that the kernel cannot
-        end, because they wait for a device, are given up after some rounds.
+        One that starts others meanwhile is met in the next step. Processes that the kernel cannot
+        end, because they wait for a device, are given up after some steps.
         """
         for _ in range(_KILL_ROUNDS):
-            found = self.procs_path.read_text().split()
-            if not found:
+            result = self.procs_path.read_text().split()
+            if not result:
                 return
-            for pid in found:
+            for pid in result:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(_KILL_PAUSE_SECONDS)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from offload.process.memory import controller_cgroups
-from offload.process.others import seconds_of_others
+from offload.process.other_processes import seconds_of_other_processes
 
 _PROC = Path("/proc")
 LOAD_INTERVAL_SECONDS = 0.5
@@ -37,12 +37,12 @@ class CpuMonitor:
         self,
         usable: Callable[[], int],
         installed: int,
-        seconds_of_others: Callable[[], float] = seconds_of_others,
+        seconds_of_other_processes: Callable[[], float] = seconds_of_other_processes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._usable, self._installed = usable, installed
-        self._seconds_of_others, self._clock = seconds_of_others, clock
-        self._last = (clock(), seconds_of_others())
+        self._seconds_of_other_processes, self._clock = seconds_of_other_processes, clock
+        self._last = (clock(), seconds_of_other_processes())
         self._n_cpus = usable()
 
     def n_cpus(self) -> int:
@@ -50,7 +50,7 @@ class CpuMonitor:
         then, seconds_then = self._last
         now = self._clock()
         if now - then >= LOAD_INTERVAL_SECONDS:
-            seconds = self._seconds_of_others()
+            seconds = self._seconds_of_other_processes()
             n_busy = (seconds - seconds_then) / (now - then)
             n_free = round(self._installed - n_busy)
             self._n_cpus = max(1, min(self._usable(), n_free))
@@ -91,8 +91,8 @@ def usable_cpus(proc: Path = _PROC) -> int:
 def _quotas(proc: Path) -> Iterator[int]:
     for location in controller_cgroups("cpu", proc):
         for directory in location.upwards():
-            texts = [_read(directory / name) for name in _QUOTA_FILES[location.version]]
-            words = " ".join(texts).split()
+            sequences = [_read(directory / name) for name in _QUOTA_FILES[location.version]]
+            words = " ".join(sequences).split()
             # No quota is "-1 100000" in version 1 and "max 100000" in version 2.
             if len(words) == 2 and all(word.isdecimal() for word in words):
                 quota, period = map(int, words)

@@ -163,20 +163,20 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
+        self._weight_prefetch: list[int] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
         if number == signal.SIGINT and _terminal_is_ours():
             return
         if self._process is None:
-            self._early.append(number)
+            self._weight_prefetch.append(number)
         else:
             self._process.send_signal(number)
 
     def begin(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        for number in self._early:
+        for number in self._weight_prefetch:
             process.send_signal(number)
 
 

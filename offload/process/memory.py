@@ -80,15 +80,15 @@ def controller_cgroups(controller: str, proc: Path = _PROC) -> list[CgroupLocati
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             root, point = (_unescape(field) for field in fields.split()[3:5])
             mounts.setdefault(2 if kind == "cgroup2" else 1, (root, Path(point)))
-    found = []
+    result = []
     for line in _lines(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         version = 2 if (number, controllers) == ("0", "") else 1
         if version in mounts and (version == 2 or controller in controllers.split(",")):
             root, mount = mounts[version]
-            found.append(CgroupLocation(version, mount, _locate(mount, root, path)))
-    return found
+            result.append(CgroupLocation(version, mount, _locate(mount, root, path)))
+    return result
 
 
 def process_memory(proc: Path = _PROC) -> ProcessMemory:
@@ -155,14 +155,14 @@ def _machine_bytes(proc: Path) -> int:
 
 def _limits(directory: Path, version: int) -> list[int]:
     """The limits set at `directory`; none for those that are absent or say "no limit"."""
-    texts = ["".join(_lines(directory / name)) for name in _LIMIT_FILES[version]]
+    sequences = ["".join(_lines(directory / name)) for name in _LIMIT_FILES[version]]
     if version == 1:
         # Knows of parents that a container cannot see.
         for line in _lines(directory / "memory.stat"):
             key, _, value = line.partition(" ")
             if key in ("hierarchical_memory_limit", "hierarchical_memsw_limit"):
-                texts.append(value)
-    values = [int(text) for text in texts if text.strip().isdecimal()]  # version 2 says "max"
+                sequences.append(value)
+    values = [int(text) for text in sequences if text.strip().isdecimal()]  # version 2 says "max"
     return [value for value in values if value < _UNLIMITED_BYTES]
 
 

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.readers import ReaderThreads
 from offload.ring.slots import JOIN_SECONDS, WAKE_SECONDS, Check, StreamerClosed
 from offload.storage.direct_io import DirectFile, OpenStorage
-from offload.storage.layout import Piece
-from offload.storage.reading import DEFAULT_N_READERS, Bring, OpenFiles
+from offload.storage.layout import ReadChunk
+from offload.storage.reading import DEFAULT_N_READERS, Fetch, OpenFiles
 from offload.units import Progress
 
 
@@ -38,27 +38,27 @@ class BackgroundReads:
 
     def __init__(
         self,
-        pieces: Sequence[tuple[int, Piece]],
+        pieces: Sequence[tuple[int, ReadChunk]],
         n_layers: int,
-        bring: Bring,
+        fetch: Fetch,
         *,
         finish: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
         n_readers: int = DEFAULT_N_READERS,
         storage: OpenStorage = DirectFile,
     ) -> None:
-        self._bring, self._finish, self._progress = bring, finish, progress
-        self._waiting = deque(sorted(pieces, key=lambda one: one[0]))
+        self._fetch, self._finish, self._progress = fetch, finish, progress
+        self._waiting = deque(sorted(pieces, key=lambda item: item[0]))
         self._n_missing = [0] * n_layers
         for layer, _ in self._waiting:
             self._n_missing[layer] += 1
-        self._n_done, self._n_total = 0, sum(piece.n_needed for _, piece in pieces)
+        self._n_done, self._n_total = 0, sum(read_chunk.n_needed for _, read_chunk in pieces)
         self._arrived = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
         self._is_over = not pieces
         self._threads = ReaderThreads("specdec-load", n_readers)
-        self._files = OpenFiles((piece.path for _, piece in pieces), storage)
+        self._files = OpenFiles((read_chunk.path for _, read_chunk in pieces), storage)
         try:
             self._start()
         except BaseException:
@@ -128,19 +128,19 @@ class BackgroundReads:
 
     # --- in the threads --------------------------------------------------------------------
 
-    def next_piece(self) -> tuple[int, Piece] | None:
+    def next_piece(self) -> tuple[int, ReadChunk] | None:
         """What to read now; None where nothing is left, or a read failed."""
         with self._arrived:
             if self._error is not None or not self._waiting:
                 return None
             return self._waiting.popleft()
 
-    def bring(self, layer: int, piece: Piece) -> None:
+    def fetch(self, layer: int, read_chunk: ReadChunk) -> None:
         """Read a piece that is needed by `layer`; what is raised is for `wait` to raise."""
         try:
-            self._bring(self._files, piece)
+            self._fetch(self._files, read_chunk)
             with self._arrived:
-                self._n_done += piece.n_needed
+                self._n_done += read_chunk.n_needed
                 if self._progress is not None:
                     self._progress(self._n_done, self._n_total)
                 self._n_missing[layer] -= 1
@@ -149,38 +149,41 @@ class BackgroundReads:
             with self._arrived:
                 self._error = self._error or error
                 if not self._is_closed:
-                    self._waiting.appendleft((layer, piece))
+                    self._waiting.appendleft((layer, read_chunk))
                 self._arrived.notify_all()
 
 
 def _read_all(reads: BackgroundReads) -> None:
     while (work := reads.next_piece()) is not None:
-        reads.bring(*work)
+        reads.fetch(*work)
 
 
 def by_need(
-    pieces: Iterable[Piece],
+    pieces: Iterable[ReadChunk],
     layers: Sequence[LayerWeights],
-    others: Iterable[TensorRecord] = (),
-) -> list[tuple[int, Piece]]:
+    other_processes: Iterable[TensorRecord] = (),
+) -> list[tuple[int, ReadChunk]]:
     """Each piece with the number of the first layer that has a tensor in it.
 
     others: tensors of the files that belong to no layer; they are needed at once.
     """
-    owned = [(record, 0) for record in others]
+    owned = [(record, 0) for record in other_processes]
     owned += [(record, i) for i, layer in enumerate(layers) for record in layer.tensors]
     tensors: dict[Path, list[tuple[int, int, int]]] = {}
     for record, layer_number in owned:
         end = record.offset + record.n_bytes
         tensors.setdefault(record.path, []).append((end, record.offset, layer_number))
-    for found in tensors.values():
-        found.sort()
-    return [(_first_layer(piece, tensors.get(piece.path, [])), piece) for piece in pieces]
+    for result in tensors.values():
+        result.sort()
+    return [
+        (_first_layer(read_chunk, tensors.get(read_chunk.path, [])), read_chunk)
+        for read_chunk in pieces
+    ]
 
 
-def _first_layer(piece: Piece, tensors: Sequence[tuple[int, int, int]]) -> int:
+def _first_layer(read_chunk: ReadChunk, tensors: Sequence[tuple[int, int, int]]) -> int:
     """tensors: (end, start, layer) of those in the piece's file, which do not overlap."""
-    start, end = piece.file_offset, piece.file_offset + piece.n_bytes
+    start, end = read_chunk.file_offset, read_chunk.file_offset + read_chunk.n_bytes
     layers = []
     for _, tensor_start, layer in tensors[bisect_left(tensors, (start + 1,)) :]:
         if tensor_start >= end:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.formats.tensors import TensorRecord
-from offload.process.others import beside_others
-from offload.process.remembered import cache_folder, recall_figure, remember_figure
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
+from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.other_processes import beside_other_processes
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer
 from offload.storage.direct_io import DirectFile, StorageError
@@ -28,7 +28,7 @@ from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import GIB, MIB
 
 _CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
-_LEAST_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
+_MIN_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
 _SECONDS = 0.4  # of five figures beside other work, all were within 10 % of those of 0.8 s
 _WARM_UP_SECONDS = 0.1  # limits on reading allow a burst at first
 
@@ -80,18 +80,18 @@ def measure_storage(
     direct = file.direct
     file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
     file.close()
-    with beside_others() as others:
-        figures = _stream(path, n_bytes, seconds, read_bytes, n_readers)
-    bandwidth = figures.bytes_read / max(figures.read_seconds, 1e-9)
+    with beside_other_processes() as rest:
+        measurements = _stream(path, n_bytes, seconds, read_bytes, n_readers)
+    bandwidth = measurements.bytes_read / max(measurements.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
-    if figures.bytes_read >= _LEAST_BYTES and not is_limited and not others.are_busy:
-        remember_figure(cache, asdict(profile), "the measured storage speed")
+    if measurements.bytes_read >= _MIN_BYTES and not is_limited and not rest.are_busy:
+        save_cached_figure(cache, asdict(profile), "the measured storage speed")
     return profile
 
 
 def is_measurable(path: Path) -> bool:
     """Whether the file is large enough for its reading to last."""
-    return path.stat().st_size >= _LEAST_BYTES
+    return path.stat().st_size >= _MIN_BYTES
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def busy_storage(path: Path) -> Iterator[None]:
     layers = _chunks(path, path.stat().st_size, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
     errors: list[BaseException] = []
 
-    def walk() -> None:
+    def cursor() -> None:
         try:
             while True:
                 for index in range(len(layers)):
@@ -115,7 +115,7 @@ def busy_storage(path: Path) -> Iterator[None]:
             errors.append(error)
 
     with WeightStreamer(layers, 2) as streamer:
-        thread = threading.Thread(target=walk, name="specdec-busy-storage", daemon=True)
+        thread = threading.Thread(target=cursor, name="specdec-busy-storage", daemon=True)
         thread.start()
         try:
             yield
@@ -132,7 +132,7 @@ def _stream(
     """Walk the file as if it were layers of a few reads each, doing nothing with them."""
     layers = _chunks(path, n_bytes, read_bytes, n_readers)
     size = path.stat().st_size
-    n_walks = 1 if size < _LEAST_BYTES else -(-n_bytes // size)
+    n_walks = 1 if size < _MIN_BYTES else -(-n_bytes // size)
     with WeightStreamer(layers, 2, read_bytes=read_bytes, n_readers=n_readers) as streamer:
         started = time.perf_counter()
         burst: StreamStats | None = None
@@ -144,9 +144,9 @@ def _stream(
                 burst = streamer.stats
             if passed > seconds:
                 break
-        figures = streamer.stats
-        later = figures if burst is None else figures - burst
-        return later if later.bytes_read >= _LEAST_BYTES else figures
+        measurements = streamer.stats
+        later = measurements if burst is None else measurements - burst
+        return later if later.bytes_read >= _MIN_BYTES else measurements
 
 
 def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[LayerWeights]:
@@ -169,7 +169,7 @@ def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[L
 
 def _load(cache: Path) -> DeviceProfile | None:
     try:
-        profile = DeviceProfile(**(recall_figure(cache) or {}))
+        profile = DeviceProfile(**(load_cached_figure(cache) or {}))
     except TypeError:  # other figures than today's, or none
         return None
     return profile if _is_sane(profile) else None

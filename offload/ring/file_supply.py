@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.ring.background import BackgroundReads
-from offload.ring.order import TicketOrder
+from offload.ring.cursor import LayerCursor
+from offload.ring.order import ReadOrder
 from offload.ring.readers import ReaderThreads, fill_ring
 from offload.ring.slots import JOIN_SECONDS, Fence, SlotRing, poison_memory
-from offload.ring.walk import LayerWalk
 from offload.storage.aligned import AlignedBuffer, HostMemory
 from offload.storage.direct_io import OpenStorage
-from offload.storage.layout import Layout, Piece
+from offload.storage.layout import Layout, ReadChunk
 from offload.storage.reading import OpenFiles, shared_read_bytes
 
 
@@ -34,7 +34,7 @@ class RingOptions:
     storage: OpenStorage
     poison: bool = False
 
-    def plan(self, layouts: Sequence[Layout]) -> list[tuple[Piece, ...]]:
+    def plan(self, layouts: Sequence[Layout]) -> list[tuple[ReadChunk, ...]]:
         """The reads of each layer; none where nothing of it streams.
 
         Raises ValueError for options that could not work.
@@ -46,7 +46,7 @@ class RingOptions:
             )
         return [self._pieces(layout) for layout in layouts]
 
-    def _pieces(self, layout: Layout) -> tuple[Piece, ...]:
+    def _pieces(self, layout: Layout) -> tuple[ReadChunk, ...]:
         shared = shared_read_bytes(layout.n_bytes, self.n_readers, self.read_bytes)
         return layout.pieces(shared)
 
@@ -68,22 +68,22 @@ class FileSupply:
 
     def __init__(
         self,
-        reads: Sequence[tuple[Piece, ...]],
+        reads: Sequence[tuple[ReadChunk, ...]],
         options: RingOptions,
         slot_bytes: int,
         *,
         allocate: Callable[[int], HostMemory] | None = None,
         make_fence: Callable[[], Fence] | None = None,
     ) -> None:
-        paths = (piece.path for layer in reads for piece in layer)
+        paths = (read_chunk.path for layer in reads for read_chunk in layer)
         self._files = OpenFiles(paths, options.storage)
         try:
             make = allocate or _uncommitted_slot
             slots = [make(slot_bytes) for _ in range(min(options.n_slots, len(reads)))]
-            self.order = order = TicketOrder(len(reads), len(slots))
-            self.ring: SlotRing[HostMemory, Piece] = SlotRing(
+            self.order = order = ReadOrder(len(reads), len(slots))
+            self.ring: SlotRing[HostMemory, ReadChunk] = SlotRing(
                 slots,
-                lambda ticket: reads[order.position(ticket)],
+                lambda read_number: reads[order.position(read_number)],
                 make_fence=make_fence,
                 poison=poison_memory if options.poison and make_fence is None else None,
             )
@@ -117,14 +117,14 @@ def _uncommitted_slot(n_bytes: int) -> HostMemory:
 
 
 def walk_files(
-    reads: Sequence[tuple[Piece, ...]],
+    reads: Sequence[tuple[ReadChunk, ...]],
     options: RingOptions,
     slot_bytes: int,
     *,
     allocate: Callable[[int], HostMemory] | None = None,
     make_fence: Callable[[], Fence] | None = None,
     background: BackgroundReads | None = None,
-) -> LayerWalk[HostMemory]:
+) -> LayerCursor[HostMemory]:
     """A walk over layers that are read from files; see FileSupply. `reads` has all layers.
 
     background: ended where this raises.
@@ -141,4 +141,4 @@ def walk_files(
             background.close()
             background.join(JOIN_SECONDS)
         raise
-    return LayerWalk([bool(pieces) for pieces in reads], supply, background)
+    return LayerCursor([bool(pieces) for pieces in reads], supply, background)

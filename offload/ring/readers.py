@@ -9,7 +9,7 @@ from collections.abc import Callable
 from offload.errors import SpecdecError
 from offload.ring.slots import SlotRing
 from offload.storage.aligned import HostMemory
-from offload.storage.layout import Piece
+from offload.storage.layout import ReadChunk
 from offload.storage.reading import OpenFiles
 from offload.trace import READ, record_since
 
@@ -51,16 +51,16 @@ class ReaderThreads:
         return not self.are_running
 
 
-def fill_ring(ring: SlotRing[HostMemory, Piece], files: OpenFiles) -> None:
+def fill_ring(ring: SlotRing[HostMemory, ReadChunk], files: OpenFiles) -> None:
     """What a thread does that fills the slots of a ring until it is closed."""
     while (work := ring.acquire_for_read()) is not None:
         started = time.perf_counter()
         try:
             if work.slot.fence is not None:
                 work.slot.fence.wait()  # a device still copies what was in the slot
-            n_bytes = files.read(work.piece, work.slot.buffer.view)
+            n_bytes = files.read(work.read_chunk, work.slot.buffer.view)
         except BaseException as error:  # whatever it is, the consumer must learn of it
             ring.publish(work, error=error)
         else:
-            record_since(started, READ, "read", n_bytes, work.piece.path)
+            record_since(started, READ, "read", n_bytes, work.read_chunk.path)
             ring.publish(work, n_bytes)

@@ -63,7 +63,7 @@ class Fence(Protocol):
 
 
 MemoryT = TypeVar("MemoryT", bound=AnyMemory)
-PieceT = TypeVar("PieceT")
+ReadChunkT = TypeVar("ReadChunkT")
 """What is to be brought into a slot in one go: a read of a file, a copy."""
 
 
@@ -74,23 +74,23 @@ class Slot(Generic[MemoryT]):
     index: int
     buffer: MemoryT
     state: SlotState = SlotState.FREE
-    ticket: int = -1  # the layer read that the content belongs to
+    read_number: int = -1  # the layer read that the content belongs to
     n_missing: int = 0  # pieces of the ticket that have not arrived yet
     n_in_flight: int = 0  # reads into the buffer that are running, of any generation
     fence: Fence | None = None  # nothing may be written to the buffer before it
 
 
 @dataclass(frozen=True)
-class Work(Generic[MemoryT, PieceT]):
+class Work(Generic[MemoryT, ReadChunkT]):
     """One piece to bring into one slot, after the slot's fence."""
 
     slot: Slot[MemoryT]
-    piece: PieceT
-    ticket: int
+    read_chunk: ReadChunkT
+    read_number: int
     generation: int
 
 
-class SlotRing(Generic[MemoryT, PieceT]):
+class SlotRing(Generic[MemoryT, ReadChunkT]):
     """One slot for each of `buffers`, which `free_buffers` closes.
 
     Args:
@@ -104,7 +104,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
     def __init__(
         self,
         buffers: Iterable[MemoryT],
-        pieces_of: Callable[[int], Sequence[PieceT]],
+        pieces_of: Callable[[int], Sequence[ReadChunkT]],
         *,
         make_fence: Callable[[], Fence] | None = None,
         poison: Callable[[MemoryT], None] | None = None,
@@ -118,7 +118,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
         self._may_read = threading.Condition(self.lock)  # a slot is free, or a restart, or the end
         self._may_use = threading.Condition(self.lock)  # a layer is in, or an error, or the end
         self._generation = 0
-        self._ticket = 0  # the ticket that is being read
+        self._read_number = 0  # the ticket that is being read
         self._n_taken = 0  # how many of its pieces were handed out
         self._error: tuple[int, BaseException] | None = None  # (ticket, what its read raised)
         self._closed = False
@@ -129,7 +129,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
     # --- readers ---------------------------------------------------------------------------
 
-    def acquire_for_read(self, *, wait: bool = True) -> Work[MemoryT, PieceT] | None:
+    def acquire_for_read(self, *, wait: bool = True) -> Work[MemoryT, ReadChunkT] | None:
         """The next piece to read, in order; waits for a free slot. None when the ring is closed.
 
         With `wait` false also None where there is nothing to read at the moment.
@@ -140,7 +140,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
             return self._next_work() if self._has_work() else None
 
     def publish(
-        self, work: Work[MemoryT, PieceT], n_bytes: int = 0, error: BaseException | None = None
+        self, work: Work[MemoryT, ReadChunkT], n_bytes: int = 0, error: BaseException | None = None
     ) -> None:
         """Report that a piece arrived (`n_bytes` read), or that reading it raised `error`."""
         with self.lock:
@@ -157,13 +157,13 @@ class SlotRing(Generic[MemoryT, PieceT]):
                 if slot.n_missing == 0:
                     slot.state = SlotState.READY
                     self._may_use.notify_all()
-            elif self._error is None or work.ticket < self._error[0]:
-                self._error = (work.ticket, error)
+            elif self._error is None or work.read_number < self._error[0]:
+                self._error = (work.read_number, error)
                 self._may_use.notify_all()
 
     # --- consumer --------------------------------------------------------------------------
 
-    def wait_ready(self, ticket: int, check: Check | None = None) -> Slot[MemoryT]:
+    def wait_ready(self, read_number: int, check: Check | None = None) -> Slot[MemoryT]:
         """Wait until `ticket` has arrived and take its slot.
 
         check: called now and then while waiting; what it raises ends the wait.
@@ -173,7 +173,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
             StreamerClosed: the ring was closed meanwhile.
         """
         with self.lock:
-            while (slot := self._take_ready(ticket)) is None:
+            while (slot := self._take_ready(read_number)) is None:
                 if check is not None:
                     check()
                 self._may_use.wait(WAKE_SECONDS)
@@ -185,18 +185,26 @@ class SlotRing(Generic[MemoryT, PieceT]):
         with self.lock:
             return None if self._error is None else self._error[1]
 
-    def release(self, slot: Slot[MemoryT], ticket: int) -> None:
+    def release(self, slot: Slot[MemoryT], read_number: int) -> None:
         """Give the slot of `ticket` back; nothing happens where a restart already took it."""
         with self.lock:
-            if not self._closed and slot.ticket == ticket and slot.state is SlotState.IN_USE:
+            if (
+                not self._closed
+                and slot.read_number == read_number
+                and slot.state is SlotState.IN_USE
+            ):
                 self._free(slot)
                 self._may_read.notify_all()
 
-    def exchange(self, slot: Slot[MemoryT], ticket: int, buffer: MemoryT) -> MemoryT | None:
+    def exchange(self, slot: Slot[MemoryT], read_number: int, buffer: MemoryT) -> MemoryT | None:
         """The memory of a slot that is lent, with its content; the slot gets another one and is
         given back. None, and nothing happens, where a restart already took it."""
         with self.lock:
-            if self._closed or slot.ticket != ticket or slot.state is not SlotState.IN_USE:
+            if (
+                self._closed
+                or slot.read_number != read_number
+                or slot.state is not SlotState.IN_USE
+            ):
                 return None
             taken, slot.buffer = slot.buffer, buffer
             self._free(slot)
@@ -204,18 +212,18 @@ class SlotRing(Generic[MemoryT, PieceT]):
             return taken
 
     @property
-    def is_lending(self) -> bool:
+    def is_pinning(self) -> bool:
         """Whether a slot is in use."""
         return any(slot.state is SlotState.IN_USE for slot in self.slots)
 
-    def restart(self, ticket: int) -> None:
+    def restart(self, read_number: int) -> None:
         """Forget everything that was read or lent, and an error; read on from `ticket`, which was
         not used before."""
         with self.lock:
             if self._closed:
                 return
             self._generation += 1
-            self._ticket, self._n_taken = ticket, 0
+            self._read_number, self._n_taken = read_number, 0
             self._error = None
             for slot in self.slots:
                 self._free(slot)
@@ -242,13 +250,13 @@ class SlotRing(Generic[MemoryT, PieceT]):
 
     # --- with the lock held ----------------------------------------------------------------
 
-    def _take_ready(self, ticket: int) -> Slot[MemoryT] | None:
+    def _take_ready(self, read_number: int) -> Slot[MemoryT] | None:
         if self._closed:
             raise StreamerClosed("the weight streamer is closed; load the model again")
-        if self._error is not None and self._error[0] <= ticket:
+        if self._error is not None and self._error[0] <= read_number:
             raise self._error[1]
-        slot = self.slots[ticket % len(self.slots)]
-        if slot.ticket == ticket and slot.state is SlotState.READY:
+        slot = self.slots[read_number % len(self.slots)]
+        if slot.read_number == read_number and slot.state is SlotState.READY:
             slot.state = SlotState.IN_USE
             return slot
         if slot.state is SlotState.IN_USE:
@@ -261,20 +269,24 @@ class SlotRing(Generic[MemoryT, PieceT]):
     def _has_work(self) -> bool:
         if self._closed or self._error is not None:
             return False
-        slot = self.slots[self._ticket % len(self.slots)]
+        slot = self.slots[self._read_number % len(self.slots)]
         if slot.state is SlotState.READING:
-            return slot.ticket == self._ticket
+            return slot.read_number == self._read_number
         return slot.state is SlotState.FREE and slot.n_in_flight == 0
 
-    def _next_work(self) -> Work[MemoryT, PieceT]:
-        slot = self.slots[self._ticket % len(self.slots)]
-        pieces = self._pieces_of(self._ticket)
+    def _next_work(self) -> Work[MemoryT, ReadChunkT]:
+        slot = self.slots[self._read_number % len(self.slots)]
+        pieces = self._pieces_of(self._read_number)
         if slot.state is SlotState.FREE:
-            slot.state, slot.ticket, slot.n_missing = SlotState.READING, self._ticket, len(pieces)
-        work = Work(slot, pieces[self._n_taken], self._ticket, self._generation)
+            slot.state, slot.read_number, slot.n_missing = (
+                SlotState.READING,
+                self._read_number,
+                len(pieces),
+            )
+        work = Work(slot, pieces[self._n_taken], self._read_number, self._generation)
         self._n_taken += 1
         if self._n_taken == len(pieces):
-            self._ticket, self._n_taken = self._ticket + 1, 0
+            self._read_number, self._n_taken = self._read_number + 1, 0
         slot.n_in_flight += 1
         if self._n_busy == 0:
             self._busy_since = time.perf_counter()
@@ -284,7 +296,7 @@ class SlotRing(Generic[MemoryT, PieceT]):
     def _free(self, slot: Slot[MemoryT]) -> None:
         if self._make_fence is not None and slot.state is SlotState.IN_USE:
             slot.fence = self._make_fence()  # first: where it fails, the slot stays lent
-        slot.ticket, slot.state = -1, SlotState.FREE
+        slot.read_number, slot.state = -1, SlotState.FREE
         if self._poison is not None:
             self._poison(slot.buffer)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.background import BackgroundReads, by_need
+from offload.ring.cursor import StreamStats, Taken
 from offload.ring.file_supply import RingOptions, walk_files
-from offload.ring.holding import HoldingLender
+from offload.ring.pinning_access import PinningAccess
 from offload.ring.slots import StreamerClosed
-from offload.ring.walk import StreamStats, Taken
 from offload.storage.aligned import AlignedBuffer, HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
 from offload.storage.layout import make_layout
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
+class WeightStreamer(PinningAccess[HostMemory, dict[str, memoryview]]):
     """The weights of all layers, the resident part in memory, the rest through a ring of slots.
 
     Args:
@@ -80,7 +80,7 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
             background = BackgroundReads(
                 by_need(layout.pieces(read_bytes), self._layers),
                 len(self._layers),
-                resident.bring,
+                resident.fetch,
                 progress=progress,
                 n_readers=n_readers,
                 storage=storage,
@@ -98,11 +98,11 @@ class WeightStreamer(HoldingLender[HostMemory, dict[str, memoryview]]):
     @property
     def ring_bytes(self) -> int:
         """Memory of the ring."""
-        return self._walk.n_slots * buffer_bytes(self._slot_bytes)
+        return self._cursor.n_slots * buffer_bytes(self._slot_bytes)
 
-    def _lend(self, index: int, taken: Taken[HostMemory] | None) -> dict[str, memoryview]:
+    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> dict[str, memoryview]:
         layer = self._layers[index]
-        memory = taken.slot.buffer if taken else self._walk.held.get(index)
+        memory = taken.slot.buffer if taken else self._cursor.pinned.get(index)
         views = layer.layout.views(memory.view if memory else memoryview(b""))
         return {
             record.name: views[record.name] if record.name in views else self._resident[record.name]

@@ -99,26 +99,26 @@ class DirectFile:
         Raises:
             StorageError: an I/O error, or the file ended before the wanted bytes.
         """
-        n_wanted = min(len(view), self.n_bytes - offset)
+        num_requested = min(len(view), self.n_bytes - offset)
         n_got = 0
         n_idle = 0
-        while n_got < n_wanted:
+        while n_got < num_requested:
             # A short read is continued at an aligned offset, so that a few bytes are read again.
             start = align_down(n_got)
             try:
                 n_read = self._read_once(view[start:], offset + start)
             except OSError as error:
                 reason = error.strerror or str(error)
-                raise self._fault(reason, offset, n_wanted, n_got) from error
+                raise self._fault(reason, offset, num_requested, n_got) from error
             n_idle = n_idle + 1 if start + n_read <= n_got else 0
-            if n_read == 0 or (n_idle and self._is_shorter_than(offset + n_wanted)):
-                raise self._fault("the file ended early", offset, n_wanted, n_got)
+            if n_read == 0 or (n_idle and self._is_shorter_than(offset + num_requested)):
+                raise self._fault("the file ended early", offset, num_requested, n_got)
             if n_idle == _MAX_IDLE_READS:
-                raise self._fault("the storage makes no progress", offset, n_wanted, n_got)
+                raise self._fault("the storage makes no progress", offset, num_requested, n_got)
             n_got = max(n_got, start + n_read)
-        if n_wanted <= 0:
+        if num_requested <= 0:
             raise self._fault("the file is too short", offset, len(view), 0)
-        return n_wanted
+        return num_requested
 
     def check_unchanged(self) -> None:
         """Raise StorageError when the file was overwritten since it was opened.
@@ -199,9 +199,9 @@ class DirectFile:
     def _is_shorter_than(self, n_bytes: int) -> bool:
         return os.fstat(self._descriptor).st_size < n_bytes
 
-    def _fault(self, reason: str, offset: int, n_wanted: int, n_got: int) -> StorageError:
+    def _fault(self, reason: str, offset: int, num_requested: int, n_got: int) -> StorageError:
         return StorageError(
-            f"{self.path}: {reason} at offset {offset} (wanted {n_wanted} bytes, got {n_got}); "
+            f"{self.path}: {reason} at offset {offset} (wanted {num_requested} bytes, got {n_got}); "
             "check the storage and the file's size"
         )
 

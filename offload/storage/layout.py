@@ -21,7 +21,7 @@ MERGE_GAP_BYTES = 64 * KIB
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadChunk:
     """One read: `n_bytes` from `file_offset` of `path` to `buffer_offset`; all three aligned.
 
     Only the first `n_needed` bytes belong to tensors (or gaps between them): the rest is rounding,
@@ -39,15 +39,17 @@ class Piece:
 class Layout:
     """Where the tensors lie in a buffer of `n_bytes`, and the extents that fill it."""
 
-    extents: tuple[Piece, ...]
+    extents: tuple[ReadChunk, ...]
     tensors: dict[str, tuple[int, int]]  # name -> (offset in the buffer, bytes)
     n_bytes: int
 
-    def pieces(self, read_bytes: int) -> tuple[Piece, ...]:
+    def pieces(self, read_bytes: int) -> tuple[ReadChunk, ...]:
         """The extents split into reads of at most `read_bytes` (a multiple of ALIGNMENT)."""
         if read_bytes <= 0 or read_bytes % ALIGNMENT:
             raise ValueError(f"read_bytes must be a multiple of {ALIGNMENT}, not {read_bytes}")
-        return tuple(piece for extent in self.extents for piece in _split(extent, read_bytes))
+        return tuple(
+            read_chunk for extent in self.extents for read_chunk in _split(extent, read_bytes)
+        )
 
     def views(self, buffer: memoryview) -> dict[str, memoryview]:
         """The tensors' bytes in `buffer`, which was filled according to this layout."""
@@ -63,7 +65,7 @@ def make_layout(records: Iterable[TensorRecord], *, merge_gap: int = MERGE_GAP_B
     Streamed layers merge over gaps to save requests; resident tensors use 0 to save memory (then
     only ranges that share an aligned block are merged).
     """
-    extents: list[Piece] = []
+    extents: list[ReadChunk] = []
     tensors: dict[str, tuple[int, int]] = {}
     n_bytes = 0
     for record in sorted(records, key=lambda record: (str(record.path), record.offset)):
@@ -73,7 +75,7 @@ def make_layout(records: Iterable[TensorRecord], *, merge_gap: int = MERGE_GAP_B
         start = align_down(record.offset)
         last = extents[-1] if extents else None
         if last is None or last.path != record.path or start > _end(last) + merge_gap:
-            last = Piece(record.path, start, n_bytes, 0, 0)
+            last = ReadChunk(record.path, start, n_bytes, 0, 0)
             extents.append(last)
         n_needed = max(last.n_needed, record.offset + record.n_bytes - last.file_offset)
         last = replace(last, n_bytes=align_up(n_needed), n_needed=n_needed)
@@ -84,14 +86,14 @@ def make_layout(records: Iterable[TensorRecord], *, merge_gap: int = MERGE_GAP_B
     return Layout(tuple(extents), tensors, n_bytes)
 
 
-def _end(extent: Piece) -> int:
+def _end(extent: ReadChunk) -> int:
     return extent.file_offset + extent.n_bytes
 
 
-def _split(extent: Piece, read_bytes: int) -> Iterator[Piece]:
+def _split(extent: ReadChunk, read_bytes: int) -> Iterator[ReadChunk]:
     for start in range(0, extent.n_bytes, read_bytes):
         n_bytes = min(read_bytes, extent.n_bytes - start)
-        yield Piece(
+        yield ReadChunk(
             extent.path,
             extent.file_offset + start,
             extent.buffer_offset + start,

@@ -61,12 +61,12 @@ def is_cached(descriptor: int, offset: int) -> bool:
 
     The kernel says so of files that the user neither owns nor may write to.
     """
-    found = ctypes.create_string_buffer(1)
+    result = ctypes.create_string_buffer(1)
     start = offset - offset % mmap.ALLOCATIONGRANULARITY  # on Linux, a page's beginning
     try:
         with mmap.mmap(descriptor, offset - start + 1, prot=mmap.PROT_READ, offset=start) as pages:
             address = np.frombuffer(pages, np.uint8).ctypes.data
-            return bool(_libc().mincore(address, 1, found)) or bool(found.raw[0] & 1)
+            return bool(_libc().mincore(address, 1, result)) or bool(result.raw[0] & 1)
     except (OSError, ValueError):  # it cannot be mapped, or is empty
         return True
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from offload.formats.tensors import TensorRecord
 from offload.storage.aligned import AlignedBuffer, HostMemory, align_up, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
-from offload.storage.layout import Layout, Piece, make_layout
+from offload.storage.layout import Layout, ReadChunk, make_layout
 from offload.units import MIB, Progress
 
 # Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
@@ -18,12 +18,12 @@ from offload.units import MIB, Progress
 # that lifted 1.3 to 2.1 GB/s.
 DEFAULT_READ_BYTES = 32 * MIB
 DEFAULT_N_READERS = 4
-_LEAST_READ_BYTES = MIB  # below, requests cost more than sharing them among the readers gains
+_MIN_READ_BYTES = MIB  # below, requests cost more than sharing them among the readers gains
 
 
-def shared_read_bytes(n_bytes: int, n_readers: int, most_bytes: int) -> int:
+def shared_read_bytes(n_bytes: int, n_readers: int, max_bytes: int) -> int:
     """The read size that gives every reader a part of a layer of `n_bytes`, within limits."""
-    return min(most_bytes, max(_LEAST_READ_BYTES, align_up(-(-n_bytes // n_readers))))
+    return min(max_bytes, max(_MIN_READ_BYTES, align_up(-(-n_bytes // n_readers))))
 
 
 class OpenFiles:
@@ -38,18 +38,18 @@ class OpenFiles:
             self.close()
             raise
 
-    def read(self, piece: Piece, buffer: memoryview) -> int:
+    def read(self, read_chunk: ReadChunk, buffer: memoryview) -> int:
         """Read one piece into its place in `buffer`; returns the bytes read.
 
         Raises:
             StorageError: fewer than the needed bytes are there.
         """
-        view = buffer[piece.buffer_offset : piece.buffer_offset + piece.n_bytes]
-        n_read = self._files[piece.path].read_into(view, piece.file_offset)
-        if n_read < piece.n_needed:  # the file was cut between indexing and opening
+        view = buffer[read_chunk.buffer_offset : read_chunk.buffer_offset + read_chunk.n_bytes]
+        n_read = self._files[read_chunk.path].read_into(view, read_chunk.file_offset)
+        if n_read < read_chunk.n_needed:  # the file was cut between indexing and opening
             raise StorageError(
-                f"{piece.path}: the file ended early at offset {piece.file_offset} "
-                f"(wanted {piece.n_needed} bytes, got {n_read}); download it again"
+                f"{read_chunk.path}: the file ended early at offset {read_chunk.file_offset} "
+                f"(wanted {read_chunk.n_needed} bytes, got {n_read}); download it again"
             )
         return n_read
 
@@ -78,9 +78,9 @@ class ResidentWeights(Mapping[str, memoryview]):
         self.memory = self._buffer.view if self._buffer else memoryview(bytearray())
         self._tensors = layout.views(self.memory)
 
-    def bring(self, files: OpenFiles, piece: Piece) -> None:
+    def fetch(self, files: OpenFiles, read_chunk: ReadChunk) -> None:
         """Read one piece of the layout to its place. Raises StorageError."""
-        files.read(piece, self.memory)
+        files.read(read_chunk, self.memory)
 
     def __getitem__(self, name: str) -> memoryview:
         return self._tensors[name]
@@ -139,7 +139,7 @@ def load_resident(
 
 
 def read_pieces(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ReadChunk],
     memory: memoryview,
     progress: Progress | None = None,
     *,
@@ -152,22 +152,22 @@ def read_pieces(
         StorageError: the first read that failed; the others are given up.
         whatever `progress` raises.
     """
-    bring_pieces(
+    fetch_chunks(
         pieces,
-        lambda files, piece: files.read(piece, memory),
+        lambda files, read_chunk: files.read(read_chunk, memory),
         progress,
         n_readers=n_readers,
         storage=storage,
     )
 
 
-Bring = Callable[[OpenFiles, Piece], object]
+Fetch = Callable[[OpenFiles, ReadChunk], object]
 """Reads one piece and takes it to where it belongs."""
 
 
-def bring_pieces(
-    pieces: Sequence[Piece],
-    bring: Bring,
+def fetch_chunks(
+    pieces: Sequence[ReadChunk],
+    fetch: Fetch,
     progress: Progress | None = None,
     *,
     n_readers: int = DEFAULT_N_READERS,
@@ -181,17 +181,17 @@ def bring_pieces(
         whatever `progress` raises.
     """
     finished: SimpleQueue[Future[int]] = SimpleQueue()
-    n_done, n_total = 0, sum(piece.n_needed for piece in pieces)
+    n_done, n_total = 0, sum(read_chunk.n_needed for read_chunk in pieces)
 
-    def bring_one(piece: Piece) -> int:
-        bring(files, piece)
-        return piece.n_needed
+    def fetch_expert(read_chunk: ReadChunk) -> int:
+        fetch(files, read_chunk)
+        return read_chunk.n_needed
 
-    files = OpenFiles((piece.path for piece in pieces), storage)
+    files = OpenFiles((read_chunk.path for read_chunk in pieces), storage)
     pool = ThreadPoolExecutor(n_readers, thread_name_prefix="specdec-load")
     try:
-        for piece in pieces:
-            pool.submit(bring_one, piece).add_done_callback(finished.put)
+        for read_chunk in pieces:
+            pool.submit(fetch_expert, read_chunk).add_done_callback(finished.put)
         for _ in pieces:
             n_done += finished.get().result()
             if progress is not None:

@@ -18,7 +18,7 @@ from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
-from specdec.planning.memory.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 from specdec.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16
@@ -50,7 +50,7 @@ def analyze(
     _check(phase, n_tokens)
     refuse_unknown(options, RunOptions, "analyze()")
     run = RunOptions(model, **options)
-    figures = this_machine() if on is None else find_device(on)
+    measurements = this_machine() if on is None else find_device(on)
     path = resolve_headers(model)
     shape = read_shape(path, run.backend)
     context = min(run.ctx_size or DEFAULT_CTX_SIZE, shape.max_context)
@@ -61,7 +61,7 @@ def analyze(
             FieldName("ctx_size"),
         )
     machine = ThisMachine(path, shape.number_formats, run.backend.n_threads)
-    device = complete(figures, machine)
+    device = complete(measurements, machine)
     if run.memory_budget != "auto":
         device = with_memory(device, parse_bytes(run.memory_budget))
     return _analyze(str(model), shape, device, context, (phase,) if phase else PHASES, n_tokens)

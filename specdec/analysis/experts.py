@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from backends.shapes.shape import ModelShape
-from offload.residency.experts import likely_hit_rate
+from offload.placement.experts import likely_hit_rate
 
 _SHARES = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Of all experts: for the table."""
@@ -25,7 +25,7 @@ class ExpertCache:
     """Of the device."""
     n_bytes: int
     """Of all experts."""
-    held_bytes: int
+    stored_bytes: int
     """Memory that experts have."""
     hit_rate: float
     """Likely share of the experts asked for that are in memory."""
@@ -34,23 +34,23 @@ class ExpertCache:
 
 
 def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCache:
-    room = memory_bytes - _other_bytes(model, context)
-    n_slots = max(0, min(model.n_experts_in_all, int(room / model.largest_expert_bytes)))
+    expert_cache = memory_bytes - _other_bytes(model, context)
+    n_slots = max(0, min(model.n_experts_in_all, int(expert_cache / model.largest_expert_bytes)))
     hit_rate = likely_hit_rate(n_slots / model.n_experts_in_all)
     missed = model.read_expert_bytes(1) * (1 - hit_rate)
-    held = min(model.expert_bytes, int(n_slots * model.largest_expert_bytes))
-    return ExpertCache(memory_bytes, model.expert_bytes, held, hit_rate, missed)
+    stored = min(model.expert_bytes, int(n_slots * model.largest_expert_bytes))
+    return ExpertCache(memory_bytes, model.expert_bytes, stored, hit_rate, missed)
 
 
 def by_memory(model: ModelShape, context: int) -> tuple[ExpertCache, ...]:
     """Of memory for some shares of the experts."""
-    others = _other_bytes(model, context)
+    rest = _other_bytes(model, context)
     all_bytes = model.n_experts_in_all * model.largest_expert_bytes
-    sizes = (others + math.ceil(share * all_bytes) for share in _SHARES)
+    sizes = (rest + math.ceil(share * all_bytes) for share in _SHARES)
     return tuple(expert_cache(model, context, n_bytes) for n_bytes in sizes)
 
 
 def _other_bytes(model: ModelShape, context: int) -> int:
     dense_bytes = model.layer_bytes - model.expert_bytes
     kv_bytes = context * model.kv_bytes_per_token
-    return model.process_bytes + model.outer_bytes + kv_bytes + dense_bytes
+    return model.process_bytes + model.non_layer_bytes + kv_bytes + dense_bytes

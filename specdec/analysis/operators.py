@@ -14,7 +14,7 @@ n rows pass at a time, and `context` keys (the n rows' own among them) are atten
   are computed; softmax, norms, rotations and biases are not counted (below 1 % of the FLOPs);
 - a sliding window: a row meets at most `window` keys, and n rows `window + n - 1` of them;
 - a mixture of experts: FLOPs of the active experts, memory operations of those that n rows are
-  likely to be routed to, which is an estimate (offload/residency/experts.py).
+  likely to be routed to, which is an estimate (offload/placement/experts.py).
 
 Bytes count the same elements in their real size: weights as stored (quantised ones too), keys and
 values as cached, activations as computed.
@@ -47,11 +47,11 @@ class Work:
     flops: int = 0
     elements: int = 0
     """Memory operations."""
-    held_elements: int = 0
+    stored_elements: int = 0
     """Of these, weights or keys and values."""
     n_bytes: int = 0
     """The memory operations in bytes."""
-    held_bytes: int = 0
+    stored_bytes: int = 0
     expert_bytes: int = 0
     """Of the held bytes, those of experts that rows are routed to."""
     flops_by_format: Mapping[str, int] = field(default_factory=dict)
@@ -70,69 +70,71 @@ class Work:
 
 def total(parts: Iterable[Work]) -> Work:
     parts = list(parts)
-    formats = dict.fromkeys(name for one in parts for name in one.flops_by_format)
+    formats = dict.fromkeys(name for part in parts for name in part.flops_by_format)
     return Work(
-        sum(one.n_products for one in parts),
-        sum(one.flops for one in parts),
-        sum(one.elements for one in parts),
-        sum(one.held_elements for one in parts),
-        sum(one.n_bytes for one in parts),
-        sum(one.held_bytes for one in parts),
-        sum(one.expert_bytes for one in parts),
-        {name: sum(one.flops_by_format.get(name, 0) for one in parts) for name in formats},
+        sum(part.n_products for part in parts),
+        sum(part.flops for part in parts),
+        sum(part.elements for part in parts),
+        sum(part.stored_elements for part in parts),
+        sum(part.n_bytes for part in parts),
+        sum(part.stored_bytes for part in parts),
+        sum(part.expert_bytes for part in parts),
+        {name: sum(part.flops_by_format.get(name, 0) for part in parts) for name in formats},
     )
 
 
-def matrix_work(matrix: Matrix, n_rows: int, activation_bytes: int) -> Work:
+def matrix_work(matrix: Matrix, num_tokens: int, activation_bytes: int) -> Work:
     """`n_rows` rows through one matrix, or through the active ones of several."""
-    n_products = n_rows * matrix.n_active
+    n_products = num_tokens * matrix.n_active
     flops = 2 * n_products * matrix.n_in * matrix.n_out
     activations = n_products * (matrix.n_in + matrix.n_out)
-    share = matrix.read_share(n_rows)
-    held, held_bytes = int(share * matrix.n_weights), int(share * matrix.n_bytes)
+    share = matrix.read_share(num_tokens)
+    stored, stored_bytes = int(share * matrix.n_weights), int(share * matrix.n_bytes)
     return Work(
         n_products=matrix.n_matrices,
         flops=flops,
-        elements=activations + held,
-        held_elements=held,
-        n_bytes=activations * activation_bytes + held_bytes,
-        held_bytes=held_bytes,
-        expert_bytes=held_bytes if matrix.is_routed else 0,
+        elements=activations + stored,
+        stored_elements=stored,
+        n_bytes=activations * activation_bytes + stored_bytes,
+        stored_bytes=stored_bytes,
+        expert_bytes=stored_bytes if matrix.is_routed else 0,
         flops_by_format={matrix.number_format: flops},
     )
 
 
-def attention_work(shape: AttentionShape, n_rows: int, context: int, activation_bytes: int) -> Work:
+def attention_work(
+    shape: AttentionShape, num_tokens: int, context: int, activation_bytes: int
+) -> Work:
     """QK^T and AV of one layer for the last `n_rows` of `context` tokens."""
-    n_keys, n_scores = shape.n_keys(n_rows, context), shape.n_keys_of_a_row(context)
+    n_keys, n_scores = shape.n_keys(num_tokens, context), shape.n_keys_of_a_row(context)
     lengths = shape.key_length + shape.value_length
-    flops = 2 * shape.n_heads * n_rows * n_scores * lengths
+    flops = 2 * shape.n_heads * num_tokens * n_scores * lengths
     # Queries and the output; the scores once as a result and once as an operand.
-    activations = shape.n_heads * n_rows * (lengths + 2 * n_scores)
-    held = shape.n_kv_heads * n_keys * lengths
-    held_bytes = n_keys * shape.kv_bytes_per_token
+    activations = shape.n_heads * num_tokens * (lengths + 2 * n_scores)
+    stored = shape.n_kv_heads * n_keys * lengths
+    stored_bytes = n_keys * shape.kv_bytes_per_token
     return Work(
         n_products=2 * shape.n_kv_heads,
         flops=flops,
-        elements=activations + held,
-        held_elements=held,
-        n_bytes=activations * activation_bytes + held_bytes,
-        held_bytes=held_bytes,
+        elements=activations + stored,
+        stored_elements=stored,
+        n_bytes=activations * activation_bytes + stored_bytes,
+        stored_bytes=stored_bytes,
         flops_by_format={shape.kv_format: flops},
     )
 
 
-def pass_work(model: ModelShape, n_rows: int, context: int, n_logits: int) -> dict[str, Work]:
+def pass_work(model: ModelShape, num_tokens: int, context: int, n_logits: int) -> dict[str, Work]:
     """Every operator that the model has, in the order of OPERATORS.
 
     n_logits: rows of which the logits are wanted.
     """
-    found: dict[str, list[Work]] = {name: [] for name in OPERATORS}
+    result: dict[str, list[Work]] = {name: [] for name in OPERATORS}
     size = model.activation_bytes
     for layer in model.layers:
         for matrix in layer.matrices:
-            found[matrix.role].append(matrix_work(matrix, n_rows, size))
+            result[matrix.role].append(matrix_work(matrix, num_tokens, size))
         if layer.attention is not None:
-            found[ATTENTION].append(attention_work(layer.attention, n_rows, context, size))
-    found[HEAD].append(matrix_work(model.head, n_logits, size))
-    return {name: total(parts) for name, parts in found.items() if parts}
+            result[ATTENTION].append(attention_work(layer.attention, num_tokens, context, size))
+    result[HEAD].append(matrix_work(model.head, n_logits, size))
+    return {name: total(parts) for name, parts in result.items() if parts}

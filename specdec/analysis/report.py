@@ -64,7 +64,7 @@ class Analysis:
             "multiplied_weights": model.n_weights,
             "weight_bytes": model.weight_bytes,
             "layer_bytes": model.layer_bytes,
-            "outer_bytes": model.outer_bytes,
+            "non_layer_bytes": model.non_layer_bytes,
             "kv_bytes_per_token": model.kv_bytes_per_token,
             "ctx_size": self.context,
             "kv_bytes": self.context * model.kv_bytes_per_token,
@@ -74,7 +74,7 @@ class Analysis:
             "pcie_bytes_per_pass": placement.linked_bytes,
             "missing_bytes": placement.missing_bytes,
             "experts": None if placement.experts is None else asdict(placement.experts),
-            "experts_by_memory": [asdict(one) for one in self._experts_by_memory()],
+            "experts_by_memory": [asdict(item) for item in self._experts_by_memory()],
             "free_tokens": self.free_tokens,
             "plain_tokens_per_second_limit": 1 / self.decode.seconds,
             "bandwidth_tokens_per_second_limit": self.bandwidth_tokens_per_second,
@@ -83,14 +83,14 @@ class Analysis:
         }
 
     def text(self) -> str:
-        return "\n".join([*self._heading(), *(_phase_text(*one) for one in self.phases)]) + "\n"
+        return "\n".join([*self._heading(), *(_phase_text(*phase) for phase in self.phases)]) + "\n"
 
     def _heading(self) -> Iterator[str]:
         model, device, placement = self.model, self.device, self.placement
         yield (
             f"model    {self.name} ({model.family}): {len(model.layers)} layers, "
             f"{format_bytes(model.layer_bytes)}; embedding and head "
-            f"{format_bytes(model.outer_bytes)}; {', '.join(model.number_formats)}"
+            f"{format_bytes(model.non_layer_bytes)}; {', '.join(model.number_formats)}"
         )
         yield f"device   {device.name}: {_device_line(device)}"
         if device.from_this_machine:
@@ -103,8 +103,8 @@ class Analysis:
         yield f"layers   {_shares_line(placement)}"
         if placement.experts is not None:
             yield f"experts  in {_experts_line(placement.experts)}"
-            for one in self._experts_by_memory():
-                yield f"         in {_experts_line(one)}"
+            for item in self._experts_by_memory():
+                yield f"         in {_experts_line(item)}"
         for note in self._notes():
             yield f"note     {note}"
         yield (
@@ -112,9 +112,9 @@ class Analysis:
             f"alone, {_figures(1 / self.decode.seconds)} with arithmetic; "
             f"bound by {self.decode.bound_by}"
         )
-        most = " or more" if self.free_tokens == self.context else ""
+        limit = " or more" if self.free_tokens == self.context else ""
         yield (
-            f"free     one pass verifies {_tokens(self.free_tokens)}{most} in the time of 1 "
+            f"free     one pass verifies {_tokens(self.free_tokens)}{limit} in the time of 1 "
             f"(+{FREE_SLACK:.0%})"
         )
 
@@ -160,14 +160,14 @@ def _shares_line(placement: TierShares) -> str:
 
 def _experts_line(experts: ExpertCache) -> str:
     return (
-        f"{format_bytes(experts.memory_bytes)} of memory: {format_bytes(experts.held_bytes)} of "
+        f"{format_bytes(experts.memory_bytes)} of memory: {format_bytes(experts.stored_bytes)} of "
         f"{format_bytes(experts.n_bytes)}, likely {experts.hit_rate:.0%} of those asked for; "
         f"{format_bytes(int(experts.bytes_per_token))} read for a token"
     )
 
 
 def _pass_dict(bound: PassBound) -> dict[str, Any]:
-    everything = total(one.work for one in bound.operators)
+    everything = total(operator.work for operator in bound.operators)
     return {
         "n_tokens": bound.n_tokens,
         "ctx_size": bound.context,
@@ -176,7 +176,9 @@ def _pass_dict(bound: PassBound) -> dict[str, Any]:
         "bound_by": bound.bound_by,
         "tier_seconds": {tier: bound.tier_seconds(tier) for tier in TIERS},
         "total": _work_dict(everything),
-        "operators": {one.name: _operator_dict(bound, one) for one in bound.operators},
+        "operators": {
+            operator.name: _operator_dict(bound, operator) for operator in bound.operators
+        },
     }
 
 
@@ -194,9 +196,9 @@ def _work_dict(work: Work) -> dict[str, Any]:
         "count": work.n_products,
         "flops": work.flops,
         "memory_operations": work.elements,
-        "held_elements": work.held_elements,
+        "stored_elements": work.stored_elements,
         "bytes": work.n_bytes,
-        "held_bytes": work.held_bytes,
+        "stored_bytes": work.stored_bytes,
         "flops_per_memory_operation": work.intensity,
         "flops_per_byte": work.byte_intensity,
     }
@@ -209,14 +211,16 @@ def _phase_text(name: str, bound: PassBound) -> str:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_footer=True)
-    everything = total(one.work for one in bound.operators)
+    everything = total(operator.work for operator in bound.operators)
     footer = (*_cells(everything, bound.seconds), bound.bound_by, "")
     table.add_column("operator", "all", no_wrap=True)
     for heading, last in zip(_HEADINGS, footer, strict=True):
         table.add_column(heading, last, justify="right", no_wrap=True)
-    for one in bound.operators:
-        cells = _cells(one.work, one.least_seconds)
-        table.add_row(_LABELS[one.name], *cells, one.bound_by, f"{bound.share(one):.1%}")
+    for operator in bound.operators:
+        cells = _cells(operator.work, operator.min_seconds)
+        table.add_row(
+            _LABELS[operator.name], *cells, operator.bound_by, f"{bound.share(operator):.1%}"
+        )
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table, end="")
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
@@ -259,7 +263,7 @@ def _figures(value: float) -> str:
 def _si(value: float, unit: str = "") -> str:
     """Three figures and a decimal prefix: 1.5e9 -> "1.5 GB/s"."""
     prefixes = _PREFIXES if value >= 1 else _SMALL_PREFIXES
-    scale, prefix = next((one for one in prefixes if value >= one[0]), prefixes[-1])
+    scale, prefix = next((item for item in prefixes if value >= item[0]), prefixes[-1])
     # 999.7 would be shown as 1e+03.
     text = f"{value / scale:.3g}" if value / scale < 999.5 else f"{value / scale:.0f}"
     return f"{text} {prefix}{unit}".rstrip()

@@ -57,7 +57,7 @@ def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
     On a GPU those stay in its own memory, and layers that do not fit there cross the link, from the
     host's memory or through it.
     """
-    staying = model.outer_bytes + context * model.kv_bytes_per_token
+    staying = model.non_layer_bytes + context * model.kv_bytes_per_token
     fast_bytes = device.vram_bytes if device.pcie_bytes_per_second else device.memory_bytes
     beyond_fast = max(0, model.layer_bytes - max(0, fast_bytes - staying))
     missing = max(0, staying - fast_bytes)
@@ -85,7 +85,7 @@ class OperatorBound:
         return max(TIERS, key=lambda tier: self.seconds[tier])
 
     @property
-    def least_seconds(self) -> float:
+    def min_seconds(self) -> float:
         return self.seconds[self.bound_by]
 
     @property
@@ -126,7 +126,7 @@ class PassBound:
 
     def share(self, operator: OperatorBound) -> float:
         """Of the time that all operators take one after the other, each at its slowest tier."""
-        return operator.least_seconds / sum(one.least_seconds for one in self.operators)
+        return operator.min_seconds / sum(item.min_seconds for item in self.operators)
 
 
 def pass_bound(
@@ -142,8 +142,8 @@ def pass_bound(
         n_tokens,
         context,
         tuple(
-            OperatorBound(name, one, _tier_seconds(name, one, device, placement))
-            for name, one in work.items()
+            OperatorBound(name, item, _tier_seconds(name, item, device, placement))
+            for name, item in work.items()
         ),
     )
 
@@ -152,9 +152,9 @@ def _tier_seconds(
     name: str, work: Work, device: DeviceSpec, placement: TierShares
 ) -> dict[str, float]:
     is_in_layers = name not in (ATTENTION, HEAD)  # the cache and the head stay in memory
-    linked = work.held_bytes * placement.link_share if is_in_layers else 0.0
+    linked = work.stored_bytes * placement.link_share if is_in_layers else 0.0
     missed = 0.0
-    dense_bytes = work.held_bytes
+    dense_bytes = work.stored_bytes
     if placement.experts is not None:
         dense_bytes -= work.expert_bytes
         missed = work.expert_bytes * (1 - placement.experts.hit_rate)

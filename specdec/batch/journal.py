@@ -5,7 +5,7 @@ the last one is there, OUT is written from it, synced, renamed into place, and O
 OUT is always whole or not there at all. SQLite commits and syncs each record, through a log beside
 the database (OUT.partial-wal), and locks the file against other processes as long as it is open.
 
-A resumed batch reads the options that decide on the texts (others are refused by name) and, of each
+A resumed batch reads the options that decide on the sequences (others are refused by name) and, of each
 record, the number and the digest of its line: an input that has grown is answered to its new end,
 one whose answered lines have changed is refused. Records of an OUT that is already there are taken
 over: the same command again has nothing left to do, or answers the lines that the input has grown
@@ -53,7 +53,7 @@ class Journal:
 
     Args:
         out: where they are at the end.
-        options: that decide on the texts, as JSON has them.
+        options: that decide on the sequences, as JSON has them.
 
     Raises BatchError where the files belong to another batch, or to another process.
     """
@@ -65,7 +65,7 @@ class Journal:
         self._is_finished = False
         _check_regular(self.out)
         _check_regular(self.partial)
-        with self._told():
+        with self._reported():
             self._database = _open_locked(self.partial)
             try:
                 self._open_tables()
@@ -83,9 +83,9 @@ class Journal:
     def _open_tables(self) -> None:
         run = self._database.execute
         (n_tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
-        (found,) = run("PRAGMA application_id").fetchone()
-        is_new = n_tables == found == 0
-        if not is_new and found != _FORMAT:
+        (result,) = run("PRAGMA application_id").fetchone()
+        is_new = n_tables == result == 0
+        if not is_new and result != _FORMAT:
             raise sqlite3.DatabaseError("a database of another program")
         run("PRAGMA journal_mode = WAL")
         if is_new:
@@ -111,7 +111,7 @@ class Journal:
     def _take_over_out(self) -> None:
         if not self.out.exists():
             return
-        with open(self.out, "rb") as file, self._told(), _transaction(self._database):
+        with open(self.out, "rb") as file, self._reported(), _transaction(self._database):
             for line in file:
                 key = key_of(line)
                 if key is None:
@@ -123,13 +123,13 @@ class Journal:
 
     @property
     def n_answered(self) -> int:
-        with self._told():
+        with self._reported():
             return self._database.execute("SELECT count(*) FROM records").fetchone()[0]
 
     def is_answered(self, key: LineKey) -> bool:
         """Raises BatchError where the line was another one when it was answered."""
         select = "SELECT digest FROM records WHERE line = ?"
-        with self._told():
+        with self._reported():
             row = self._database.execute(select, (key.number,)).fetchone()
         if row is not None and row[0] != key.hex_digest:
             raise BatchError(
@@ -152,7 +152,7 @@ class Journal:
 
         Raises BatchError where it cannot be written; what was written before is kept.
         """
-        with self._told():
+        with self._reported():
             self._add(key, record, is_in_out=False)
 
     def _add(self, key: LineKey, record: bytes, *, is_in_out: bool) -> None:
@@ -167,7 +167,7 @@ class Journal:
         whole = self.out.with_name(self.out.name + ".whole")
         column = "line" if order == INPUT else "finished"
         try:
-            with open(whole, "wb") as file, self._told():
+            with open(whole, "wb") as file, self._reported():
                 rows = self._database.execute(f"SELECT record FROM records ORDER BY {column}")
                 file.writelines(record for (record,) in rows)
                 file.flush()
@@ -193,7 +193,7 @@ class Journal:
                 self.partial.unlink(missing_ok=True)  # while no other process can have it open
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         """Turn the block's errors of SQLite into BatchErrors."""
         try:
             yield

@@ -23,14 +23,14 @@ from offload.units import MIB
 from specdec import __version__
 from specdec.batch.answering import Answered
 from specdec.batch.lines import BatchError, Line
-from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
+from specdec.batch.ray_worker import Ended, Failed, Reported, Requested, Worker
 from specdec.batch.request import Rules
 from specdec.batch.run import Answerer
 from specdec.metrics.stats import EngineStats, sum_of
 from specdec.run_options import RunOptions
 
 AUTO = "auto"
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 """Of one worker, without an answer between them: then it is not started again."""
 _OBJECT_STORE_BYTES = 80 * MIB
 """About Ray's least. Lines and records are small; by default it takes a third of the memory."""
@@ -100,12 +100,12 @@ class Cluster:
         is_at_end = False
         while not is_at_end or self._given_back or any(place.in_hand for place in self.places):
             place, said = self._next_said()
-            if isinstance(said, Told):
+            if isinstance(said, Reported):
                 place.n_deaths, place.stats = 0, said.stats
                 del place.in_hand[said.answer.key.number]
                 answered(said.answer)
                 self._ask(place, place.actor.go_on)
-            elif isinstance(said, Wanted):
+            elif isinstance(said, Requested):
                 line = self._given_back.popleft() if self._given_back else next(lines, None)
                 is_at_end = is_at_end or line is None
                 if line is not None:
@@ -143,9 +143,9 @@ class Cluster:
         self._stats_of_dead.append(place.stats)
         place.in_hand, place.stats = {}, EngineStats()
         place.n_deaths += 1
-        told = f"a worker on {place.machine} ended ({_first_line(reason)})"
-        if place.n_deaths < MOST_DEATHS:
-            logger.warning("%s: its %d lines are given out again", told, len(lost))
+        reported = f"a worker on {place.machine} ended ({_first_line(reason)})"
+        if place.n_deaths < MAX_DEATHS:
+            logger.warning("%s: its %d lines are given out again", reported, len(lost))
             self._start(place)
         else:
             self._kill(place)
@@ -153,10 +153,10 @@ class Cluster:
             if not self.places:
                 numbers = ", ".join(str(line.number) for line in lost[:5])
                 raise BatchError(
-                    f"{told}, {MOST_DEATHS} times without an answer between them, and no other is "
+                    f"{reported}, {MAX_DEATHS} times without an answer between them, and no other is "
                     f"left: give it more memory, or look at lines {numbers or 'yet to be read'}"
                 )
-            logger.warning("%s %d times: it is not started again", told, MOST_DEATHS)
+            logger.warning("%s %d times: it is not started again", reported, MAX_DEATHS)
         self._wake()
 
     def _wake(self) -> None:
@@ -253,7 +253,7 @@ def _check_address(address: str) -> None:
 
 def _places(ray: Any, n_workers: int | None) -> list[Place]:
     """One for each worker, machine after machine; those of one machine share its processors."""
-    nodes = [one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     if not nodes:
         raise BatchError("the Ray cluster has no machine with a processor: see `ray status`")
     n_workers = n_workers or len(nodes)
@@ -261,11 +261,11 @@ def _places(ray: Any, n_workers: int | None) -> list[Place]:
     chosen = (nodes[index % len(nodes)] for index in range(n_workers))
     return [
         Place(
-            one["NodeID"],
-            one["NodeManagerHostname"],
-            max(1, int(one["Resources"]["CPU"]) // n_on_each),
+            item["NodeID"],
+            item["NodeManagerHostname"],
+            max(1, int(item["Resources"]["CPU"]) // n_on_each),
         )
-        for one in chosen
+        for item in chosen
     ]
 
 

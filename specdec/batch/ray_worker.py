@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requested:
     """There is room for a line, and nothing else is said before one is given, or None."""
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """A line is answered. stats: of the models, since they were loaded."""
 
     answer: Answer
@@ -88,7 +88,7 @@ class Worker:
             llm = self._open()
 
             def answered(answer: Answer) -> None:
-                self._said.put(Told(answer, llm.stats))
+                self._said.put(Reported(answer, llm.stats))
 
             answer_lines(llm, self._lines(), self._rules, answered)
             self._said.put(Ended())
@@ -111,22 +111,22 @@ class Worker:
         return self._llm
 
     def _check_weights(self) -> None:
-        wanted = self._rules.weights
-        if wanted is None:
+        requested = self._rules.weights
+        if requested is None:
             return
         from specdec.models.names import resolve_model
         from specdec.models.weight_files import weights_fingerprint
 
-        found = weights_fingerprint(resolve_model(self._load.model))
-        if found != wanted:
+        result = weights_fingerprint(resolve_model(self._load.model))
+        if result != requested:
             raise BatchError(
-                f"{self._rules.model} has the weights {found} on this machine, the batch was begun "
-                f"with {wanted}: copy the model here"
+                f"{self._rules.model} has the weights {result} on this machine, the batch was begun "
+                f"with {requested}: copy the model here"
             )
 
     def _lines(self) -> Iterator[Line]:
         while True:
-            self._said.put(Wanted())
+            self._said.put(Requested())
             line = self._given.get()
             if line is None:
                 return

@@ -17,7 +17,7 @@ from specdec.batch.lines import LineKey
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.text.contract import TokenSpeller
 from specdec.text.logprobs import chat_logprobs, completion_logprobs
-from specdec.text.token_texts import TokenTexts
+from specdec.text.token_strings import TokenStrings
 
 INVALID = "invalid_request"
 _OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})_([0-9a-f]{16})")
@@ -38,17 +38,17 @@ class Form(Protocol):
 class PlainForm:
     """kept: the line's own fields."""
 
-    kept: Mapping[str, Any]
+    cached: Mapping[str, Any]
 
     def answered(
         self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
     ) -> dict[str, Any]:
         outputs = [_plain_output(output) for output in result.outputs]
-        record = {**_plain_key(key), **self.kept, **outputs[0], "usage": _usage(result)}
+        record = {**_plain_key(key), **self.cached, **outputs[0], "usage": _usage(result)}
         return record if len(outputs) == 1 else {**record, "outputs": outputs}
 
     def failed(self, key: LineKey, message: str) -> dict[str, Any]:
-        return {**_plain_key(key), **self.kept, "error": _error(message)}
+        return {**_plain_key(key), **self.cached, "error": _error(message)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class OpenAiForm:
             "choices": [
                 {
                     "index": index,
-                    **choice(output, TokenTexts(tokenizer, result.prompt_token_ids)),
+                    **choice(output, TokenStrings(tokenizer, result.prompt_token_ids)),
                     "finish_reason": output.finish_reason,
                     **output.note,
                 }
@@ -81,8 +81,13 @@ class OpenAiForm:
         return self._record(key, 200, body, None)
 
     def failed(self, key: LineKey, message: str) -> dict[str, Any]:
-        told = {"message": message, "type": "invalid_request_error", "param": None, "code": INVALID}
-        return self._record(key, 400, {"error": told}, _error(message))
+        reported = {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": INVALID,
+        }
+        return self._record(key, 400, {"error": reported}, _error(message))
 
     def _record(
         self, key: LineKey, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None
@@ -110,8 +115,8 @@ def key_of(line: bytes) -> LineKey | None:
         return None
     number, digest = record.get("line"), record.get("digest")
     if number is None:
-        found = _OPENAI_ID.fullmatch(str(record.get("id")))
-        number, digest = (int(found[1]), found[2]) if found else (0, "")
+        result = _OPENAI_ID.fullmatch(str(record.get("id")))
+        number, digest = (int(result[1]), result[2]) if result else (0, "")
     if type(number) is not int or not 1 <= number < 1 << 63 or not _DIGEST.fullmatch(str(digest)):
         return None
     return LineKey(number, int(str(digest), 16))
@@ -147,17 +152,17 @@ def _plain_output(output: CompletionOutput) -> dict[str, Any]:
     return record
 
 
-def _chat_choice(output: CompletionOutput, texts: TokenTexts) -> dict[str, Any]:
+def _chat_choice(output: CompletionOutput, strings: TokenStrings) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
         tops = output.top_logprobs
-        logprobs = chat_logprobs(texts, output.token_ids, output.logprobs, tops)
+        logprobs = chat_logprobs(strings, output.token_ids, output.logprobs, tops)
     return {"message": {"role": "assistant", "content": output.text}, "logprobs": logprobs}
 
 
-def _completion_choice(output: CompletionOutput, texts: TokenTexts) -> dict[str, Any]:
+def _completion_choice(output: CompletionOutput, strings: TokenStrings) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
         tops = output.top_logprobs
-        logprobs = completion_logprobs(texts, output.token_ids, output.logprobs, tops)
+        logprobs = completion_logprobs(strings, output.token_ids, output.logprobs, tops)
     return {"text": output.text, "logprobs": logprobs}

@@ -131,12 +131,12 @@ def _parse(line: Line) -> dict[str, Any]:
     return value
 
 
-def _is_shallow(value: Any, most: int) -> bool:
+def _is_shallow(value: Any, limit: int) -> bool:
     """Whether lists and objects lie in each other at most `most` deep."""
     if not isinstance(value, (dict, list)):
         return True
     inner = value.values() if isinstance(value, dict) else value
-    return most > 0 and all(_is_shallow(one, most - 1) for one in inner)
+    return limit > 0 and all(_is_shallow(item, limit - 1) for item in inner)
 
 
 def _finite(text: str) -> float:
@@ -167,11 +167,11 @@ def _openai_fields(value: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_unknown("body", fields, own | _SAMPLING | _IGNORED)
     fields["logprobs"] = _chat_logprobs(fields) if url == CHAT else _completion_logprobs(fields)
     fields |= _constraint(fields.pop("response_format", {"type": "text"}))
-    most = fields.pop("max_completion_tokens", None)
-    if most is not None and fields.setdefault("max_tokens", most) != most:
+    limit = fields.pop("max_completion_tokens", None)
+    if limit is not None and fields.setdefault("max_tokens", limit) != limit:
         raise BatchError(
             f"max_tokens is {_shown(fields['max_tokens'])} and max_completion_tokens is "
-            f"{_shown(most)}: leave one of them out"
+            f"{_shown(limit)}: leave one of them out"
         )
     return fields
 
@@ -189,9 +189,9 @@ def _plain_fields(value: Mapping[str, Any]) -> dict[str, Any]:
 def _given(value: Mapping[str, Any]) -> dict[str, Any]:
     """What is not null; what only says what happens anyway is left out."""
     return {
-        name: one
-        for name, one in value.items()
-        if one is not None and not (name in _ONLY and one == _ONLY[name])
+        name: item
+        for name, item in value.items()
+        if item is not None and not (name in _ONLY and item == _ONLY[name])
     }
 
 
@@ -211,9 +211,9 @@ def _refuse_unknown(where: str, value: Mapping[str, Any], known: frozenset[str])
 def _constraint(response_format: Any) -> dict[str, Any]:
     """OpenAI's response_format as options of sampling."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    told = response_format.get("json_schema", {}) if kind == "json_schema" else {}
-    schema = told.get("schema") if isinstance(told, dict) else told
-    is_known = kind in ("text", "json_object", "json_schema") and isinstance(told, dict)
+    reported = response_format.get("json_schema", {}) if kind == "json_schema" else {}
+    schema = reported.get("schema") if isinstance(reported, dict) else reported
+    is_known = kind in ("text", "json_object", "json_schema") and isinstance(reported, dict)
     if not is_known or not isinstance(schema, (dict, type(None))):
         raise BatchError(
             f"response_format is {_shown(response_format)}: its type must be text, json_object, or "
@@ -223,11 +223,11 @@ def _constraint(response_format: Any) -> dict[str, Any]:
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> bool | int:
-    wanted, n_top = fields.get("logprobs", False), fields.pop("top_logprobs", 0)
-    check_type("logprobs", wanted, bool)
+    requested, n_top = fields.get("logprobs", False), fields.pop("top_logprobs", 0)
+    check_type("logprobs", requested, bool)
     check_type("top_logprobs", n_top, int)
     try:
-        return openai.logprobs(wanted, n_top)
+        return openai.logprobs(requested, n_top)
     except ValueError as error:
         raise BatchError(str(error)) from error
 
@@ -243,7 +243,7 @@ def _prompt(fields: Mapping[str, Any]) -> Prompt:
         raise BatchError("the line has both a prompt and messages: leave one of them out")
     if messages is not None:
         check_type("messages", messages, list)
-        return [_message(one) for one in messages]
+        return [_message(message) for message in messages]
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
@@ -287,7 +287,7 @@ def _sampling_params(fields: Mapping[str, Any], number: int, rules: Rules) -> Sa
 
 
 def _token_biases(bias: Any) -> dict[int, Any]:
-    """{token id: bias}; the names of a JSON object are texts."""
+    """{token id: bias}; the names of a JSON object are sequences."""
     try:
         return {int(token): value for token, value in dict(bias).items()}
     except (TypeError, ValueError):

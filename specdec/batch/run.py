@@ -17,7 +17,7 @@ from specdec.metrics.stats import EngineStats
 
 
 @dataclass
-class BatchFigures:
+class BatchMetrics:
     """How far a batch is; it counts on while it runs."""
 
     n_lines: int = 0
@@ -67,7 +67,7 @@ class Answerer(Protocol):
 class Batch:
     """One input, one output.
 
-    options: that decide on the texts; a batch is resumed with the same ones only.
+    options: that decide on the sequences; a batch is resumed with the same ones only.
     """
 
     source: Path
@@ -78,8 +78,8 @@ class Batch:
     def run(
         self,
         open_answerer: Callable[[], AbstractContextManager[Answerer]],
-        figures: BatchFigures,
-        told: Callable[[], None] = lambda: None,
+        metrics: BatchMetrics,
+        reported: Callable[[], None] = lambda: None,
     ) -> None:
         """Answer what is not answered yet, and put the output in its place.
 
@@ -96,43 +96,43 @@ class Batch:
         self._check_apart()
         key = digest_key(self.options)
         with Journal(self.out, self.options) as journal:
-            self._count_lines(journal, key, figures)
-            told()
-            if figures.n_before < figures.n_lines:
+            self._count_lines(journal, key, metrics)
+            reported()
+            if metrics.n_before < metrics.n_lines:
                 with open_answerer() as answer:
                     began = time.monotonic()
 
-                    def answered(one: Answer) -> None:
-                        journal.append(one.key, one.record)
-                        figures.count(one, time.monotonic() - began)
-                        told()
+                    def answered(item: Answer) -> None:
+                        journal.append(item.key, item.record)
+                        metrics.count(item, time.monotonic() - began)
+                        reported()
 
                     lines = read_lines(self.source, key)
-                    left = (one for one in lines if not journal.is_answered(one.key))
+                    left = (line for line in lines if not journal.is_answered(line.key))
                     try:
-                        figures.engine = answer(left, answered)
+                        metrics.engine = answer(left, answered)
                     finally:  # Ctrl-C may come between a record and its count
-                        figures.n_answered = journal.n_answered
-            if journal.n_answered < figures.n_lines:
+                        metrics.n_answered = journal.n_answered
+            if journal.n_answered < metrics.n_lines:
                 raise BatchError(
-                    f"{journal.n_answered} of {figures.n_lines} lines of {self.source} were "
+                    f"{journal.n_answered} of {metrics.n_lines} lines of {self.source} were "
                     "answered, and then there were no more: was it cut meanwhile? The same command "
                     "goes on"
                 )
             journal.finish(self.order)
 
-    def _count_lines(self, journal: Journal, key: bytes, figures: BatchFigures) -> None:
+    def _count_lines(self, journal: Journal, key: bytes, metrics: BatchMetrics) -> None:
         """Of the input, and those that were answered before. Raises BatchError."""
-        n_found = 0
+        num_found = 0
         for line in read_lines(self.source, key):
-            figures.n_lines += 1
-            n_found += journal.is_answered(line.key)
-        if n_found < journal.n_answered:
+            metrics.n_lines += 1
+            num_found += journal.is_answered(line.key)
+        if num_found < journal.n_answered:
             raise BatchError(
                 f"{journal.out.name} answers {journal.n_answered} lines, of which the input "
-                f"has {n_found}: {journal.begin_anew}"
+                f"has {num_found}: {journal.begin_anew}"
             )
-        figures.n_answered = figures.n_before = n_found
+        metrics.n_answered = metrics.n_before = num_found
 
     def _check_apart(self) -> None:
         real = os.path.realpath(self.out)

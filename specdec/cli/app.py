@@ -48,8 +48,8 @@ app.command("demo", context_settings={"ignore_unknown_options": True, "help_opti
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         write_text(f"specdec {__version__}\n")
         raise typer.Exit(0)
 

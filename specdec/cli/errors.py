@@ -58,7 +58,7 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     if asked in os.environ:
         return shell_complete(command, {}, name, asked, os.environ[asked])
 
-    SHOWN.figures, SHOWN.plan = True, False
+    SHOWN.metrics, SHOWN.plan = True, False
 
     def work() -> None:
         arguments = expand_aliases(argv)
@@ -76,8 +76,8 @@ def wants_debug(argv: Sequence[str]) -> bool:
 def _hide_flag_types(command: Any) -> None:
     """Flags take no value: without this typer's help shows each one as `--json <bool>`."""
 
-    def hide(one: Any) -> None:
-        make_help_option = one.get_help_option
+    def hide(item: Any) -> None:
+        make_help_option = item.get_help_option
 
         def help_option(context: Any) -> Any:
             option = make_help_option(context)
@@ -85,14 +85,14 @@ def _hide_flag_types(command: Any) -> None:
                 option.metavar = ""
             return option
 
-        one.get_help_option = help_option
-        for option in one.params:
+        item.get_help_option = help_option
+        for option in item.params:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
 
     hide(command)
-    for one in getattr(command, "commands", {}).values():
-        hide(one)
+    for item in getattr(command, "commands", {}).values():
+        hide(item)
 
 
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
@@ -114,8 +114,8 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except BrokenPipeError:
         return _forget_stdout()
     except TyperException as error:
-        told = f"{_file_of(error)}{_with_value(error)}"
-        return _fail(name, f"{told} (see {_command_path(name, error)} --help)")
+        reported = f"{_file_of(error)}{_with_value(error)}"
+        return _fail(name, f"{reported} (see {_command_path(name, error)} --help)")
     except OutputError as error:
         _forget_stdout()
         return _fail(name, str(error), debug)

@@ -121,30 +121,30 @@ class Group:
     def parameters(self) -> list[Parameter]:
         """As typer sees them."""
         hints, defaults = get_type_hints(self.kind), {f.name: f.default for f in fields(self.kind)}
-        found = []
+        result = []
         for name in self.names:
             typed = _WRITTEN[name][0] if name in _WRITTEN else _first_type(hints[name])
             default = Parameter.empty if defaults[name] is MISSING else defaults[name]
             if self.kind is SamplingParams:
                 default = None  # only what is given overrides what a generation is told otherwise
             typed = typed | None if default is None else typed
-            told = typer_option(self.kind, name)
-            annotation = Annotated[typed, told]  # type: ignore[valid-type]  # known only now
-            one = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            found.append(one)
-        return found
+            reported = typer_option(self.kind, name)
+            annotation = Annotated[typed, reported]  # type: ignore[valid-type]  # known only now
+            item = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            result.append(item)
+        return result
 
 
 def typer_option(kind: type[Any], name: str) -> Any:
     """What typer is told of one field."""
-    told = options_of(kind)[name]
+    reported = options_of(kind)[name]
     return typer.Option(
-        *filter(None, (told.short, option_name(kind, name))),
-        help=told.help,
-        rich_help_panel=told.panel,
-        metavar=told.metavar or "|".join(told.choices) or None,
-        min=None if told.metavar else told.at_least,  # it would be shown beside the metavar
-        show_default=told.shown_default,
+        *filter(None, (reported.short, option_name(kind, name))),
+        help=reported.help,
+        rich_help_panel=reported.panel,
+        metavar=reported.metavar or "|".join(reported.choices) or None,
+        min=None if reported.metavar else reported.at_least,  # it would be shown beside the metavar
+        show_default=reported.shown_default,
     )
 
 
@@ -153,8 +153,8 @@ def _first_type(hint: Any) -> Any:
 
 
 def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tuple[str, ...]:
-    found = ((name, one.panel) for name, one in options_of(kind).items())
-    return tuple(name for name, panel in found if panel in panels and name not in leave_out)
+    result = ((name, item.panel) for name, item in options_of(kind).items())
+    return tuple(name for name, panel in result if panel in panels and name not in leave_out)
 
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
@@ -197,8 +197,8 @@ BeamSpan = Annotated[int, typer_option(RunOptions, "beam_span")]
 
 def _own_name(parameter: Parameter) -> str:
     """What a command calls an option that is no field of a group."""
-    told = getattr(parameter.annotation, "__metadata__", ())
-    written = (word for one in told for word in getattr(one, "param_decls", None) or ())
+    reported = getattr(parameter.annotation, "__metadata__", ())
+    written = (word for item in reported for word in getattr(item, "param_decls", None) or ())
     default = "--" + parameter.name.replace("_", "-")
     return next((word for word in written if word.startswith("--")), default)
 
@@ -208,22 +208,22 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     declared = signature(command, eval_str=True).parameters
     groups = {
         name: extra
-        for name, one in declared.items()
-        for extra in getattr(one.annotation, "__metadata__", ())
+        for name, item in declared.items()
+        for extra in getattr(item.annotation, "__metadata__", ())
         if isinstance(extra, Group)
     }
-    own = {name: _own_name(one) for name, one in declared.items() if name not in groups}
+    own = {name: _own_name(item) for name, item in declared.items() if name not in groups}
     parameters: list[Parameter] = []
-    for name, one in declared.items():
+    for name, item in declared.items():
         if name in groups:
             parameters += groups[name].parameters()
         else:
-            parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY))
+            parameters.append(item.replace(kind=Parameter.KEYWORD_ONLY))
     # `run_app` reads it from the words themselves.
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     def flat(debug: bool, **values: Any) -> None:
-        of_groups = [one.typed(values) for one in groups.values()]
+        of_groups = [item.typed(values) for item in groups.values()]
         with as_options(dict(ChainMap(own, *of_groups))):
             built = {
                 name: group.build({field: values.pop(field) for field in group.names})
@@ -233,6 +233,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     flat.__doc__ = command.__doc__
     flat.__name__ = command.__name__
-    flat.__annotations__ = {one.name: one.annotation for one in parameters}
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return flat

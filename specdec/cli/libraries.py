@@ -39,7 +39,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for logger in _OURS:
         logger.setLevel(logging.WARNING)
-        if not any(isinstance(one, _Notes) for one in logger.handlers):
+        if not any(isinstance(handler, _Notes) for handler in logger.handlers):
             logger.addHandler(_Notes())
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")
 

@@ -26,4 +26,4 @@ def as_options(typed: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise OptionError(error.told(typed)) from error
+        raise OptionError(error.reported(typed)) from error

@@ -34,10 +34,10 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
     """Say where a run will not be what its options look like."""
     if load.exact != OFF and not plan.exactness.is_exact:
         say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
-    if load.prefetch_depth is not None and not plan.residency.n_streamed_layers:
+    if load.prefetch_depth is not None and not plan.placement.n_streamed_layers:
         say("note: --prefetch-depth has no effect: no layer of the target streams")
     # The weights of a GGUF file that are not streamed are llama.cpp's to read.
-    is_read_by_us = plan.residency.streams or not resolve_headers(load.model).is_file()
+    is_read_by_us = plan.placement.streams or not resolve_headers(load.model).is_file()
     if load.io_threads is not None and not is_read_by_us:
         say("note: --io-threads has no effect: nothing of the target streams")
     if plan.uses_mmap:

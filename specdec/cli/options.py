@@ -50,7 +50,7 @@ System = Annotated[
 
 
 def _set_quiet(is_quiet: bool) -> bool:
-    SHOWN.figures = not is_quiet
+    SHOWN.metrics = not is_quiet
     return is_quiet
 
 

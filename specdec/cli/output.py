@@ -22,7 +22,7 @@ class Shown:
     libraries log.
     """
 
-    figures: bool = True
+    metrics: bool = True
     plan: bool = False
 
 
@@ -56,7 +56,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def say_figures(line: str) -> None:
-    if SHOWN.figures:
+    if SHOWN.metrics:
         say(line)
 
 
@@ -68,7 +68,7 @@ def loading_progress(title: str) -> Iterator[Progress]:
     what is read beside the first pass is not shown any more. An error raised before the first call
     is not printed below an empty bar.
     """
-    if not SHOWN.figures or not sys.stderr.isatty():
+    if not SHOWN.metrics or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     from rich.console import Console

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.units import UnitError, parse_bytes
-from specdec.devices.spec import PRESETS, DeviceError, DeviceFigures
+from specdec.devices.spec import PRESETS, DeviceError, DeviceMeasurements
 from specdec.opening import open_now
 
 _MAX_FILE_BYTES = 2**20
@@ -17,10 +17,10 @@ _SIZES = ("memory_bytes", "vram_bytes")
 _FIGURES = ("name", *_SPEEDS, "flops_per_second", *_SIZES)
 _IGNORED = ("read_bytes", "n_readers", "direct", "measured_at", "device")
 """How the storage was measured, which `specdec profile --json` tells beside its figures."""
-_MOST = 1e18  # of any figure: far above every device, far below what overflows
+_MAX = 1e18  # of any figure: far above every device, far below what overflows
 
 
-def find_device(name: str) -> DeviceFigures:
+def find_device(name: str) -> DeviceMeasurements:
     """The preset of that name, or the profile in that file.
 
     Raises DeviceError: no such name, or a file that cannot be read or holds nonsense.
@@ -36,7 +36,7 @@ def find_device(name: str) -> DeviceFigures:
     return read_device_file(path)
 
 
-def read_device_file(path: Path) -> DeviceFigures:
+def read_device_file(path: Path) -> DeviceMeasurements:
     """Read and check a profile; its name is the file's where it has none."""
     try:
         with open_now(path) as file:
@@ -54,7 +54,7 @@ def read_device_file(path: Path) -> DeviceFigures:
     return _checked(values, path)
 
 
-def _checked(values: dict[str, Any], path: Path) -> DeviceFigures:
+def _checked(values: dict[str, Any], path: Path) -> DeviceMeasurements:
     unknown = sorted(set(values) - {*_FIGURES, *_IGNORED})
     if unknown:
         raise DeviceError(
@@ -74,11 +74,11 @@ def _checked(values: dict[str, Any], path: Path) -> DeviceFigures:
             checked[key] = _flops(value, path)
         else:
             checked[key] = _size(value, key, path) if key in _SIZES else _speed(value, key, path)
-    return DeviceFigures(name, **checked)
+    return DeviceMeasurements(name, **checked)
 
 
 def _speed(value: Any, key: str, path: Path) -> float:
-    if type(value) not in (int, float) or not 0 < value <= _MOST:
+    if type(value) not in (int, float) or not 0 < value <= _MAX:
         raise DeviceError(f"{path}: {key} is {_shown(value)}, must be a number above 0")
     return float(value)
 
@@ -88,7 +88,7 @@ def _size(value: Any, key: str, path: Path) -> int:
         n_bytes = parse_bytes(value)
     except UnitError as error:
         raise DeviceError(f"{path}: {key} is {_shown(value)}: {error}") from error
-    if not 0 < n_bytes <= _MOST:
+    if not 0 < n_bytes <= _MAX:
         raise DeviceError(f"{path}: {key} is {_shown(value)}, must be above 0")
     return n_bytes
 
@@ -100,7 +100,7 @@ def _flops(value: Any, path: Path) -> Mapping[str, float]:
             'as in {"BF16": 5e11, "default": 2e11}'
         )
     return {
-        name: _speed(one, f"flops_per_second of {name[:20]}", path) for name, one in value.items()
+        name: _speed(item, f"flops_per_second of {name[:20]}", path) for name, item in value.items()
     }
 
 

@@ -29,7 +29,7 @@ class DeviceError(SpecdecError, ValueError):
 
 
 @dataclass(frozen=True)
-class DeviceFigures:
+class DeviceMeasurements:
     """What is known of a device; None where nothing is.
 
     A GPU has `vram_bytes` and `pcie_bytes_per_second`; its `dram_bytes_per_second` is that of its
@@ -123,23 +123,23 @@ _COMPLETED = (
 )
 
 
-def complete(figures: DeviceFigures, machine: Machine) -> DeviceSpec:
+def complete(measurements: DeviceMeasurements, machine: Machine) -> DeviceSpec:
     """Fill what is not known with this machine's figures, measuring only those."""
-    known = {name: getattr(figures, name) for name in _COMPLETED}
+    known = {name: getattr(measurements, name) for name in _COMPLETED}
     missing = tuple(name for name, value in known.items() if value is None)
     known.update({name: getattr(machine, name) for name in missing})
     return DeviceSpec(
-        name=figures.name,
+        name=measurements.name,
         **known,
-        pcie_bytes_per_second=figures.pcie_bytes_per_second,
-        vram_bytes=figures.vram_bytes or 0,
-        from_this_machine=() if figures.name == THIS_MACHINE else missing,
+        pcie_bytes_per_second=measurements.pcie_bytes_per_second,
+        vram_bytes=measurements.vram_bytes or 0,
+        from_this_machine=() if measurements.name == THIS_MACHINE else missing,
     )
 
 
-def this_machine() -> DeviceFigures:
+def this_machine() -> DeviceMeasurements:
     """Nothing is known: all of it will be measured."""
-    return DeviceFigures(THIS_MACHINE)
+    return DeviceMeasurements(THIS_MACHINE)
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ _TERA = 10**12
 _GIGA = 10**9
 
 
-def _storage(name: str, bytes_per_second: float) -> DeviceFigures:
-    return DeviceFigures(name, storage_bytes_per_second=bytes_per_second)
+def _storage(name: str, bytes_per_second: float) -> DeviceMeasurements:
+    return DeviceMeasurements(name, storage_bytes_per_second=bytes_per_second)
 
 
 _NVME_GEN3 = 3.0 * _GB  # PCIe 3.0 x4 carries 3.94 GB/s; drives read 3.0 to 3.5
@@ -184,7 +184,7 @@ _DEVICES = (
     # Raspberry Pi 5, 8 GB. Four Cortex-A76 at 2.4 GHz: two 128-bit multiply-adds a cycle are 154
     # GFLOP/s in F32, assumed 50 % of it; quantised weights by dot-product instructions, assumed
     # twice as fast. LPDDR4X-4267 on 32 bits: 17 GB/s, assumed 60 %. Boots from an SD card.
-    DeviceFigures(
+    DeviceMeasurements(
         "raspberry-pi-5",
         storage_bytes_per_second=90e6,
         dram_bytes_per_second=10 * _GB,
@@ -193,7 +193,7 @@ _DEVICES = (
     ),
     # A phone of 2020 to 2022 with 8 GB: LPDDR5 on 64 bits, 44 to 51 GB/s, assumed 60 % for the CPU;
     # one large and three middle cores, assumed 300 GFLOP/s with 8-bit dot products, half in F16.
-    DeviceFigures(
+    DeviceMeasurements(
         "phone",
         storage_bytes_per_second=1.5 * _GB,
         dram_bytes_per_second=28 * _GB,
@@ -207,7 +207,7 @@ _DEVICES = (
     ),
     # A laptop with DDR4-3200 on 128 bits (51 GB/s, assumed 75 %) and eight AVX2 cores at 3 GHz (768
     # GFLOP/s peak in F32, assumed 50 %, the same for the other formats).
-    DeviceFigures(
+    DeviceMeasurements(
         "laptop",
         storage_bytes_per_second=_NVME_GEN3,
         dram_bytes_per_second=38 * _GB,
@@ -217,7 +217,7 @@ _DEVICES = (
     # An 8 GB graphics card, after the GeForce RTX 4060 (NVIDIA Ada whitepaper: 272 GB/s; 30 TFLOP/s
     # dense in F16 with F32 sums; PCIe 4.0 x8, 15.8 GB/s), assumed 85 %, 60 % and 80 % of those; F32
     # 15 TFLOP/s, 60 %. Quantised weights are expanded to F16. The host has 16 GB and an NVMe drive.
-    DeviceFigures(
+    DeviceMeasurements(
         "gpu-8gb",
         storage_bytes_per_second=_NVME_GEN3,
         dram_bytes_per_second=230 * _GB,
@@ -228,7 +228,7 @@ _DEVICES = (
     ),
     # A 24 GB graphics card, after the GeForce RTX 4090 (same whitepaper: 1008 GB/s; 165 TFLOP/s
     # dense in F16 with F32 sums; PCIe 4.0 x16, 31.5 GB/s), the same shares. The host has 64 GB.
-    DeviceFigures(
+    DeviceMeasurements(
         "gpu-24gb",
         storage_bytes_per_second=_NVME_GEN4,
         dram_bytes_per_second=860 * _GB,
@@ -239,7 +239,7 @@ _DEVICES = (
     ),
 )
 
-PRESETS: Mapping[str, DeviceFigures] = MappingProxyType(
+PRESETS: Mapping[str, DeviceMeasurements] = MappingProxyType(
     {one.name: one for one in (*_STORAGES, *_DEVICES)}
 )
 """Storages by name (the rest is this machine's), then whole devices."""

@@ -31,7 +31,7 @@ class Drafters:
     """Those of a session, for one text after the other.
 
     Args:
-        draft: the model that drafts, if there is one; texts: its KV.
+        draft: the model that drafts, if there is one; sequences: its KV.
         window: what its cache holds of a context.
         max_context: of the target.
         n_texts: that share a pass.
@@ -40,15 +40,15 @@ class Drafters:
     def __init__(
         self,
         draft: Backend | None,
-        texts: PrefixCache | None,
+        prefix_cache: PrefixCache | None,
         window: DraftWindow,
         max_context: int,
-        n_texts: int,
+        num_seqs: int,
     ) -> None:
-        self._draft, self._texts, self._window = draft, texts, window
+        self._draft, self._prefix_cache, self._window = draft, prefix_cache, window
         self._max_context = max_context
         self._match_rates = MatchRates()  # what the n-grams learn of their own hit rate
-        self._noise = NoiseRows(noise_positions(n_texts))
+        self._noise = NoiseRows(noise_positions(num_seqs))
 
     def of_text(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
         """sampler: the text's own; rng: decides for the rules of chains."""
@@ -63,7 +63,7 @@ class Drafters:
                     chain=chain,
                     ranker=CandidateRanker.for_target(sampler, n_tokens, self._noise),
                     window=self._window,
-                    texts=self._texts,
+                    prefix_cache=self._prefix_cache,
                 )
             )
         if "ngram" in spec.drafters:

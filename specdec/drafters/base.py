@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.drafters.lockstep import Steps
+from specdec.drafters.batched_drafting import DraftSteps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -31,7 +31,7 @@ class TreeLimits:
 class Drafter(ABC):
     """Proposes trees of candidate tokens, and learns from what the target accepts.
 
-    A drafter never sees the target's logits or choices of the round it drafts for: that is what
+    A drafter never sees the target's logits or choices of the step it drafts for: that is what
     makes any tree lossless. A draft tree without nodes below the root is a valid proposal.
     """
 
@@ -45,15 +45,15 @@ class Drafter(ABC):
             limits: bounds of the tree.
         """
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
-        """`propose` in steps, for a drafter that runs a model: those of several texts share its
-        passes (specdec.drafters.lockstep)."""
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
+        """`propose` in steps, for a drafter that runs a model: those of several sequences share its
+        passes (specdec.drafters.batched_drafting)."""
         return self.propose(context_ids, limits)
         yield  # what makes this a generator
 
-    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
-        """Compute the next `most` tokens of a context that enters, beside others' rounds, in steps:
-        all at once they would hold up the first round that drafts."""
+    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
+        """Compute the next `most` tokens of a context that enters, beside others' steps, in steps:
+        all at once they would hold up the first step that drafts."""
         yield from ()
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
@@ -66,7 +66,7 @@ class Drafter(ABC):
         """Whether `drafting_ahead` would have something to do after the last proposal."""
         return False
 
-    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
         """Prepare the next proposal while the target verifies `tree`, in steps.
 
         Run in another thread than the other methods, and never at the same time as they. It ends
@@ -75,7 +75,7 @@ class Drafter(ABC):
         yield from ()
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:  # noqa: B027 (optional)
-        """Told after every round: the outcome, and the tree that was verified.
+        """Told after every step: the outcome, and the tree that was verified.
 
         `tree` may hold nodes of other drafters, or not all of one's own:
         `acceptance.emitted(tree)` are the tokens to compare with.

@@ -29,13 +29,13 @@ candidate is the one is sharper than the draft's own."""
 MAX_NOISE_POSITIONS = 32
 """Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
 _NOISE_POSITIONS_OF_MORE = 8
-"""The same for each further text of a pass: texts share its rows, so their trees have fewer levels.
+"""The same for each further text of a pass: sequences share its rows, so their trees have fewer levels.
 Noise that was dropped is drawn again, and is the same."""
 _HEAD_TOKENS = 512
 """Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
 _STRIPE = 64
 """Tokens that are first looked at together, in the search for the likeliest."""
-_LEAST_SAVING = 4
+_MIN_SAVING = 4
 """How many times fewer the tokens of those stripes have to be than all: they are copied about."""
 
 Row = NDArray[np.float32]  # [n_tokens]
@@ -44,14 +44,14 @@ Candidates = list[tuple[int, float]]
 
 
 class NoiseRows:
-    """Noise of the positions of all texts that are drafted for, as many rows as a plan sets aside.
+    """Noise of the positions of all sequences that are drafted for, as many rows as a plan sets aside.
 
     Args:
         most: rows; the one that was used longest ago goes first.
     """
 
-    def __init__(self, most: int = MAX_NOISE_POSITIONS) -> None:
-        self._most = most
+    def __init__(self, limit: int = MAX_NOISE_POSITIONS) -> None:
+        self._limit = limit
         self._rows: dict[tuple[float, ...], Row] = {}
 
     def __len__(self) -> int:
@@ -62,20 +62,20 @@ class NoiseRows:
         if row is None:
             row = make()
         self._rows[key] = row  # the last one used is the last one dropped
-        if len(self._rows) > self._most:
+        if len(self._rows) > self._limit:
             del self._rows[next(iter(self._rows))]
         return row
 
 
-def noise_positions(n_texts: int) -> int:
-    """Rows of noise that are kept for so many texts at a time."""
-    return MAX_NOISE_POSITIONS + _NOISE_POSITIONS_OF_MORE * (n_texts - 1)
+def noise_positions(num_seqs: int) -> int:
+    """Rows of noise that are kept for so many sequences at a time."""
+    return MAX_NOISE_POSITIONS + _NOISE_POSITIONS_OF_MORE * (num_seqs - 1)
 
 
 class TargetNoise:
     """T · g of a position, float32 [n_tokens]: what the target adds to its logits there.
 
-    rows: of other texts, too; its own when None.
+    rows: of other sequences, too; its own when None.
     """
 
     def __init__(
@@ -190,17 +190,17 @@ def likeliest(scores: Row, width: int) -> NDArray[np.int64]:
     The largest tokens lie in the stripes with the largest maxima, as many of each. Finding maxima
     of whole arrays is several times faster than partitioning a large vocabulary.
     """
-    n_rows, n_tokens = scores.shape
+    num_tokens, n_tokens = scores.shape
     n_stripes = n_tokens // _STRIPE
-    if _LEAST_SAVING * _STRIPE * width > n_tokens:
+    if _MIN_SAVING * _STRIPE * width > n_tokens:
         return _largest(scores, width)
     n_striped = n_stripes * _STRIPE  # stripe i holds the tokens i, i + n_stripes, ...
-    maxima = scores[:, :n_striped].reshape(n_rows, _STRIPE, n_stripes).max(axis=1)
+    maxima = scores[:, :n_striped].reshape(num_tokens, _STRIPE, n_stripes).max(axis=1)
     members = _largest(maxima, width)[:, :, None] + n_stripes * np.arange(_STRIPE)
-    rest = np.broadcast_to(np.arange(n_striped, n_tokens), (n_rows, n_tokens - n_striped))
-    found = np.concatenate([members.reshape(n_rows, -1), rest], axis=1)
-    best = _largest(np.take_along_axis(scores, found, axis=1), width)
-    return np.take_along_axis(found, best, axis=1)
+    rest = np.broadcast_to(np.arange(n_striped, n_tokens), (num_tokens, n_tokens - n_striped))
+    result = np.concatenate([members.reshape(num_tokens, -1), rest], axis=1)
+    best = _largest(np.take_along_axis(scores, result, axis=1), width)
+    return np.take_along_axis(result, best, axis=1)
 
 
 def _largest(scores: Row, width: int) -> NDArray[np.int64]:

@@ -55,24 +55,24 @@ class Frontier:
             if not node.is_run:
                 self._await(parent, node, iter(()))
 
-    def take(self, n: int, least_share: float = 0.0) -> Level:
+    def take(self, n: int, min_share: float = 0.0) -> Level:
         """Up to `n` nodes to run together, the most probable first; they wait no longer.
 
         least_share: of the likeliest one's probability, for another to be run together with it.
         """
         level: Level = []
-        least = -np.inf
+        minimum = -np.inf
         while self._waiting and len(level) < n:
             _, _, parent, node, siblings = self._waiting[0]
-            if node.path_log_prob <= self._worst or node.path_log_prob < least:
+            if node.path_log_prob <= self._worst or node.path_log_prob < minimum:
                 break
             heappop(self._waiting)
             self._look_at(parent, siblings)
             if node.is_run:
                 self.add(node)
                 continue
-            if not level and least_share > 0.0:
-                least = node.path_log_prob + np.log(least_share)
+            if not level and min_share > 0.0:
+                minimum = node.path_log_prob + np.log(min_share)
             level.append((parent, node))
         return level
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.frontier import Level
-from specdec.drafters.lockstep import Steps, run_steps
 from specdec.grammar.state import GrammarState
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
@@ -49,7 +49,7 @@ def with_forced(
     context_ids: Sequence[int],
     *,
     n_tokens: int,
-    n_most: int,
+    max_count: int,
     deepest: int,
 ) -> Level:
     """A level that a draft model is to run, and below each of its nodes what must follow it.
@@ -66,16 +66,16 @@ def with_forced(
     """
     for parent, node in level:
         node.above = parent
-    found = list(level)
+    result = list(level)
     for _, node in level:
         forced = grammar.forced([*context_ids, *node.tokens_below_root()], n_tokens)
-        room = max(0, min(n_most - len(found), deepest - 1 - node.position))
-        for token in forced[:room]:
+        capacity = max(0, min(max_count - len(result), deepest - 1 - node.position))
+        for token in forced[:capacity]:
             child = node.child(token, 0.0)
             child.above = node
-            found.append((node, child))
+            result.append((node, child))
             node = child
-    return found
+    return result
 
 
 class WithinGrammar(Drafter):
@@ -87,16 +87,16 @@ class WithinGrammar(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         return run_steps(self.proposing(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
         tree = yield from self._drafter.proposing(context_ids, limits)
-        kept = {ROOT}
+        cached = {ROOT}
         for node in range(1, len(tree)):
             above = tree.parents[node]
-            if above in kept:
+            if above in cached:
                 prefix = [*context_ids, *tree.tokens_on_path(above)]
                 if self._grammar.allows(prefix, tree.token_ids[node]):
-                    kept.add(node)
-        return tree if len(kept) == len(tree) else tree.subset(sorted(kept))
+                    cached.add(node)
+        return tree if len(cached) == len(tree) else tree.subset(sorted(cached))
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
         return self._drafter.n_lacking(context_ids)
@@ -105,7 +105,7 @@ class WithinGrammar(Drafter):
     def can_draft_ahead(self) -> bool:
         return self._drafter.can_draft_ahead
 
-    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
         return self._drafter.drafting_ahead(tree)
 
     @property

@@ -40,7 +40,7 @@ class GrownNode:
 
     __slots__ = (
         "_log_probs",
-        "_others",
+        "_rest",
         "_tokens",
         "above",
         "children",
@@ -62,7 +62,7 @@ class GrownNode:
         self.above: GrownNode | None = None
         self.children: dict[int, GrownNode] = {}
         self._tokens = self._log_probs = _NOTHING
-        self._others: tuple[GrownNode, ...] = ()  # children that are not among the candidates
+        self._rest: tuple[GrownNode, ...] = ()  # children that are not among the candidates
 
     @property
     def is_run(self) -> bool:
@@ -76,7 +76,7 @@ class GrownNode:
             node = node.above
         return tokens[::-1]
 
-    def offer(self, candidates: Candidates) -> None:
+    def candidate_tree(self, candidates: Candidates) -> None:
         """What may follow, likeliest first, said once; children that are there stay as they are."""
         assert not self._tokens, "what may follow a node is said once"
         new = [(token, log_prob) for token, log_prob in candidates if token not in self.children]
@@ -90,7 +90,7 @@ class GrownNode:
         if token in self._tokens:
             return self._candidate(self._tokens.index(token))
         other = self._made(token, log_prob)
-        self._others += (other,)
+        self._rest += (other,)
         return other
 
     def likeliest(self, width: int | None = None) -> Iterator[GrownNode]:
@@ -101,10 +101,10 @@ class GrownNode:
         n_candidates = len(self._tokens)
         n_counted = n_candidates if width is None else min(width, n_candidates)
         candidates = map(self._candidate, range(n_counted))
-        others = self._others if width is None else self._others[: width - n_counted]
-        if not others:
+        rest = self._rest if width is None else self._rest[: width - n_counted]
+        if not rest:
             return candidates
-        ranked = sorted(others, key=_unlikeliness)
+        ranked = sorted(rest, key=_unlikeliness)
         return merge(candidates, ranked, key=_unlikeliness)
 
     def _candidate(self, index: int) -> GrownNode:
@@ -128,12 +128,12 @@ class GrownTree:
     def __init__(self, token_id: int, position: int, candidates: Candidates) -> None:
         self.root = GrownNode(token_id, position, 0.0, 0.0)
         self.root.node_id = PREFIX
-        self.root.offer(candidates)
+        self.root.candidate_tree(candidates)
 
     def run(self, node: GrownNode, node_id: int, candidates: Candidates) -> None:
         """The backend has run the node: its id there, and what may follow it."""
         node.node_id = node_id
-        node.offer(candidates)
+        node.candidate_tree(candidates)
 
     def best_first(
         self, max_depth: int, width: int | None = None

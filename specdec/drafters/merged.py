@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.drafters.base import Drafter, TreeLimits
-from specdec.drafters.lockstep import Steps, run_steps
+from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 
@@ -30,15 +30,15 @@ class MergedDrafter(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         return run_steps(self.proposing(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
         trees = []
         for drafter in self.drafters:
             trees.append((yield from drafter.proposing(context_ids, limits)))
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
-    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
+    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         for drafter in self.drafters:
-            yield from drafter.reading(context_ids, most)
+            yield from drafter.reading(context_ids, limit)
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
         return sum(drafter.n_lacking(context_ids) for drafter in self.drafters)
@@ -47,7 +47,7 @@ class MergedDrafter(Drafter):
     def can_draft_ahead(self) -> bool:
         return any(drafter.can_draft_ahead for drafter in self.drafters)
 
-    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
         for drafter in self.drafters:
             if drafter.can_draft_ahead:
                 yield from drafter.drafting_ahead(tree)
@@ -96,9 +96,9 @@ def narrowed(tree: DraftTree, width: int) -> DraftTree:
 
     Goes parents first, so a node that is dropped takes its subtree with it.
     """
-    kept = {ROOT}
+    cached = {ROOT}
     for node in range(len(tree)):
-        if node in kept:
+        if node in cached:
             children = tree.children(node).values()
-            kept.update(sorted(children, key=lambda i: -tree.log_probs[i])[:width])
-    return tree if len(kept) == len(tree) else tree.subset(sorted(kept))
+            cached.update(sorted(children, key=lambda i: -tree.log_probs[i])[:width])
+    return tree if len(cached) == len(tree) else tree.subset(sorted(cached))

@@ -20,31 +20,31 @@ from backends.contract.backend import Backend, BackendError
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
-from specdec.drafters.lockstep import Steps, run_steps
 from specdec.drafters.window import DraftWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
 from specdec.verification.tree import ROOT, DraftTree
 
-_LEAST_WIDTH = 32
+_MIN_WIDTH = 32
 """Nodes that the draft may run at a time; more make a level slow and add little ..."""
 _WIDTH_SHARE = 8
 """... unless the tree is large: it is grown in about so many levels more than its depth."""
-_MOST_AHEAD = 2
+_MAX_AHEAD = 2
 """Times the runs of a tree that begins with nothing: what is run ahead beyond that hardly ever
 comes to be used, and takes the pass's processor."""
-_LEAST_SHARE = 0.08
+_MIN_SHARE = 0.08
 """Of the likeliest node's probability, for another node to be run ahead together with it: many
 small levels find more of the likeliest nodes than few wide ones."""
 
 
 def level_width(n_nodes: int) -> int:
     """Most nodes that the draft runs at a time for trees of `n_nodes`."""
-    return max(_LEAST_WIDTH, n_nodes // _WIDTH_SHARE)
+    return max(_MIN_WIDTH, n_nodes // _WIDTH_SHARE)
 
 
 class ModelDrafter(Drafter):
@@ -63,7 +63,7 @@ class ModelDrafter(Drafter):
             the likeliest tokens are built, for the match walk.
         ranker: which tokens are likeliest; by default those with the draft's largest logits.
         window: what the draft's cache holds of the context.
-        texts: where its sequences' KV comes from; None: nothing is cached.
+        sequences: where its sequences' KV comes from; None: nothing is cached.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class ModelDrafter(Drafter):
         chain: tuple[Sampler, np.random.Generator] | None = None,
         ranker: CandidateRanker | None = None,
         window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
-        texts: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._backend = backend
-        self._texts = texts or PrefixCache(backend, 0)
+        self._prefix_cache = prefix_cache or PrefixCache(backend, 0)
         self._window = window
         self._n_tokens = min(n_tokens, backend.vocab_size)
         self._chain = chain
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         return run_steps(self.proposing(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> Steps[DraftTree]:
+    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
         self._limits, self._context = limits, context_ids
         view = self._window.view(context_ids)
         n_hidden = len(context_ids) - len(view)
@@ -127,14 +127,14 @@ class ModelDrafter(Drafter):
         proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
         return proposal
 
-    def reading(self, context_ids: Sequence[int], most: int) -> Steps[None]:
+    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         view = self._window.view(context_ids)
         if not self._has_begun(view):
             return
         assert self._text is not None, "it has begun"
-        chunk = self._text.cut_to(view)[:-1][:most]  # the last one's logits are wanted later
+        chunk = self._text.cut_to(view)[:-1][:limit]  # the last one's logits are wanted later
         if chunk:
-            self._texts.make_room(self._text, len(chunk))
+            self._prefix_cache.make_capacity(self._text, len(chunk))
             yield SequenceInput(self._text, chunk, logits_at=[])
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
@@ -150,7 +150,7 @@ class ModelDrafter(Drafter):
         """
         return self._tree is not None and self._chain is None
 
-    def drafting_ahead(self, tree: DraftTree) -> Steps[None]:
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
         """Run the likeliest nodes: outcomes of the pass that verifies `tree`, and on from there.
 
         An outcome is (the last accepted node, the target's token after it): a node outside of
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
         grown.graft(tree)
         depth = self._within_context(self._limits.max_ahead_depth, self._sequence.n_committed)
         frontier = Frontier(grown, depth)
-        for _ in range(_MOST_AHEAD * self._n_fresh_runs):
+        for _ in range(_MAX_AHEAD * self._n_fresh_runs):
             level = self._level_ahead(grown, frontier)
             if not level:
                 return
@@ -188,14 +188,14 @@ class ModelDrafter(Drafter):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last round ended with a token that was run while the pass ran."""
+        """Whether the last step ended with a token that was run while the pass ran."""
         return self._is_hit
 
     def reset(self) -> None:
         self._tree, self._is_hit = None, False
         text, self._text = self._text, None
         if text is not None:
-            self._texts.end(text)
+            self._prefix_cache.end(text)
 
     # --- trees ---------------------------------------------------------------------------------
 
@@ -210,21 +210,21 @@ class ModelDrafter(Drafter):
         )
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
 
-    def _advance(self, view: Sequence[int]) -> Steps[NDArray[np.float32] | None]:
+    def _advance(self, view: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
         """Run what the cache lacks of the view; logits after the pending token [vocab]."""
         if not self._has_begun(view):
             return None
         assert self._text is not None, "it has begun"
         rows = SequenceInput(self._text, self._text.cut_to(view))
-        self._texts.make_room(self._text, len(rows.token_ids) + self._limits.max_nodes)
+        self._prefix_cache.make_capacity(self._text, len(rows.token_ids) + self._limits.max_nodes)
         scores = yield rows
         return None if scores is None else scores.logits[0]
 
     def _has_begun(self, view: Sequence[int]) -> bool:
-        """False where others' texts and trees leave no room for one more."""
+        """False where others' sequences and trees leave no room for one more."""
         if self._text is None:
             try:
-                self._text = self._texts.begin(view)
+                self._text = self._prefix_cache.begin(view)
             except BackendError:
                 return False
         return True
@@ -235,7 +235,7 @@ class ModelDrafter(Drafter):
         That is the best ones that were not run, where a child could still be among the best.
         """
         limits = self._limits
-        n_free = self._sequence.node_room
+        n_free = self._sequence.num_free_slots
         level = frontier.take(min(level_width(limits.max_nodes), n_free))
         probability = sum(np.exp(tree.log_prob(node)) for _, node in level)
         return level if probability >= limits.min_level_probability else []
@@ -244,10 +244,10 @@ class ModelDrafter(Drafter):
         """The likeliest nodes that were not run, as far as there is room for them."""
         n_nodes = self._limits.max_nodes
         # What the next proposal still has to run keeps its room.
-        n_free = max(0, self._sequence.node_room - n_nodes)
-        return frontier.take(min(level_width(n_nodes), n_free), _LEAST_SHARE)
+        n_free = max(0, self._sequence.num_free_slots - n_nodes)
+        return frontier.take(min(level_width(n_nodes), n_free), _MIN_SHARE)
 
-    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> Steps[Level]:
+    def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> DraftSteps[Level]:
         """Run nodes, whose parents the draft has run before, and what must follow them; their
         candidates are known then. What was run, parents first: nothing where the cache has no
         room."""
@@ -259,7 +259,7 @@ class ModelDrafter(Drafter):
                 grammar,
                 self._context,
                 n_tokens=self._n_tokens,
-                n_most=min(level_width(self._limits.max_nodes), text.node_room),
+                max_count=min(level_width(self._limits.max_nodes), text.num_free_slots),
                 deepest=frontier.deepest,
             )
             prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
@@ -291,7 +291,7 @@ class ModelDrafter(Drafter):
         length: int,
         sampler: Sampler,
         rng: np.random.Generator,
-    ) -> Steps[DraftTree]:
+    ) -> DraftSteps[DraftTree]:
         """Draw token after token from q, the draft's distribution after its own processors."""
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])

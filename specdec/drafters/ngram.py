@@ -29,8 +29,8 @@ _CHECKED_TAIL = 64  # tokens compared to see that a context extends the indexed 
 # short matches are mostly coincidence. Eight pseudo-observations, so that a text overrules it soon.
 _PRIOR_MEANS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.9)
 _PRIOR_STRENGTH = 8.0
-_MEMORY = 64.0  # tries after which older ones begin to count half: texts change their nature
-_LEAST_DOUBT = 1e-6
+_MEMORY = 64.0  # tries after which older ones begin to count half: sequences change their nature
+_MIN_DOUBT = 1e-6
 
 
 class NgramIndex:
@@ -83,12 +83,12 @@ class NgramIndex:
         key = 0
         for i in range(1, n + 1):
             key |= self.tokens[-i] << (_TOKEN_BITS * (i - 1))
-        found: list[int] = []
+        result: list[int] = []
         position = self._latest[n].get(key, -1)
-        while position >= 0 and len(found) < MAX_OCCURRENCES:
-            found.append(position)
+        while position >= 0 and len(result) < MAX_OCCURRENCES:
+            result.append(position)
             position = self._previous[n][position]
-        return found
+        return result
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Branch:
 
 
 class MatchRates:
-    """How often matches of each length were right; may be shared by the drafters of many texts."""
+    """How often matches of each length were right; may be shared by the drafters of many sequences."""
 
     def __init__(self) -> None:
         self._n_tries = [_PRIOR_STRENGTH] * MAX_MATCH_BUCKET
@@ -111,7 +111,7 @@ class MatchRates:
         bucket = _bucket(match_length)
         share = self._n_hits[bucket] / self._n_tries[bucket]
         # Thousands of hits in a row round to 1; nothing is ever certain, nor its logarithm finite.
-        return min(max(share, _LEAST_DOUBT), 1.0 - _LEAST_DOUBT)
+        return min(max(share, _MIN_DOUBT), 1.0 - _MIN_DOUBT)
 
     def count(self, match_length: int, is_hit: bool) -> None:
         bucket = _bucket(match_length)
@@ -129,7 +129,7 @@ class NgramDrafter(Drafter):
     online) × (its share among the continuations, recent ones weighing more). What the longest
     match leaves open is offered to the next shorter one.
 
-    rates: of other texts, too; its own when None.
+    rates: of other sequences, too; its own when None.
     """
 
     def __init__(self, max_ngram: int = MAX_NGRAM, rates: MatchRates | None = None) -> None:
@@ -204,9 +204,9 @@ class NgramDrafter(Drafter):
             log_open[node] = log_open.get(node, 0.0) + math.log1p(-confidence)
             total = sum(child.weight for child in branch.children.values())
             ranked = sorted(branch.children.items(), key=lambda item: -item[1].weight)
-            kept = _fitting(tree.children(node), ranked, limits.width)
-            self._offers.setdefault(node, []).append((n + depth, frozenset(t for t, _ in kept)))
-            for token, child_branch in kept:
+            cached = _fitting(tree.children(node), ranked, limits.width)
+            self._offers.setdefault(node, []).append((n + depth, frozenset(t for t, _ in cached)))
+            for token, child_branch in cached:
                 log_prob = log_confidence + math.log(child_branch.weight / total)
                 child = tree.add(node, token, log_prob, SOURCE)
                 n_added += 1
@@ -242,14 +242,14 @@ def _fitting(
 ) -> list[tuple[int, _Branch]]:
     """The best candidates that leave a node with at most `width` children."""
     n_free = width - len(present)
-    kept = []
+    cached = []
     for token, branch in ranked[:width]:
         if token not in present:
             n_free -= 1
             if n_free < 0:
                 continue
-        kept.append((token, branch))
-    return kept
+        cached.append((token, branch))
+    return cached
 
 
 def _bucket(match_length: int) -> int:

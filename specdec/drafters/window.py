@@ -34,7 +34,7 @@ class DraftWindow:
 
     @classmethod
     def fitting(
-        cls, wanted: int | None, draft_context: int, target_context: int, n_nodes: int
+        cls, requested: int | None, draft_context: int, target_context: int, n_nodes: int
     ) -> DraftWindow:
         """The window of a draft whose cache has room for `draft_context` tokens.
 
@@ -43,10 +43,10 @@ class DraftWindow:
             target_context: most tokens of a text.
             n_nodes: tree nodes that should have room beside the window.
         """
-        most = target_context
+        limit = target_context
         if draft_context < target_context:
-            most = max(1, draft_context - N_SINKS - min(n_nodes, draft_context // 4))
-        n_recent = min(wanted or most, most)
+            limit = max(1, draft_context - N_SINKS - min(n_nodes, draft_context // 4))
+        n_recent = min(requested or limit, limit)
         return cls(None if n_recent + N_SINKS >= target_context else n_recent)
 
     def view(self, context_ids: Sequence[int]) -> list[int]:
@@ -60,8 +60,8 @@ class DraftWindow:
 
 
 def draft_context_size(
-    wanted: int | None, ctx_size: int, draft_max_context: int, n_nodes: int
+    requested: int | None, ctx_size: int, draft_max_context: int, n_nodes: int
 ) -> int:
     """Tokens that the draft's KV cache is to have room for; the arguments as for `fitting`."""
     whole = min(ctx_size, draft_max_context)
-    return whole if wanted is None else min(whole, N_SINKS + wanted + n_nodes)
+    return whole if requested is None else min(whole, N_SINKS + requested + n_nodes)

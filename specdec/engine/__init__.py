@@ -1,1 +1,1 @@
-"""Generations of the loaded models: their texts and beams, and what is kept between them."""
+"""Generations of the loaded models: their sequences and beams, and what is kept between them."""

@@ -15,7 +15,7 @@ from specdec.metrics.recorder import Totals
 from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.cost_model import CostModel
-from specdec.policy.spare_memory import SpareMemory
+from specdec.policy.opportunistic_layers import OpportunisticLayers
 from specdec.run_options import RunOptions
 
 
@@ -25,8 +25,8 @@ def assemble(
     options: RunOptions,
     target: Backend,
     draft: Backend | None,
-    texts: PrefixCache,
-    draft_texts: PrefixCache | None,
+    prefix_cache: PrefixCache,
+    draft_prefix_cache: PrefixCache | None,
     worker: DraftWorker,
     totals: Totals,
     cost: CostModel,
@@ -34,23 +34,23 @@ def assemble(
     """Give the engine its scheduler, speculation and memory that layers may use.
 
     Args:
-        texts, draft_texts: the KV of the target's and the draft's texts.
+        sequences, draft_texts: the KV of the target's and the draft's sequences.
         totals: what all of them count in.
         cost: a pass of the target, as planned and measured.
     """
-    max_nodes = options.target_rows(plan.n_draft_tokens)
+    max_nodes = options.max_target_tokens(plan.n_draft_tokens)
     parts = dict(plan.parts)
-    engine.spare = SpareMemory(
+    engine.layer_cache = OpportunisticLayers(
         target,
         draft,
         plan.budget_bytes,
         activation_bytes=parts.get("target activations", 0),
-        most_rows=max_nodes,
+        max_num_tokens=max_nodes,
         draft_activation_bytes=parts.get("draft activations", 0),
-        draft_level_rows=level_width(plan.n_draft_tokens),
+        draft_level_tokens=level_width(plan.n_draft_tokens),
         drafting_bytes=sum(parts.get(name, 0) for name in DRAFTING_PARTS),
-        is_streamed=plan.residency.streamed_bytes > 0,
-        draft_texts=draft_texts,
+        is_streamed=plan.placement.streamed_bytes > 0,
+        draft_prefix_cache=draft_prefix_cache,
     )
     engine.speculation = Speculation(
         target,
@@ -60,10 +60,10 @@ def assemble(
         max_nodes=max_nodes,
         totals=totals,
     )
-    files = KvFiles(target, make_way=engine.spare.make_way)
+    files = KvFiles(target, free_memory=engine.layer_cache.free_memory)
     max_num_seqs = options.parallel
     engine.scheduler = Scheduler(
-        KVCacheManager(target, texts, files, cost, totals, max_num_seqs),
+        KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs),
         cost,
         totals,
         max_num_seqs=max_num_seqs,

@@ -24,7 +24,7 @@ from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
-from specdec.drafters.lockstep import Steps
+from specdec.drafters.batched_drafting import DraftSteps
 from specdec.engine.outputs import CompletionOutput, StreamChunk
 from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence, VerifiedTree
@@ -116,7 +116,7 @@ class BeamSequence(Sequence):
             rules,
             Hypothesis(text=self._new_text() if params.stop else None),
             self._grow,
-            lambda one: one.has_ended,
+            lambda item: item.has_ended,
             by_score if params.is_greedy else self._drawn,
         )
 
@@ -157,13 +157,13 @@ class BeamSequence(Sequence):
             self.request.recorder = StatsRecorder(len(self.token_ids))
         self._restart()
 
-    def draft_prefill(self, max_tokens: int, num_seqs: int) -> Steps[None]:
+    def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         yield from ()
 
-    def propose(self, num_seqs: int, max_nodes: int) -> Steps[DraftTree]:
+    def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return a tree that nobody looks at: the nodes are the beams'."""
         num_live, num_pending = len(self._parents), len(self._pending)
-        if num_pending > (num_free := self.computing.node_room):
+        if num_pending > (num_free := self.computing.num_free_slots):
             num_beams = self.sampler.params.num_beams
             self.request.fail(
                 BeamMemoryFull(num_beams, num_live + num_pending, num_live + num_free)
@@ -205,7 +205,7 @@ class BeamSequence(Sequence):
             self._rows = dict(zip(scores.node_ids, scores.logits, strict=True))
             self._advance([self._nodes[pair] for pair in beams])
             self._prune()
-            self.request.recorder.record_round(*_ONE_TOKEN)
+            self.request.recorder.record_step(*_ONE_TOKEN)
         except Exception as error:
             self.request.fail(error)
         return None
@@ -214,8 +214,8 @@ class BeamSequence(Sequence):
         """Make the outputs of the best hypotheses; the best unfinished one if none has ended."""
         if self._has_started:
             self._outputs = [
-                self._output(index, found, score)
-                for index, (found, score) in enumerate(self.results(self.sampler.params.n))
+                self._output(index, result, score)
+                for index, (result, score) in enumerate(self.results(self.sampler.params.n))
             ]
             for index, output in enumerate(self._outputs):
                 self.request.put(StreamChunk(output.text, output.token_ids, index))
@@ -228,10 +228,10 @@ class BeamSequence(Sequence):
     def outputs(self) -> list[CompletionOutput]:
         return self._outputs or super().outputs
 
-    def _output(self, index: int, found: Hypothesis, score: float) -> CompletionOutput:
-        one = Sequence(self.request, self.sampler, self._limit, self._new_text(), index)
-        one.fill(found.token_ids, found.logprobs, found.top_logprobs)
-        return replace(one.outputs[0], score=score)
+    def _output(self, index: int, result: Hypothesis, score: float) -> CompletionOutput:
+        item = Sequence(self.request, self.sampler, self._limit, self._new_text(), index)
+        item.fill(result.token_ids, result.logprobs, result.top_logprobs)
+        return replace(item.outputs[0], score=score)
 
     # --- the search ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _NICENESS = 10
 """The pass goes first: drafting takes what it leaves of the cores."""
-_MOST_NICE = 19
+_MAX_NICE = 19
 
 
 class DraftWorker:
@@ -102,4 +102,4 @@ def _be_nice() -> None:
     """Lower the priority of the calling thread and of those that its libraries start."""
     thread = threading.get_native_id()
     present = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MOST_NICE))
+    os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MAX_NICE))

@@ -11,7 +11,7 @@ from specdec.engine.request import Request, own_errors
 from specdec.engine.scheduler import Batch, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.speculation import Speculation, Trees
-from specdec.policy.spare_memory import SpareMemory
+from specdec.policy.opportunistic_layers import OpportunisticLayers
 
 
 class Owner(Protocol):
@@ -50,7 +50,7 @@ class Engine(EngineThread):
 
     scheduler: Scheduler | None = None
     speculation: Speculation
-    spare: SpareMemory
+    layer_cache: OpportunisticLayers
 
     def __init__(self) -> None:
         self._running: list[Running] = []
@@ -90,14 +90,14 @@ class Engine(EngineThread):
         trees = self.speculation.propose(batch)
         scores = self.speculation.verify(trees, batch)
         verified = [
-            (sequence, sequence.accept(tree, found))
-            for (sequence, tree), found in zip(trees, scores, strict=False)
+            (sequence, sequence.accept(tree, result))
+            for (sequence, tree), result in zip(trees, scores, strict=False)
         ]
-        for chunk, found in zip(batch.prefill, scores[len(trees) :], strict=True):
-            chunk.sequence.sample_first(found)
+        for chunk, result in zip(batch.prefill, scores[len(trees) :], strict=True):
+            chunk.sequence.sample_first(result)
         self.speculation.observe(verified)
         self._in_pass = ()
-        self._lend(batch, trees)
+        self._pin_layers(batch, trees)
 
     def recover(self, batch: Batch, error: BaseException, *, is_cancelled: bool) -> None:
         """Let a step that failed end its sequences; others go on.
@@ -107,7 +107,7 @@ class Engine(EngineThread):
         """
         _release_frames(error)
         self._in_pass = ()
-        everything = [sequence for one in self._running for sequence in one.sequences]
+        everything = [sequence for item in self._running for sequence in item.sequences]
         for sequence in batch.sequences or everything:
             if is_cancelled:
                 sequence.try_recover()
@@ -118,20 +118,22 @@ class Engine(EngineThread):
         """Free memory that holds layers, where prompts are about to need it."""
         if batch.prefill or batch.has_new:  # whose KV may come from a file, but not the draft's
             num_tokens, num_seqs = self._num_cached
-            self.spare.make_room(num_tokens + batch.num_prefill_tokens, num_seqs)
+            self.layer_cache.make_capacity(num_tokens + batch.num_prefill_tokens, num_seqs)
 
-    def _lend(self, batch: Batch, trees: Trees) -> None:
+    def _pin_layers(self, batch: Batch, trees: Trees) -> None:
         """Let memory that is not used hold layers meanwhile."""
         assert self.scheduler is not None, "a step was scheduled"
         num_tokens, num_seqs = self._num_cached
         running = self.scheduler.running
         if batch.prefill:
-            more = any(not one.is_decoding for one in running) or bool(self.scheduler.waiting)
-            self.spare.begin(num_tokens, num_seqs, more_enter=more)
+            more = any(not item.is_decoding for item in running) or bool(self.scheduler.waiting)
+            self.layer_cache.begin(num_tokens, num_seqs, more_enter=more)
         else:
-            num_lacking = sum(one.drafter.n_lacking(one.token_ids) for one in running if one.drafts)
+            num_lacking = sum(
+                item.drafter.n_lacking(item.token_ids) for item in running if item.drafts
+            )
             num_scored = sum(len(tree) for _, tree in trees)
-            self.spare.lend(num_scored, num_tokens, num_seqs, num_lacking)
+            self.layer_cache.pin(num_scored, num_tokens, num_seqs, num_lacking)
 
     @property
     def _num_cached(self) -> tuple[int, int]:
@@ -143,9 +145,11 @@ class Engine(EngineThread):
         """Free sequences that are over, and finish the requests that have no others."""
         assert self.scheduler is not None, "requests are added when the models are loaded"
         self.scheduler.free_finished()
-        is_over = [all(one.is_finished for one in running.sequences) for running in self._running]
-        over = [one for one, has_ended in zip(self._running, is_over, strict=True) if has_ended]
-        self._running = [one for one in self._running if one not in over]
+        is_over = [
+            all(sequence.is_finished for sequence in running.sequences) for running in self._running
+        ]
+        over = [item for item, has_ended in zip(self._running, is_over, strict=True) if has_ended]
+        self._running = [item for item in self._running if item not in over]
         for running in over:
             self.scheduler.totals.add(requests=1)
             running.finish()
@@ -188,12 +192,12 @@ class Engine(EngineThread):
         request.is_cancelled = True
 
         def end() -> None:
-            if all(one.request is not request for one in self._running):
+            if all(item.request is not request for item in self._running):
                 request.finish()
 
         self.send(end)
         served = self._in_pass
-        if served and all(one is request for one in served):
+        if served and all(item is request for item in served):
             self.cancel_pass()
 
     def cancel_pass(self) -> None:

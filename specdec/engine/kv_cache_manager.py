@@ -26,7 +26,7 @@ and those are few: 15 of a 3B in bf16, whose rows take 60 ms."""
 _OWN_SHARE = 0.5
 """Of a sequence's tokens, that no other one holds, for a file to be worth it: what others hold is
 shared with them, and what a file brings takes memory of its own."""
-_WORTH_WAITING = 16
+_PAYS_TO_WAIT = 16
 """Tokens that a prompt begins with, for it to wait for another one that is computing them."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
@@ -65,11 +65,11 @@ class KVCacheManager:
         """Give a waiting sequence KV, as much of it as is cached; False where it has to wait."""
         if len(self.running) >= self._max_num_seqs or self._waits_for_another(sequence):
             return False
-        if sequence.keeps_nodes and any(one.keeps_nodes for one in self.running):
+        if sequence.keeps_nodes and any(item.keeps_nodes for item in self.running):
             return False
         while not (
             self._swap_in(sequence)
-            if self._is_swap_worth_it(sequence)
+            if self._pays_to_swap(sequence)
             else self._match_prefix(sequence)
         ):
             if not self.cache.drop_oldest():
@@ -99,11 +99,11 @@ class KVCacheManager:
             return False
         has_capacity = self._has_capacity(len(ids), kv)
         if has_capacity:  # it may be alone: what is cached goes then
-            self.cache.make_room(kv, len(ids))
+            self.cache.make_capacity(kv, len(ids))
         num_growth_bytes = self._target.kv_growth_bytes(self.cache.n_committed + len(ids))
         if has_capacity and file.load(kv, num_growth_bytes):
-            self._totals.add(restored=1, restored_tokens=kv.n_committed)
-            sequence.attach(kv, is_restored=True)
+            self._totals.add(swapped_in=1, swapped_in_tokens=kv.n_committed)
+            sequence.attach(kv, is_swapped_in=True)
             return True
         self.cache.drop(kv)
         if not has_capacity:
@@ -114,7 +114,7 @@ class KVCacheManager:
     def _new_kv(self, token_ids: SequenceOf[int], cache_prompt: bool) -> SequenceKV | None:
         """Return None where the backend has no capacity for one more beside those that run."""
         try:
-            return self.cache.begin(token_ids, is_fresh=not cache_prompt)
+            return self.cache.begin(token_ids, skips_cache=not cache_prompt)
         except BackendError:
             if self.running:
                 return None
@@ -139,13 +139,13 @@ class KVCacheManager:
             if not sequence.request.cache_prompt or other.is_decoding:
                 continue
             num_common = common_length(other.token_ids, ids)
-            if num_common - other.computing.n_committed >= _WORTH_WAITING:
+            if num_common - other.computing.n_committed >= _PAYS_TO_WAIT:
                 return True
         return False
 
     # --- capacity of a step --------------------------------------------------------------------
 
-    def make_room(self, sequences: SequenceOf[Sequence], max_num_nodes: int) -> list[Sequence]:
+    def make_capacity(self, sequences: SequenceOf[Sequence], max_num_nodes: int) -> list[Sequence]:
         """Let each of them take part with at least its next tokens; return those preempted for it.
 
         max_num_nodes: nodes that one pass scores.
@@ -153,10 +153,10 @@ class KVCacheManager:
         remaining = list(sequences)
         preempted: list[Sequence] = []
         num_nodes = max_num_nodes // max(1, len(remaining))
-        for one in remaining:
-            self.cache.make_room(one.computing, max(num_nodes, one.num_uncomputed))
+        for item in remaining:
+            self.cache.make_capacity(item.computing, max(num_nodes, item.num_uncomputed))
         while True:
-            batch = [one.min_rows() for one in remaining]
+            batch = [item.min_rows() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
                 return preempted
             if self.cache.drop_oldest():
@@ -169,8 +169,8 @@ class KVCacheManager:
     def within_nodes(self, decode: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
         """Return those, from the first on, that live nodes are left for: beams may hold most."""
         num_left = self._target.num_free_nodes
-        for index, one in enumerate(decode):
-            num_left -= one.min_step_tokens
+        for index, item in enumerate(decode):
+            num_left -= item.min_step_tokens
             if num_left < 0 and index:
                 return decode[:index]
         return decode
@@ -185,12 +185,12 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take the KV away, swapped out where that is quicker than computing it anew."""
-        self._totals.add(set_aside=1)
+        self._totals.add(preempted=1)
         self.running.remove(sequence)
         kv = sequence.computing
         num_bytes = kv.n_committed * self._target.kv_bytes // max(1, self._target.n_kv_allocated)
         num_shared = self._num_shared(sequence, kv)
-        if not sequence.keeps_nodes and self._is_worth_it(kv.n_committed, num_shared, num_bytes):
+        if not sequence.keeps_nodes and self._pays_off(kv.n_committed, num_shared, num_bytes):
             sequence.kv_file = self.files.write(kv)
         self.cache.drop(kv)
         sequence.detach()
@@ -201,11 +201,11 @@ class KVCacheManager:
         if file is not None:
             file.close()
 
-    def _is_swap_worth_it(self, sequence: Sequence) -> bool:
+    def _pays_to_swap(self, sequence: Sequence) -> bool:
         file = sequence.kv_file
         if file is None:
             return False
-        return self._is_worth_it(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
+        return self._pays_off(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
 
     def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
         """Return how many of its first tokens others have KV of."""
@@ -213,7 +213,7 @@ class KVCacheManager:
             return 0
         return self.cache.n_common(sequence.ids_to_compute, own)
 
-    def _is_worth_it(self, num_tokens: int, num_shared: int, num_bytes: int) -> bool:
+    def _pays_off(self, num_tokens: int, num_shared: int, num_bytes: int) -> bool:
         """Return whether a file is quicker than the tokens of passes that it saves."""
         num_own = num_tokens - num_shared
         if num_own < _OWN_SHARE * num_tokens:

@@ -48,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one round added; of beam search, a whole sequence."""
+    """What one step added; of beam search, a whole sequence."""
 
     text: str
     token_ids: tuple[int, ...]

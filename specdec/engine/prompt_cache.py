@@ -115,12 +115,12 @@ class PromptCache:
         both = _by_role(target, draft)
         try:
             with file.unchanged():  # loading took a while
-                for role, texts in both.items():
+                for role, prefix_cache in both.items():
                     if file.metadata.get(role) == self._fingerprints[role]:
-                        self._fill(role, texts, file)
+                        self._fill(role, prefix_cache, file)
         except CheckpointError as error:
             raise self._refusal(str(error)) from error
-        self._in_file = _held(both)
+        self._in_file = _pinned(both)
         reset_peak_rss()  # the file's pages were this process's for a moment
 
     def save(self, target: PrefixCache, draft: PrefixCache | None) -> None:
@@ -131,37 +131,46 @@ class PromptCache:
         try:
             with ExitStack() as stack:
                 both = _by_role(target, draft).items()
-                self._save({role: stack.enter_context(_at_rest(texts)) for role, texts in both})
+                self._save(
+                    {
+                        role: stack.enter_context(_at_rest(prefix_cache))
+                        for role, prefix_cache in both
+                    }
+                )
         except BackendError as error:
             raise self._not_written(str(error)) from error
 
     def _save(self, newest: Mapping[str, SequenceKV | None]) -> None:
-        texts = {role: text for role, text in newest.items() if text is not None}
-        held = {role: list(text.committed_ids) for role, text in texts.items() if text.n_committed}
-        if held == self._in_file or _TARGET not in held:
+        prefix_cache = {role: text for role, text in newest.items() if text is not None}
+        pinned = {
+            role: list(text.committed_ids)
+            for role, text in prefix_cache.items()
+            if text.n_committed
+        }
+        if pinned == self._in_file or _TARGET not in pinned:
             return
         tensors = []
-        for role, token_ids in held.items():
+        for role, token_ids in pinned.items():
             tensors.append(TensorShape(f"{role}.{_TOKENS}", "I32", (len(token_ids),)))
-            for tensor in texts[role].prefix_tensors():
+            for tensor in prefix_cache[role].prefix_tensors():
                 name = f"{role}.{tensor.name}"
                 tensors.append(TensorShape(name, tensor.dtype, tensor.shape))
 
         def fill(buffers: Mapping[str, memoryview]) -> None:
-            for role, token_ids in held.items():
+            for role, token_ids in pinned.items():
                 own = _below(role, buffers)
                 own.pop(_TOKENS)[:] = np.array(token_ids, dtype="<i4").tobytes()
-                texts[role].save_prefix(own)
+                prefix_cache[role].save_prefix(own)
 
-        metadata = {role: self._fingerprints[role] for role in held}
+        metadata = {role: self._fingerprints[role] for role in pinned}
         try:
             write_mapped(self.path, tensors, {"format": _FORMAT, **metadata}, fill)
         except OSError as error:
             raise self._not_written(f"{error.strerror or error}: name another file") from error
-        self._in_file = held
+        self._in_file = pinned
 
-    def _fill(self, role: str, texts: PrefixCache, file: MappedFile) -> None:
-        backend = texts.backend
+    def _fill(self, role: str, prefix_cache: PrefixCache, file: MappedFile) -> None:
+        backend = prefix_cache.backend
         token_ids, tensors = self._saved(role, backend.vocab_size, file)
         if len(token_ids) > backend.max_context:
             if role == _DRAFT:
@@ -176,7 +185,7 @@ class PromptCache:
         except BackendError as error:
             text.close()
             raise self._refusal(str(error)) from error
-        texts.adopt(text)
+        prefix_cache.adopt(text)
 
     def _saved(
         self, role: str, vocab_size: int, file: MappedFile
@@ -219,25 +228,25 @@ def _by_role(target: PrefixCache, draft: PrefixCache | None) -> dict[str, Prefix
 
 
 @contextmanager
-def _at_rest(texts: PrefixCache) -> Iterator[SequenceKV | None]:
+def _at_rest(prefix_cache: PrefixCache) -> Iterator[SequenceKV | None]:
     """The newest text, for its live nodes to be dropped, as saving does: of one that is in use,
     whose drafter or beams go on with theirs, another sequence with the same prefix."""
-    newest = texts.newest
-    if newest is None or newest in texts.kept:
+    newest = prefix_cache.newest
+    if newest is None or newest in prefix_cache.cached:
         yield newest
         return
     with closing(newest.fork()) as other:
         yield other
 
 
-def _held(both: Mapping[str, PrefixCache]) -> dict[str, list[int]]:
+def _pinned(both: Mapping[str, PrefixCache]) -> dict[str, list[int]]:
     """Tokens of the newest text of each model, where there is one."""
-    held = {
-        role: list(texts.newest.committed_ids)
-        for role, texts in both.items()
-        if texts.newest is not None
+    pinned = {
+        role: list(prefix_cache.newest.committed_ids)
+        for role, prefix_cache in both.items()
+        if prefix_cache.newest is not None
     }
-    return {role: token_ids for role, token_ids in held.items() if token_ids}
+    return {role: token_ids for role, token_ids in pinned.items() if token_ids}
 
 
 def _below(role: str, named: Mapping[str, _T]) -> dict[str, _T]:

@@ -44,7 +44,7 @@ def stats_of(
         peak_memory_bytes=process_memory().peak_rss_bytes,
         memory_budget_bytes=plan.budget_bytes,
         kv_bytes=kv_bytes,
-        held_bytes=sum(backend.held_bytes for backend in backends),
+        pinned_bytes=sum(backend.pinned_bytes for backend in backends),
         kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,
         model_flops=0 if flops is None else _decoded_flops(request, flops, recorded),

@@ -112,9 +112,9 @@ class Scheduler:
 
     def free_finished(self) -> None:
         """Free the KV of sequences that are over."""
-        for sequence in [one for one in self.running if one.is_finished]:
+        for sequence in [item for item in self.running if item.is_finished]:
             self.kv.free(sequence)
-        for sequence in [one for one in self.waiting if one.is_finished]:
+        for sequence in [item for item in self.waiting if item.is_finished]:
             self.waiting.remove(sequence)
             self.kv.discard_file(sequence)
 
@@ -122,10 +122,10 @@ class Scheduler:
         """Return what the next step computes."""
         has_new = self._admit()
         running = sorted(self.running, key=_rank)[: self._max_num_seqs]
-        self.waiting += self.kv.make_room(running, self._max_num_nodes)
+        self.waiting += self.kv.make_capacity(running, self._max_num_nodes)
         running = [sequence for sequence in running if sequence.kv is not None]
-        decode = self.kv.within_nodes([one for one in running if one.is_decoding])
-        prefill = [one for one in running if not one.is_decoding]
+        decode = self.kv.within_nodes([item for item in running if item.is_decoding])
+        prefill = [item for item in running if not item.is_decoding]
         max_num_tokens = self._max_num_tokens(decode) if prefill and decode else None
         num_left = self._max_prefill_tokens
         if max_num_tokens is not None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from backends.contract.kv_files import KvFile
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
-from specdec.drafters.lockstep import Steps
+from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
 from specdec.engine.outputs import CompletionOutput, StreamChunk
 from specdec.engine.request import Request, own_errors
@@ -145,14 +145,14 @@ class Sequence:
 
     # --- what it adds to a step ----------------------------------------------------------------
 
-    def attach(self, kv: SequenceKV, *, is_restored: bool = False) -> None:
+    def attach(self, kv: SequenceKV, *, is_swapped_in: bool = False) -> None:
         """Take up the KV of a beginning of the tokens.
 
         is_restored: the sequence's own KV, which had been swapped out.
         """
         self.kv = kv
         self.request.recorder.record_admitted()
-        if not self.num_new_tokens and not is_restored:
+        if not self.num_new_tokens and not is_swapped_in:
             self._num_cached_tokens = kv.n_committed
 
     def detach(self) -> None:
@@ -168,7 +168,7 @@ class Sequence:
         is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
         return SequenceInput(self.computing, chunk, logits_at=None if is_last else [])
 
-    def draft_prefill(self, max_tokens: int, num_seqs: int) -> Steps[None]:
+    def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         """Compute the draft's KV of a prefill chunk, beside so many sequences that decode."""
         try:
             if self.policy.uses_draft(num_seqs):
@@ -176,20 +176,20 @@ class Sequence:
         except Exception as error:
             self.request.fail(error)
 
-    def propose(self, num_seqs: int, max_nodes: int) -> Steps[DraftTree]:
+    def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return the draft tree of the next step.
 
         num_seqs: sequences that share the step, with `max_nodes` draft tokens together.
         """
-        most = max_nodes // num_seqs if self.policy.is_whole else max_nodes
-        most = min(self.computing.node_room, 1 + most)
+        limit = max_nodes // num_seqs if self.policy.is_whole else max_nodes
+        limit = min(self.computing.num_free_slots, 1 + limit)
         try:
-            limits = self.policy.limits(len(self.token_ids), self.num_left, most, num_seqs)
+            limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
             tree = yield from self.drafter.proposing(self.token_ids, limits)
             check_proposal(
                 tree,
                 self.token_ids[-1],
-                max_nodes=most,
+                max_nodes=limit,
                 max_depth=self.policy.max_context - len(self.token_ids),
                 vocab_size=self.sampler.n_tokens,
             )
@@ -238,7 +238,7 @@ class Sequence:
             self._note_logprobs((logits[i] for i in acceptance.path), new_ids)
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
-            recorder.record_round(tree, acceptance, n_emitted=num_taken)
+            recorder.record_step(tree, acceptance, n_emitted=num_taken)
         except Exception as error:
             self.request.fail(error)
             return None

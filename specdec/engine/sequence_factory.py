@@ -14,8 +14,8 @@ from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence
 from specdec.grammar.state import GrammarState
 from specdec.planning.run_plan import RunPlan
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.experience import Experience
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import token_limit
@@ -49,7 +49,7 @@ class SequenceFactory:
     begin_grammar: Callable[[SamplingParams, int], GrammarState | None]
     drafters: Drafters
     plan: RunPlan
-    experience: Experience
+    acceptance_statistics: AcceptanceStatistics
 
     def new_sequences(self, request: Request) -> list[Sequence]:
         """Return `params.n` sequences, or one that runs a beam search.
@@ -98,7 +98,7 @@ class SequenceFactory:
             drafter.reset()
         policy = DraftPolicy(
             request.spec,
-            self.experience,
+            self.acceptance_statistics,
             self.max_context,
             temperature=sampler.params.temperature,
         )

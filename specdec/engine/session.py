@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
-from offload.process.remembered import forget_figures
+from offload.process.disk_cache import forget_figures
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.drafters.assembly import Drafters
@@ -21,21 +21,21 @@ from specdec.engine.assembly import assemble
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
-from specdec.engine.kept_experience import KeptExperience
 from specdec.engine.prompt_cache import PromptCache, check_file
 from specdec.engine.request import Request
 from specdec.engine.request_stats import stats_of
+from specdec.engine.saved_statistics import SavedStatistics
 from specdec.engine.sequence import Sequence
 from specdec.engine.sequence_factory import SequenceFactory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
-from specdec.planning.early import begin_early, remember_early
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import plan_models
-from specdec.policy.experience import Experience
+from specdec.planning.weight_prefetch import begin_prefetch, remember_prefetch
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
@@ -96,10 +96,10 @@ class Session:
 
         budget = budget_of_run(options.memory_budget)
         # Whatever was opened is closed when a later part fails.
-        with ExitStack() as stack, begin_early(options, budget[0], note) as early:
+        with ExitStack() as stack, begin_prefetch(options, budget[0], note) as weight_prefetch:
             if prepare is not None:
                 prepare(options)
-            planned = plan_models(options, budget, early)
+            planned = plan_models(options, budget, weight_prefetch)
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
@@ -109,53 +109,55 @@ class Session:
             if self.options.prompt_cache_file is not None:
                 path = self.options.prompt_cache_file
                 self._prompt_cache = PromptCache(path, planned.target, planned.draft)
-            kept_experience = KeptExperience(planned)
-            stack.callback(kept_experience.save)  # last, when the memory is free again
+            saved_statistics = SavedStatistics(planned)
+            stack.callback(saved_statistics.save)  # last, when the memory is free again
             self.target: Backend = stack.enter_context(
-                load_target(planned, self.options, note, early)
+                load_target(planned, self.options, note, weight_prefetch)
             )
-            remember_early(options, self.plan, planned.target.source)
+            remember_prefetch(options, self.plan, planned.target.source)
             self.draft, self.draft_window = load_draft(planned, self.options, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
-            self.experience = kept_experience.experience
+            self.acceptance_statistics = saved_statistics.acceptance_statistics
             self._make_scheduler(stack)
             if self._prompt_cache is not None:
-                self._prompt_cache.restore(self.texts, self.draft_texts)
+                self._prompt_cache.restore(self.prefix_cache, self.draft_prefix_cache)
             stack.callback(_note_last_stats, weakref.ref(self))
             engine.at_end.push(stack.pop_all())
 
     def _make_scheduler(self, stack: ExitStack) -> None:
         target, draft, parallel = self.target, self.draft, self.options.parallel
-        self.texts = PrefixCache(target, parallel)
-        self.draft_texts = None if draft is None else PrefixCache(draft, parallel)
+        self.prefix_cache = PrefixCache(target, parallel)
+        self.draft_prefix_cache = None if draft is None else PrefixCache(draft, parallel)
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
-        texts = (self.texts, self.draft_texts)
-        plan, totals, cost = self.plan, self.totals, self.experience.cost
-        assemble(self.engine, plan, self.options, target, draft, *texts, worker, totals, cost)
+        prefix_cache = (self.prefix_cache, self.draft_prefix_cache)
+        plan, totals, cost = self.plan, self.totals, self.acceptance_statistics.cost
+        assemble(
+            self.engine, plan, self.options, target, draft, *prefix_cache, worker, totals, cost
+        )
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
             eos_token_ids=self.eos_token_ids,
             max_context=target.max_context,
             model_context=self.model_context,
-            max_beams=self.options.target_rows(self.plan.n_draft_tokens),
+            max_beams=self.options.max_target_tokens(self.plan.n_draft_tokens),
             begin_grammar=self._begin_grammar,
             drafters=Drafters(
-                draft, self.draft_texts, self.draft_window, target.max_context, parallel
+                draft, self.draft_prefix_cache, self.draft_window, target.max_context, parallel
             ),
             plan=self.plan,
-            experience=self.experience,
+            acceptance_statistics=self.acceptance_statistics,
         )
 
-    def use_experience(self, experience: Experience) -> None:
+    def use_statistics(self, acceptance_statistics: AcceptanceStatistics) -> None:
         """Go on with other acceptance statistics: modes of a benchmark do not learn together."""
-        self._factory = replace(self._factory, experience=experience)
+        self._factory = replace(self._factory, acceptance_statistics=acceptance_statistics)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
-        scheduler.cost = scheduler.kv.cost = experience.cost
+        scheduler.cost = scheduler.kv.cost = acceptance_statistics.cost
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -190,9 +192,12 @@ class Session:
         plan = self.plan.cost_model
         # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
         ratios = [
-            max(one.seconds / plan.planned_seconds(one.num_tokens), 1.0 if one.has_held else 0.0)
-            for one in passes
-            if not one.is_drafting_ahead
+            max(
+                item.seconds / plan.planned_seconds(item.num_tokens),
+                1.0 if item.has_pinned else 0.0,
+            )
+            for item in passes
+            if not item.is_drafting_ahead
         ]
         if len(ratios) < _ENOUGH_PASSES:
             return
@@ -231,7 +236,7 @@ class Session:
     def chat_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters of an answer in a conversation: it ends with the turn.
 
-        Besides the stop texts of the format that is by whatever the model's files name as an end,
+        Besides the stop sequences of the format that is by whatever the model's files name as an end,
         and by what the template writes behind an answer; unless the caller has ends of their own.
         """
         form = self.tokenizer.chat_format
@@ -253,16 +258,16 @@ class Session:
 
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
-        self.engine.call(lambda: self.target.hold(0))
+        self.engine.call(lambda: self.target.pin_layers(0))
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
-        """Give back the KV of texts that are over: the next prompt is computed from its first
+        """Give back the KV of sequences that are over: the next prompt is computed from its first
         token on."""
 
         def forget() -> None:
-            for texts in (self.texts, self.draft_texts):
-                while texts is not None and texts.drop_oldest():
+            for prefix_cache in (self.prefix_cache, self.draft_prefix_cache):
+                while prefix_cache is not None and prefix_cache.drop_oldest():
                     pass
 
         self.engine.call(forget)
@@ -280,12 +285,12 @@ class Session:
             bytes_streamed=use.bytes_streamed,
             bytes_copied_to_device=use.bytes_copied,
             stall_seconds=use.stall_seconds,
-            texts_running=len(scheduler.running),
-            texts_waiting=len(scheduler.waiting),
+            sequences_running=len(scheduler.running),
+            sequences_waiting=len(scheduler.waiting),
             kv_bytes=sum(backend.kv_bytes for backend in self.backends),
-            kv_used_bytes=sum(_kv_bytes(one, one.kv_use.n_used) for one in self.backends),
-            kv_shared_bytes=sum(_kv_bytes(one, one.kv_use.n_shared) for one in self.backends),
-            held_bytes=sum(backend.held_bytes for backend in self.backends),
+            kv_used_bytes=sum(_kv_bytes(item, item.kv_use.n_used) for item in self.backends),
+            kv_shared_bytes=sum(_kv_bytes(item, item.kv_use.n_shared) for item in self.backends),
+            pinned_bytes=sum(backend.pinned_bytes for backend in self.backends),
             memory_budget_bytes=self.plan.budget_bytes,
         )
 
@@ -300,8 +305,8 @@ class Session:
         self.check_open()
 
         def save() -> None:
-            self.target.hold(0)  # what is written takes memory
-            cache.save(self.texts, self.draft_texts)
+            self.target.pin_layers(0)  # what is written takes memory
+            cache.save(self.prefix_cache, self.draft_prefix_cache)
 
         self.engine.call(save)
 
@@ -340,9 +345,9 @@ class Session:
 
 def _note_last_stats(session: weakref.ref[Session]) -> None:
     """Note the figures of all generations at the model's end, for who still asks."""
-    found = session()
-    if found is not None:
-        found._last_stats = found._stats()
+    result = session()
+    if result is not None:
+        result._last_stats = result._stats()
 
 
 def _kv_bytes(backend: Backend, n_positions: int) -> int:

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceInput, SequenceOutput
-from specdec.drafters.lockstep import in_lockstep
+from specdec.drafters.batched_drafting import run_batched
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.scheduler import Batch
 from specdec.engine.sequence import Sequence, VerifiedTree
 from specdec.metrics.recorder import StatsRecorder, Totals
-from specdec.policy.shared_round import observe_together, should_draft_ahead, trim_together
+from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
 from specdec.verification.tree import ROOT, DraftTree
 
 Trees = list[tuple[Sequence, DraftTree]]
@@ -54,7 +54,7 @@ class Speculation:
             steps = [
                 chunk.sequence.draft_prefill(chunk.num_tokens, num_seqs) for chunk in batch.prefill
             ]
-            in_lockstep(steps, max_rows=self._max_draft_tokens)
+            run_batched(steps, max_num_tokens=self._max_draft_tokens)
 
     def propose(self, batch: Batch) -> Trees:
         """Return the part of each sequence's draft tree that is worth its tokens.
@@ -68,7 +68,7 @@ class Speculation:
                 clocks.enter_context(recorder.drafting())
             num_seqs, max_nodes = len(_drafting(batch.decode)), self._max_draft_nodes(batch)
             steps = [sequence.propose(num_seqs, max_nodes) for sequence in batch.decode]
-            proposed = in_lockstep(steps, max_rows=self._max_draft_tokens)
+            proposed = run_batched(steps, max_num_tokens=self._max_draft_tokens)
             trees = [
                 (sequence, tree)
                 for sequence, tree in zip(batch.decode, proposed, strict=True)
@@ -83,8 +83,8 @@ class Speculation:
     def _max_draft_nodes(self, batch: Batch) -> int:
         """Return the draft tokens that the step has capacity for."""
         num_tokens = sum(sequence.min_step_tokens for sequence in batch.decode)
-        wanted = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
-        num_nodes = min(self._max_nodes - wanted, self._target.num_free_nodes) - num_tokens
+        requested = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
+        num_nodes = min(self._max_nodes - requested, self._target.num_free_nodes) - num_tokens
         if batch.max_num_tokens is not None:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)
         return max(0, num_nodes)
@@ -97,7 +97,7 @@ class Speculation:
         inputs = _inputs(trees, batch)
         if not inputs:
             return []
-        num_again = sum(one.num_tokens for one in batch.prefill if one.sequence.num_new_tokens)
+        num_again = sum(item.num_tokens for item in batch.prefill if item.sequence.num_new_tokens)
         scores = self._verify(trees, inputs)
         self.totals.add(recomputed_tokens=num_again)
         return scores
@@ -107,7 +107,7 @@ class Speculation:
         if worker is None:
             return self._forward(trees, inputs)
         can_draft = any(sequence.drafter.can_draft_ahead for sequence in drafting)
-        if not can_draft or not should_draft_ahead([one.policy for one in drafting]):
+        if not can_draft or not should_draft_ahead([item.policy for item in drafting]):
             worker.close()
             return self._forward(trees, inputs)
 
@@ -118,9 +118,9 @@ class Speculation:
                 steps = [
                     sequence.drafter.drafting_ahead(tree)
                     for sequence, tree in trees
-                    if sequence.drafts and sequence.policy.round.is_ahead
+                    if sequence.drafts and sequence.policy.step.is_ahead
                 ]
-                in_lockstep(steps, should_stop, self._max_draft_tokens)
+                run_batched(steps, should_stop, self._max_draft_tokens)
 
         return worker.beside(
             lambda: self._forward(trees, inputs, is_drafting_ahead=True),
@@ -132,31 +132,33 @@ class Speculation:
     def _forward(
         self, trees: Trees, inputs: SequenceOf[SequenceInput], *, is_drafting_ahead: bool = False
     ) -> list[SequenceOutput]:
-        num_tokens = sum(len(one.token_ids) for one in inputs)
-        num_prompt = sum(len(one.token_ids) for one in inputs[len(trees) :])
-        began, has_held = time.perf_counter(), self._target.held_bytes > 0
+        num_tokens = sum(len(item.token_ids) for item in inputs)
+        num_prompt = sum(len(item.token_ids) for item in inputs[len(trees) :])
+        began, has_pinned = time.perf_counter(), self._target.pinned_bytes > 0
         with ExitStack() as clocks:
             for recorder in _recorders([sequence for sequence, _ in trees]):
                 clocks.enter_context(
                     recorder.verifying(
-                        num_tokens, is_drafting_ahead=is_drafting_ahead, has_held=has_held
+                        num_tokens, is_drafting_ahead=is_drafting_ahead, has_pinned=has_pinned
                     )
                 )
             scores = self._target.forward(inputs)
         seconds = time.perf_counter() - began
         self.totals.add(
-            passes=1, pass_rows=num_tokens, prompt_rows=num_prompt, pass_seconds=seconds
+            passes=1, batch_tokens=num_tokens, prefill_tokens=num_prompt, pass_seconds=seconds
         )
         return scores
 
     @staticmethod
     def observe(verified: SequenceOf[tuple[Sequence, VerifiedTree | None]]) -> None:
         """Let the policies learn from the step."""
-        done = [(one.policy, found) for one, found in verified if one.drafts and found is not None]
+        done = [
+            (item.policy, result) for item, result in verified if item.drafts and result is not None
+        ]
         if done:
-            policies, found = zip(*done, strict=True)
-            acceptances = [one.acceptance for one in found]
-            observe_together(policies, acceptances, [one.tree for one in found])
+            policies, result = zip(*done, strict=True)
+            acceptances = [item.acceptance for item in result]
+            observe_together(policies, acceptances, [item.tree for item in result])
 
     def request_cancel(self) -> None:
         """End a running pass soon with an error; any thread may call it."""
@@ -173,12 +175,12 @@ def _trim(trees: Trees, num_other_tokens: int, max_nodes: int) -> Trees:
     drafting = [(sequence, tree) for sequence, tree in trees if sequence.drafts]
     if not drafting:
         return trees
-    num_other_tokens += sum(one.min_step_tokens for one, _ in trees if not one.drafts)
+    num_other_tokens += sum(item.min_step_tokens for item, _ in trees if not item.drafts)
     policies = [sequence.policy for sequence, _ in drafting]
-    kept = iter(
+    cached = iter(
         trim_together(policies, [tree for _, tree in drafting], num_other_tokens, max_nodes)
     )
-    return [(one, next(kept) if one.drafts else tree) for one, tree in trees]
+    return [(item, next(cached) if item.drafts else tree) for item, tree in trees]
 
 
 def _inputs(trees: Trees, batch: Batch) -> list[SequenceInput]:

@@ -126,6 +126,6 @@ class GenerationStream:
 
 
 def _abandon(engine: Engine, request: weakref.ref[Request]) -> None:
-    found = request()
-    if found is not None and not found.is_finished:
-        engine.cancel(found)
+    result = request()
+    if result is not None and not result.is_finished:
+        engine.cancel(result)

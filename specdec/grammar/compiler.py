@@ -8,15 +8,15 @@ from functools import lru_cache
 from typing import Any
 
 from specdec.checks import ConfigError
+from specdec.grammar.cached import Cached
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
-from specdec.grammar.kept import Kept
 from specdec.grammar.state import GrammarState
 
 logger = logging.getLogger(__name__)
 MakeTokenizer = Callable[[tuple[int, ...]], Any]
 """End-of-sequence ids -> llguidance's LLTokenizer of the model's vocabulary."""
-_MOST_KEPT = 16  # grammars; a server's clients often send the same one
-_MOST_LEXER_STATES = 50_000  # of 1 to 2 KB; common grammars have some hundreds
+_MAX_RETAINED = 16  # grammars; a server's clients often send the same one
+_MAX_LEXER_STATES = 50_000  # of 1 to 2 KB; common grammars have some hundreds
 
 
 class GrammarCompiler:
@@ -29,7 +29,7 @@ class GrammarCompiler:
 
     def __init__(self, make_tokenizer: MakeTokenizer) -> None:
         self._tokenizer = lru_cache(maxsize=2)(make_tokenizer)
-        self._matcher = Kept(self._make_matcher, most=_MOST_KEPT)
+        self._matcher = Cached(self._make_matcher, limit=_MAX_RETAINED)
 
     def begin(
         self, constraint: Constraint, prompt_length: int, end_ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class GrammarCompiler:
                 f"llguidance cannot use the model's tokenizer: {error}"
             ) from error
         limits = library.LLParserLimits(
-            max_lexer_states=_MOST_LEXER_STATES,
+            max_lexer_states=_MAX_LEXER_STATES,
             verbose_errors=False,  # which would have the text in them
         )
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

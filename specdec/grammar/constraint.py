@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.checks import ConfigError, FieldName, check_type
-from specdec.grammar.kept import Kept
+from specdec.grammar.cached import Cached
 
 KINDS = ("json_schema", "json_object", "regex", "grammar")
 """The options of SamplingParams that are one; `json_object` is the schema of any object."""
@@ -104,7 +104,7 @@ def _grammar(constraint: Constraint) -> str:
     return grammar
 
 
-_GRAMMARS = Kept(_grammar, most=32)
+_GRAMMARS = Cached(_grammar, limit=32)
 
 
 def _from_schema(text: str) -> str:
@@ -121,18 +121,18 @@ def _check_names(schema: Any) -> None:
     that comes twice for two, unless the schema requires it by name."""
     todo = [schema]
     while todo:
-        one = todo.pop()
-        if isinstance(one, list):
-            todo += one
-        elif isinstance(one, dict):
-            least, required = one.get("minProperties"), one.get("required")
+        item = todo.pop()
+        if isinstance(item, list):
+            todo += item
+        elif isinstance(item, dict):
+            minimum, required = item.get("minProperties"), item.get("required")
             n_required = len(required) if isinstance(required, list) else 0
-            if isinstance(least, int | float) and least > n_required + 1:
+            if isinstance(minimum, int | float) and minimum > n_required + 1:
                 raise ValueError(
-                    f"minProperties is {least} beside {n_required} required names, but a name that "
+                    f"minProperties is {minimum} beside {n_required} required names, but a name that "
                     "comes twice would count twice: require the names, or ask for fewer"
                 )
-            todo += [value for key, value in one.items() if key not in _VALUES]
+            todo += [value for key, value in item.items() if key not in _VALUES]
 
 
 def _from_regex(text: str) -> str:

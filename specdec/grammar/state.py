@@ -2,7 +2,7 @@
 
 A matcher of llguidance holds one place. The walk down a tree of drafts, and the drafter before it,
 ask about many that have most of their tokens in common, so the matcher is taken back to where two
-texts part, and on from there: a token costs one mask, not a replay of the text.
+sequences part, and on from there: a token costs one mask, not a replay of the text.
 
     text so far   {  "name"  :            asked next      {  "name"  ,
     matcher       {  "name"  :   ------>  back by one, on by one:  {  "name"  ,
@@ -110,13 +110,13 @@ class GrammarState:
 
     def _move_to(self, prefix_ids: Sequence[int]) -> bool:
         """Whether prompt and text keep to the grammar; then the matcher stands at their end."""
-        wanted = list(prefix_ids[self._prompt_length :])
-        n_common = common_length(self._tokens, wanted)
+        requested = list(prefix_ids[self._prompt_length :])
+        n_common = common_length(self._tokens, requested)
         n_back = len(self._tokens) - n_common
         if n_back:
             self._matcher.rollback(n_back)
             del self._tokens[n_common:]
-        new = wanted[n_common:]
+        new = requested[n_common:]
         if any(token in self._end_ids for token in new):
             return False
         n_consumed = int(self._matcher.try_consume_tokens(new)) if new else 0

@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 from offload.process.expendable import allow_cpu_seconds, become_expendable, command_of
+from specdec.grammar.cached import Cached
 from specdec.grammar.constraint import Constraint, in_one_line, llguidance
-from specdec.grammar.kept import Kept
 
-MOST_BYTES = 256 << 20
-MOST_CPU_SECONDS = 5
-_MOST_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+MAX_BYTES = 256 << 20
+MAX_CPU_SECONDS = 5
+_MAX_WALL_SECONDS = 60  # of a machine that is busy elsewhere
 _REFUSED = 3
 
 
@@ -36,14 +36,14 @@ def _try(constraint: Constraint) -> None:
     ) as process:
         _RUNNING.add(process)
         try:
-            told, _ = process.communicate(constraint.text.encode(), _MOST_WALL_SECONDS)
+            reported, _ = process.communicate(constraint.text.encode(), _MAX_WALL_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise constraint.refuse(_TOO_MUCH) from error
         finally:
             process.kill()
             _RUNNING.discard(process)
     if process.returncode == _REFUSED:
-        raise constraint.refuse(told.decode())
+        raise constraint.refuse(reported.decode())
     if process.returncode:
         raise constraint.refuse(_TOO_MUCH)
 
@@ -55,16 +55,16 @@ def end_trials() -> None:
 
 
 _RUNNING: set[subprocess.Popen[bytes]] = set()
-_PASSED = Kept(_try, most=64)
+_PASSED = Cached(_try, limit=64)
 _TOO_MUCH = (
-    f"it takes more than {MOST_CPU_SECONDS} s or {MOST_BYTES >> 20} MiB to prepare: "
+    f"it takes more than {MAX_CPU_SECONDS} s or {MAX_BYTES >> 20} MiB to prepare: "
     "ask for fewer patterns and alternatives at one place"
 )
 
 
 def main() -> int:
-    become_expendable(MOST_BYTES)
-    allow_cpu_seconds(MOST_CPU_SECONDS)
+    become_expendable(MAX_BYTES)
+    allow_cpu_seconds(MAX_CPU_SECONDS)
     constraint = Constraint(sys.argv[1], sys.stdin.read())
     try:
         grammar = constraint.grammar

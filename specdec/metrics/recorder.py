@@ -26,7 +26,7 @@ from specdec.verification.tree import DraftTree
 _OF_ALL = {
     "reused_prompt_tokens": "reused_prompt_tokens",
     "generated_tokens": "generated_tokens",
-    "passes": "text_passes",
+    "passes": "sequence_passes",
     "drafted_tokens": "drafted_tokens",
     "accepted_tokens": "accepted_tokens",
     "ngram_hits": "ngram_hits",
@@ -52,7 +52,7 @@ class Totals:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def add_accepted(self, depth: int) -> None:
-        """A round whose guesses were right down to this depth."""
+        """A step whose guesses were right down to this depth."""
         self._accepted_at.update(range(1, depth + 1))
 
     def stats(self) -> EngineStats:
@@ -67,7 +67,7 @@ class StatsRecorder:
     """Collects the figures of one generation while it runs, and adds them to `totals`.
 
     `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
-    after the prefill, and `record_round` after every round.
+    after the prefill, and `record_round` after every step.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StatsRecorder:
     @recorded(PASS, "pass")
     @contextmanager
     def verifying(
-        self, num_tokens: int = 1, *, is_drafting_ahead: bool = False, has_held: bool = False
+        self, num_tokens: int = 1, *, is_drafting_ahead: bool = False, has_pinned: bool = False
     ) -> Iterator[None]:
         """Count the time of the block as pass_seconds: a pass of `num_tokens`.
 
@@ -137,10 +137,10 @@ class StatsRecorder:
         finally:
             ended = self.clock()
             self._add(pass_seconds=ended - began)
-        self._add(pass_rows=num_tokens)
+        self._add(batch_tokens=num_tokens)
         self._last_pass = (began, ended)
         self._pass_times.append(
-            MeasuredPass(num_tokens, ended - began, is_drafting_ahead, has_held)
+            MeasuredPass(num_tokens, ended - began, is_drafting_ahead, has_pinned)
         )
 
     @recorded(DRAFT, "draft ahead")
@@ -170,12 +170,12 @@ class StatsRecorder:
             overlapped_draft_seconds=max(0.0, min(pass_ended, ended) - max(pass_began, began)),
         )
 
-    def record_round(
+    def record_step(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
     ) -> None:
         """A pass verified `tree`, and `n_emitted` tokens of its outcome reached the caller.
 
-        `n_emitted` is by default all of them; it is smaller where a stop string cuts the round.
+        `n_emitted` is by default all of them; it is smaller where a stop string cuts the step.
         """
         now = self.clock()
         n_tokens = acceptance.n_accepted + 1 if n_emitted is None else n_emitted
@@ -197,7 +197,7 @@ class StatsRecorder:
         # A right guess at the end of the path was left out for the length's sake.
         if is_whole and guesses and acceptance.next_token not in guesses:
             self._tried[len(accepted) + 1] += 1
-        # Tokens of a round arrive together: each is charged an equal share of the round.
+        # Tokens of a step arrive together: each is charged an equal share of the step.
         self._token_seconds.extend([(now - self._last) / max(n_tokens, 1)] * n_tokens)
         self._last = now
         name = f"{acceptance.n_accepted} of {tree.n_drafted} accepted"
@@ -231,8 +231,8 @@ class StatsRecorder:
         """Seconds of the passes with drafting beside them, and of as many without; of those sizes
         of which there are both."""
         seconds_by_size: dict[tuple[int, bool], list[float]] = defaultdict(list)
-        for one in self._pass_times:
-            seconds_by_size[one.num_tokens, one.is_drafting_ahead].append(one.seconds)
+        for item in self._pass_times:
+            seconds_by_size[item.num_tokens, item.is_drafting_ahead].append(item.seconds)
         slowed = unslowed = 0.0
         for (num_tokens, is_slowed), seconds in seconds_by_size.items():
             alone = seconds_by_size.get((num_tokens, False))

@@ -2,7 +2,7 @@
 
 Every figure's convention is stated at its formula.
 
-A *round* is draft, one decode pass of the target, acceptance. The prompt's pass (prefill) yields
+A *step* is draft, one decode pass of the target, acceptance. The prompt's pass (prefill) yields
 the first token and is no decode pass: it counts in the time to first token and nowhere else.
 """
 
@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
-"""Kinds of events in a recording (offload.trace): of the prompt, and a round's three parts. That of
+"""Kinds of events in a recording (offload.trace): of the prompt, and a step's three parts. That of
 acceptance marks its end."""
 
 
@@ -24,7 +24,7 @@ class MeasuredPass(NamedTuple):
     num_tokens: int
     seconds: float
     is_drafting_ahead: bool = False  # another thread drafted meanwhile
-    has_held: bool = False  # layers that were to stream were in memory
+    has_pinned: bool = False  # layers that were to stream were in memory
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class GenerationStats:
     draft_runs: int = 0  # runs of the draft model that their trees waited for: levels, mostly
     accepted_tokens: int = 0
     ngram_hits: int = 0  # accepted tokens that an n-gram proposed, alone or with the draft model
-    bonus_tokens: int = 0  # rounds that ended at a leaf of a non-empty tree
+    bonus_tokens: int = 0  # steps that ended at a leaf of a non-empty tree
     queue_seconds: float = 0.0  # until the text took part in passes, beside others or alone
     time_to_first_token: float = 0.0  # seconds; prefill and queue included, loading excluded
     decode_seconds: float = 0.0  # from the first token to the last
     time_per_output_token_p90: float = 0.0  # seconds
     pass_seconds: float = 0.0  # inside decode passes
-    pass_rows: int = 0  # of these passes, of all texts that shared them
+    batch_tokens: int = 0  # of these passes, of all sequences that shared them
     draft_seconds: float = 0.0  # inside drafters, hidden or not
     overlapped_draft_seconds: float = 0.0  # of draft_seconds, those in which a pass ran as well
     draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted
@@ -68,15 +68,17 @@ class GenerationStats:
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
-    kv_used_fraction: float = 0.0  # of kv_bytes, by all texts, at the end
-    kv_shared_bytes: int = 0  # that all texts would need in addition without sharing, at the end
-    held_bytes: int = 0  # layers that were to stream and were in unused memory, at the end
+    kv_used_fraction: float = 0.0  # of kv_bytes, by all sequences, at the end
+    kv_shared_bytes: int = (
+        0  # that all sequences would need in addition without sharing, at the end
+    )
+    pinned_bytes: int = 0  # layers that were to stream and were in unused memory, at the end
     model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
     is_lossless: bool = True  # False: likely draft tokens were accepted, too (accept_threshold)
     is_exact: bool = False  # True: the tokens are plain decoding's, to the bit
-    tried_by_depth: tuple[int, ...] = ()  # rounds whose walk came to have a guess at depth 1, 2, ..
-    accepted_by_depth: tuple[int, ...] = ()  # rounds where one of these guesses was right
+    tried_by_depth: tuple[int, ...] = ()  # steps whose walk came to have a guess at depth 1, 2, ..
+    accepted_by_depth: tuple[int, ...] = ()  # steps where one of these guesses was right
     pass_times: tuple[MeasuredPass, ...] = ()  # of every decode pass, in order; not in `to_dict`
 
     @property
@@ -100,9 +102,9 @@ class GenerationStats:
         return ratio(self.experts_found, self.experts_asked)
 
     @property
-    def rows_per_pass(self) -> float:
-        """Rows of a decode pass, of all texts that shared it, prompts that entered included."""
-        return ratio(self.pass_rows, len(self.pass_times))
+    def batch_tokens_per_pass(self) -> float:
+        """Rows of a decode pass, of all sequences that shared it, prompts that entered included."""
+        return ratio(self.batch_tokens, len(self.pass_times))
 
     @property
     def acceptance_rate(self) -> float:
@@ -160,43 +162,43 @@ class EngineStats:
     generated_tokens: int = 0
     passes: int = 0  # of the target, prompts' included
     pass_seconds: float = 0.0
-    pass_rows: int = 0
-    prompt_rows: int = 0  # of pass_rows: of prompts, and of texts that come back
-    text_passes: int = 0  # decode passes, counted for each text that shared them
+    batch_tokens: int = 0
+    prefill_tokens: int = 0  # of pass_rows: of prompts, and of sequences that come back
+    sequence_passes: int = 0  # decode passes, counted for each text that shared them
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     ngram_hits: int = 0
     queue_seconds: float = 0.0  # see GenerationStats; of all requests that have begun
     first_token_seconds: float = 0.0  # see GenerationStats.time_to_first_token
-    set_aside: int = 0  # times that a text gave its KV to others
-    restored: int = 0  # times that such a text came back with its KV from a file
-    restored_tokens: int = 0  # of these
+    preempted: int = 0  # times that a text gave its KV to others
+    swapped_in: int = 0  # times that such a text came back with its KV from a file
+    swapped_in_tokens: int = 0  # of these
     recomputed_tokens: int = 0  # whose KV was computed once more, when a text came back
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0
     stall_seconds: float = 0.0
-    texts_running: int = 0  # now, and so are all below
-    texts_waiting: int = 0
+    sequences_running: int = 0  # now, and so are all below
+    sequences_waiting: int = 0
     kv_bytes: int = 0  # allocated
-    kv_used_bytes: int = 0  # of these, what texts hold that run or are kept
+    kv_used_bytes: int = 0  # of these, what sequences hold that run or are kept
     kv_shared_bytes: int = 0  # that they would need in addition if each had its own
-    held_bytes: int = 0  # layers that were to stream, in unused memory
+    pinned_bytes: int = 0  # layers that were to stream, in unused memory
     memory_budget_bytes: int = 0
-    accepted_by_depth: tuple[int, ...] = ()  # rounds in which a guess at depth 1, 2, .. was right
+    accepted_by_depth: tuple[int, ...] = ()  # steps in which a guess at depth 1, 2, .. was right
 
     @property
     def tokens_per_pass(self) -> float:
-        """Generated tokens / passes: what one read of the model brings, of all texts."""
+        """Generated tokens / passes: what one read of the model brings, of all sequences."""
         return ratio(self.generated_tokens, self.passes)
 
     @property
-    def rows_per_pass(self) -> float:
-        return ratio(self.pass_rows, self.passes)
+    def batch_tokens_per_pass(self) -> float:
+        return ratio(self.batch_tokens, self.passes)
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens of one text per decode pass: 1 + accepted / text_passes."""
-        return 1.0 + ratio(self.accepted_tokens, self.text_passes)
+        return 1.0 + ratio(self.accepted_tokens, self.sequence_passes)
 
     @property
     def acceptance_rate(self) -> float:
@@ -220,7 +222,7 @@ class EngineStats:
 
 _ENGINE_RATES = (
     "tokens_per_pass",
-    "rows_per_pass",
+    "batch_tokens_per_pass",
     "mean_acceptance_length",
     "acceptance_rate",
     "mean_queue_seconds",
@@ -231,10 +233,10 @@ _ENGINE_RATES = (
 def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
     """Of several machines."""
     stats = list(stats)
-    by_depth = zip_longest(*(one.accepted_by_depth for one in stats), fillvalue=0)
+    by_depth = zip_longest(*(stat.accepted_by_depth for stat in stats), fillvalue=0)
     names = {field.name for field in fields(EngineStats)} - {"accepted_by_depth"}
     return EngineStats(
-        **{name: sum(getattr(one, name) for one in stats) for name in names},
+        **{name: sum(getattr(stat, name) for stat in stats) for name in names},
         accepted_by_depth=tuple(map(sum, by_depth)),
     )
 
@@ -261,7 +263,7 @@ LARGEST = (
     "vram_budget_bytes",
     "kv_bytes",
     "kv_shared_bytes",
-    "held_bytes",
+    "pinned_bytes",
     "peak_flops_per_second",
 )
 AVERAGED = ("queue_seconds", "time_to_first_token", "kv_used_fraction")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from backends.contract.backend import one_line
-from specdec.models.found import OLLAMA_PREFIX
+from specdec.models.local_models import OLLAMA_PREFIX
 from specdec.models.names import ModelNotFound
 from specdec.pair import PAIR_PREFIX
 
@@ -52,12 +52,12 @@ def cached_model(name: str) -> CachedModel:
         cache = scan_cache_dir()
     except CacheNotFound as error:
         raise ModelNotFound(f"the hub's cache has no model {name}: it is empty") from error
-    repos = [one for one in cache.repos if one.repo_type == "model" and one.repo_id == name]
+    repos = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name]
     if not repos:
         raise ModelNotFound(
             f"the hub's cache has no model {name}: `specdec models` lists what it has; other "
             "files are removed by the program that keeps them"
         )
     own = replace(cache, repos=frozenset(repos))  # copies of a repository have its commits, too
-    strategy = own.delete_revisions(*(one.commit_hash for one in repos[0].revisions))
+    strategy = own.delete_revisions(*(revision.commit_hash for revision in repos[0].revisions))
     return CachedModel(name, strategy.expected_freed_size, strategy)

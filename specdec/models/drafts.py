@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from offload.errors import SpecdecError
-from specdec.models.found import FoundModel, found_models
+from specdec.models.local_models import LocalModel, local_models
 from specdec.models.names import ModelNotFound, resolve_model
 from specdec.models.opened import read_vocabulary
 from specdec.models.weight_files import weight_files
@@ -25,9 +25,9 @@ def named_draft(target: str | Path, draft: str | Path | None) -> str | Path | No
     """The draft as it was named; for "auto" the name of `best_draft`."""
     if draft != _AUTO:
         return draft
-    found = best_draft(str(target))
-    logger.warning(f"the draft model is {found}")
-    return found
+    result = best_draft(str(target))
+    logger.warning(f"the draft model is {result}")
+    return result
 
 
 def best_draft(target: str) -> str:
@@ -37,34 +37,37 @@ def best_draft(target: str) -> str:
     Raises ModelNotFound where there is none.
     """
     n_bytes = sum(path.stat().st_size for path in weight_files(resolve_model(target)))
-    found = drafts_for(target, found_models())
-    small = [one for one in found if one.n_bytes <= _LARGEST_SHARE * n_bytes]
+    result = drafts_for(target, local_models())
+    small = [item for item in result if item.n_bytes <= _LARGEST_SHARE * n_bytes]
     if not small:
         raise ModelNotFound(
             f"no model on this machine has the vocabulary of {target} and at most a quarter of "
-            f"its bytes ({len(found)} have its vocabulary): `specdec models --fits {target}` lists "
+            f"its bytes ({len(result)} have its vocabulary): `specdec models --fits {target}` lists "
             "them; name a draft, or leave -md out"
         )
-    return max(small, key=lambda one: one.n_bytes).name
+    return max(small, key=lambda item: item.n_bytes).name
 
 
-def drafts_for(target: str, models: Iterable[FoundModel]) -> list[FoundModel]:
+def drafts_for(target: str, models: Iterable[LocalModel]) -> list[LocalModel]:
     """Those other models, and of the embedded pair, that have the target's vocabulary; what cannot
     be read is logged."""
-    wanted, path, fitting = read_vocabulary(target), resolve_model(target), []
-    for one in (_embedded(), *models):
+    requested, path, fitting = read_vocabulary(target), resolve_model(target), []
+    for item in (_embedded(), *models):
         try:
-            is_other = resolve_model(one.name) != path
-            if is_other and compare_vocabularies(wanted, read_vocabulary(one.name)).problem is None:
-                fitting.append(one)
+            is_other = resolve_model(item.name) != path
+            if (
+                is_other
+                and compare_vocabularies(requested, read_vocabulary(item.name)).problem is None
+            ):
+                fitting.append(item)
         except SpecdecError as error:
-            logger.warning(f"{one.name} is left out: {error}")
+            logger.warning(f"{item.name} is left out: {error}")
     return fitting
 
 
-def _embedded() -> FoundModel:
+def _embedded() -> LocalModel:
     """The draft that specdec brings: it fits the embedded target, and what was grown from it."""
     name = f"{PAIR_PREFIX}draft"
     files = weight_files(resolve_model(name))
     n_bytes = sum(path.stat().st_size for path in files)
-    return FoundModel(name, "safetensors", n_bytes, "specdec")
+    return LocalModel(name, "safetensors", n_bytes, "specdec")

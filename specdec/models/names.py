@@ -17,12 +17,12 @@ from pathlib import Path
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError, FieldName
-from specdec.models.found import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.models.kinds import models_among, no_model
+from specdec.models.local_models import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and what describes them: pickles and code of the repository are never fetched.
-_WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
+_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -103,8 +103,8 @@ def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> 
     """N for a draft of the name self:window=N, else the window that was asked for."""
     if draft_model is None or not is_self_draft(draft_model):
         return draft_window
-    found = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
-    if found is None:
+    result = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
+    if result is None:
         raise ConfigError(
             FieldName("draft_model"),
             f" is {str(draft_model)!r}: the target drafts for itself with self:window=N, N being "
@@ -114,7 +114,7 @@ def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> 
         raise ConfigError(
             f"{draft_model} names its window already: leave out ", FieldName("draft_window")
         )
-    return int(found[1])
+    return int(result[1])
 
 
 def resolve_draft(name: str | Path | None) -> Path | None:
@@ -138,10 +138,10 @@ def resolve_headers(name: str | Path) -> Path:
     repo, revision = hub_id["repo"], hub_id["revision"]
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(_WANTED), local_files_only=True
+            repo, revision=revision, allow_patterns=list(_PATTERNS), local_files_only=True
         )
     except (LocalEntryNotFoundError, ValueError):  # not there, or no hub id: the download will say
-        return _from_hub(str(name), repo, None, revision, wanted=("*.json",))
+        return _from_hub(str(name), repo, None, revision, requested=("*.json",))
     return _in_directory(Path(folder))
 
 
@@ -155,8 +155,8 @@ def _hub_id(name: str | Path) -> re.Match[str] | None:
     text = str(name)
     if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or _path(name).exists():
         return None
-    found = _HUB_ID.fullmatch(text)
-    return None if found and text.endswith(GGUF_SUFFIX) and not found["file"] else found
+    result = _HUB_ID.fullmatch(text)
+    return None if result and text.endswith(GGUF_SUFFIX) and not result["file"] else result
 
 
 def check_local_name(name: str | Path) -> None:
@@ -198,23 +198,23 @@ def _in_directory(directory: Path, part: str = "") -> Path:
         return directory
     files = directory.rglob("*.gguf") if part else directory.glob("*.gguf")
     named = (path for path in files if part.lower() in str(path.relative_to(directory)).lower())
-    found = [path for path in sorted(named) if not _is_later_split(path)]
+    result = [path for path in sorted(named) if not _is_later_split(path)]
     # One that stands alone is opened whatever it is, and refused by name where it is no model.
-    models = found if len(found) == 1 else models_among(found)
+    models = result if len(result) == 1 else models_among(result)
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
         raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")
     if not models:
-        raise ModelNotFound(_describe_no_model(directory, part, found))
+        raise ModelNotFound(_describe_no_model(directory, part, result))
     return models[0]
 
 
-def _describe_no_model(directory: Path, part: str, found: Sequence[Path]) -> str:
+def _describe_no_model(directory: Path, part: str, result: Sequence[Path]) -> str:
     """found: GGUF files that are no models."""
-    if found:
-        first = found[0]
+    if result:
+        first = result[0]
         return (
-            f"{directory} holds no language model, but {len(found)} other GGUF files: {first.name} "
+            f"{directory} holds no language model, but {len(result)} other GGUF files: {first.name} "
             f"is {no_model(first)}"
         )
     if part:
@@ -244,14 +244,14 @@ def _from_hub(
     repo_id: str,
     part: str | None,
     revision: str | None,
-    wanted: Sequence[str] = _WANTED,
+    requested: Sequence[str] = _PATTERNS,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     # Quantisations are written in either case, and the hub's patterns are exact.
     stem = (part or "").removesuffix(GGUF_SUFFIX)
     spellings = {stem, stem.upper(), stem.lower()} if part else ()
-    patterns = [f"*{one}*.gguf" for one in spellings] or list(wanted)
+    patterns = [f"*{spelling}*.gguf" for spelling in spellings] or list(requested)
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the hub client raises many kinds; each is one line here

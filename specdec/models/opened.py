@@ -21,7 +21,7 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
 
 logger = logging.getLogger(__name__)
-_LEAST_SHARE = 0.9
+_MIN_SHARE = 0.9
 """Of a model's ids, that have a token: embeddings are padded by 3 % at most, as far as known."""
 
 
@@ -77,10 +77,10 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
 
 
 def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
-    n_tokens, n_rows = len(vocabulary.tokens), vocabulary.n_rows
-    if n_tokens < _LEAST_SHARE * n_rows:
+    n_tokens, num_tokens = len(vocabulary.tokens), vocabulary.num_tokens
+    if n_tokens < _MIN_SHARE * num_tokens:
         logger.warning(
-            f"the tokenizer of {name} has {n_tokens} tokens, the model {n_rows}: the others are "
+            f"the tokenizer of {name} has {n_tokens} tokens, the model {num_tokens}: the others are "
             "never chosen; where they are no padding, take the original model's tokenizer"
         )
 
@@ -89,7 +89,7 @@ def _refuse_no_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
     """Raise CheckpointError where there is no token that could be chosen."""
     if not vocabulary.tokens:
         raise CheckpointError(
-            f"the tokenizer of {name} has no token in use, the model {vocabulary.n_rows}: take the "
+            f"the tokenizer of {name} has no token in use, the model {vocabulary.num_tokens}: take the "
             "original model's tokenizer, or convert the original model again"
         )
 
@@ -110,8 +110,8 @@ def _read_vocabulary(path: Path) -> Vocabulary:
     import backends.hf  # noqa: F401  # first: it bounds how long torch's threads spin
     from backends.checkpoint.config import load_config
 
-    n_rows = load_config(path).get_text_config().vocab_size
-    return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, n_rows)
+    num_tokens = load_config(path).get_text_config().vocab_size
+    return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, num_tokens)
 
 
 def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
@@ -137,7 +137,7 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
-    tokenizer = GgufTokenizer.from_file(path, source.text_limits)
+    tokenizer = GgufTokenizer.from_file(path, source.sequence_limits)
     eos = tokenizer.eos_token_ids  # llama.cpp has found all that a file has
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 
@@ -163,7 +163,7 @@ def _token_ids(directory: Path, eos: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    if not all(type(one) is int and one >= 0 for one in ids):
+    if not all(type(item) is int and item >= 0 for item in ids):
         raise CheckpointError(
             f"{directory}: eos_token_id is {eos!r}, must be a token id or a list of them: "
             "mend generation_config.json or config.json"

@@ -26,7 +26,7 @@ def place_of(out: str | Path) -> Path:
             raise PackError(f"{out} is there already: name another folder, or remove it")
         if os.path.ismount(place):  # no folder can be moved there
             raise PackError(f"{out} is where a file system is mounted: name a folder in it")
-        above = next(one for one in place.parents if one.exists())
+        above = next(parent for parent in place.parents if parent.exists())
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of nobody, a circle
         raise _cannot_write(out, error) from error
     if not above.is_dir():

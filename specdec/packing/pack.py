@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _MARGIN_BYTES = 16 * MIB
 """Headers, blocks of the file system."""
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _NAMED = 10
 
 
@@ -44,7 +44,7 @@ class PackReport:
     """Of all tensors."""
     n_bytes: int
     n_packed: int
-    n_others: int
+    num_others: int
     """Tensors that are no matrices of decoder layers, or too small to be packed."""
     not_packed: dict[str, float]
     """By name, matrices whose exponents are too many: the share of weights with a rare one."""
@@ -58,7 +58,7 @@ class PackReport:
         compared = "every weight compared" if self.is_verified else "not compared (--no-verify)"
         lines = [
             f"{self.path}: {format_bytes(self.n_bytes)} of {format_bytes(self.source_bytes)} "
-            f"({share:.1%}); {self.n_packed} tensors packed, {self.n_others} others as they were; "
+            f"({share:.1%}); {self.n_packed} tensors packed, {self.num_others} others as they were; "
             f"{compared}"
         ]
         named = list(self.not_packed.items())
@@ -90,32 +90,32 @@ def pack(
     directory = resolve_model(model)
     refuse_inside(out, place, directory)
     check_source(directory)
-    others = files_beside(directory)
+    rest = files_beside(directory)
 
     # Takes seconds: what has no need of it was looked at before.
     from backends.hf.model import load_hf_model
-    from backends.packed.writer import is_worth_packing
+    from backends.packed.writer import pays_to_pack
 
     with unfinished(place) as partial:
         with writing(out):
             partial.mkdir(parents=True)
         source = load_hf_model(directory)
         _check_built(source, directory)
-        wanted = frozenset(
+        requested = frozenset(
             bound.record.name
             for layer in source.layer_tensors
             for bound in layer
-            if is_worth_packing(bound.record)
+            if pays_to_pack(bound.record)
         )
-        if not wanted:
+        if not requested:
             raise PackError(f"{directory} has no matrix that is large enough to be packed")
-        _check_room(source, wanted, others.values(), place)
+        _check_room(source, requested, rest.values(), place)
         with writing(out):
-            written = _write_weights(source, wanted, partial, verify, progress)
-            for name, path in others.items():
+            written = _write_weights(source, requested, partial, verify, progress)
+            for name, path in rest.items():
                 shutil.copyfile(path, partial / name)
             _check_headers(source, partial)
-            for path in (*(partial / name for name in others), partial):
+            for path in (*(partial / name for name in rest), partial):
                 _sync(path)
             source.index.check_unchanged()
             partial.rename(place)
@@ -132,16 +132,16 @@ def _check_built(source: HfModel, directory: Path) -> None:
 
 
 def _check_room(
-    source: HfModel, wanted: frozenset[str], others: Iterable[Path], place: Path
+    source: HfModel, requested: frozenset[str], rest: Iterable[Path], place: Path
 ) -> None:
     """Raise PackError where the disk has not the least that the copy may take."""
-    from backends.packed.writer import least_bytes
+    from backends.packed.writer import min_bytes
 
     needed = _MARGIN_BYTES + sum(
-        least_bytes(record) if record.name in wanted else record.n_bytes
+        min_bytes(record) if record.name in requested else record.n_bytes
         for record in source.index.values()
     )
-    needed += sum(path.stat().st_size for path in others)
+    needed += sum(path.stat().st_size for path in rest)
     free = shutil.disk_usage(place.parent).free  # the copy is written there
     if needed > free:
         raise PackError(
@@ -152,7 +152,7 @@ def _check_room(
 
 def _write_weights(
     source: HfModel,
-    wanted: frozenset[str],
+    requested: frozenset[str],
     folder: Path,
     verify: bool,
     progress: Progress | None,
@@ -164,7 +164,7 @@ def _write_weights(
     if len(paths) == 1:
         names = ["model.safetensors"]
     counter = _Counter(source.index.total_bytes * (2 if verify else 1), progress)
-    n_threads = min(_MOST_THREADS, usable_cpus())
+    n_threads = min(_MAX_THREADS, usable_cpus())
     written: list[WrittenTensor] = []
     places: dict[str, str] = {}
     for path, name in zip(paths, names, strict=True):
@@ -172,16 +172,16 @@ def _write_weights(
             path,
             folder / name,
             # A tensor that a later file has, too, is copied with the rest and not looked at.
-            frozenset(n for n in wanted if source.index[n].path == path),
+            frozenset(n for n in requested if source.index[n].path == path),
             n_threads=n_threads,
             verify=verify,
             advance=counter.add,
         )
         tensors = writer.write()
         written += tensors
-        places.update({one.name: name for one in tensors})
+        places.update({tensor.name: name for tensor in tensors})
     if len(paths) > 1:
-        n_bytes = sum(one.n_bytes for one in written)
+        n_bytes = sum(item.n_bytes for item in written)
         index = {"metadata": {"total_size": n_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _sync(folder / _INDEX)
@@ -211,12 +211,12 @@ def _sync(path: Path) -> None:
 
 
 def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport:
-    tried = {one.name: one.exceptions for one in written if one.exceptions is not None}
-    packed = {one.name for one in written if one.scheme}
+    tried = {item.name: item.exceptions for item in written if item.exceptions is not None}
+    packed = {item.name for item in written if item.scheme}
     return PackReport(
         out,
-        sum(one.source_bytes for one in written),
-        sum(one.n_bytes for one in written),
+        sum(item.source_bytes for item in written),
+        sum(item.n_bytes for item in written),
         len(packed),
         len(written) - len(tried),
         {name: share for name, share in tried.items() if name not in packed},

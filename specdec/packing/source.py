@@ -61,17 +61,17 @@ def files_beside(directory: Path) -> dict[str, Path]:
 
     Links are held to the rule for weights. Raises SpecdecError.
     """
-    found = {}
+    result = {}
     for path in sorted({path for pattern in _ALONG for path in directory.glob(pattern)}):
         if path.name.endswith(_WEIGHT_LISTS) or (path.is_dir() and not path.is_symlink()):
             continue
-        found[path.name] = resolve_within(directory, path.name)
-        if not found[path.name].is_file():
+        result[path.name] = resolve_within(directory, path.name)
+        if not result[path.name].is_file():
             raise PackError(
-                f"{path} leads to {found[path.name]}, which is not a regular file: remove it, or "
+                f"{path} leads to {result[path.name]}, which is not a regular file: remove it, or "
                 "replace it by a file"
             )
-    return found
+    return result
 
 
 def _config(directory: Path) -> dict[str, Any]:

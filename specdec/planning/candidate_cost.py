@@ -9,7 +9,7 @@ import numpy as np
 
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
-from backends.timing.kept import kept_curve
+from backends.timing.cached import cached_curve
 from backends.timing.measure import Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
@@ -23,7 +23,7 @@ _ROWS = (1, 8, level_width(MAX_AUTO_NODES))
 def measure_candidates(n_tokens: int) -> ComputeCurve:
     """Seconds by rows of logits of such a vocabulary, measured once in a month."""
     what = f"ranking, numpy {np.__version__}, {n_tokens} tokens {_ROWS}"
-    return kept_curve(what, lambda: _time_ranking(n_tokens))
+    return cached_curve(what, lambda: _time_ranking(n_tokens))
 
 
 def _time_ranking(n_tokens: int) -> ComputeCurve:
@@ -31,8 +31,8 @@ def _time_ranking(n_tokens: int) -> ComputeCurve:
     logits = np.random.default_rng(0).standard_normal((_ROWS[-1], n_tokens), dtype=np.float32)
     width = min(SpecConfig().width, n_tokens)
 
-    def ranking(n_rows: int) -> Product:
-        return lambda: ranker.rank(logits[:n_rows], range(n_rows), width)
+    def ranking(num_tokens: int) -> Product:
+        return lambda: ranker.rank(logits[:num_tokens], range(num_tokens), width)
 
     return measure_curve({n: ranking(n) for n in _ROWS}, 1)
 

@@ -16,8 +16,8 @@ from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.memory.base import asked_budget
-from specdec.planning.memory.division import Gpu
-from specdec.planning.search import Figures
+from specdec.planning.memory.memory_plan import Gpu
+from specdec.planning.search import Measurements
 from specdec.run_options import AUTO, CPU, CUDA, RunOptions
 
 if TYPE_CHECKING:
@@ -35,24 +35,24 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     Raises NoDevice, UnsupportedModel and ConfigError where it was asked for and cannot be.
     """
     target = pair.target.source
-    if not _is_wanted(options, target):
+    if not _is_requested(options, target):
         check_no_gpu_options(options)
         return None
     from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
-    most = memory.free_bytes + memory.held_bytes  # the budget is the whole process's
-    vram_bytes, source = most, f"what is free on {memory.name}"
+    limit = memory.free_bytes + memory.pinned_bytes  # the budget is the whole process's
+    vram_bytes, source = limit, f"what is free on {memory.name}"
     if options.vram_budget != AUTO:
         whose = (
-            f"what is free on {memory.name}, {format_exactly(most)} of "
+            f"what is free on {memory.name}, {format_exactly(limit)} of "
             f"{format_bytes(memory.total_bytes)}"
         )
-        vram_bytes, source = asked_budget("VRAM", options.vram_budget, most, whose), "as asked"
+        vram_bytes, source = asked_budget("VRAM", options.vram_budget, limit, whose), "as asked"
     gpu = gpu_for(options, pair, vram_bytes, source)
     slow = not memory.computes_bf16 and "BF16" in matrix_formats(target.multiplied)
     warnings = (_SLOW_BF16.format(name=memory.name),) if slow else ()
-    return replace(gpu, held_bytes=memory.held_bytes, warnings=warnings)
+    return replace(gpu, pinned_bytes=memory.pinned_bytes, warnings=warnings)
 
 
 def gpu_for(
@@ -86,7 +86,7 @@ def on_gpu(source: ModelSource) -> ModelSource:
     Raises UnsupportedModel for a format that runs on the CPU only.
     """
     if isinstance(source, SharedSource):
-        return SharedSource(on_gpu(source.lender))
+        return SharedSource(on_gpu(source.layer_access))
     if not source.can_use_gpu:
         raise UnsupportedModel(
             f"{source.path} runs on the CPU only, as GGUF files and mixtures of experts do: use "
@@ -97,14 +97,14 @@ def on_gpu(source: ModelSource) -> ModelSource:
     return HfGpuSource(cast("HfSource", source))  # the one format that can
 
 
-def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
+def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Measurements:
     """This machine's speed, its GPU's among it."""
     from backends.cuda import probe as cuda_probe
 
     storage = measure_storage(pair.target.source.weight_file).storage_bytes_per_second
     cpu_draft = None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft)
     with cuda_probe.measuring():
-        return Figures(
+        return Measurements(
             storage,
             gpu.target.measure_compute(beside_reads=False),
             cpu_draft,
@@ -113,7 +113,7 @@ def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Figures:
         )
 
 
-def placed(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
+def placement(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
     """The models as they are to be loaded."""
     if gpu is None:
         return pair
@@ -149,7 +149,7 @@ def check_no_gpu_options(options: RunOptions) -> None:
         )
 
 
-def _is_wanted(options: RunOptions, target: ModelSource) -> bool:
+def _is_requested(options: RunOptions, target: ModelSource) -> bool:
     """Whether the target goes to a GPU. torch is asked only for models that it runs."""
     if options.device == CPU:
         return False

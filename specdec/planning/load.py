@@ -7,20 +7,23 @@ from typing import Any
 from backends.contract.backend import Backend
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import Loading
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
-from specdec.planning.early import Early
-from specdec.planning.memory.parts import most_draft_nodes, planned_width
+from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
+from specdec.planning.weight_prefetch import Prefetch
 from specdec.run_options import RunOptions
 
 
 def load_target(
-    planned: PlannedModels, options: RunOptions, progress: Any = None, early: Early | None = None
+    planned: PlannedModels,
+    options: RunOptions,
+    progress: Any = None,
+    weight_prefetch: Prefetch | None = None,
 ) -> Backend:
     """The target's weights where the plan wants them.
 
@@ -32,16 +35,16 @@ def load_target(
     plan = planned.plan
     return planned.target.source.load(
         Loading(
-            plan.residency,
+            plan.placement,
             max_context=plan.ctx_size,
             kv_tokens=options.all_tokens(plan.ctx_size),
-            max_texts=options.max_texts,
+            max_num_seqs=options.max_num_seqs,
             max_nodes=options.target_nodes(plan.n_draft_tokens),
-            max_rows=options.target_rows(plan.n_draft_tokens),
-            load_mode=_target_load_mode(options.load_mode, plan.residency),
+            max_num_tokens=options.max_target_tokens(plan.n_draft_tokens),
+            load_mode=_target_load_mode(options.load_mode, plan.placement),
             n_readers=options.io_threads,
             progress=progress,
-            early=None if early is None else early.weights,
+            weight_prefetch=None if weight_prefetch is None else weight_prefetch.weights,
             vram_bytes=plan.torch_vram_bytes,
         )
     )
@@ -55,25 +58,25 @@ def load_draft(
     Args:
         target: loaded; its weights are the draft's where it drafts for itself.
     """
-    plan, residency = planned.plan, planned.plan.draft_residency
-    if planned.draft is None or residency is None:
+    plan, placement = planned.plan, planned.plan.draft_placement
+    if planned.draft is None or placement is None:
         return None, DraftWindow()
-    source, wanted = planned.draft.source, options.spec.draft_window
+    source, requested = planned.draft.source, options.spec.draft_window
     if isinstance(source, SharedSource):
-        source.lend(target)
-    n_nodes = most_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
-    context = draft_context_size(wanted, plan.ctx_size, source.max_context, n_nodes)
+        source.share_weights(target)
+    n_nodes = max_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
+    context = draft_context_size(requested, plan.ctx_size, source.max_context, n_nodes)
     loading = Loading(
-        residency,
+        placement,
         max_context=context,
         kv_tokens=context * options.all_tokens(plan.ctx_size) // plan.ctx_size,
-        max_texts=options.max_texts,
+        max_num_seqs=options.max_num_seqs,
         max_nodes=n_nodes,
-        max_rows=level_width(plan.n_draft_tokens),
-        load_mode="stream" if residency.streams else "ram",
+        max_num_tokens=level_width(plan.n_draft_tokens),
+        load_mode="stream" if placement.streams else "ram",
         vram_bytes=plan.torch_vram_bytes,
     )
-    window = DraftWindow.fitting(wanted, context, target.max_context, n_nodes)
+    window = DraftWindow.fitting(requested, context, target.max_context, n_nodes)
     return source.load(loading), window
 
 
@@ -83,11 +86,11 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
     Args:
         loaded: how to draft, as it was said when the models were loaded.
     """
-    asked, most = spec.num_draft_tokens or 0, plan.n_draft_tokens
-    if asked > most:
+    asked, limit = spec.num_draft_tokens or 0, plan.n_draft_tokens
+    if asked > limit:
         raise ConfigError(
             FieldName("num_draft_tokens"),
-            f" is {asked}, but the models were loaded with room for {most}: "
+            f" is {asked}, but the models were loaded with room for {limit}: "
             f"load them with num_draft_tokens={asked}",
         )
     if "draft" not in spec.spec_type:
@@ -108,8 +111,8 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
         )
 
 
-def _target_load_mode(wanted: str, residency: Placement) -> str:
+def _target_load_mode(requested: str, placement: Placement) -> str:
     """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
-    if wanted in ("ram", "mmap"):
-        return wanted
-    return "stream" if residency.streams else "mmap"
+    if requested in ("ram", "mmap"):
+        return requested
+    return "stream" if placement.streams else "mmap"

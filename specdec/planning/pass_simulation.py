@@ -1,7 +1,7 @@
 """How long a forward pass should take a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
-their real order and sizes (`offload.residency.simulation`), with this machine's bandwidth and
+their real order and sizes (`offload.placement.simulation`), with this machine's bandwidth and
 arithmetic; so are the copies to a GPU.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.contract.source import ModelCompute
-from offload.residency.placement import Placement
-from offload.residency.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
+from offload.placement.placement import Placement
+from offload.placement.simulation import LayerWork, Overlap, SimulatedPass, simulate_passes
 from specdec.policy.cost_model import CostModel
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -75,8 +75,8 @@ class PassSimulation:
         return CostModel(floor, *_line(low, line[low], high, line[high]))
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
-        placed, per_byte = self.placement, self.compute.per_byte
-        is_copied = placed.is_on_device
+        placement, per_byte = self.placement, self.compute.per_byte
+        is_copied = placement.is_on_device
         # A GPU's arithmetic neither reads nor copies slow down.
         overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(num_tokens))
         moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
@@ -89,30 +89,30 @@ class PassSimulation:
                 + self._expert_seconds(index, num_tokens),
                 layer.copied_bytes / self.copy_bytes_per_second if is_copied else 0.0,
             )
-            for index, layer in enumerate(placed.layers)
+            for index, layer in enumerate(placement.layers)
         ]
         return simulate_passes(
             layers,
-            placed.n_slots,
-            placed.n_device_slots,
-            outer_seconds=self.compute.outer_seconds(num_tokens),
+            placement.n_slots,
+            placement.n_device_slots,
+            non_layer_seconds=self.compute.non_layer_seconds(num_tokens),
             gap_seconds=gap_seconds,
             overlap=overlap,
         )
 
     def _expert_seconds(self, layer: int, num_tokens: int) -> float:
         """Return what a layer's routed experts take: missing ones are read, then all computed."""
-        room = self.placement.experts
-        experts = None if room is None else room.layers[layer]
-        if room is None or experts is None:
+        expert_cache = self.placement.experts
+        experts = None if expert_cache is None else expert_cache.layers[layer]
+        if expert_cache is None or experts is None:
             return 0.0
         per_byte = self.compute.per_byte.seconds(experts.rows_each(num_tokens))
-        missing_seconds = room.read_bytes(layer, num_tokens) / self.expert_bytes_per_second
+        missing_seconds = expert_cache.read_bytes(layer, num_tokens) / self.expert_bytes_per_second
         return missing_seconds + per_byte * experts.used_bytes(num_tokens)
 
     def _compute_seconds(self, num_tokens: int) -> float:
         n_bytes = sum(layer.n_bytes for layer in self.placement.layers)
-        return self.compute.per_byte.seconds(num_tokens) * n_bytes + self.compute.outer_seconds(
+        return self.compute.per_byte.seconds(num_tokens) * n_bytes + self.compute.non_layer_seconds(
             num_tokens
         )
 

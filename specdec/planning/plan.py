@@ -12,8 +12,8 @@ from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
 from offload.budget import format_up
 from offload.paging.expert_speed import missing_seconds_per_byte
+from offload.placement.tiers import VRAM
 from offload.process.allocator import free_large_blocks_at_once
-from offload.residency.tiers import VRAM
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
@@ -21,17 +21,17 @@ from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
-from specdec.planning.early import Early
-from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placed
+from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.memory.base import budget_of_run, measure_base
-from specdec.planning.memory.division import Divider, Division, Gpu
+from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Alternative, Figures, Search
+from specdec.planning.search import Alternative, Measurements, Search
+from specdec.planning.weight_prefetch import Prefetch
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
 
-_WORTH_SAYING = 1.05
+_MIN_REPORTED_SHARE = 1.05
 """How much faster a run without the draft has to be for the plan to say so."""
 
 
@@ -58,7 +58,9 @@ def plan_run(
 
 
 def plan_models(
-    options: RunOptions, budget: tuple[int, str] | None = None, early: Early | None = None
+    options: RunOptions,
+    budget: tuple[int, str] | None = None,
+    weight_prefetch: Prefetch | None = None,
 ) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget.
 
@@ -72,18 +74,22 @@ def plan_models(
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
     gpu = find_gpu(options, pair)
-    with nullcontext(0) if early is None else early.weights.paused() as early_bytes:
+    with (
+        nullcontext(0)
+        if weight_prefetch is None
+        else weight_prefetch.weights.paused() as prefetch_bytes
+    ):
         if gpu is None:
-            figures = measure_figures(pair, total_bytes)
+            measurements = measure_figures(pair, total_bytes)
         else:
-            figures = measure_with_gpu(pair, gpu)
+            measurements = measure_with_gpu(pair, gpu)
         base_bytes = measure_base()
-        if early is not None:
-            base_bytes = early.base(base_bytes, early_bytes)
-    plan = make_plan(options, pair, figures, total_bytes, source, base_bytes, gpu)
-    if pair.draft is not None and plan.draft_residency is None:
+        if weight_prefetch is not None:
+            base_bytes = weight_prefetch.base(base_bytes, prefetch_bytes)
+    plan = make_plan(options, pair, measurements, total_bytes, source, base_bytes, gpu)
+    if pair.draft is not None and plan.draft_placement is None:
         options, pair = options.without_draft(), OpenedPair(pair.target, None)
-    to_load = placed(pair, gpu, plan.draft_device)
+    to_load = placement(pair, gpu, plan.draft_device)
     return PlannedModels(plan, options, to_load.target, to_load.draft)
 
 
@@ -106,11 +112,11 @@ def open_pair(options: RunOptions) -> OpenedPair:
     return OpenedPair(target, draft)
 
 
-def measure_figures(pair: OpenedPair, total_bytes: int) -> Figures:
+def measure_figures(pair: OpenedPair, total_bytes: int) -> Measurements:
     """This machine's speed, as far as a budget of `total_bytes` needs it."""
     target, draft = pair.sources
     storage = measure_storage(target.weight_file).storage_bytes_per_second
-    return Figures(
+    return Measurements(
         storage,
         target.measure_compute(beside_reads=must_stream(target, total_bytes)),
         None if draft is None else measure_draft(draft),
@@ -142,7 +148,7 @@ def layer_bytes(source: ModelSource) -> int:
 def make_plan(
     options: RunOptions,
     pair: OpenedPair,
-    figures: Figures,
+    measurements: Measurements,
     total_bytes: int,
     budget_source: str,
     base_bytes: int,
@@ -160,11 +166,11 @@ def make_plan(
         raise ConfigError(
             FieldName("exact"), f" is 'on', but {exactness.reason}: 'auto' runs all the same"
         )
-    search = Search(Divider(target, draft, options, base_bytes, gpu), figures)
+    search = Search(MemoryPlanner(target, draft, options, base_bytes, gpu), measurements)
     chosen = search.best(total_bytes)
     warnings, notes = _remarks(chosen, search)
     if options.draft == SELF_DRAFT and chosen.draft is not None:
-        problem = _self_draft_problem(options, chosen.division)
+        problem = _self_draft_problem(options, chosen.memory_plan)
         if problem and options.requires_draft:
             raise ConfigError(problem)
         if problem:
@@ -179,29 +185,33 @@ def make_plan(
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)
         + warnings,
-        notes=_cut_context(options, chosen.division) + notes,
+        notes=_cut_context(options, chosen.memory_plan) + notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )
 
 
-def _cut_context(options: RunOptions, division: Division) -> tuple[str, ...]:
-    if options.ctx_size is None or options.ctx_size <= division.ctx_size:
+def _cut_context(options: RunOptions, memory_plan: MemoryPlan) -> tuple[str, ...]:
+    if options.ctx_size is None or options.ctx_size <= memory_plan.ctx_size:
         return ()
-    return (f"a context of {options.ctx_size} is cut to the model's {division.ctx_size}",)
+    return (f"a context of {options.ctx_size} is cut to the model's {memory_plan.ctx_size}",)
 
 
 def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
     a draft is left out, and how to have it loaded all the same)."""
-    with_draft = [one for one in search.alternatives if one.draft is not None]
+    with_draft = [
+        alternative for alternative in search.alternatives if alternative.draft is not None
+    ]
     if not with_draft:
-        return (), (_no_room(chosen.division, search),) if search.refusals else ()
+        return (), (_no_capacity(chosen.memory_plan, search),) if search.refusals else ()
     alone = next(
-        one for one in search.alternatives if one.draft is None and not one.division.n_drafted
+        alternative
+        for alternative in search.alternatives
+        if alternative.draft is None and not alternative.memory_plan.n_drafted
     )
     speed = alone.tokens_per_second
     if chosen.draft is None:
-        best = max(one.better_tokens_per_second for one in with_draft)
+        best = max(item.better_tokens_per_second for item in with_draft)
         note = (
             f"the draft is left out: in its memory more of the target is worth more "
             f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
@@ -209,7 +219,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
         )
         return (), (note,)
     beside = chosen.better_tokens_per_second
-    if speed < _WORTH_SAYING * beside or not chosen.target.placement.n_moving_layers:
+    if speed < _MIN_REPORTED_SHARE * beside or not chosen.target.placement.n_moving_layers:
         return (), ()
     warning = (
         f"without the draft it should be faster: {speed:.2f} tokens/s "
@@ -218,7 +228,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
     return (warning,), ()
 
 
-def _no_room(alone: Division, search: Search) -> str:
+def _no_capacity(alone: MemoryPlan, search: Search) -> str:
     """Note that a draft is left out for want of room, with the budgets with it and without.
 
     alone: the memory without the draft.
@@ -226,7 +236,7 @@ def _no_room(alone: Division, search: Search) -> str:
     ledger = search.refusals[0].ledger
     budget = alone.vram if ledger == VRAM and alone.vram is not None else alone.budget
     option = "--vram-budget" if budget is alone.vram else "--memory-budget"
-    with_draft = format_up(search.divider.smallest.of(ledger))
+    with_draft = format_up(search.memory_planner.smallest.of(ledger))
     return (
         f"the draft is left out: the {ledger} budget of {format_bytes(budget.total_bytes)} has no "
         f"room for it; the smallest with it is {with_draft}, without it "
@@ -241,24 +251,24 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
             FieldName("load_mode"),
             f" mmap is for GGUF models: {options.model} can be streamed or held in ram",
         )
-    most, asked = target.max_tree_leaves, options.spec.num_draft_tokens
-    if most is not None and options.num_beams > most:
+    limit, asked = target.max_tree_leaves, options.spec.num_draft_tokens
+    if limit is not None and options.num_beams > limit:
         raise ConfigError(
             FieldName("num_beams"),
-            f" is {options.num_beams}, but a GGUF target follows at most {most} beams",
+            f" is {options.num_beams}, but a GGUF target follows at most {limit} beams",
         )
-    if most is not None and asked is not None and asked > most:
+    if limit is not None and asked is not None and asked > limit:
         raise ConfigError(
             FieldName("num_draft_tokens"),
-            f" is {asked}, but a GGUF target verifies at most {most} at a time",
+            f" is {asked}, but a GGUF target verifies at most {limit} at a time",
         )
 
 
-def _self_draft_problem(options: RunOptions, division: Division) -> str:
+def _self_draft_problem(options: RunOptions, memory_plan: MemoryPlan) -> str:
     """Why a target that streams cannot draft for itself; empty where it stays in memory."""
-    if options.load_mode != "mmap" and not division.target.n_moving_layers:
+    if options.load_mode != "mmap" and not memory_plan.target.n_moving_layers:
         return ""
-    whole = sum(layer.n_bytes for layer in division.target.layers)
+    whole = sum(layer.n_bytes for layer in memory_plan.target.layers)
     return (
         f"{options.model} is not held in memory, where its layers would take "
         f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from backends.contract.exactness import Exactness
 from offload.budget import MemoryBudget, format_up
-from offload.residency.experts import ExpertRoom
-from offload.residency.placement import Placement
+from offload.placement.experts import ExpertCachePlan
+from offload.placement.placement import Placement
 from offload.units import GIB, format_bytes
-from specdec.planning.memory.lending import TEXT_TOKENS
+from specdec.planning.memory.pinnable import TEXT_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
@@ -56,65 +56,65 @@ def enough(n_bytes: int) -> str:
     return format_up(n_bytes) + readable
 
 
-def placement_line(placed: Placement) -> str:
-    n_layers, n_streamed = len(placed.layers), placed.n_streamed_layers
-    if not placed.is_on_device:
+def placement_line(placement: Placement) -> str:
+    n_layers, n_streamed = len(placement.layers), placement.n_streamed_layers
+    if not placement.is_on_device:
         line = f"{n_layers - n_streamed} of {n_layers} layers wholly in memory"
     else:
-        line = f"{format_bytes(placed.device_layout.n_bytes)} of the layers in the GPU's memory"
-        if placed.n_moving_layers:
+        line = f"{format_bytes(placement.device_layout.n_bytes)} of the layers in the GPU's memory"
+        if placement.n_moving_layers:
             line += (
-                f", {format_bytes(placed.resident_bytes)} pinned in the host's; "
-                f"{format_bytes(placed.moved_bytes)} copied per pass through "
-                f"{placed.n_device_slots} slots of {format_bytes(placed.device_slot_bytes)}"
+                f", {format_bytes(placement.resident_bytes)} pinned in the host's; "
+                f"{format_bytes(placement.moved_bytes)} copied per pass through "
+                f"{placement.n_device_slots} slots of {format_bytes(placement.device_slot_bytes)}"
             )
     if not n_streamed:
         return line
     return (
-        f"{line}; {format_bytes(placed.streamed_bytes)} streamed per pass "
-        f"through {placed.n_slots} slots of {format_bytes(placed.slot_bytes)}"
+        f"{line}; {format_bytes(placement.streamed_bytes)} streamed per pass "
+        f"through {placement.n_slots} slots of {format_bytes(placement.slot_bytes)}"
     )
 
 
-def lending_line(placed: Placement, decoding: Placement) -> str:
+def pinning_line(placement: Placement, decoding: Placement) -> str:
     """decoding: the same while a text is decoded."""
-    n_held = placed.n_streamed_layers - decoding.n_streamed_layers
-    lent = placed.streamed_bytes - decoding.streamed_bytes
+    num_pinned = placement.n_streamed_layers - decoding.n_streamed_layers
+    pinnable = placement.streamed_bytes - decoding.streamed_bytes
     return (
-        f"while a text of {TEXT_TOKENS} tokens is decoded, unused memory should hold {n_held} more "
-        f"({format_bytes(lent)}): {format_bytes(decoding.streamed_bytes)} streamed per pass"
+        f"while a text of {TEXT_TOKENS} tokens is decoded, unused memory should hold {num_pinned} more "
+        f"({format_bytes(pinnable)}): {format_bytes(decoding.streamed_bytes)} streamed per pass"
     )
 
 
-def expert_line(room: ExpertRoom) -> str:
-    held = f"{room.n_slots} of {room.n_experts} experts in memory ({format_bytes(room.n_bytes)})"
-    if room.holds_all:
-        return held
-    more = replace(room, n_slots=min(2 * room.n_slots, room.n_experts))
-    return f"{held}, {_found(room)}; with {format_bytes(more.n_bytes)} for them {_found(more)}"
+def expert_line(expert_cache: ExpertCachePlan) -> str:
+    pinned = f"{expert_cache.n_slots} of {expert_cache.n_experts} experts in memory ({format_bytes(expert_cache.n_bytes)})"
+    if expert_cache.holds_all:
+        return pinned
+    more = replace(expert_cache, n_slots=min(2 * expert_cache.n_slots, expert_cache.n_experts))
+    return f"{pinned}, {_matched(expert_cache)}; with {format_bytes(more.n_bytes)} for them {_matched(more)}"
 
 
-def _found(room: ExpertRoom) -> str:
+def _matched(expert_cache: ExpertCachePlan) -> str:
     return (
-        f"expected to be {room.hit_rate:.0%} of those asked for, "
-        f"{format_bytes(int(room.bytes_per_token))} read for a token"
+        f"expected to be {expert_cache.hit_rate:.0%} of those asked for, "
+        f"{format_bytes(int(expert_cache.bytes_per_token))} read for a token"
     )
 
 
 def speed_lines(chosen: Alternative) -> list[str]:
     """Of a target whose weights move: what computing alone costs is known less well."""
-    target, n_rows = chosen.target, 1 + chosen.n_tree
+    target, num_tokens = chosen.target, 1 + chosen.n_tree
     link = f"copies to the GPU {target.copy_bytes_per_second / 1e9:.2f} GB/s; "
     missing = f"missing experts {target.expert_bytes_per_second / 1e9:.2f} GB/s; "
-    room = target.placement.experts
+    expert_cache = target.placement.experts
     passes = (
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
-        f"{'' if room is None or room.holds_all else missing}"
+        f"{'' if expert_cache is None or expert_cache.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
         f"takes {_figure(target.seconds(1))} s"
     )
-    if n_rows > 1:
-        passes += f", of {n_rows} tokens {_figure(target.seconds(n_rows))} s"
+    if num_tokens > 1:
+        passes += f", of {num_tokens} tokens {_figure(target.seconds(num_tokens))} s"
     speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
     if chosen.draft is not None:
         speed += (
@@ -134,18 +134,18 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
     """The divisions that were compared, the fastest first."""
     if len(alternatives) < 2:
         return []
-    ranked = sorted(alternatives, key=lambda one: -one.tokens_per_second)
-    width = max(len(one.name) for one in ranked) + 2
+    ranked = sorted(alternatives, key=lambda item: -item.tokens_per_second)
+    width = max(len(item.name) for item in ranked) + 2
     lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
-    for one in ranked:
-        mark = "* " if one is chosen else "  "
-        figures = (
-            f"{_figure(one.target.placement.moved_bytes / 1e9):>10}",
-            f"{_figure(one.target.seconds(1)):>10}",
-            f"{_figure(one.target.seconds(1 + one.n_tree)):>10}",
-            f"{one.tokens_per_second:10.2f}",
+    for item in ranked:
+        mark = "* " if item is chosen else "  "
+        measurements = (
+            f"{_figure(item.target.placement.moved_bytes / 1e9):>10}",
+            f"{_figure(item.target.seconds(1)):>10}",
+            f"{_figure(item.target.seconds(1 + item.n_tree)):>10}",
+            f"{item.tokens_per_second:10.2f}",
         )
-        lines.append(f"{mark + one.name:<{width}}" + "".join(figures))
+        lines.append(f"{mark + item.name:<{width}}" + "".join(measurements))
     if ranked[0] is not chosen:
         lines.append(_WHY_NOT_THE_FASTEST)
     return lines

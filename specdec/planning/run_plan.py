@@ -8,17 +8,17 @@ from typing import Any
 
 from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.budget import MEMORY
-from offload.residency.placement import Placement
-from offload.residency.tiers import CUDA_CONTEXT_BYTES, VRAM
-from specdec.planning.memory.lending import TEXT_TOKENS
+from offload.placement.placement import Placement
+from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
+from specdec.planning.memory.pinnable import TEXT_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,
     exactness_line,
     expert_line,
-    lending_line,
     memory_table,
     overhead_bytes,
+    pinning_line,
     placement_line,
     speed_lines,
 )
@@ -50,17 +50,19 @@ class RunPlan:
     @property
     def device(self) -> str:
         """Where the target is computed."""
-        return CPU if self.chosen.division.vram is None else CUDA
+        return CPU if self.chosen.memory_plan.vram is None else CUDA
 
     @property
     def draft_device(self) -> str:
         """Where the draft model is computed; the CPU where there is none."""
-        return self.chosen.division.shape.draft_device or CPU
+        return self.chosen.memory_plan.shape.draft_device or CPU
 
     @property
     def vram_budget_bytes(self) -> int:
         """Of GPU memory; 0 without a GPU."""
-        return 0 if self.chosen.division.vram is None else self.chosen.division.vram.total_bytes
+        return (
+            0 if self.chosen.memory_plan.vram is None else self.chosen.memory_plan.vram.total_bytes
+        )
 
     @property
     def torch_vram_bytes(self) -> int:
@@ -69,40 +71,40 @@ class RunPlan:
 
     @property
     def budget_bytes(self) -> int:
-        return self.chosen.division.budget.total_bytes
+        return self.chosen.memory_plan.budget.total_bytes
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """(name, bytes) of everything in the budget; they sum to it."""
-        return tuple(self.chosen.division.budget.table())
+        return tuple(self.chosen.memory_plan.budget.table())
 
     @property
-    def residency(self) -> Placement:
+    def placement(self) -> Placement:
         """Of the target's layers."""
-        return self.chosen.division.target
+        return self.chosen.memory_plan.target
 
     @property
-    def draft_residency(self) -> Placement | None:
-        return self.chosen.division.draft
+    def draft_placement(self) -> Placement | None:
+        return self.chosen.memory_plan.draft
 
     @property
     def ctx_size(self) -> int:
-        return self.chosen.division.ctx_size
+        return self.chosen.memory_plan.ctx_size
 
     @property
     def n_draft_tokens(self) -> int:
         """Of the largest tree that there is room for."""
-        return self.chosen.division.n_drafted
+        return self.chosen.memory_plan.n_drafted
 
     @property
     def smallest_budget_bytes(self) -> int:
         """For a run as it is planned: with the draft, where that is not left out."""
-        return self.chosen.division.smallest.host_bytes
+        return self.chosen.memory_plan.smallest.host_bytes
 
     @property
     def smallest_without_draft_bytes(self) -> int:
         """The smallest budget that works without a draft model."""
-        return self.chosen.division.smallest_alone.host_bytes
+        return self.chosen.memory_plan.smallest_alone.host_bytes
 
     @property
     def storage_bytes_per_second(self) -> float:
@@ -114,9 +116,9 @@ class RunPlan:
         return self.chosen.decoding(TEXT_TOKENS)
 
     @property
-    def lent_bytes(self) -> int:
+    def pinnable_bytes(self) -> int:
         """Of streamed layers that memory which is not in use should hold meanwhile."""
-        return self.residency.streamed_bytes - self.decoding.target.placement.streamed_bytes
+        return self.placement.streamed_bytes - self.decoding.target.placement.streamed_bytes
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -144,7 +146,7 @@ class RunPlan:
         return self.decoding.tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
-        residency, draft = self.residency, self.draft_residency
+        placement, draft = self.placement, self.draft_placement
         draft_cost = self.draft_cost_model
         return {
             "memory_budget_bytes": self.budget_bytes,
@@ -152,19 +154,19 @@ class RunPlan:
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "smallest_without_draft_bytes": self.smallest_without_draft_bytes,
             "memory": dict(self.parts),
-            "overhead_bytes": overhead_bytes(self.chosen.division.budget),
+            "overhead_bytes": overhead_bytes(self.chosen.memory_plan.budget),
             "device": self.device,
             "draft_device": self.draft_device if self.chosen.draft is not None else None,
             **self._vram_dict(),
             **self._expert_dict(),
             "ctx_size": self.ctx_size,
             "uses_mmap": self.uses_mmap,
-            "n_layers": len(residency.layers),
-            "n_streamed_layers": residency.n_streamed_layers,
-            "n_slots": residency.n_slots,
-            "slot_bytes": residency.slot_bytes,
-            "streamed_bytes_per_pass": residency.streamed_bytes,
-            "lent_bytes": self.lent_bytes,
+            "n_layers": len(placement.layers),
+            "n_streamed_layers": placement.n_streamed_layers,
+            "n_slots": placement.n_slots,
+            "slot_bytes": placement.slot_bytes,
+            "streamed_bytes_per_pass": placement.streamed_bytes,
+            "pinnable_bytes": self.pinnable_bytes,
             "draft_streamed_bytes_per_pass": 0 if draft is None else draft.streamed_bytes,
             "storage_bytes_per_second": self.storage_bytes_per_second,
             "num_draft_tokens": self.n_draft_tokens,
@@ -179,64 +181,64 @@ class RunPlan:
             "accept_threshold": self.accept_threshold,
             "assumed_tokens_per_pass": self.chosen.tokens_per_pass,
             "chosen": self.alternatives.index(self.chosen),
-            "weighed": [one.to_dict() for one in self.alternatives],
+            "weighed": [alternative.to_dict() for alternative in self.alternatives],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
 
     def _expert_dict(self) -> dict[str, Any]:
         """Of a mixture whose experts are read as they are asked for."""
-        room = self.residency.experts
-        if room is None:
+        expert_cache = self.placement.experts
+        if expert_cache is None:
             return {}
         return {
-            "n_experts": room.n_experts,
-            "n_expert_slots": room.n_slots,
-            "expert_slot_bytes": room.slot_bytes,
-            "expected_expert_hit_rate": room.hit_rate,
-            "expected_expert_bytes_per_token": room.bytes_per_token,
+            "n_experts": expert_cache.n_experts,
+            "n_expert_slots": expert_cache.n_slots,
+            "expert_slot_bytes": expert_cache.slot_bytes,
+            "expected_expert_hit_rate": expert_cache.hit_rate,
+            "expected_expert_bytes_per_token": expert_cache.bytes_per_token,
             "expert_bytes_per_second": self.chosen.target.expert_bytes_per_second,
         }
 
     def _vram_dict(self) -> dict[str, Any]:
         """Of a target on a GPU."""
-        residency, division = self.residency, self.chosen.division
-        if division.vram is None:
+        placement, memory_plan = self.placement, self.chosen.memory_plan
+        if memory_plan.vram is None:
             return {}
         return {
             "vram_budget_bytes": self.vram_budget_bytes,
             "vram_budget_source": self.vram_source,
-            "smallest_vram_bytes": division.smallest.vram_bytes,
-            "vram": dict(division.vram.table()),
-            "n_copied_layers": residency.n_moving_layers,
-            "n_device_slots": residency.n_device_slots,
-            "device_slot_bytes": residency.device_slot_bytes,
-            "device_resident_bytes": residency.device_resident_bytes,
-            "pinned_resident_bytes": residency.resident_bytes,
-            "copied_bytes_per_pass": residency.moved_bytes,
+            "smallest_vram_bytes": memory_plan.smallest.vram_bytes,
+            "vram": dict(memory_plan.vram.table()),
+            "n_copied_layers": placement.n_moving_layers,
+            "n_device_slots": placement.n_device_slots,
+            "device_slot_bytes": placement.device_slot_bytes,
+            "device_resident_bytes": placement.device_resident_bytes,
+            "pinned_resident_bytes": placement.resident_bytes,
+            "copied_bytes_per_pass": placement.moved_bytes,
             "copy_bytes_per_second": self.chosen.target.copy_bytes_per_second,
         }
 
     def lines(self) -> list[str]:
         """For the user, one fact a line."""
-        division, draft = self.chosen.division, self.draft_residency
-        vram = division.vram
-        lines = memory_table(division.budget, "memory budget", self.budget_source)
+        memory_plan, draft = self.chosen.memory_plan, self.draft_placement
+        vram = memory_plan.vram
+        lines = memory_table(memory_plan.budget, "memory budget", self.budget_source)
         if vram is not None:
             lines += memory_table(vram, "VRAM budget", self.vram_source)
         if self.uses_mmap:
             lines.append("the target's weights are read through the page cache and not counted")
         else:
-            lines.append(placement_line(self.residency))
-            if self.residency.experts is not None:
-                lines.append(expert_line(self.residency.experts))
+            lines.append(placement_line(self.placement))
+            if self.placement.experts is not None:
+                lines.append(expert_line(self.placement.experts))
         if draft is not None and draft.n_streamed_layers:
             lines.append("draft: " + placement_line(draft))
         if vram is not None and self.chosen.draft is not None:
             lines.append(f"draft: computed on the {'GPU' if self.draft_device == CUDA else 'CPU'}")
-        if self.residency.n_moving_layers:
-            if self.lent_bytes:
-                lines.append(lending_line(self.residency, self.decoding.target.placement))
+        if self.placement.n_moving_layers:
+            if self.pinnable_bytes:
+                lines.append(pinning_line(self.placement, self.decoding.target.placement))
             lines += speed_lines(self.decoding)
             lines += alternatives_table(self.alternatives, self.chosen)
         lines.append(exactness_line(self.exactness))
@@ -252,7 +254,7 @@ class RunPlan:
         return lines + [f"warning: {warning}" for warning in self.warnings]
 
     def _smallest_line(self, ledger: str, title: str) -> str:
-        division = self.chosen.division
-        n_bytes, alone = division.smallest.of(ledger), division.smallest_alone.of(ledger)
+        memory_plan = self.chosen.memory_plan
+        n_bytes, alone = memory_plan.smallest.of(ledger), memory_plan.smallest_alone.of(ledger)
         line = f"{title} {enough(n_bytes)}"
         return f"{line}; without the draft {enough(alone)}" if alone < n_bytes else line

@@ -14,11 +14,11 @@ from typing import Any
 
 from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.memory.division import Divider, Division, Shape
-from specdec.planning.memory.lending import TEXT_TOKENS
+from specdec.planning.memory.memory_plan import MemoryPlan, MemoryPlanner, Shape
+from specdec.planning.memory.pinnable import TEXT_TOKENS
 from specdec.planning.pass_simulation import PassSimulation
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
@@ -31,7 +31,7 @@ from specdec.run_options import CUDA
 
 _TREES = (1, 2, 4, 8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Those beyond MAX_AUTO_NODES on a GPU only."""
-_WORTH_LEAVING_OUT = 1.05
+_PAYS_TO_LEAVE_OUT = 1.05
 """How much faster the target has to be alone for its draft not to be loaded."""
 _ROOMS = (4, 1)
 """Times the best tree, the first of these that fits is set aside: acceptance may be better than
@@ -41,7 +41,7 @@ _ROOM_COSTS_LITTLE = 0.99
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measurements:
     """A machine's speed, for one pair of models."""
 
     storage_bytes_per_second: float
@@ -62,7 +62,7 @@ class Figures:
 class Alternative:
     """One division, with what is predicted of it."""
 
-    division: Division
+    memory_plan: MemoryPlan
     target: PassSimulation
     draft: PassSimulation | None
     n_tree: int
@@ -76,11 +76,11 @@ class Alternative:
     tokens_per_second: float
 
     def decoding(self, n_tokens: int) -> Alternative:
-        """Its speed while texts of so many tokens, together, leave memory to layers."""
-        division, num_tokens = self.division, 1 + self.n_tree
-        placed = division.lending.hold(division.target, n_tokens, num_tokens)
-        target = replace(self.target, placement=placed)
-        seconds = _round_seconds(target, self.draft, num_tokens, self.drafting_seconds)
+        """Its speed while sequences of so many tokens, together, leave memory to layers."""
+        memory_plan, num_tokens = self.memory_plan, 1 + self.n_tree
+        placement = memory_plan.pinnable.pin_layers(memory_plan.target, n_tokens, num_tokens)
+        target = replace(self.target, placement=placement)
+        seconds = _step_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
     @property
@@ -101,7 +101,7 @@ class Alternative:
     @property
     def name(self) -> str:
         """What is special about it."""
-        shape, parts = self.division.shape, []
+        shape, parts = self.memory_plan.shape, []
         target = self.target.placement
         if self.draft is not None:
             parts.append(self._draft_name(self.draft.placement))
@@ -123,14 +123,14 @@ class Alternative:
         return f"draft {where}" if share >= 1 else f"{share:.0%} of the draft {where}"
 
     def to_dict(self) -> dict[str, Any]:
-        placed = self.target.placement
+        placement = self.target.placement
         return {
             "name": self.name,
-            "draft_device": self.division.shape.draft_device if self.draft else None,
-            "n_slots": placed.n_slots,
-            "num_draft_tokens": self.division.n_drafted,
+            "draft_device": self.memory_plan.shape.draft_device if self.draft else None,
+            "n_slots": placement.n_slots,
+            "num_draft_tokens": self.memory_plan.n_drafted,
             "draft_resident_bytes": self.draft.placement.resident_bytes if self.draft else 0,
-            "streamed_bytes_per_pass": placed.streamed_bytes,
+            "streamed_bytes_per_pass": placement.streamed_bytes,
             "tree_tokens": self.n_tree,
             "draft_depth": self.depth,
             "drafting_seconds": self.drafting_seconds,
@@ -144,8 +144,8 @@ class Alternative:
 class Search:
     """Finds the best division for one budget, once."""
 
-    divider: Divider
-    figures: Figures
+    memory_planner: MemoryPlanner
+    measurements: Measurements
     alternatives: list[Alternative] = field(default_factory=list)
     """Those that were tried."""
     refusals: list[BudgetExceeded] = field(default_factory=list)
@@ -157,92 +157,98 @@ class Search:
 
         Raises BudgetExceeded with the smallest budget that works.
         """
-        if not self.divider.has_draft:
-            return self._with_room(total_bytes, Shape(self.divider.least_drafted))
+        if not self.memory_planner.has_draft:
+            return self._with_capacity(total_bytes, Shape(self.memory_planner.min_drafted))
         best = self._best_with_draft(total_bytes)
         if best is None:
             return self.alone(total_bytes)
         alone = self._try(total_bytes, Shape(0, None))
         # Memory is what a draft costs for good, and what a target that streams could use.
         if (
-            self.divider.options.may_leave_out_draft
+            self.memory_planner.options.may_leave_out_draft
             and best.target.placement.n_moving_layers
-            and alone.tokens_per_second > _WORTH_LEAVING_OUT * best.better_tokens_per_second
+            and alone.tokens_per_second > _PAYS_TO_LEAVE_OUT * best.better_tokens_per_second
         ):
             return self.alone(total_bytes)
         return best
 
     def alone(self, total_bytes: int) -> Alternative:
         """The fastest without the draft model; n-grams go on drafting."""
-        return self._with_room(total_bytes, Shape(self.divider.least_drafted, None))
+        return self._with_capacity(total_bytes, Shape(self.memory_planner.min_drafted, None))
 
     def _best_with_draft(self, total_bytes: int) -> Alternative | None:
         """None where there is no room for the draft on any device, and the run may do without.
 
         Raises BudgetExceeded where it may not.
         """
-        found, least = [], self.divider.least_drafted
-        for device in self.divider.draft_devices:
+        result, minimum = [], self.memory_planner.min_drafted
+        for device in self.memory_planner.draft_devices:
             try:
-                found.append(self._with_room(total_bytes, Shape(least, device)))
+                result.append(self._with_capacity(total_bytes, Shape(minimum, device)))
             except BudgetExceeded as error:
                 self.refusals.append(error)
-        if not found and self.divider.options.requires_draft:
+        if not result and self.memory_planner.options.requires_draft:
             raise self.refusals[0]
-        return max(found, key=lambda one: one.tokens_per_second, default=None)
+        return max(result, key=lambda item: item.tokens_per_second, default=None)
 
-    def _with_room(self, total_bytes: int, shape: Shape) -> Alternative:
+    def _with_capacity(self, total_bytes: int, shape: Shape) -> Alternative:
         """With room for the best tree and larger ones, as far as that costs little."""
         best = self._try(total_bytes, shape)
         for n_drafted in self._rooms(best):
             with suppress(BudgetExceeded):
-                found = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
-                speeds = zip(found.speeds, best.speeds, strict=True)
-                if all(speed >= _ROOM_COSTS_LITTLE * least for speed, least in speeds):
-                    return found
+                result = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
+                speeds = zip(result.speeds, best.speeds, strict=True)
+                if all(speed >= _ROOM_COSTS_LITTLE * minimum for speed, minimum in speeds):
+                    return result
         return best
 
-    def _rooms(self, least: Alternative) -> list[int]:
+    def _rooms(self, minimum: Alternative) -> list[int]:
         """Draft tokens that there may be room for, the most first."""
-        most, spec = self.divider.most_drafted, self.divider.options.spec
-        if most <= least.division.n_drafted:
+        limit, spec = self.memory_planner.max_drafted, self.memory_planner.options.spec
+        if limit <= minimum.memory_plan.n_drafted:
             return []
         # A tree's arithmetic does not depend on its room: the best one is known before it has any.
-        tree = predict(least.division, self.figures, spec, n_room=most).n_tree
-        rooms = {min(most, times * tree) for times in _ROOMS}
-        return sorted((n for n in rooms if n > least.division.n_drafted), reverse=True)
+        tree = predict(minimum.memory_plan, self.measurements, spec, num_capacity=limit).n_tree
+        rooms = {min(limit, times * tree) for times in _ROOMS}
+        return sorted((n for n in rooms if n > minimum.memory_plan.n_drafted), reverse=True)
 
     def _try(self, total_bytes: int, shape: Shape) -> Alternative:
-        division, spec = self.divider.divide(total_bytes, shape), self.divider.options.spec
-        found = predict(division, self.figures, spec)
-        self.alternatives.append(found)
-        return found
+        memory_plan, spec = (
+            self.memory_planner.divide(total_bytes, shape),
+            self.memory_planner.options.spec,
+        )
+        result = predict(memory_plan, self.measurements, spec)
+        self.alternatives.append(result)
+        return result
 
 
 def predict(
-    division: Division, figures: Figures, spec: SpecConfig, n_room: int | None = None
+    memory_plan: MemoryPlan,
+    measurements: Measurements,
+    spec: SpecConfig,
+    num_capacity: int | None = None,
 ) -> Alternative:
     """The speed of a division: with the best tree among those that there is room for.
 
     n_room: what the room is taken to be, in draft tokens.
     """
-    speeds = figures.storage_bytes_per_second, figures.copy_bytes_per_second
+    speeds = measurements.storage_bytes_per_second, measurements.copy_bytes_per_second
     target = PassSimulation(
-        division.target, figures.target, *speeds, figures.expert_seconds_per_byte
+        memory_plan.target, measurements.target, *speeds, measurements.expert_seconds_per_byte
     )
-    draft, draft_compute = None, figures.draft_on(division.shape.draft_device)
-    if division.draft is not None and draft_compute is not None:
-        draft = PassSimulation(division.draft, draft_compute, *speeds)
-    n_room = division.n_drafted if n_room is None else n_room
-    sizes = [n for n in _TREES if n <= n_room] if spec.num_draft_tokens is None else []
+    draft, draft_compute = None, measurements.draft_on(memory_plan.shape.draft_device)
+    if memory_plan.draft is not None and draft_compute is not None:
+        draft = PassSimulation(memory_plan.draft, draft_compute, *speeds)
+    num_capacity = memory_plan.n_drafted if num_capacity is None else num_capacity
+    sizes = [n for n in _TREES if n <= num_capacity] if spec.num_draft_tokens is None else []
     if sizes and draft is None:
         sizes = [0, *sizes]  # n-grams draft where the text repeats itself, and not at any price
-    found = [_predict_tree(division, target, draft, n, spec) for n in sizes or [n_room]]
-    return max(found, key=lambda one: one.tokens_per_second)
+    result = [_predict_tree(memory_plan, target, draft, n, spec) for n in sizes or [num_capacity]]
+    return max(result, key=lambda item: item.tokens_per_second)
 
 
 def _predict_tree(
-    division: Division,
+    memory_plan: MemoryPlan,
     target: PassSimulation,
     draft: PassSimulation | None,
     n_drafted: int,
@@ -254,16 +260,16 @@ def _predict_tree(
     if draft is not None:
         depth = min(depth, likely_levels(n_drafted, spec.width))
     drafting = depth * level
-    seconds = _round_seconds(target, draft, 1 + n_drafted, drafting)
+    seconds = _step_seconds(target, draft, 1 + n_drafted, drafting)
     tokens = expected_tokens(n_drafted, depth)
     if draft is None:
         tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
     return Alternative(
-        division, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
+        memory_plan, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
     )
 
 
-def _round_seconds(
+def _step_seconds(
     target: PassSimulation, draft: PassSimulation | None, num_tokens: int, drafting_seconds: float
 ) -> float:
     """Return the seconds of drafting and the pass that follows it."""

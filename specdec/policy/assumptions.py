@@ -20,7 +20,7 @@ ASSUMED_TOKENS_PER_PASS = (*_OBSERVED_TOKENS_PER_PASS, (256, 3.85), (512, 3.90),
 token first in 0.64 of all places. Between these the logarithm of the tree's size counts. Beyond 128
 not observed: a doubling brings two thirds of what the one before it did."""
 ASSUMED_NGRAM_SHARE = 0.25
-"""Of a tree's worth, where n-grams alone draft: most texts repeat themselves only now and then."""
+"""Of a tree's worth, where n-grams alone draft: most sequences repeat themselves only now and then."""
 
 
 def expected_tokens(n_drafted: int, depth: int) -> float:
@@ -72,13 +72,13 @@ def best_depth(spec: SpecConfig, deepest: int, pass_seconds: float, level_second
     if spec.draft_depth is not None or not level_seconds:
         return deepest
     return max(
-        range(min(_least_depth(spec), deepest), deepest + 1),
+        range(min(_min_depth(spec), deepest), deepest + 1),
         key=lambda depth: tokens_of_levels(depth) / (pass_seconds + depth * level_seconds),
         default=0,
     )
 
 
-def _least_depth(spec: SpecConfig) -> int:
+def _min_depth(spec: SpecConfig) -> int:
     """Levels without which a tree has no room for all tokens that the user fixed."""
     n_left, n_of_level, depth = spec.num_draft_tokens or 0, 1, 0
     while n_left > 0:

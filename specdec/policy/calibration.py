@@ -2,11 +2,11 @@
 
 A draft's log q says how sure the draft is, not how often it is right: a greedy target takes its
 likeliest token, so a good guess is accepted more often than q says; a draft that was trained on
-other texts is sure and wrong. So (draft / n-gram, q) is mapped to the share of such nodes
+other sequences is sure and wrong. So (draft / n-gram, q) is mapped to the share of such nodes
 that the target chose, given that it had come to their parent.
 
 Every node whose parent was reached is an observation, also one that was cut from the tree before
-the pass: the target's token there is known from the emitted text. So even rounds that verify
+the pass: the target's token there is known from the emitted text. So even steps that verify
 nothing teach whether they should have.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.fading import LASTING, MOST_KEPT, FadingMean, kept_numbers
+from specdec.policy.fading import LASTING, MAX_RETAINED, FadingMean, saved_numbers
 from specdec.verification.tree import DraftTree
 
 _LARGEST_LOGIT = 7.0
@@ -34,7 +34,7 @@ _PRIOR_TRIES = 2.0
 sure and never right is believed for too long."""
 _PRIOR_CHAIN_TOKENS = 8.0
 """Tokens of chains that the assumed share of accepted ones counts as."""
-_LEAST_GAIN = 0.01
+_MIN_GAIN = 0.01
 """Tokens of a level: what is below is as good as nothing, and has no logarithm worth the name."""
 
 
@@ -56,11 +56,11 @@ class Calibration:
 
         No node has a larger one than its parent.
         """
-        found = [1.0] * len(tree)
+        result = [1.0] * len(tree)
         for i in range(1, len(tree)):
             own = self._probability(tree.sources[i], tree.log_probs[i])
-            found[i] = found[tree.parents[i]] * own
-        return np.array(found)
+            result[i] = result[tree.parents[i]] * own
+        return np.array(result)
 
     def observe(self, tree: DraftTree, emitted: Sequence[int]) -> None:
         """The target emitted these tokens, in order, after the tree's root."""
@@ -72,15 +72,15 @@ class Calibration:
         for source in touched:
             self._biases[source] = _biases(self._buckets[source])
 
-    def kept(self) -> dict[str, list[list[float]]]:
+    def cached(self) -> dict[str, list[list[float]]]:
         return {" ".join(source): buckets.tolist() for source, buckets in self._buckets.items()}
 
-    def restore(self, kept: object) -> None:
+    def restore(self, cached: object) -> None:
         """Raises ValueError."""
-        if not isinstance(kept, dict) or len(kept) > MOST_KEPT:
+        if not isinstance(cached, dict) or len(cached) > MAX_RETAINED:
             raise ValueError("no buckets by source")
-        for source, value in kept.items():
-            buckets = kept_numbers(value, (_N_BUCKETS, 3))
+        for source, value in cached.items():
+            buckets = saved_numbers(value, (_N_BUCKETS, 3))
             if (buckets < 0.0).any() or (buckets[:, 1:] > buckets[:, :1] + 1e-6).any():
                 raise ValueError("more hits than tries")
             key = tuple(source.split(" "))
@@ -112,14 +112,14 @@ def level_yield() -> FadingMean:
 def note_levels(levels: FadingMean, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
     """Total draft probability of levels, and tokens gained by the level below each."""
     if len(draft):
-        x, y = (np.log(np.maximum(values, _LEAST_GAIN)) for values in (draft, gains))
+        x, y = (np.log(np.maximum(values, _MIN_GAIN)) for values in (draft, gains))
         levels.add(float(np.mean(y - x)), n=len(draft))
 
 
 def worthwhile_level(levels: FadingMean, gain: float) -> float:
     """Draft probability of the level below which the next one gains so many tokens."""
     (log_ratio,) = levels.means
-    return math.exp(min(0.0, math.log(max(gain, _LEAST_GAIN)) - log_ratio))
+    return math.exp(min(0.0, math.log(max(gain, _MIN_GAIN)) - log_ratio))
 
 
 def chain_survival() -> FadingMean:
@@ -148,8 +148,8 @@ def _biases(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _logits(p: NDArray[np.float64]) -> NDArray[np.float64]:
     clipped = np.clip(p, 1e-9, 1.0 - 1e-9)
-    found: NDArray[np.float64] = np.log(clipped / (1.0 - clipped))
-    return np.clip(found, -_LARGEST_LOGIT, _LARGEST_LOGIT)
+    result: NDArray[np.float64] = np.log(clipped / (1.0 - clipped))
+    return np.clip(result, -_LARGEST_LOGIT, _LARGEST_LOGIT)
 
 
 def _logit(q: float) -> float:

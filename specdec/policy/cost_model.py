@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.model import level_width
-from specdec.policy.fading import LASTING, RECENT, kept_numbers
+from specdec.policy.fading import LASTING, RECENT, saved_numbers
 
 _RESIDENT_SLACK = 1.5
 """Times as long as with one token, that a pass may take where no reads hide the arithmetic: a guess
@@ -126,13 +126,13 @@ class CostModel:
         self._sums[knot] += (1.0, math.log(seconds / self.planned_seconds(num_tokens)))
         self._fit()
 
-    def kept(self) -> NDArray[np.float64]:
+    def cached(self) -> NDArray[np.float64]:
         """[knot, (weight, weighted sum of log seconds)]: for `restore`, under another plan too."""
         return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * _log_planned(self)
 
-    def restore(self, kept: object) -> None:
+    def restore(self, cached: object) -> None:
         """Take up what another process measured as one pass of each size. Raises ValueError."""
-        sums = kept_numbers(kept, self._sums.shape)
+        sums = saved_numbers(cached, self._sums.shape)
         if (sums[:, 0] < 0.0).any():
             raise ValueError("weights below zero")
         sums = sums / np.maximum(sums[:, :1], 1.0)

@@ -1,4 +1,4 @@
-"""How large a tree to draft, decided every round from measured times and learnt acceptance.
+"""How large a tree to draft, decided every step from measured times and learnt acceptance.
 
 A streamed pass takes as long as its reads until the arithmetic of its rows overtakes them
 (docs/how-it-works.md). Nodes below that knee cost nothing; above it each one delays the pass.
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.calibration import note_chain
 from specdec.policy.cost_model import level_seconds
-from specdec.policy.experience import Experience
 from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
@@ -26,12 +26,12 @@ MAX_AUTO_NODES = 128
 """Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
 for a GPU, where a node costs next to nothing, may have room for more."""
 _TYPICAL_DEPTH = 4
-"""A round with room for fewer levels, or nodes, tells nothing of the draft: it is the end of a
+"""A step with room for fewer levels, or nodes, tells nothing of the draft: it is the end of a
 text, or a prompt enters beside it."""
 
 
 @dataclass
-class Round:
+class Step:
     """One round between `limits` and `observe`."""
 
     began: float
@@ -44,20 +44,20 @@ class Round:
     draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
     catch_up_seconds: float = 0.0
     candidates: DraftTree | None = None  # before it was cut
-    n_texts: int = 1  # that share its drafting and its pass
-    num_tokens: int = 1  # of its pass, of all texts
+    num_seqs: int = 1  # that share its drafting and its pass
+    num_tokens: int = 1  # of its pass, of all sequences
 
 
 class DraftPolicy:
     """Chooses the size of every tree, from measured times and learnt probabilities of acceptance.
 
-    A round emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
+    A step emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
     and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, everything is
-    worth its tokens and costs λ times its seconds: a node, a level of drafting, a round with the
+    worth its tokens and costs λ times its seconds: a node, a level of drafting, a step with the
     draft or without it. What has the largest difference also has the most tokens per second in the
     long run (Dinkelbach 1967, on ratios).
 
-    A round begins with `limits`, and goes on in specdec/policy/shared_round.py, with all texts that
+    A step begins with `limits`, and goes on in specdec/policy/shared_step.py, with all sequences that
     share its pass.
 
     Args:
@@ -71,7 +71,7 @@ class DraftPolicy:
     def __init__(
         self,
         config: SpecConfig,
-        experience: Experience,
+        acceptance_statistics: AcceptanceStatistics,
         max_context: int,
         *,
         temperature: float = 0.0,
@@ -81,12 +81,12 @@ class DraftPolicy:
         self.max_context = max_context
         self.clock = clock
         self.is_chain = config.acceptance != "match"
-        self.experience = experience
-        cost, draft_cost = experience.cost, experience.draft_cost
+        self.acceptance_statistics = acceptance_statistics
+        cost, draft_cost = acceptance_statistics.cost, acceptance_statistics.draft_cost
         if config.num_draft_tokens is not None:
             n_nodes = n_likely = config.num_draft_tokens
         else:
-            n_nodes = experience.n_nodes
+            n_nodes = acceptance_statistics.n_nodes
             # What a tree is likely to have, before anything is measured: memory for more may be
             # there where a pass is not free of charge.
             n_likely = min(cost.num_free_tokens - 1, n_nodes)
@@ -98,16 +98,16 @@ class DraftPolicy:
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
 
-        def first_choice(n_texts: int) -> DraftChoice:
-            """By what the plan expects of a text's share of a round with the draft model and
+        def first_choice(num_seqs: int) -> DraftChoice:
+            """By what the plan expects of a text's share of a step with the draft model and
             without: the nodes that one text would have are shared."""
-            n_nodes = max(1, (1 + n_likely) // n_texts - 1)
+            n_nodes = max(1, (1 + n_likely) // num_seqs - 1)
             tokens = tokens_of_levels(min(self.depth, n_nodes))
-            seconds = cost.planned_seconds(n_texts * (1 + n_nodes)) + self.depth * per_level
-            planned = (tokens, seconds / n_texts) if self._has_model else None
-            return DraftChoice(planned, cost.planned_seconds(n_texts) / n_texts)
+            seconds = cost.planned_seconds(num_seqs * (1 + n_nodes)) + self.depth * per_level
+            planned = (tokens, seconds / num_seqs) if self._has_model else None
+            return DraftChoice(planned, cost.planned_seconds(num_seqs) / num_seqs)
 
-        self.lessons = self.experience.lessons(
+        self.mode_statistics = self.acceptance_statistics.mode_statistics(
             (
                 config.drafters,
                 config.acceptance,
@@ -116,43 +116,45 @@ class DraftPolicy:
             ),
             first_choice,
         )
-        self.shape = TreeShape(config, self.experience, self.lessons, self._has_model)
-        self.round = Round(0.0, False)
-        self._n_rounds = 0
+        self.shape = TreeShape(
+            config, self.acceptance_statistics, self.mode_statistics, self._has_model
+        )
+        self.step = Step(0.0, False)
+        self._n_steps = 0
         self._note_plain()
 
     def limits(
-        self, context_length: int, max_tokens: int, node_room: int, n_texts: int = 1
+        self, context_length: int, max_tokens: int, num_free_slots: int, num_seqs: int = 1
     ) -> TreeLimits:
         """For a context of that many tokens, pending one included, and the tokens still wanted.
 
         node_room: nodes that the target can take now, the pending token's among them.
-        n_texts: that share the round, this one among them.
+        n_texts: that share the step, this one among them.
 
         The last token wanted is never drafted: the target emits it itself.
         """
         config = self.config
-        room = min(self.max_context - context_length, max_tokens - 1)
-        most = max(0, min(self.n_nodes, node_room - 1))
+        capacity = min(self.max_context - context_length, max_tokens - 1)
+        limit = max(0, min(self.n_nodes, num_free_slots - 1))
         is_fixed = config.num_draft_tokens is not None
-        is_typical = room >= _TYPICAL_DEPTH and most >= min(_TYPICAL_DEPTH, self.n_nodes)
-        self.round = self._begin(is_fixed, is_typical, n_texts)
-        depth = max(0, min(self.depth if is_fixed else config.depth, room))
+        is_typical = capacity >= _TYPICAL_DEPTH and limit >= min(_TYPICAL_DEPTH, self.n_nodes)
+        self.step = self._begin(is_fixed, is_typical, num_seqs)
+        depth = max(0, min(self.depth if is_fixed else config.depth, capacity))
         if is_fixed:
-            ahead_depth = max(0, min(2 * self.depth + 1, room))
-            return TreeLimits(most, depth, config.width, max_ahead_depth=ahead_depth)
-        uses_draft = self.round.uses_draft
+            ahead_depth = max(0, min(2 * self.depth + 1, capacity))
+            return TreeLimits(limit, depth, config.width, max_ahead_depth=ahead_depth)
+        uses_draft = self.step.uses_draft
         if not uses_draft and not self._proposes_alone:
             return TreeLimits(0, depth, config.width)
-        limits = self.shape.limits(most, depth, uses_draft, n_texts)
+        limits = self.shape.limits(limit, depth, uses_draft, num_seqs)
         # The next tree begins at the latest one level below this one's last.
-        return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, room)))
+        return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, capacity)))
 
-    def uses_draft(self, n_texts: int) -> bool:
-        """Whether rounds of so many texts draft with the model now."""
+    def uses_draft(self, num_seqs: int) -> bool:
+        """Whether steps of so many sequences draft with the model now."""
         if self.config.num_draft_tokens is not None:
             return self._has_model
-        return self._has_model and self.lessons.choice(n_texts).is_draft_better
+        return self._has_model and self.mode_statistics.choice(num_seqs).is_draft_better
 
     @property
     def is_whole(self) -> bool:
@@ -165,14 +167,14 @@ class DraftPolicy:
         return self.is_chain or self.config.num_draft_tokens is not None
 
     def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> Outcome | None:
-        """What one text's part of a round, whose share of the pass took `seconds`, tells of the
+        """What one text's part of a step, whose share of the pass took `seconds`, tells of the
         choice; None where it tells nothing."""
-        this, lessons = self.round, self.lessons
+        this, mode_statistics = self.step, self.mode_statistics
         emitted = acceptance.emitted(tree)
         if self.is_chain:
-            note_chain(lessons.chain, tree.n_drafted, len(tree.follow(emitted)) - 1)
+            note_chain(mode_statistics.chain, tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
-            lessons.calibration.observe(this.candidates, emitted)
+            mode_statistics.calibration.observe(this.candidates, emitted)
         if not this.is_typical or self.config.num_draft_tokens is not None:
             return None
         self._note_plain()
@@ -180,26 +182,26 @@ class DraftPolicy:
 
     @property
     def choice(self) -> DraftChoice:
-        return self.lessons.choice(self.round.n_texts)
+        return self.mode_statistics.choice(self.step.num_seqs)
 
-    def _begin(self, is_fixed: bool, is_typical: bool, n_texts: int) -> Round:
-        choice, before = self.lessons.choice(n_texts), self.round
+    def _begin(self, is_fixed: bool, is_typical: bool, num_seqs: int) -> Step:
+        choice, before = self.mode_statistics.choice(num_seqs), self.step
         uses_draft = self._has_model if is_fixed else choice.is_draft_better
         if is_typical and not is_fixed:
-            uses_draft = choice.next_uses_draft(self.shape.least_draft_seconds(n_texts))
-        self._n_rounds += 1
-        return Round(
+            uses_draft = choice.next_uses_draft(self.shape.min_draft_seconds(num_seqs))
+        self._n_steps += 1
+        return Step(
             self.clock(),
             uses_draft,
-            is_first=self._n_rounds == 1,
+            is_first=self._n_steps == 1,
             is_catching_up=uses_draft and not before.uses_draft,
             is_typical=is_typical,
-            n_texts=n_texts,
+            num_seqs=num_seqs,
         )
 
     def _note_plain(self) -> None:
-        n_texts = self.round.n_texts
-        self.choice.plain_seconds = self.experience.cost.seconds(n_texts) / n_texts
+        num_seqs = self.step.num_seqs
+        self.choice.plain_seconds = self.acceptance_statistics.cost.seconds(num_seqs) / num_seqs
 
 
 def _temperature_class(temperature: float) -> float:

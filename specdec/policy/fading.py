@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECENT, LASTING = 0.9, 2.0 ** (-1 / 32)
-"""Weight of a measurement after the next one: of the last ten rounds, so that a change is followed
-within as many; and of the last 45, where single rounds scatter by their own size, or where nothing
+"""Weight of a measurement after the next one: of the last ten steps, so that a change is followed
+within as many; and of the last 45, where single steps scatter by their own size, or where nothing
 newer is known."""
 _LARGEST_KEPT = 1e9
 """Of a number in a file: no second, token or count comes near it."""
-MOST_KEPT = 16
+MAX_RETAINED = 16
 """Entries of a kind in a file: ways of choosing tokens, combinations of drafters, doublings of the
-number of texts in a pass."""
+number of sequences in a pass."""
 
 
 class FadingMean:
@@ -39,19 +39,19 @@ class FadingMean:
     def means(self) -> tuple[float, ...]:
         return tuple((self._sums[1:] / self._sums[0]).tolist())
 
-    def kept(self) -> list[float]:
-        found: list[float] = self._sums.tolist()
-        return found
+    def cached(self) -> list[float]:
+        result: list[float] = self._sums.tolist()
+        return result
 
-    def restore(self, kept: object) -> None:
+    def restore(self, cached: object) -> None:
         """Raises ValueError."""
-        sums = kept_numbers(kept, self._sums.shape)
+        sums = saved_numbers(cached, self._sums.shape)
         if sums[0] <= 0.0:
             raise ValueError("no mean")
         self._sums = sums * min(1.0, self._weight / sums[0])
 
 
-def kept_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def saved_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """What a file holds, as numbers of this shape. Raises ValueError where it is anything else."""
     try:
         numbers = np.array(value, dtype=np.float64)

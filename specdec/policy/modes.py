@@ -1,6 +1,6 @@
 """Which mode to decode in: with the draft model or without it.
 
-The mode in use is the one that brings more for its seconds, by what its rounds have shown. A draft
+The mode in use is the one that brings more for its seconds, by what its steps have shown. A draft
 that is not in use is tried when it can pay for it: it has an exploration budget, which grows by a
 small share of the text, and is charged with what it loses. So a draft that never pays costs that
 share and its first budget, however promising it looks and whatever makes it slow (Wu et al. 2016,
@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from specdec.policy.fading import LASTING, FadingMean, kept_numbers
+from specdec.policy.fading import LASTING, FadingMean, saved_numbers
 
 _BUDGET_SHARE = 0.015
 """Of the text's tokens, that trials of a draft not in use may lose: with it a draft that never pays
 keeps 0.98 of a long text's speed, and one that becomes good is in use after some 100 tokens."""
 _FIRST_BUDGET = 2.0
 """Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
-a loss of 3.2, and rounds overdraw a little."""
+a loss of 3.2, and steps overdraw a little."""
 _MIN_TRIAL_COST = 0.5
 """Tokens that a trial is charged with, however little it loses
 (bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
 _PLAN_WEIGHT = 4.0
-"""Rounds that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
+"""Steps that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
 
 
 class Outcome(NamedTuple):
-    """Of one text's part of a round.
+    """Of one text's part of a step.
 
     extra_seconds: beyond those, for having begun to use the draft again.
     """
@@ -41,10 +41,10 @@ class DraftChoice:
     """With the draft model or without it.
 
     A draft is held to plain decoding, which is sure, where n-grams go on without it, too: what they
-    bring scatters, and a lucky passage of theirs would make every round of a good draft a loss.
+    bring scatters, and a lucky passage of theirs would make every step of a good draft a loss.
 
     Args:
-        with_draft: (tokens, seconds) of a round as planned; None where there is no draft model.
+        with_draft: (tokens, seconds) of a step as planned; None where there is no draft model.
         plain_seconds: of a pass of one token, as planned; to be kept up to date.
     """
 
@@ -70,23 +70,23 @@ class DraftChoice:
         tokens, seconds = self._draft.means
         return max(self._plain_rate, tokens / max(seconds, 1e-9))
 
-    def kept(self) -> dict[str, Any]:
+    def cached(self) -> dict[str, Any]:
         return {
-            "plain": self._plain.kept(),
-            "draft": None if self._draft is None else self._draft.kept(),
+            "plain": self._plain.cached(),
+            "draft": None if self._draft is None else self._draft.cached(),
             "budget": self._budget,
         }
 
-    def restore(self, kept: Any) -> None:
+    def restore(self, cached: Any) -> None:
         """What another process saw counts as much as the plan's word. Raises ValueError."""
-        self._plain.restore(kept["plain"])
+        self._plain.restore(cached["plain"])
         if self._draft is not None:
-            self._draft.restore(kept["draft"])
-        budget = float(kept_numbers(kept["budget"], ()))
+            self._draft.restore(cached["draft"])
+        budget = float(saved_numbers(cached["budget"], ()))
         self._budget = min(max(budget, -_FIRST_BUDGET), _PLAN_WEIGHT * _FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:
-        """For the next round.
+        """For the next step.
 
         draft_seconds: what the smallest round with the draft takes beyond a plain pass.
         """
@@ -99,14 +99,14 @@ class DraftChoice:
             price = max(_MIN_TRIAL_COST, price)
         return self._budget >= price
 
-    def record(self, uses_draft: bool, outcome: Outcome, n_texts: int = 1) -> None:
-        """A round of so many texts, which share this choice, with the mean of their outcomes."""
+    def record(self, uses_draft: bool, outcome: Outcome, num_seqs: int = 1) -> None:
+        """A step of so many sequences, which share this choice, with the mean of their outcomes."""
         is_trial, rate = not self.is_draft_better, self.rate
-        self._plain.add(self.plain_seconds, n=n_texts)
+        self._plain.add(self.plain_seconds, n=num_seqs)
         self._budget += _BUDGET_SHARE * outcome.n_tokens
         if self._draft is None or not uses_draft:
             return
-        self._draft.add(outcome.n_tokens, outcome.seconds, n=n_texts)
+        self._draft.add(outcome.n_tokens, outcome.seconds, n=num_seqs)
         seconds = outcome.seconds + outcome.extra_seconds
         gain = outcome.n_tokens - seconds / self.plain_seconds
         if is_trial and outcome.n_tokens <= seconds * rate:

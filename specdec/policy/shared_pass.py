@@ -1,4 +1,4 @@
-"""Which nodes of several texts' trees are worth their rows in the pass that they share.
+"""Which nodes of several sequences' trees are worth their rows in the pass that they share.
 
 One λ for all of them: a node is worth its probability of being accepted, whichever text it belongs
 to, and costs λ times the seconds by which its row makes the pass longer. So a text whose draft is
@@ -18,7 +18,7 @@ from specdec.verification.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True)
-class Offer:
+class CandidateTree:
     """What one text's drafters propose.
 
     probabilities: that each node is accepted, float64 [nodes], the root's first.
@@ -31,9 +31,9 @@ class Offer:
 
 
 def choose_nodes(
-    offers: Sequence[Offer],
+    offers: Sequence[CandidateTree],
     cost: CostModel,
-    n_other_rows: int = 0,
+    num_other_tokens: int = 0,
     max_nodes: int | None = None,
 ) -> tuple[list[list[int]], float]:
     """The nodes with the largest ΣP - λ·T(rows), of all offers together, at most `max_nodes`.
@@ -43,24 +43,28 @@ def choose_nodes(
 
     n_other_rows: of the pass, which are there in any case, beside the roots of these trees.
     """
-    probs = np.concatenate([offer.probabilities[1:] for offer in offers])
-    owners = np.concatenate([np.full(offer.tree.n_drafted, i) for i, offer in enumerate(offers)])
-    nodes = np.concatenate([np.arange(1, len(offer.tree)) for offer in offers])
+    probs = np.concatenate([candidate_tree.probabilities[1:] for candidate_tree in offers])
+    owners = np.concatenate(
+        [np.full(candidate_tree.tree.n_drafted, i) for i, candidate_tree in enumerate(offers)]
+    )
+    nodes = np.concatenate([np.arange(1, len(candidate_tree.tree)) for candidate_tree in offers])
     order = np.argsort(-probs, kind="stable")  # parents stay before their children
-    n_least = n_other_rows + len(offers)
+    min_count = num_other_tokens + len(offers)
     # Passes of more tokens than are measured, a long prompt's, take no nodes beside them.
-    seconds = cost.table(n_least + len(probs))[min(n_least, MAX_MEASURED_TOKENS) - 1 :]
-    # With λ tokens of all texts per second; the rates are those of their shares of the time.
-    costs = float(np.mean([offer.rate for offer in offers])) * seconds
+    seconds = cost.table(min_count + len(probs))[min(min_count, MAX_MEASURED_TOKENS) - 1 :]
+    # With λ tokens of all sequences per second; the rates are those of their shares of the time.
+    costs = float(np.mean([candidate_tree.rate for candidate_tree in offers])) * seconds
     tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]
-    n_most = len(costs) - 1 if max_nodes is None else min(len(costs) - 1, max_nodes)
-    n_kept = int((tokens - costs)[: 1 + n_most].argmax())
+    max_count = len(costs) - 1 if max_nodes is None else min(len(costs) - 1, max_nodes)
+    num_retained = int((tokens - costs)[: 1 + max_count].argmax())
     price = 0.0
-    if n_kept < len(probs):
-        price = float(probs[order[n_kept]])  # a node more takes the place of the best one left out
+    if num_retained < len(probs):
+        price = float(
+            probs[order[num_retained]]
+        )  # a node more takes the place of the best one left out
     elif len(costs) > 1:
         price = float(costs[-1] - costs[-2])
-    kept: list[list[int]] = [[ROOT] for _ in offers]
-    for i in order[:n_kept].tolist():
-        kept[owners[i]].append(int(nodes[i]))
-    return [sorted(indices) for indices in kept], price
+    cached: list[list[int]] = [[ROOT] for _ in offers]
+    for i in order[:num_retained].tolist():
+        cached[owners[i]].append(int(nodes[i]))
+    return [sorted(indices) for indices in cached], price

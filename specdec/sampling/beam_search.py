@@ -55,7 +55,7 @@ class BeamRules:
     max_new_tokens: int = 64
 
     @property
-    def n_kept(self) -> int:
+    def num_retained(self) -> int:
         """Continuations taken in a step: so many that num_beams of them do not end with an EOS."""
         return max(2, 1 + self.n_eos) * self.num_beams
 
@@ -103,12 +103,12 @@ class BeamSearch(Generic[T]):
             vocab = len(row)
             summed, numbers = row + self._scores[beam], np.arange(vocab) + beam * vocab
             keys = np.concatenate([keys, self._rank(summed, numbers)])
-            taken = best_continuations(keys, min(self._rules.n_kept, len(keys)))
+            taken = best_continuations(keys, min(self._rules.num_retained, len(keys)))
             keys = keys[taken]
             scores = np.concatenate([scores, summed])[taken]
             which = np.concatenate([which, numbers])[taken]
         grown = [self._grow(self.running[int(i) // vocab], int(i) % vocab) for i in which]
-        ended = np.array([self._has_ended(one) for one in grown])
+        ended = np.array([self._has_ended(item) for item in grown])
         self._keep_running(grown, scores, ended)
         self._keep_finished(grown, scores, ended)
         self._n_tokens += 1
@@ -119,7 +119,7 @@ class BeamSearch(Generic[T]):
     def best(self, n: int) -> list[tuple[T, float]]:
         """The best n finished sequences and their scores, best first; fewer if fewer ended."""
         ranked = zip(self._finished, self._finished_scores, strict=True)
-        return [(one, float(score)) for one, score in ranked if one is not None][:n]
+        return [(item, float(score)) for item, score in ranked if item is not None][:n]
 
     def best_running(self) -> tuple[T, float]:
         """The best unfinished sequence and what its score would be if it ended here."""
@@ -143,7 +143,7 @@ class BeamSearch(Generic[T]):
             final = final + LOWEST
         final = final + np.where(may_enter, np.float32(0.0), LOWEST)
         merged_scores = np.concatenate([self._finished_scores, final])
-        entering = (one if is_new else None for one, is_new in zip(grown, may_enter, strict=True))
+        entering = (item if is_new else None for item, is_new in zip(grown, may_enter, strict=True))
         merged = [*self._finished, *entering]
         order = _descending(merged_scores)[: rules.num_beams]
         self._finished = [merged[i] for i in order]

@@ -19,10 +19,12 @@ def top_logprobs(log_probs: NDArray[np.float64], k: int) -> TopLogprobs:
     """The k likeliest of log_probs [n], of equal ones the lower ids first."""
     if k == 0:
         return {}
-    n_kept = min(k, len(log_probs))
-    threshold = np.partition(log_probs, len(log_probs) - n_kept)[len(log_probs) - n_kept]
+    num_retained = min(k, len(log_probs))
+    threshold = np.partition(log_probs, len(log_probs) - num_retained)[
+        len(log_probs) - num_retained
+    ]
     candidates = np.flatnonzero(log_probs >= threshold)
-    best = candidates[np.argsort(-log_probs[candidates], kind="stable")][:n_kept]
+    best = candidates[np.argsort(-log_probs[candidates], kind="stable")][:num_retained]
     return {int(token): float(log_probs[token]) for token in best}
 
 

@@ -227,7 +227,7 @@ def _validate_ranges(params: SamplingParams) -> None:
 def _validate_sequences(params: SamplingParams) -> None:
     length_penalty = as_float("length_penalty", params.length_penalty)
     check("length_penalty", length_penalty, float, -MAX_PENALTY, MAX_PENALTY)
-    if not any(params.early_stopping is one for one in (True, False)) and (
+    if not any(params.early_stopping is item for item in (True, False)) and (
         params.early_stopping != "never"
     ):
         raise ConfigError(

@@ -116,17 +116,17 @@ def _adapted(processor: Any) -> Processor:
     def process(prefix: Ids, scores: Scores) -> Scores:
         ids = torch.from_numpy(np.ascontiguousarray(prefix))[None]
         row = torch.from_numpy(np.array(scores, dtype=np.float32))[None]
-        found = processor(ids, row)
-        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+        result = processor(ids, row)
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             raise SamplingError(
-                f"{_name(processor)} returned {found!r:.50}, must be a float tensor"
+                f"{_name(processor)} returned {result!r:.50}, must be a float tensor"
             )
-        if found.shape != row.shape:
+        if result.shape != row.shape:
             raise SamplingError(
-                f"{_name(processor)} returned scores of shape {list(found.shape)}, must be "
+                f"{_name(processor)} returned scores of shape {list(result.shape)}, must be "
                 f"{list(row.shape)} as it was given"
             )
-        return np.asarray(found[0].numpy(), dtype=np.float32)
+        return np.asarray(result[0].numpy(), dtype=np.float32)
 
     return process
 

@@ -41,7 +41,7 @@ def log_softmax(scores: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def _cumulative(probs: Scores, start: float = 0.0) -> Scores:
-    # torch's CPU cumsum accumulates float32 in double and rounds every partial sum
+    # torch's CPU cumsum accumulates float32 in double and steps every partial sum
     return (np.cumsum(probs, dtype=np.float64) + start).astype(np.float32)
 
 
@@ -66,8 +66,8 @@ def top_k(k: int, min_kept: int = 1) -> Processor:
     """
 
     def process(prefix: Ids, scores: Scores) -> Scores:
-        n_kept = min(max(k, min_kept), len(scores))
-        threshold = np.partition(scores, len(scores) - n_kept)[len(scores) - n_kept]
+        num_retained = min(max(k, min_kept), len(scores))
+        threshold = np.partition(scores, len(scores) - num_retained)[len(scores) - num_retained]
         return _without(scores, scores < threshold)
 
     return process
@@ -87,8 +87,8 @@ def top_p(p: float, min_kept: int = 1) -> Processor:
         removed = _cumulative(probs[order], tail_mass) <= np.float32(1 - p)
         removed[-min_kept:] = False
         new = np.full_like(scores, NEG_INF)
-        kept = order[~removed]
-        new[kept] = scores[kept]
+        cached = order[~removed]
+        new[cached] = scores[cached]
         return new
 
     return process

@@ -83,16 +83,16 @@ class RequestBody:
         self.content = bytearray()
         self._limiter = limiter
 
-    def add(self, piece: bytes) -> None:
+    def add(self, read_chunk: bytes) -> None:
         """Raise ApiError where all bodies together would be too long."""
-        if self._limiter.num_bytes + len(piece) > self._limiter.max_bytes:
+        if self._limiter.num_bytes + len(read_chunk) > self._limiter.max_bytes:
             raise ApiError(
                 503,
                 "this server has too many long requests to read: ask again",
                 headers={"Retry-After": "5"},
             )
-        self._limiter.num_bytes += len(piece)
-        self.content += piece
+        self._limiter.num_bytes += len(read_chunk)
+        self.content += read_chunk
 
     def drop(self) -> None:
         """Idempotent."""

@@ -18,7 +18,7 @@ from specdec.serve.responses import Chunk, ToolCall
 from specdec.serve.tools import ToolCallParser
 from specdec.text.contract import TokenSpeller
 from specdec.text.logprobs import chat_logprobs, completion_logprobs
-from specdec.text.token_texts import TokenTexts
+from specdec.text.token_strings import TokenStrings
 
 Fields = Mapping[str, Any]
 _NO_FIELDS: Fields = {}
@@ -40,14 +40,14 @@ class Answer(ABC):
             "model": model,
             "system_fingerprint": f"specdec-{__version__}",
         }
-        self._token_texts: dict[int, TokenTexts] = {}
+        self._token_strings: dict[int, TokenStrings] = {}
 
     @abstractmethod
     def _choice(self, index: int, output: CompletionOutput) -> Fields:
         """Return a choice of a whole answer, all but its index and log-probabilities."""
 
     @abstractmethod
-    def _logprobs_of(self, texts: TokenTexts, part: Any) -> Fields:
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
         """Return log-probabilities of a part that has some, in the endpoint's shape."""
 
     @abstractmethod
@@ -102,10 +102,10 @@ class Answer(ABC):
     def _logprobs(self, choice: int, part: CompletionOutput | AsyncChunk) -> Fields | None:
         if part.logprobs is None or not part.token_ids:
             return None
-        if choice not in self._token_texts:
+        if choice not in self._token_strings:
             prompt_ids = self._job.prompts[choice // self._job.n_per_prompt]
-            self._token_texts[choice] = TokenTexts(self._tokenizer, prompt_ids)
-        return self._logprobs_of(self._token_texts[choice], part)
+            self._token_strings[choice] = TokenStrings(self._tokenizer, prompt_ids)
+        return self._logprobs_of(self._token_strings[choice], part)
 
     def _with_draft(self, event: Chunk, chunk: AsyncChunk, text: str) -> Chunk:
         """Add how much of an event was drafted: all but the last token of a forward pass."""
@@ -134,7 +134,7 @@ class ChatAnswer(Answer):
         if not self._job.tools:
             return None
         if choice not in self._parsers:
-            self._parsers[choice] = ToolCallParser(self._job.tools, self._job.most_calls)
+            self._parsers[choice] = ToolCallParser(self._job.tools, self._job.max_calls)
         return self._parsers[choice]
 
     def _choice(self, index: int, output: CompletionOutput) -> Fields:
@@ -176,9 +176,9 @@ class ChatAnswer(Answer):
             reason = "tool_calls" if calls else reason
         yield self._event(choice, {"delta": {}}, None, reason, output.note)
 
-    def _logprobs_of(self, texts: TokenTexts, part: Any) -> Fields:
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
         n_top = self._job.params.n_top_logprobs
-        return chat_logprobs(texts, part.token_ids, part.logprobs, part.top_logprobs, n_top)
+        return chat_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs, n_top)
 
 
 class CompletionAnswer(Answer):
@@ -205,28 +205,28 @@ class CompletionAnswer(Answer):
     def last_events(self, output: CompletionOutput, choice: int) -> Iterator[Chunk]:
         yield self._event(choice, {"text": ""}, None, output.finish_reason, output.note)
 
-    def _logprobs_of(self, texts: TokenTexts, part: Any) -> Fields:
-        return completion_logprobs(texts, part.token_ids, part.logprobs, part.top_logprobs)
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
+        return completion_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs)
 
 
 def usage(results: Sequence[GenerationResult], job: Job) -> responses.Usage:
     """Return OpenAI's counts."""
     stats = [result.stats for result in results]
-    n_prompt = sum(one.prompt_tokens for one in stats)
+    n_prompt = sum(stat.prompt_tokens for stat in stats)
     n_tokens = job.n_copies * sum(
         len(output.token_ids) for result in results for output in result.outputs
     )
-    n_accepted = sum(one.accepted_tokens for one in stats)
+    n_accepted = sum(stat.accepted_tokens for stat in stats)
     return responses.Usage(
         prompt_tokens=n_prompt,
         completion_tokens=n_tokens,
         total_tokens=n_prompt + n_tokens,
         prompt_tokens_details=responses.PromptTokensDetails(
-            cached_tokens=sum(one.reused_prompt_tokens for one in stats)
+            cached_tokens=sum(stat.reused_prompt_tokens for stat in stats)
         ),
         completion_tokens_details=responses.CompletionTokensDetails(
             accepted_prediction_tokens=n_accepted,
-            rejected_prediction_tokens=sum(one.drafted_tokens for one in stats) - n_accepted,
+            rejected_prediction_tokens=sum(stat.drafted_tokens for stat in stats) - n_accepted,
             reasoning_tokens=0,
         ),
     )
@@ -234,20 +234,20 @@ def usage(results: Sequence[GenerationResult], job: Job) -> responses.Usage:
 
 def timings(results: Sequence[GenerationResult]) -> responses.Timings:
     stats = [result.stats for result in results]
-    n_tokens = sum(one.generated_tokens for one in stats)
-    seconds = sum(one.decode_seconds for one in stats)
-    passes = sum(one.passes for one in stats)
-    n_accepted = sum(one.accepted_tokens for one in stats)
+    n_tokens = sum(stat.generated_tokens for stat in stats)
+    seconds = sum(stat.decode_seconds for stat in stats)
+    passes = sum(stat.passes for stat in stats)
+    n_accepted = sum(stat.accepted_tokens for stat in stats)
     return responses.Timings(
-        prompt_n=sum(one.prompt_tokens - one.reused_prompt_tokens for one in stats),
-        prompt_ms=1000 * sum(one.time_to_first_token for one in stats),
+        prompt_n=sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats),
+        prompt_ms=1000 * sum(stat.time_to_first_token for stat in stats),
         predicted_n=n_tokens,
         predicted_ms=1000 * seconds,
         predicted_per_second=ratio(n_tokens - len(stats), seconds),
-        draft_n=sum(one.drafted_tokens for one in stats),
+        draft_n=sum(stat.drafted_tokens for stat in stats),
         draft_n_accepted=n_accepted,
         passes=passes,
         tokens_per_pass=1.0 + ratio(n_accepted, passes),
-        bytes_streamed=sum(one.bytes_streamed for one in stats),
-        stall_ms=1000 * sum(one.stall_seconds for one in stats),
+        bytes_streamed=sum(stat.bytes_streamed for stat in stats),
+        stall_ms=1000 * sum(stat.stall_seconds for stat in stats),
     )

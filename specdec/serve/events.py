@@ -62,8 +62,8 @@ async def unless_gone(
             return task.result()
         raise ClientGone if gone in done else asyncio.TimeoutError
     finally:
-        for one in both:
-            one.cancel()
+        for item in both:
+            item.cancel()
 
 
 async def _gone(receive: Receive) -> None:
@@ -77,9 +77,9 @@ async def made_in(thread: Executor, call: Callable[..., T], *given: Any) -> T:
     If the client disconnects before, the call is not made and its arguments are freed at once: an
     executor would keep them in its queue, where nobody counts them any more.
     """
-    held = [given]
+    pinned = [given]
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(thread, lambda: call(*held.pop()))
+        return await loop.run_in_executor(thread, lambda: call(*pinned.pop()))
     finally:
-        held.clear()
+        pinned.clear()

@@ -23,7 +23,7 @@ from specdec.serve.requests import (
 )
 from specdec.serve.requests import Sampling as SamplingFields
 from specdec.text import openai
-from specdec.text.prompts import check_room, encode_prompt
+from specdec.text.prompts import check_context_capacity, encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -51,7 +51,7 @@ class Job:
     priority: int = 0
     n_copies: int = 1
     tools: tuple[str, ...] = ()
-    most_calls: int | None = None
+    max_calls: int | None = None
     echoed: tuple[str, ...] = ()
     """Texts of the prompts, where the answer repeats them."""
     is_streamed: bool = False
@@ -74,8 +74,8 @@ class Job:
 def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     """Raises ApiError, SpecdecError. What `constraint_to_try` names must have been tried before."""
     tools = _offered(body)
-    wanted = body.max_completion_tokens or body.max_tokens
-    params = llm.session.chat_params(_params(body, wanted, limits))
+    requested = body.max_completion_tokens or body.max_tokens
+    params = llm.session.chat_params(_params(body, requested, limits))
     try:
         params = params.replace(logprobs=openai.logprobs(body.logprobs, body.top_logprobs))
     except ValueError as error:
@@ -92,7 +92,7 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
         params,
         limits,
         tools=tuple(tool.function.name for tool in tools),
-        most_calls=1 if body.parallel_tool_calls is False else None,
+        max_calls=1 if body.parallel_tool_calls is False else None,
     )
 
 
@@ -139,10 +139,10 @@ def _job(
     n = body.n or 1
     _check_choices(len(prompts) * n, limits)
     params = _with_few_logprobs(body, params, len(prompts) * n, limits)
-    wanted = body.stream_options
+    requested = body.stream_options
     more["is_streamed"] = bool(body.stream)
-    more["tells_usage"] = wanted is not None and bool(wanted.include_usage)
-    more["tells_draft"] = wanted is not None and bool(wanted.include_draft)
+    more["tells_usage"] = requested is not None and bool(requested.include_usage)
+    more["tells_draft"] = requested is not None and bool(requested.include_draft)
     more["tells_timings"] = bool(body.timings_per_token)
     if params.is_greedy:
         return Job(tuple(prompts), params, body.priority, n_copies=n, **more)
@@ -203,7 +203,7 @@ def _content(message: Message, param: str) -> str | list[str] | None:
         raise bad_request(f"{param} has no content, which only an assistant's may lack", param)
     if message.content is None or isinstance(message.content, str):
         return message.content
-    texts = []
+    strings = []
     for part in message.content:
         if isinstance(part, OtherPart):
             raise bad_request(
@@ -211,8 +211,8 @@ def _content(message: Message, param: str) -> str | list[str] | None:
                 "only, and fetches nothing",
                 f"{param}.content",
             )
-        texts.append(part.text)
-    return texts
+        strings.append(part.text)
+    return strings
 
 
 def _arguments(text: str, param: str) -> Any:
@@ -231,7 +231,7 @@ def _check_context(prompts: Sequence[Sequence[int]], llm: LLM) -> None:
     for ids in prompts:
         if len(ids) >= llm.max_context:
             try:
-                check_room(len(ids), llm.max_context, llm.session.model_context)
+                check_context_capacity(len(ids), llm.max_context, llm.session.model_context)
             except Exception as error:
                 raise bad_request(str(error), code="context_length_exceeded") from error
 
@@ -239,7 +239,7 @@ def _check_context(prompts: Sequence[Sequence[int]], llm: LLM) -> None:
 def _check_choices(n_choices: int, limits: ServeOptions) -> None:
     if n_choices > limits.max_choices:
         raise bad_request(
-            f"the request asks for more than {limits.max_choices} texts, the most that this "
+            f"the request asks for more than {limits.max_choices} sequences, the most that this "
             "server gives: lower n, or send several requests",
             "n",
         )

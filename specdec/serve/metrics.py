@@ -34,30 +34,42 @@ _COUNTED = {
     "generated_tokens": ("generated_tokens", "Tokens of answers."),
     "passes": ("passes", "Passes of the target, each of them one read of the model."),
     "pass_seconds": ("pass_seconds", "Seconds inside of them."),
-    "pass_rows": ("pass_rows", "Rows of them, of all texts together."),
-    "prompt_rows": ("prompt_rows", "Of these rows, those of prompts."),
-    "text_passes": ("text_passes", "Decode passes, counted for each text that shared them."),
+    "batch_tokens": ("batch_tokens", "Rows of them, of all sequences together."),
+    "prefill_tokens": ("prefill_tokens", "Of these rows, those of prompts."),
+    "sequence_passes": (
+        "sequence_passes",
+        "Decode passes, counted for each text that shared them.",
+    ),
     "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that passes have verified."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
-    "queue_seconds": ("queue_seconds", "Seconds that texts have waited for their turn."),
-    "set_aside": ("set_aside", "Times that a text gave its KV to others."),
+    "queue_seconds": ("queue_seconds", "Seconds that sequences have waited for their turn."),
+    "preempted": ("preempted", "Times that a text gave its KV to others."),
     "restored": ("restored", "Times that such a text came back with its KV from a file."),
-    "restored_tokens": ("restored_tokens", "Tokens whose KV these files brought."),
-    "recomputed_tokens": ("recomputed_tokens", "Tokens computed anew when such texts came back."),
+    "swapped_in_tokens": ("swapped_in_tokens", "Tokens whose KV these files brought."),
+    "recomputed_tokens": (
+        "recomputed_tokens",
+        "Tokens computed anew when such sequences came back.",
+    ),
     "bytes_streamed": ("streamed_bytes", "Bytes of weights read from storage."),
     "bytes_copied_to_device": ("copied_bytes", "Bytes of weights copied to a GPU."),
     "stall_seconds": ("stall_seconds", "Seconds that passes have waited for storage."),
 }
 _NOW = {
-    "texts_running": ("texts_running", "Texts that have KV and are not over."),
-    "texts_waiting": ("texts_waiting", "Texts that wait for their turn, or were set aside."),
+    "sequences_running": ("sequences_running", "Texts that have KV and are not over."),
+    "sequences_waiting": (
+        "sequences_waiting",
+        "Texts that wait for their turn, or were set aside.",
+    ),
     "kv_bytes": ("kv_bytes", "Bytes allocated for KV caches."),
-    "kv_used_bytes": ("kv_used_bytes", "Of these, what texts hold, those kept for others, too."),
+    "kv_used_bytes": (
+        "kv_used_bytes",
+        "Of these, what sequences hold, those kept for others, too.",
+    ),
     "kv_shared_bytes": (
         "kv_shared_bytes",
-        "Bytes that texts would need in addition if they shared none.",
+        "Bytes that sequences would need in addition if they shared none.",
     ),
-    "held_bytes": ("held_bytes", "Bytes of layers held in memory that was unused."),
+    "pinned_bytes": ("pinned_bytes", "Bytes of layers held in memory that was unused."),
     "memory_budget_bytes": ("memory_budget_bytes", "Bytes that the process may use."),
 }
 
@@ -76,7 +88,7 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"specdec_{name}", help, getattr(stats, field))
         by_depth = CounterMetricFamily(
             "specdec_spec_decode_num_accepted_tokens_per_pos",
-            "Rounds in which a draft token of this depth was accepted.",
+            "Steps in which a draft token of this depth was accepted.",
             labels=["position"],
         )
         for depth, n_accepted in enumerate(stats.accepted_by_depth):

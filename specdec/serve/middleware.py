@@ -161,7 +161,7 @@ class LimitMiddleware:
             traceback.print_exception(type(error), error, error.__traceback__)
             return
         last = traceback.extract_tb(error.__traceback__)[-1:]
-        where = "".join(f" at {one.name}, line {one.lineno}" for one in last)
+        where = "".join(f" at {item.name}, line {item.lineno}" for item in last)
         print(f"specdec: error: {type(error).__name__}{where} (--debug)", file=sys.stderr)
 
 

@@ -44,14 +44,21 @@ class ServeOptions:
     max_body: str = option("1MiB", "Longest request.", LIMITS)
     max_headers: int = option(100, "Most headers of a request.", LIMITS, at_least=1)
     max_choices: int = option(
-        8, "Most texts of one request: its prompts times its n.", LIMITS, at_least=1, at_most=1024
+        8,
+        "Most sequences of one request: its prompts times its n.",
+        LIMITS,
+        at_least=1,
+        at_most=1024,
     )
     max_output_tokens: int = option(
-        16384, "Most tokens that a request may ask for, for each of its texts.", LIMITS, at_least=1
+        16384,
+        "Most tokens that a request may ask for, for each of its sequences.",
+        LIMITS,
+        at_least=1,
     )
     max_logprobs: int = option(
         20000,
-        "Most log-probabilities of one request: texts x tokens x (top_logprobs + 1).",
+        "Most log-probabilities of one request: sequences x tokens x (top_logprobs + 1).",
         LIMITS,
         at_least=1,
     )

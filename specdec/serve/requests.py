@@ -217,13 +217,13 @@ def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
 def _api_error(error: ValidationError) -> ApiError:
     """Return the deepest mistake: of several kinds that a value may have, that one was meant which
     it agrees with furthest."""
-    found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
-    param = ".".join(_place(found["loc"], found["type"] == "extra_forbidden"))[:200]
+    result = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    param = ".".join(_place(result["loc"], result["type"] == "extra_forbidden"))[:200]
     if not param:
         return bad_request("send a JSON object")
-    if found["type"] == "union_tag_invalid":  # its own message repeats what was written
-        return bad_request(f"{param}.type must be one of {found['ctx']['expected_tags']}", param)
-    return bad_request(f"{param}: {found['msg']}", param)
+    if result["type"] == "union_tag_invalid":  # its own message repeats what was written
+        return bad_request(f"{param}.type must be one of {result['ctx']['expected_tags']}", param)
+    return bad_request(f"{param}: {result['msg']}", param)
 
 
 def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
@@ -240,7 +240,7 @@ def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
 
 def _fields(form: type[BaseModel]) -> set[str]:
     own = {field.alias or name for name, field in form.model_fields.items()}
-    return own.union(*(_fields(one) for one in form.__subclasses__()))
+    return own.union(*(_fields(subclass) for subclass in form.__subclasses__()))
 
 
 _FIELDS = _fields(Strict) | _fields(OtherPart)

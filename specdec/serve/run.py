@@ -193,10 +193,10 @@ def _config(app: object, idle: IdleConnections) -> uvicorn.Config:
 def _listening(options: ServeOptions) -> Iterator[socket.socket]:
     """Listen before anything is loaded: a port that is taken is reported at once."""
     try:
-        found = socket.getaddrinfo(
+        result = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, _, _, _, address = found[0]
+        family, _, _, _, address = result[0]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ServeError(

@@ -249,16 +249,16 @@ class _Run:
         """The events, an error as the last one of them."""
         try:
             with self._service.translated():
-                async for piece in self._events(answer, job):
-                    yield piece
+                async for read_chunk in self._events(answer, job):
+                    yield read_chunk
         except ApiError as error:
             yield event(error.body)
         yield DONE
 
     async def _events(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         streams = list(self._streams)
-        for one in answer.first_events():
-            yield event(one)
+        for item in answer.first_events():
+            yield event(item)
         async for index, chunk in self._chunks(streams):
             if index is None:
                 yield PING
@@ -278,7 +278,7 @@ class _Run:
     ) -> AsyncIterator[tuple[int | None, AsyncChunk | None]]:
         """(which of them, its chunk, or None at its end) of all prompts as they come; (None, None)
         now and then, where nothing comes for long."""
-        asked = {asyncio.create_task(_next(one)): i for i, one in enumerate(streams)}
+        asked = {asyncio.create_task(_next(item)): i for i, item in enumerate(streams)}
         try:
             while asked:
                 seconds = min(_PING_SECONDS, self._left)

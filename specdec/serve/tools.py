@@ -31,41 +31,41 @@ class ToolCallParser:
         most: calls that are taken; what follows is dropped.
     """
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
-        self._names, self._most = names, most
-        self._held = ""
+    def __init__(self, names: Collection[str], limit: int | None = None) -> None:
+        self._names, self._limit = names, limit
+        self._pinned = ""
         self._is_at_start, self._is_inside = True, False
 
     def push(self, text: str) -> str:
         """Take the next piece; the text that is surely no call."""
-        self._held += text
+        self._pinned += text
         if self._is_inside:
             return ""
-        start = self._held.lstrip()
+        start = self._pinned.lstrip()
         if self._is_at_start and (not start or start[0] == "{" or _may_be_tag(start)):
             return ""  # perhaps Llama's form, known at the end
-        found = self._held.find(_BEGIN)
-        if found >= 0:
+        result = self._pinned.find(_BEGIN)
+        if result >= 0:
             self._is_inside = True
-            n_safe = len(self._held[:found].rstrip())
+            n_safe = len(self._pinned[:result].rstrip())
         else:
-            n_safe = len(_without_beginning(self._held).rstrip())
-        safe, self._held = self._held[:n_safe], self._held[n_safe:]
+            n_safe = len(_without_beginning(self._pinned).rstrip())
+        safe, self._pinned = self._pinned[:n_safe], self._pinned[n_safe:]
         self._is_at_start = self._is_at_start and not safe
         return safe
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """The rest of the text, and the calls."""
-        held, self._held = self._held, ""
-        calls = self._tagged(held) if _BEGIN in held else self._bare(held)
+        pinned, self._pinned = self._pinned, ""
+        calls = self._tagged(pinned) if _BEGIN in pinned else self._bare(pinned)
         if not calls:
-            return held, []
-        before = held[: held.find(_BEGIN)].rstrip() if _BEGIN in held else ""
-        return before, calls[: self._most]
+            return pinned, []
+        before = pinned[: pinned.find(_BEGIN)].rstrip() if _BEGIN in pinned else ""
+        return before, calls[: self._limit]
 
     def _tagged(self, text: str) -> list[ToolCall]:
-        found = [self._calls(block) for block in _BLOCK.findall(text)]
-        return [call for calls in found for call in calls] if all(found) else []
+        result = [self._calls(block) for block in _BLOCK.findall(text)]
+        return [call for calls in result for call in calls] if all(result) else []
 
     def _bare(self, text: str) -> list[ToolCall]:
         text = text.strip()

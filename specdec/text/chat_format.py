@@ -25,7 +25,7 @@ class ChatTemplateError(SpecdecError):
 @dataclass(frozen=True)
 class ChatFormat:
     """template: jinja2 source; None is the plain transcript.
-    stop: texts that end an answer, where the model's end-of-sequence tokens may not.
+    stop: sequences that end an answer, where the model's end-of-sequence tokens may not.
     tool_template: takes the template's place where there are tools.
     parse_special: whether control tokens written out in messages are such; else they are text.
     """
@@ -76,7 +76,7 @@ def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
 def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """The conversation as `Role: text` lines, up to where the assistant's answer begins.
 
-    What the system says stands at the top without a name: a base model has read many texts like
+    What the system says stands at the top without a name: a base model has read many sequences like
     that. Raises ChatTemplateError.
     """
     lines = []

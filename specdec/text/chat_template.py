@@ -20,9 +20,9 @@ from typing import Any
 
 from offload.process.expendable import command_of
 from specdec.text.chat_format import ChatTemplateError
-from specdec.text.template_worker import MOST_BYTES, MOST_CPU_SECONDS
+from specdec.text.template_worker import MAX_BYTES, MAX_CPU_SECONDS
 
-_MOST_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+_MAX_WALL_SECONDS = 60  # of a machine that is busy elsewhere
 _READ_BYTES = 1 << 16
 
 
@@ -122,21 +122,21 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
         process.stdin.flush()
     except BrokenPipeError as error:
         raise ChatTemplateError(_LOST) from error
-    end = time.monotonic() + _MOST_WALL_SECONDS
+    end = time.monotonic() + _MAX_WALL_SECONDS
     answer, output = bytearray(), process.stdout.fileno()
     readable = select.poll()
     readable.register(output, select.POLLIN)
     while not answer.endswith(b"\n"):
         is_ready = readable.poll(1000 * max(end - time.monotonic(), 0.0))
-        piece = os.read(output, _READ_BYTES) if is_ready else b""
-        if not piece:
+        read_chunk = os.read(output, _READ_BYTES) if is_ready else b""
+        if not read_chunk:
             raise ChatTemplateError(_LOST)
-        answer += piece
+        answer += read_chunk
     return bytes(answer)
 
 
 _LOST = (
-    f"it takes more than {MOST_CPU_SECONDS} s of a core or {MOST_BYTES >> 20} MiB: take the "
+    f"it takes more than {MAX_CPU_SECONDS} s of a core or {MAX_BYTES >> 20} MiB: take the "
     "original model's template, or name another one with --chat-template"
 )
 _WORKER = _Worker()

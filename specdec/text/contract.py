@@ -53,7 +53,7 @@ class ChatTokenizer(TokenSpeller, Protocol):
 
     @property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their texts."""
+        """By their sequences."""
 
     @property
     def template_tokens(self) -> Mapping[str, Any]:

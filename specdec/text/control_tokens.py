@@ -57,7 +57,7 @@ def with_one_bos(
     return ids[1:] if bare[:1] == [bos] and ids[1 : 1 + len(bare)] == bare else ids
 
 
-class Piece(NamedTuple):
+class ReadChunk(NamedTuple):
     """A part of a rendered conversation.
 
     parse_special: whether control tokens written out in it are such.
@@ -68,11 +68,11 @@ class Piece(NamedTuple):
 
 
 class MarkedContents:
-    """Messages (and tools) with marks beside the control tokens in their texts.
+    """Messages (and tools) with marks beside the control tokens in their sequences.
 
     Args:
-        added: the tokenizer's added tokens by their texts.
-        given: anything of JSON. Texts, keys included, are contents, whatever they are called.
+        added: the tokenizer's added tokens by their sequences.
+        given: anything of JSON. Sequences, keys included, are contents, whatever they are called.
         template: what will render it.
 
     Attributes:
@@ -83,24 +83,26 @@ class MarkedContents:
 
     def __init__(self, added: Mapping[str, AddedToken], given: Any, template: str = "") -> None:
         self._added = added
-        self._texts = _Texts.of(tuple(text for text, token in added.items() if token.is_control))
+        self._prefix_cache = _Sequences.of(
+            tuple(text for text, token in added.items() if token.is_control)
+        )
         self._marks: tuple[str, str] | None = None
         self.value = given
-        if any(self._texts.are_touched_by(text) for text in _texts_in(given)):
+        if any(self._prefix_cache.are_touched_by(text) for text in _sequences_in(given)):
             self._marks = _unused_characters([given, template])
             self.value = self._marked(given, *self._marks)
 
     def _marked(self, value: Any, *marks: str) -> Any:
         if isinstance(value, str):
-            return self._texts.marked(value, *marks)
+            return self._prefix_cache.marked(value, *marks)
         if isinstance(value, Mapping):
             items = value.items()
-            return {self._marked(key, *marks): self._marked(one, *marks) for key, one in items}
+            return {self._marked(key, *marks): self._marked(item, *marks) for key, item in items}
         if isinstance(value, (list, tuple)):
-            return [self._marked(one, *marks) for one in value]
+            return [self._marked(item, *marks) for item in value]
         return value
 
-    def pieces(self, rendered: str) -> list[Piece]:
+    def pieces(self, rendered: str) -> list[ReadChunk]:
         """A text that a template made of `value`, to be tokenised piece by piece.
 
         A piece without control tokens reaches from one of the template's own to the next, and so do
@@ -108,28 +110,28 @@ class MarkedContents:
         the whole text.
         """
         if self._marks is None:
-            return [Piece(rendered, True)]
+            return [ReadChunk(rendered, True)]
         for mark in self._marks:
             rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
-        pieces: list[Piece] = []
+        pieces: list[ReadChunk] = []
         before: AddedToken | None = None
         begin = end_before = 0
         for start, end, token in self._own_tokens(rendered, *self._marks):
             gap = rendered[end_before:start]
             content = gap.translate({ord(mark): None for mark in self._marks})
             if content != gap:
-                pieces.append(Piece(rendered[begin:end_before], True))
-                pieces.append(Piece(_stripped(content, before, token), False))
+                pieces.append(ReadChunk(rendered[begin:end_before], True))
+                pieces.append(ReadChunk(_stripped(content, before, token), False))
                 begin = start
             end_before, before = end, token
-        pieces.append(Piece(rendered[begin:], True))
-        return [piece for piece in pieces if piece.text]
+        pieces.append(ReadChunk(rendered[begin:], True))
+        return [read_chunk for read_chunk in pieces if read_chunk.text]
 
     def _own_tokens(
         self, rendered: str, opening: str, closing: str
     ) -> Iterator[tuple[int, int, AddedToken | None]]:
         """(start, end, token) of the template's control tokens, and the text's end."""
-        for start, end in self._texts.spans(rendered):
+        for start, end in self._prefix_cache.spans(rendered):
             # One mark is enough: a template that cuts a content may have lost the other.
             is_content = rendered.endswith(opening, 0, start) or rendered.startswith(closing, end)
             if not is_content:
@@ -137,30 +139,30 @@ class MarkedContents:
         yield len(rendered), len(rendered), None
 
 
-class _Texts:
+class _Sequences:
     """Texts of control tokens, to be found in others; a vocabulary may have very many."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = frozenset(texts)
-        self._lengths = sorted({len(text) for text in texts}, reverse=True)
-        letters = "".join(re.escape(letter) for letter in {text[0] for text in texts})
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._prefix_cache = frozenset(strings)
+        self._lengths = sorted({len(text) for text in strings}, reverse=True)
+        letters = "".join(re.escape(letter) for letter in {text[0] for text in strings})
         self._first = re.compile(f"[{letters}]" if letters else "(?!)")
         # In a part of one a text may end that the next text completes. Roles and types are words,
         # which templates compare: words are left alone.
-        self._by_head = sorted(text for text in texts if not text[0].isalnum())
-        self._by_tail = sorted(text[::-1] for text in texts if not text[-1].isalnum())
+        self._by_head = sorted(text for text in strings if not text[0].isalnum())
+        self._by_tail = sorted(text[::-1] for text in strings if not text[-1].isalnum())
 
     @classmethod
     @lru_cache(maxsize=4)
-    def of(cls, texts: tuple[str, ...]) -> _Texts:
-        return cls([text for text in texts if text])
+    def of(cls, strings: tuple[str, ...]) -> _Sequences:
+        return cls([text for text in strings if text])
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """(start, end) of each in a text, the longest where several begin."""
         at = 0
         while (match := self._first.search(text, at)) is not None:
             start = match.start()
-            lengths = (n for n in self._lengths if text[start : start + n] in self._texts)
+            lengths = (n for n in self._lengths if text[start : start + n] in self._prefix_cache)
             length = next(lengths, 0)
             if length:
                 yield start, start + length
@@ -189,33 +191,33 @@ class _Texts:
         return _ends_as_one_begins(text[-_LONGEST_PART:], self._by_head)
 
 
-def _ends_as_one_begins(text: str, texts: Sequence[str]) -> bool:
+def _ends_as_one_begins(text: str, strings: Sequence[str]) -> bool:
     """Whether an end of it is a beginning of one of these, which are sorted, but not all of it."""
     for start in range(len(text)):
         part = text[start:]
-        at = bisect_right(texts, part)
-        if at < len(texts) and texts[at].startswith(part):
+        at = bisect_right(strings, part)
+        if at < len(strings) and strings[at].startswith(part):
             return True
     return False
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def _sequences_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _texts_in(key)
-            yield from _texts_in(one)
+        for key, item in value.items():
+            yield from _sequences_in(key)
+            yield from _sequences_in(item)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _texts_in(one)
+        for item in value:
+            yield from _sequences_in(item)
 
 
 def _unused_characters(value: Any) -> tuple[str, str]:
     """Two that stand in no text, neither as they are nor as JSON escapes them."""
     used: set[str] = set()
     escaped: set[str] = set()
-    for text in _texts_in(value):
+    for text in _sequences_in(value):
         used.update(text)
         escaped.update(re.findall(r"\\u[0-9a-f]{4}", text))
     left = (chr(c) for c in _MARKS if chr(c) not in used and f"\\u{c:04x}" not in escaped)

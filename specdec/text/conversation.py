@@ -43,11 +43,11 @@ def encode_conversation(
     if len(pieces) == 1 and pieces[0].parse_special:
         return tokenizer.encode(text, add_special_tokens=is_plain)
     ids: list[int] = []
-    for i, piece in enumerate(pieces):
-        if piece.parse_special:
-            ids += tokenizer.encode(piece.text, add_special_tokens=False, is_start=i == 0)
+    for i, read_chunk in enumerate(pieces):
+        if read_chunk.parse_special:
+            ids += tokenizer.encode(read_chunk.text, add_special_tokens=False, is_start=i == 0)
         else:
-            ids += _encode_as_text(tokenizer, piece.text, is_plain, is_start=i == 0)
+            ids += _encode_as_text(tokenizer, read_chunk.text, is_plain, is_start=i == 0)
     return ids
 
 
@@ -67,14 +67,14 @@ def _encode_as_text(
     bare = encode(False)
     framed = encode(True) if add_special_tokens else bare
     control = {
-        token.token_id: one for one, token in tokenizer.added_tokens.items() if token.is_control
+        token.token_id: item for item, token in tokenizer.added_tokens.items() if token.is_control
     }
     if control.keys().isdisjoint(bare):
         return framed
     # A vocabulary in which they are pieces like others: SentencePiece's.
     spelled = _Spelling(tokenizer, control)
     at = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
-    as_text = [i for one in bare for i in (spelled(control[one]) if one in control else [one])]
+    as_text = [i for item in bare for i in (spelled(control[item]) if item in control else [item])]
     return [*framed[:at], *as_text, *framed[at + len(bare) :]]
 
 
@@ -86,7 +86,7 @@ class _Spelling:
         self._ids = {tokenizer.token_name(i): i for i in ids}
 
     def __call__(self, text: str) -> list[int]:
-        found: list[int] = []
+        result: list[int] = []
         for letter in text:
             names = [letter] if letter in self._ids else [f"<0x{b:02X}>" for b in letter.encode()]
             if not all(name in self._ids for name in names):
@@ -94,8 +94,8 @@ class _Spelling:
                     f"a message holds {text!r}, which this tokenizer knows only as a control "
                     "token: leave it out, or set --parse-special"
                 )
-            found += [self._ids[name] for name in names]
-        return found
+            result += [self._ids[name] for name in names]
+        return result
 
 
 def _marked(
@@ -130,5 +130,7 @@ def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
     if not answer:
         return None  # it leaves out answers that were given, or rewrites them
     behind = behind.lstrip()
-    found = max((one for one in added if one and behind.startswith(one)), key=len, default=None)
-    return None if found is None else added[found].token_id
+    result = max(
+        (item for item in added if item and behind.startswith(item)), key=len, default=None
+    )
+    return None if result is None else added[result].token_id

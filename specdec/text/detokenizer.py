@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         return not self._emitted
 
     @property
-    def n_held(self) -> int:
+    def num_pinned(self) -> int:
         """Characters of new text that are kept back."""
         return len(self._text) - len(self._emitted)
 
@@ -70,8 +70,10 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         before, self._text = self._text, self._tokenizer.decode(self._window)
         stable = self._text.rstrip(UNFINISHED)
-        piece = stable[len(self._emitted) :]
-        if not piece:  # no text at all, or bytes of a character: the finished ones stay in view
+        read_chunk = stable[len(self._emitted) :]
+        if (
+            not read_chunk
+        ):  # no text at all, or bytes of a character: the finished ones stay in view
             if self._text == before and self._has_no_text(token_id):
                 self._window.pop()
             return self._shorten()
@@ -83,7 +85,7 @@ class IncrementalDetokenizer:
             self._text = self._emitted = self._tokenizer.decode(self._window)
         else:
             self._emitted = stable
-        return piece + self._shorten()
+        return read_chunk + self._shorten()
 
     def _has_no_text(self, token_id: int) -> bool:
         """Whether it is a special token, say. One alone would not tell: a first space is dropped,
@@ -104,16 +106,16 @@ class IncrementalDetokenizer:
             return ""
         for n_tail in range(_CHARACTER_BYTES, 2 * _CHARACTER_BYTES + 1):
             for n_head in range(self._n_finished + _CHARACTER_BYTES, len(self._window) - n_tail):
-                piece = self._cut(n_head, n_tail)
-                if piece is not None:
-                    return piece
+                read_chunk = self._cut(n_head, n_tail)
+                if read_chunk is not None:
+                    return read_chunk
         return ""
 
     def _cut(self, n_head: int, n_tail: int) -> str | None:
         """Keep these ends of the window, if that is safe; the text that need not be held longer."""
         head, front = self._window[:n_head], self._window[:-n_tail]
-        decode, kept = self._tokenizer.decode, head + self._window[-n_tail:]
-        text, short = self._text, decode(kept)
+        decode, cached = self._tokenizer.decode, head + self._window[-n_tail:]
+        text, short = self._text, decode(cached)
         fronts = (decode(front), decode(head))
         # The tail may complete the character that both fronts end in, or begin a new one.
         for before, new_before in ([part.removesuffix(UNFINISHED) for part in fronts], fronts):
@@ -122,15 +124,17 @@ class IncrementalDetokenizer:
                 break
         else:
             return None
-        piece = text[len(self._emitted) : len(before)]
-        n_held = max(len(text) - max(len(self._emitted), len(before)), 0)
-        self._emitted = short[: len(short) - n_held]
-        self._window, self._text = kept, short
-        return piece
+        read_chunk = text[len(self._emitted) : len(before)]
+        num_pinned = max(len(text) - max(len(self._emitted), len(before)), 0)
+        self._emitted = short[: len(short) - num_pinned]
+        self._window, self._text = cached, short
+        return read_chunk
 
     def flush(self) -> str:
         """What is still kept back, unfinished characters as replacement characters."""
-        piece = self._text[len(self._emitted) :] if len(self._window) > self._n_finished else ""
-        if piece:
+        read_chunk = (
+            self._text[len(self._emitted) :] if len(self._window) > self._n_finished else ""
+        )
+        if read_chunk:
             self._emitted = self._text
-        return piece
+        return read_chunk

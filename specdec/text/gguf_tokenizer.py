@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.ggml.library import LOG, load_library
-from backends.llama.trial import TextLimits
+from backends.llama.trial import SequenceLimits
 from offload.process.worker import call_in_thread
 from specdec.text.chat_format import PLAIN, ChatFormat
 from specdec.text.contract import TokenizerError
@@ -29,7 +29,7 @@ from specdec.text.vocabulary import Vocabulary
 class GgufTokenizer:
     """The vocabulary in a GGUF file's metadata; only the header of the file is read."""
 
-    def __init__(self, path: str | Path, limits: TextLimits = NO_LIMITS) -> None:
+    def __init__(self, path: str | Path, limits: SequenceLimits = NO_LIMITS) -> None:
         """Raises TokenizerError if llama.cpp cannot use the file's tokenizer.
 
         Args:
@@ -51,11 +51,11 @@ class GgufTokenizer:
             self.close()
             raise TokenizerError(f"{path} has no tokenizer: use a GGUF file that contains one")
         self._tokenize = LlamaTokenize(library, self._vocab, limits)
-        self._n_rows: int = library.llama_vocab_n_tokens(self._vocab)
+        self._num_tokens: int = library.llama_vocab_n_tokens(self._vocab)
         self._attributes = [
-            int(library.llama_vocab_get_attr(self._vocab, i)) for i in range(self._n_rows)
+            int(library.llama_vocab_get_attr(self._vocab, i)) for i in range(self._num_tokens)
         ]
-        self._n_tokens = self._n_rows
+        self._n_tokens = self._num_tokens
         while self._n_tokens and self._is(self._n_tokens - 1, library.LLAMA_TOKEN_ATTR_UNUSED):
             self._n_tokens -= 1
         self._drops_first_space = self._find_first_space_rule()
@@ -70,7 +70,7 @@ class GgufTokenizer:
         return call_in_thread(lambda: load(path, params), "specdec-vocabulary")
 
     @classmethod
-    def from_file(cls, path: str | Path, limits: TextLimits = NO_LIMITS) -> GgufTokenizer:
+    def from_file(cls, path: str | Path, limits: SequenceLimits = NO_LIMITS) -> GgufTokenizer:
         """The same as the constructor, by the name that goes with `Tokenizer.from_pretrained`."""
         return cls(path, limits)
 
@@ -105,14 +105,14 @@ class GgufTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens; special tokens have none, half characters give U+FFFD."""
-        pieces = [self._piece(int(i)) for i in token_ids if not self._is_special(int(i))]
+        pieces = [self._read_chunk(int(i)) for i in token_ids if not self._is_special(int(i))]
         if pieces and self._drops_first_space:
             pieces[0] = pieces[0].removeprefix(b" ")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """See TokenSpeller."""
-        return b"" if self._is_special(token_id) else self._piece(token_id)
+        return b"" if self._is_special(token_id) else self._read_chunk(token_id)
 
     def token_name(self, token_id: int) -> str:
         """See TokenSpeller."""
@@ -121,9 +121,9 @@ class GgufTokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their texts."""
+        """By their sequences."""
         library = self._library
-        control, others = library.LLAMA_TOKEN_ATTR_CONTROL, library.LLAMA_TOKEN_ATTR_USER_DEFINED
+        control, rest = library.LLAMA_TOKEN_ATTR_CONTROL, library.LLAMA_TOKEN_ATTR_USER_DEFINED
         return {
             self._text(i): AddedToken(
                 i,
@@ -132,7 +132,7 @@ class GgufTokenizer:
                 self._is(i, library.LLAMA_TOKEN_ATTR_RSTRIP),
             )
             for i in range(self._n_tokens)
-            if self._is(i, control | others)
+            if self._is(i, control | rest)
         }
 
     @property
@@ -155,8 +155,8 @@ class GgufTokenizer:
 
         special = b"\xff"  # so llguidance marks a token that is not the bytes of its name
         pieces = [
-            special + self._text(i).encode() if self._is_special(i) else self._piece(i)
-            for i in range(self._n_rows)
+            special + self._text(i).encode() if self._is_special(i) else self._read_chunk(i)
+            for i in range(self._num_tokens)
         ]
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # not in its stubs
             tokens=pieces,
@@ -176,7 +176,7 @@ class GgufTokenizer:
         ids = range(self._n_tokens)
         return Vocabulary(
             tokens=tuple(None if self._is(i, unused) else self._text(i) for i in ids),
-            n_rows=self._n_rows,
+            num_tokens=self._num_tokens,
             special=self._special_ids(),
             added=frozenset(i for i in ids if self._is(i, added)),
         )
@@ -201,19 +201,19 @@ class GgufTokenizer:
         silent = library.LLAMA_TOKEN_ATTR_CONTROL | library.LLAMA_TOKEN_ATTR_UNUSED
         return not 0 <= token_id < self._n_tokens or self._is(token_id, silent)
 
-    def _piece(self, token_id: int) -> bytes:
+    def _read_chunk(self, token_id: int) -> bytes:
         """The bytes of one token."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._read_piece(token_id)
-        return piece
+        read_chunk = self._pieces.get(token_id)
+        if read_chunk is None:
+            read_chunk = self._pieces[token_id] = self._read_text_piece(token_id)
+        return read_chunk
 
-    def _read_piece(self, token_id: int, n_bytes: int = 64) -> bytes:
+    def _read_text_piece(self, token_id: int, n_bytes: int = 64) -> bytes:
         buffer = ctypes.create_string_buffer(n_bytes)
         to_piece = self._library.llama_token_to_piece
         n_used = to_piece(self._vocab, token_id, buffer, n_bytes, 0, False)
         if n_used < 0:  # the size that is needed
-            return self._read_piece(token_id, -n_used)
+            return self._read_text_piece(token_id, -n_used)
         return buffer.raw[:n_used]
 
     def _text(self, token_id: int) -> str:

@@ -2,7 +2,7 @@
 
 Many of its pre-tokenizers are expressions of std::regex, which calls itself once for each character
 of a word: 28,000 of them use up a stack of 8 MiB. Where the trial of a model found that
-(backends/llama/trial.py), long texts are tokenized in a thread with a large stack, and refused
+(backends/llama/trial.py), long sequences are tokenized in a thread with a large stack, and refused
 where a line is too long even for that.
 """
 
@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from backends.llama.trial import TextLimits
-from backends.llama.trial_worker import MOST_CHARACTERS, STACK_BYTES
+from backends.llama.trial import SequenceLimits
+from backends.llama.trial_worker import MAX_CHARACTERS, STACK_BYTES
 from offload.process.worker import call_in_thread
 from offload.units import MIB, format_bytes
 from specdec.text.contract import TokenizerError
 
 MAX_TEXT_BYTES = 64 * MIB  # far above any context
-NO_LIMITS = TextLimits(None)
+NO_LIMITS = SequenceLimits(None)
 _SHORT_BYTES = 1000  # any thread has a stack for it
 _LINE_END = re.compile(r"\n(?=\S)")
 """No word of a pre-tokenizer goes on behind one; the trial makes sure of it."""
@@ -41,7 +41,7 @@ are added and recognised."""
 class LlamaTokenize:
     """Texts to token ids by one vocabulary, which may not be freed before this."""
 
-    def __init__(self, library: Any, vocab: Any, limits: TextLimits = NO_LIMITS) -> None:
+    def __init__(self, library: Any, vocab: Any, limits: SequenceLimits = NO_LIMITS) -> None:
         self._library, self._vocab, self._limits = library, vocab, limits
         self._callback = _TOKENIZE(self._tokenize_for_grammar)
 
@@ -73,7 +73,7 @@ class LlamaTokenize:
 
     @property
     def _is_unlimited(self) -> bool:
-        return self._limits.most_characters is None
+        return self._limits.max_characters is None
 
     def _tokenize(self, data: bytes, *are_special: bool) -> list[int]:
         """are_special: whether they are added, and whether those in the text are recognised."""
@@ -88,49 +88,49 @@ class LlamaTokenize:
         return call_in_thread(tokenize, "specdec-tokenizer", stack_bytes=STACK_BYTES)
 
     def _tokenize_here(self, data: bytes, *are_special: bool) -> list[int]:
-        n_most = len(data) + 8  # one token per byte, and what is added at the ends
+        max_count = len(data) + 8  # one token per byte, and what is added at the ends
         while True:
-            ids = (self._library.llama_token * n_most)()
+            ids = (self._library.llama_token * max_count)()
             n = self._library.llama_tokenize(
-                self._vocab, data, len(data), ids, n_most, *are_special
+                self._vocab, data, len(data), ids, max_count, *are_special
             )
             if n >= 0:
                 return list(ids[:n])
-            if -n <= n_most:
+            if -n <= max_count:
                 raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
-            n_most = -n  # what is no UTF-8, or written otherwise, has more
+            max_count = -n  # what is no UTF-8, or written otherwise, has more
 
     def _tokenize_for_grammar(
-        self, _: Any, text: int, n_bytes: int, tokens: Any, n_most: int, *are_special: bool
+        self, _: Any, text: int, n_bytes: int, tokens: Any, max_count: int, *are_special: bool
     ) -> int:
-        """llama_tokenize of a grammar's texts. One that is too long is cut: what is forced is the
+        """llama_tokenize of a grammar's sequences. One that is too long is cut: what is forced is the
         bytes, and any tokens that spell them will do."""
         data = ctypes.string_at(text, n_bytes)
-        ids = [i for piece in _pieces(data) for i in self._tokenize(piece, *are_special)]
-        if len(ids) > n_most:
+        ids = [i for read_chunk in _pieces(data) for i in self._tokenize(read_chunk, *are_special)]
+        if len(ids) > max_count:
             return -len(ids)
         ctypes.memmove(tokens, (ctypes.c_int32 * len(ids))(*ids), 4 * len(ids))
         return len(ids)
 
 
-def check_lines(text: str, limits: TextLimits) -> None:
+def check_lines(text: str, limits: SequenceLimits) -> None:
     """Raise TokenizerError where a line is longer than the tokenizer bears."""
-    most = limits.most_characters
-    if most is None or len(text) <= most:
+    limit = limits.max_characters
+    if limit is None or len(text) <= limit:
         return
     longest = max(map(len, _LINE_END.split(text)))
-    if longest > most:
+    if longest > limit:
         raise TokenizerError(
             f"the text has a line of {longest} characters, and this model's tokenizer takes "
-            f"{most} at most: break it into several lines"
+            f"{limit} at most: break it into several lines"
         )
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
     """Whole characters, MOST_CHARACTERS bytes at most; one piece of an empty text."""
     start = 0
-    while len(data) - start > MOST_CHARACTERS:
-        end = start + MOST_CHARACTERS
+    while len(data) - start > MAX_CHARACTERS:
+        end = start + MAX_CHARACTERS
         while end > start + 1 and data[end] & 0xC0 == 0x80:
             end -= 1
         yield data[start:end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.text.token_texts import TokenText, TokenTexts
+from specdec.text.token_strings import TokenStrings, TokenText
 
 _LOWEST_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
@@ -14,7 +14,7 @@ Likeliest = Mapping[int, float]
 
 
 def chat_logprobs(
-    texts: TokenTexts,
+    strings: TokenStrings,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     top: Sequence[Likeliest] | None,
@@ -24,8 +24,8 @@ def chat_logprobs(
     content = []
     for position, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         likeliest = list(top[position].items())[:n_top] if top else []
-        others = [_entry(texts.look(one), its_logprob) for one, its_logprob in likeliest]
-        content.append({**_entry(texts.push(token_id), logprob), "top_logprobs": others})
+        rest = [_entry(strings.look(item), its_logprob) for item, its_logprob in likeliest]
+        content.append({**_entry(strings.push(token_id), logprob), "top_logprobs": rest})
     return {"content": content, "refusal": None}
 
 
@@ -34,7 +34,7 @@ def _entry(token: TokenText, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    texts: TokenTexts,
+    strings: TokenStrings,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     top: Sequence[Likeliest] | None,
@@ -42,9 +42,9 @@ def completion_logprobs(
     tokens, likeliest = [], []
     for position, token_id in enumerate(token_ids):
         if top is not None:
-            keys = texts.keys(list(top[position]), token_id)
-            likeliest.append({key: _finite(top[position][one]) for key, one in keys.items()})
-        tokens.append(texts.push(token_id))
+            keys = strings.keys(list(top[position]), token_id)
+            likeliest.append({key: _finite(top[position][item]) for key, item in keys.items()})
+        tokens.append(strings.push(token_id))
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(logprob) for logprob in logprobs],

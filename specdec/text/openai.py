@@ -27,11 +27,11 @@ def constraint(kind: str | None, schema: Mapping[str, Any] | None) -> dict[str, 
     return {"json_object": True} if schema is None else {"json_schema": schema}
 
 
-def logprobs(wanted: bool | None, n_top: int | None) -> bool | int:
+def logprobs(requested: bool | None, n_top: int | None) -> bool | int:
     """logprobs and top_logprobs of a chat. Raises ValueError where there are only the second."""
-    if n_top and not wanted:
+    if n_top and not requested:
         raise ValueError(f"top_logprobs is {n_top}, but logprobs is not true: set it")
-    return bool(wanted) and (n_top or True)
+    return bool(requested) and (n_top or True)
 
 
 def completion_logprobs(n_top: int | None) -> bool | int:

@@ -58,7 +58,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def check_room(n_tokens: int, max_context: int, model_context: int) -> None:
+def check_context_capacity(n_tokens: int, max_context: int, model_context: int) -> None:
     """Raise PromptError, with the limit that binds, where a prompt leaves no room for a token."""
     if n_tokens < max_context:
         return

@@ -27,37 +27,37 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
-        self._held = ""
-        self.found: str | None = None
+        self._pinned = ""
+        self.matched: str | None = None
 
-    def push(self, piece: str) -> StopMatch:
+    def push(self, read_chunk: str) -> StopMatch:
         """Take the next piece; after a stop everything is dropped."""
-        if self.found is not None:
-            return StopMatch("", self.found)
-        text = self._held + piece
+        if self.matched is not None:
+            return StopMatch("", self.matched)
+        text = self._pinned + read_chunk
         match = self._first_match(text)
         if match is not None:
-            start, self.found = match
-            self._held = ""
-            return StopMatch(text[:start], self.found)
-        n_held = self._n_possible_start(text)
-        self._held = text[len(text) - n_held :]
-        return StopMatch(text[: len(text) - n_held], None)
+            start, self.matched = match
+            self._pinned = ""
+            return StopMatch(text[:start], self.matched)
+        num_pinned = self._n_possible_start(text)
+        self._pinned = text[len(text) - num_pinned :]
+        return StopMatch(text[: len(text) - num_pinned], None)
 
     def flush(self) -> str:
         """The text kept back, when no more will come."""
-        held, self._held = self._held, ""
-        return held
+        pinned, self._pinned = self._pinned, ""
+        return pinned
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        found = [
+        result = [
             (start + len(stop), start, stop)
             for stop in self._stops
             if (start := text.find(stop)) >= 0
         ]
-        if not found:
+        if not result:
             return None
-        _, start, stop = min(found)
+        _, start, stop = min(result)
         return start, stop
 
     def _n_possible_start(self, text: str) -> int:
@@ -71,7 +71,7 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class TextUpdate:
-    """What one round of tokens adds to the text.
+    """What one step of tokens adds to the text.
 
     n_tokens: how many of the pushed tokens count: all, or up to and including the one that
         completed a stop string.
@@ -98,7 +98,7 @@ class TextStream:
         return other
 
     def push(self, token_ids: Iterable[int]) -> TextUpdate:
-        """Add a round's tokens; those after a completed stop string are not looked at."""
+        """Add a step's tokens; those after a completed stop string are not looked at."""
         pieces = []
         n_tokens = 0
         for token_id in token_ids:

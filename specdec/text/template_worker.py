@@ -16,17 +16,17 @@ from typing import Any
 
 from offload.process.expendable import allow_cpu_seconds, become_expendable
 
-MOST_BYTES = 512 << 20
-MOST_CPU_SECONDS = 5
-MOST_CHARACTERS = 16 << 20
+MAX_BYTES = 512 << 20
+MAX_CPU_SECONDS = 5
+MAX_CHARACTERS = 16 << 20
 
 
 def main() -> None:
     """Answer every line of stdin, an object of what `_render` takes, with an object that has a
     `text` or an `error`."""
-    become_expendable(MOST_BYTES)
+    become_expendable(MAX_BYTES)
     for line in sys.stdin.buffer:
-        allow_cpu_seconds(MOST_CPU_SECONDS)
+        allow_cpu_seconds(MAX_CPU_SECONDS)
         answer = _answer(json.loads(line))
         sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
@@ -40,8 +40,8 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
     except Exception as error:  # templates are programs of the checkpoint
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return {"error": reason[0]}
-    if len(text) > MOST_CHARACTERS:
-        return {"error": f"it gives {len(text)} characters, more than {MOST_CHARACTERS}"}
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"it gives {len(text)} characters, more than {MAX_CHARACTERS}"}
     return {"text": text}
 
 

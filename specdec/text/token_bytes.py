@@ -15,8 +15,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def _byte_level_alphabet() -> dict[str, int]:
     """The bytes that GPT-2's characters stand for: printable ones for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    rest = [byte for byte in range(0x100) if byte not in printable]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(rest)}
     return {chr(byte): byte for byte in printable} | shifted
 
 
@@ -32,13 +32,13 @@ class HfTokenBytes:
 
     def __init__(self, decoder: TokenDecoder, hf_tokenizer: Any) -> None:
         self._decoder, self._hf_tokenizer = decoder, hf_tokenizer
-        self._found: dict[int, bytes] = {}
+        self._matched: dict[int, bytes] = {}
         self._anchor: tuple[list[int], str] | None = None
 
     def __call__(self, token_id: int) -> bytes:
-        if token_id not in self._found:
-            self._found[token_id] = self._find(token_id)
-        return self._found[token_id]
+        if token_id not in self._matched:
+            self._matched[token_id] = self._find(token_id)
+        return self._matched[token_id]
 
     def _find(self, token_id: int) -> bytes:
         if not 0 <= token_id < self._decoder.n_tokens:

@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their texts. The token for the unknown is none that a template writes."""
+        """By their sequences. The token for the unknown is none that a template writes."""
         unknown = getattr(self.hf_tokenizer, "unk_token_id", None)
         return {
             token.content: AddedToken(
@@ -161,19 +161,19 @@ def _first_space(hf_tokenizer: Any, is_start: bool) -> Iterator[None]:
     Metaspace knows it by its place."""
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     first = [] if is_start or backend is None else list(_at_first(backend.pre_tokenizer))
-    for one in first:
-        one.prepend_scheme = "never"
+    for item in first:
+        item.prepend_scheme = "never"
     try:
         yield
     finally:
-        for one in first:
-            one.prepend_scheme = "first"
+        for item in first:
+            item.prepend_scheme = "first"
 
 
 def _at_first(pre_tokenizer: Any) -> Iterator[Any]:
     if type(pre_tokenizer).__name__ == "Sequence":
-        for one in pre_tokenizer:
-            yield from _at_first(one)
+        for item in pre_tokenizer:
+            yield from _at_first(item)
     elif getattr(pre_tokenizer, "prepend_scheme", None) == "first":
         yield pre_tokenizer
 

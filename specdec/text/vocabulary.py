@@ -26,7 +26,7 @@ class Vocabulary:
 
     tokens: tuple[str | None, ...]
     """Token text of each id, as the tokenizer stores it; None where an id has no token."""
-    n_rows: int
+    num_tokens: int
     """Rows of the model's embedding: ids from 0 to n_rows - 1 can be looked up."""
     special: Mapping[str, int | None] = field(default_factory=dict)
     """Role ("bos", "eos", "pad") -> id; None where the model has none."""
@@ -34,14 +34,14 @@ class Vocabulary:
     """Ids that were added to the trained vocabulary: control tokens and reserved slots."""
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, n_rows: int) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Any, num_tokens: int) -> Vocabulary:
         """From a transformers tokenizer (or anything with the same attributes)."""
         by_text: dict[str, int] = tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(by_text.values(), default=-1) + 1)
         for text, token_id in by_text.items():
             tokens[token_id] = text
         special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        return cls(tuple(tokens), n_rows, special, frozenset(tokenizer.added_tokens_decoder))
+        return cls(tuple(tokens), num_tokens, special, frozenset(tokenizer.added_tokens_decoder))
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,13 @@ def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> Compatibility
 def _find_problem(target: Vocabulary, draft: Vocabulary, ordinary: list[int]) -> str | None:
     if ordinary:
         return f"{_difference(target, draft, ordinary[0])} ({len(ordinary)} ids differ)"
-    n_emitted = min(len(target.tokens), target.n_rows)  # tokenizers may know more than the model
-    if draft.n_rows < n_emitted:
+    n_emitted = min(
+        len(target.tokens), target.num_tokens
+    )  # tokenizers may know more than the model
+    if draft.num_tokens < n_emitted:
         return (
             f"the target emits token ids up to {n_emitted - 1}, "
-            f"the draft's embedding ends at {draft.n_rows - 1}"
+            f"the draft's embedding ends at {draft.num_tokens - 1}"
         )
     return None
 
@@ -122,8 +124,10 @@ def _notes(target: Vocabulary, draft: Vocabulary, different: list[int]) -> list[
         notes.append(f"{extra} tokens only in the draft: never proposed")
     elif extra < 0:
         notes.append(f"{-extra} tokens only in the target: the draft has no text for them")
-    if target.n_rows != draft.n_rows:
-        notes.append(f"embedding rows: {target.n_rows} in the target, {draft.n_rows} in the draft")
+    if target.num_tokens != draft.num_tokens:
+        notes.append(
+            f"embedding rows: {target.num_tokens} in the target, {draft.num_tokens} in the draft"
+        )
     for role, token_id in target.special.items():
         if draft.special.get(role) != token_id:
             notes.append(

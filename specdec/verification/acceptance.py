@@ -27,7 +27,7 @@ Probs = NDArray[np.float64]  # [vocab], sums to 1
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The outcome of one round.
+    """The outcome of one step.
 
     path: accepted nodes in tree indices, root first; always contains 0.
     next_token: the token emitted after them, not yet in the KV cache: the next root.
@@ -43,7 +43,7 @@ class Acceptance:
         return len(self.path) - 1
 
     def emitted(self, tree: DraftTree) -> tuple[int, ...]:
-        """The round's new tokens in order: accepted ones, then next_token."""
+        """The step's new tokens in order: accepted ones, then next_token."""
         return (*(tree.token_ids[i] for i in self.path[1:]), self.next_token)
 
 
@@ -120,8 +120,8 @@ def lenient(
         if not drafted or token in drafted:
             return token
         p = target_probs(node)
-        known = [one for one in drafted if one < len(p)]
-        best = max(known, key=lambda one: float(p[one]), default=token)
+        known = [item for item in drafted if item < len(p)]
+        best = max(known, key=lambda item: float(p[item]), default=token)
         return best if p[best] >= threshold else token
 
     return choose_leniently
@@ -210,14 +210,14 @@ def draft_row(tree: DraftTree, node: int, n: int) -> Probs:
 
 
 def is_last(token: int, n_emitted: int, max_tokens: int | None, stops: frozenset[int]) -> bool:
-    """Whether `token`, the round's n-th, ends it: a stop token, or the last one wanted."""
+    """Whether `token`, the step's n-th, ends it: a stop token, or the last one wanted."""
     return token in stops or (max_tokens is not None and n_emitted >= max_tokens)
 
 
 def check_limit(max_tokens: int | None) -> None:
-    """Raise ValueError for a round that may not emit its one token."""
+    """Raise ValueError for a step that may not emit its one token."""
     if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, a round always emits at least one token")
+        raise ValueError(f"max_tokens is {max_tokens}, a step always emits at least one token")
 
 
 def check_chain(tree: DraftTree, rule: str) -> None:

@@ -47,12 +47,12 @@ def test_the_least_size_is_named_and_works(
     size: str,
 ) -> None:
     error = refusal(capsys, tmp_path, "--size", size)
-    found = re.search(r"give --size ([0-9.]+GB) or more", error)
-    assert found is not None, error
-    assert found[1] == "0.9GB"  # 390 MB are less than 45 % of it, and of no smaller one
+    actual = re.search(r"give --size ([0-9.]+GB) or more", error)
+    assert actual is not None, error
+    assert actual[1] == "0.9GB"  # 390 MB are less than 45 % of it, and of no smaller one
     monkeypatch.setattr(demo, "run_child", write_now)
     with pytest.raises(RuntimeError, match="it would write now"):
-        demo.run_demo(size=found[1], directory=tmp_path)
+        demo.run_demo(size=actual[1], directory=tmp_path)
 
 
 def write_now(*_: object) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.figures import (
+from bench.results import (
     acceptance_by_depth,
     by_category,
     compare_tokens,
@@ -35,13 +35,13 @@ def record(
 
 
 def test_tokens_that_come_together_share_their_time() -> None:
-    figures = summarise([record()], speculates=True)
-    assert figures["tokens_per_second"] == pytest.approx(5 / 3)
-    assert figures["time_to_first_token"] == 2.0
-    assert figures["seconds_per_token_median"] == pytest.approx(0.25)
-    assert figures["seconds_per_token_p90"] == pytest.approx(2.0)
-    assert figures["mean_acceptance_length"] == pytest.approx(5 / 2)
-    assert (figures["n_prompts"], figures["n_tokens"]) == (1, 6)
+    results = summarise([record()], speculates=True)
+    assert results["tokens_per_second"] == pytest.approx(5 / 3)
+    assert results["time_to_first_token"] == 2.0
+    assert results["seconds_per_token_median"] == pytest.approx(0.25)
+    assert results["seconds_per_token_p90"] == pytest.approx(2.0)
+    assert results["mean_acceptance_length"] == pytest.approx(5 / 2)
+    assert (results["n_prompts"], results["n_tokens"]) == (1, 6)
 
 
 def test_rates_come_from_totals() -> None:
@@ -59,16 +59,16 @@ def test_bytes_are_those_after_the_first_arrival() -> None:
 
 def test_nothing_measured_is_no_figure() -> None:
     for records in ([], [record(arrivals=[(1.0, 1)])]):
-        figures = summarise(records, speculates=True)
-        assert figures["tokens_per_second"] is None
-        assert figures["seconds_per_token_median"] is None
-        assert figures["mean_acceptance_length"] is None
+        results = summarise(records, speculates=True)
+        assert results["tokens_per_second"] is None
+        assert results["seconds_per_token_median"] is None
+        assert results["mean_acceptance_length"] is None
 
 
 def test_categories() -> None:
     records = [record("a", category="x"), record("b", category="y"), record("c", category="x")]
-    found = by_category(records)
-    assert {name: figures["n_prompts"] for name, figures in found.items()} == {"x": 2, "y": 1}
+    actual = by_category(records)
+    assert {name: results["n_prompts"] for name, results in actual.items()} == {"x": 2, "y": 1}
     assert by_category([record()]) == {}
 
 
@@ -87,9 +87,9 @@ def test_ratios_are_over_common_tokens_only() -> None:
     """Ours slows down after two tokens, where theirs has ended: that is no concern of theirs."""
     ours = [record("a", [(0.0, 1), (1.0, 2), (101.0, 2)])]
     theirs = [record("a", [(0.0, 1), (1.0, 1), (4.0, 1)])]
-    found = pairwise_ratios({"ours": ours, "theirs": theirs})
-    assert found["ours"]["theirs"] == {"ratio": pytest.approx(4.0), "n_prompts": 1, "n_tokens": 2}
-    assert found["theirs"]["ours"]["ratio"] == pytest.approx(0.25)
+    actual = pairwise_ratios({"ours": ours, "theirs": theirs})
+    assert actual["ours"]["theirs"] == {"ratio": pytest.approx(4.0), "n_prompts": 1, "n_tokens": 2}
+    assert actual["theirs"]["ours"]["ratio"] == pytest.approx(0.25)
 
 
 def test_tokens_of_a_pass_that_is_cut_share_its_time() -> None:
@@ -145,9 +145,13 @@ def test_results_of_earlier_versions_do_not_know_the_tokens() -> None:
 
 def test_token_match_is_over_the_shorter_text() -> None:
     reference = [record("a", tokens=[1, 2, 3, 4])]
-    for prompt, tokens, wanted in (("a", [1, 2], 1.0), ("a", [1, 9, 3, 4], 0.25), ("b", [1], None)):
-        found = compare_tokens([record(prompt, tokens=tokens)], reference)
-        assert found["token_match"] == wanted
+    for prompt, tokens, requested in (
+        ("a", [1, 2], 1.0),
+        ("a", [1, 9, 3, 4], 0.25),
+        ("b", [1], None),
+    ):
+        actual = compare_tokens([record(prompt, tokens=tokens)], reference)
+        assert actual["token_match"] == requested
 
 
 def test_depths_are_summed() -> None:

@@ -14,8 +14,8 @@ _LEFT_BYTES = 1_000_000  # for what Python itself takes meanwhile
 def no_more_address_space() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     n_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most_bytes = n_pages * resource.getpagesize() + _LEFT_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
+    max_bytes = n_pages * resource.getpagesize() + _LEFT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, before[1]))
     try:
         yield
     finally:

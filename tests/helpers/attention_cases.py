@@ -13,7 +13,7 @@ from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.checkpoint.config import HeadShape
-from backends.contract.kept_checks import KeptChecks
+from backends.contract.cached_checks import CachedChecks
 from backends.hf.self_test import CANDIDATES, find_limits
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def tree_of(parents: list[int], prefix: int, n_live: int = 0) -> PassLayout:
 
 
 def states(
-    n_rows: int,
+    num_tokens: int,
     n_keys: int,
     *,
     heads: tuple[int, int] = (4, 2),
@@ -48,12 +48,12 @@ def states(
 
     heads: of queries, of keys. dims: of keys, of values.
     """
-    generator = torch.Generator().manual_seed(n_rows * 1000 + n_keys)
+    generator = torch.Generator().manual_seed(num_tokens * 1000 + n_keys)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    query = normal(1, n_rows, heads[0], dims[0]).transpose(1, 2)
+    query = normal(1, num_tokens, heads[0], dims[0]).transpose(1, 2)
     key, value = (normal(1, heads[1], n_keys + 7, dim)[:, :, :n_keys] for dim in dims)
     return query, key, value
 
@@ -93,7 +93,7 @@ def keys_of(layout: PassLayout, row: int) -> torch.Tensor:
 @cache
 def limits_here(shape: HeadShape) -> ProductLimits:
     """Of this machine; the tests fail where there are none."""
-    return find_limits(shape, KeptChecks("the tests", CANDIDATES)) or ProductLimits()
+    return find_limits(shape, CachedChecks("the tests", CANDIDATES)) or ProductLimits()
 
 
 class Case:
@@ -114,8 +114,8 @@ class Case:
     ) -> None:
         self.layout, self.window, self.softcap = layout, window, softcap
         self.start, self.end = rows or (0, layout.n_new)
-        n_rows, n_keys = self.end - self.start, layout.prefix + layout.first_new + self.end
-        self.states = states(n_rows, n_keys, heads=heads, dims=dims, dtype=dtype)
+        num_tokens, n_keys = self.end - self.start, layout.prefix + layout.first_new + self.end
+        self.states = states(num_tokens, n_keys, heads=heads, dims=dims, dtype=dtype)
         self.scale = dims[0] ** -0.5
         self.limits = limits_here(HeadShape(*heads, *dims))
         self.sinks = torch.linspace(-2.0, 5.0, heads[0]) if has_sinks else None
@@ -142,8 +142,8 @@ class Case:
 
     def differing(self, rows: list[int]) -> list[int]:
         """Rows whose bits differ from those they have alone."""
-        found = self.together()
-        return [row for row in rows if not torch.equal(found[row], self.alone(row))]
+        actual = self.together()
+        return [row for row in rows if not torch.equal(actual[row], self.alone(row))]
 
     def _attend(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.batch.answering import Answer, Answered
 from specdec.batch.lines import Line
 from specdec.batch.records import to_line
-from specdec.batch.run import Answerer, Batch, BatchFigures
+from specdec.batch.run import Answerer, Batch, BatchMetrics
 from specdec.metrics.stats import EngineStats
 
 Arrange = Callable[[Iterable[Line]], Iterable[Line]]
@@ -26,8 +26,8 @@ def answer_of(line: Line) -> Answer:
     """A record that only this line has; now and then one with an error."""
     is_error = line.number % 5 == 4
     text = line.data.decode(errors="replace")[::-1]
-    told = {"error": {"message": text}} if is_error else {"text": text}
-    record = {"line": line.number, "digest": f"{line.digest:016x}", **told}
+    reported = {"error": {"message": text}} if is_error else {"text": text}
+    record = {"line": line.number, "digest": f"{line.digest:016x}", **reported}
     return Answer(line.key, to_line(record), is_error, 2, 3)
 
 
@@ -56,10 +56,10 @@ class Machine:
 
 def run(
     source: Path, out: Path, machine: Machine | None = None, order: str = "input", **options: Any
-) -> BatchFigures:
-    figures = BatchFigures()
-    Batch(source, out, order, options).run((machine or Machine()).open, figures)
-    return figures
+) -> BatchMetrics:
+    measurements = BatchMetrics()
+    Batch(source, out, order, options).run((machine or Machine()).open, measurements)
+    return measurements
 
 
 def write_prompts(path: Path, n_lines: int, start: int = 0) -> Path:

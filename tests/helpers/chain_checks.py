@@ -1,4 +1,4 @@
-"""What is true of every rule for chains: exact distributions, and how texts and chains end."""
+"""What is true of every rule for chains: exact distributions, and how sequences and chains end."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _chain_outcomes_are_right(walk: Callable[..., Any]) -> bool:
         (4, STOPS, 2),
         (1, STOPS, 1),
     ):
-        for one, _ in outcomes(walk, tree, same, max_tokens=limit, stop_tokens=stops):
-            emitted, is_whole = one.emitted(tree), n_emitted == 4
+        for item, _ in outcomes(walk, tree, same, max_tokens=limit, stop_tokens=stops):
+            emitted, is_whole = item.emitted(tree), n_emitted == 4
             if emitted[:3] != (0, 1, 0)[:n_emitted] or len(emitted) != n_emitted:
                 return False
-            if one.is_bonus != is_whole or one.n_accepted != n_emitted - 1:
+            if item.is_bonus != is_whole or item.n_accepted != n_emitted - 1:
                 return False
     wide = np.array([0.2, 0.3, 0.5])
     outside = chain_of((2,), lambda prefix: wide)

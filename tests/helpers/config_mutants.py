@@ -36,8 +36,8 @@ def defaults(family: str, n_layers: int = 2) -> dict[str, Any]:
             config = kind(num_hidden_layers=n_layers)
         except Exception:  # has figures of each layer
             config = kind()
-    found: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return found
+    actual: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return actual
 
 
 def mutant(config: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,6 +71,6 @@ def _paths(value: Any, path: Path = ()) -> Iterator[Path]:
         inner = list(value.items())
     elif isinstance(value, list):
         inner = list(enumerate(value[:2]))
-    for key, one in inner:
+    for key, item in inner:
         yield (*path, key)
-        yield from _paths(one, (*path, key))
+        yield from _paths(item, (*path, key))

@@ -1,4 +1,4 @@
-"""What is true of whole rounds of the controller and the model drafter, on tables."""
+"""What is true of whole steps of the controller and the model drafter, on tables."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def chain_controller(
 
 
 def rounds_error(rule: str = "rejection") -> float:
-    """Largest error of the distribution that two rounds of a rule for chains emit.
+    """Largest error of the distribution that two steps of a rule for chains emit.
 
     All decisions are enumerated: what the drafter draws and what the rule decides.
     """
 
-    def two_rounds(decisions: ScriptedDecisions) -> tuple[int, ...]:
+    def two_steps(decisions: ScriptedDecisions) -> tuple[int, ...]:
         recording = Recording(decisions._script)
         made = chain_controller(OTHER, recording, DEPTH, rule)
         made.start(PROMPT)
@@ -71,7 +71,7 @@ def rounds_error(rule: str = "rejection") -> float:
     names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
     try:
         emitted: dict[tuple[int, ...], float] = {}
-        for tokens, weight in enumerate_outcomes(two_rounds):
+        for tokens, weight in enumerate_outcomes(two_steps):
             emitted[tokens] = emitted.get(tokens, 0.0) + weight
     finally:
         names["sample_index"] = original

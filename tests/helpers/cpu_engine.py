@@ -41,7 +41,7 @@ class CpuEngine(FakeDevice):
     """Of the card, as its driver would say."""
 
     def __init__(self, copies: Policy = Policy.LATE, seed: int = 0, **options) -> None:
-        super().__init__(copies, Policy.EARLY, seed, **options)
+        super().__init__(copies, Policy.PREFETCH, seed, **options)
 
     def allocate_device(self, n_bytes: int) -> TensorBuffer:
         return TensorBuffer(self, n_bytes)

@@ -54,11 +54,11 @@ def lenient_is_defined(lenient: Callable[..., Any]) -> bool:
             tree.add(0, token, -1.0)
         for own in range(4):
             for threshold in (0.05, 0.2, 0.25, 0.3, 1.0):
-                likely = [one for one in drafted if one < 4 and p[one] >= threshold]
+                likely = [item for item in drafted if item < 4 and p[item] >= threshold]
                 is_own = own in drafted or not likely
-                wanted = own if is_own else max(likely, key=lambda one: float(p[one]))
+                requested = own if is_own else max(likely, key=lambda item: float(p[item]))
                 choose = lenient(tree, lambda node, own=own: own, lambda node: p, threshold)
-                if choose(0) != wanted:
+                if choose(0) != requested:
                     return False
     return True
 
@@ -126,11 +126,11 @@ def sampler_is_defined(sampler_class: Callable[..., Any]) -> bool:
             log_p = reference_row(params, prefix, logits)
             key = np.array([sampler.seed, position], dtype=np.uint64)
             noise = -np.log(-np.log(np.random.Generator(np.random.Philox(key=key)).random(6)))
-            wanted = int((log_p + (0.0 if params.is_greedy else noise)).argmax())
+            requested = int((log_p + (0.0 if params.is_greedy else noise)).argmax())
             choose = sampler.chooser(lambda node, p=prefix: p, lambda node, row=logits: row)
-            if choose(0) != wanted:
+            if choose(0) != requested:
                 return False
-            p = np.eye(8)[wanted] if params.is_greedy else np.append(np.exp(log_p), (0.0, 0.0))
+            p = np.eye(8)[requested] if params.is_greedy else np.append(np.exp(log_p), (0.0, 0.0))
             if not np.allclose(sampler.probs(prefix, logits), p, atol=CAUGHT):
                 return False
     return True

@@ -106,10 +106,10 @@ class ExactMachine(RuleBasedStateMachine):
         path = [] if is_empty else self.path(data.draw(st.sampled_from(list(self.live))))
         below = [n for n in self.live if self.path(n)[:-1] == path]
         keep = [n for n in below if data.draw(st.booleans())]
-        kept = [n for n in self.live if set(keep) & set(self.path(n))]
+        cached = [n for n in self.live if set(keep) & set(self.path(n))]
         self.text += self.live[path[-1]] if path else []
         own(self.backend).commit(path, keep)
-        self.live = {n: self.live[n][len(path) :] for n in kept}
+        self.live = {n: self.live[n][len(path) :] for n in cached}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -121,8 +121,8 @@ class ExactMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def rollback(self, data):
-        least = max(0, len(self.beginning) - CONTEXT)
-        self.text = self.text[: data.draw(st.integers(least, len(self.text)))]
+        minimum = max(0, len(self.beginning) - CONTEXT)
+        self.text = self.text[: data.draw(st.integers(minimum, len(self.text)))]
         own(self.backend).rollback(len(self.text))
         self.live = {}
 

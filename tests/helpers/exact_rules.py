@@ -55,8 +55,8 @@ def enumerate_outcomes(run: Callable[[ScriptedDecisions], Any]) -> Iterator[tupl
         decisions = ScriptedDecisions(scripts.pop())
         result = run(decisions)
         yield result, decisions.weight
-        for index, others in decisions.open:
-            scripts.extend((*decisions.taken[:index], other) for other in others)
+        for index, rest in decisions.open:
+            scripts.extend((*decisions.taken[:index], other) for other in rest)
 
 
 @dataclass
@@ -92,10 +92,10 @@ def top_p_rows(rows: Rows, mass: float) -> Rows:
     def filtered(prefix: tuple[int, ...]) -> np.ndarray:
         p = rows(prefix)
         order = np.argsort(-p)
-        n_kept = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
-        kept = np.zeros_like(p)
-        kept[order[:n_kept]] = p[order[:n_kept]]
-        return kept / kept.sum()
+        num_retained = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
+        cached = np.zeros_like(p)
+        cached[order[:num_retained]] = p[order[:num_retained]]
+        return cached / cached.sum()
 
     return filtered
 
@@ -211,7 +211,7 @@ def chain_error(
 
 
 def expected_accepted(rule: Rule, case: Case) -> float:
-    """E[accepted tokens] of a round of a rule for sampled chains."""
+    """E[accepted tokens] of a step of a rule for sampled chains."""
     return sum(
         chance * weight * outcome.n_accepted
         for tree, chance in drawn_chains(case)

@@ -16,4 +16,4 @@ def exact_resident(directory: Path, *, max_context: int | None = None) -> TorchB
     model = load_hf_model(directory)
     exactness = find_exactness(model, torch.get_num_threads())
     assert exactness.is_exact, exactness
-    return TorchBackend.held_in_memory(model, max_context=max_context, exactness=exactness)
+    return TorchBackend.kept_in_memory(model, max_context=max_context, exactness=exactness)

@@ -29,7 +29,7 @@ POISON = 0xFF
 
 class Policy(enum.Enum):
     LATE = enum.auto()
-    EARLY = enum.auto()
+    PREFETCH = enum.auto()
     RANDOM = enum.auto()
 
 
@@ -144,13 +144,13 @@ class FakeDevice:
         *,
         fail_copies: frozenset[int] = frozenset(),
         break_at: int | None = None,
-        room_bytes: int | None = None,
+        capacity_bytes: int | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.copying, self.compute_stream = Stream(copies), Stream(computations)
         self.n_allocated = self.n_pinned = 0
         self.n_copies = self.n_steps = 0
-        self.fail_copies, self.break_at, self.room_bytes = fail_copies, break_at, room_bytes
+        self.fail_copies, self.break_at, self.capacity_bytes = fail_copies, break_at, capacity_bytes
         self._rng = random.Random(seed)
         self._failure: BaseException | None = None
 
@@ -160,8 +160,8 @@ class FakeDevice:
         return FakePinned(self, n_bytes)
 
     def allocate_device(self, n_bytes: int) -> FakeBuffer:
-        if self.room_bytes is not None and self.n_allocated + n_bytes > self.room_bytes:
-            left = self.room_bytes - self.n_allocated
+        if self.capacity_bytes is not None and self.n_allocated + n_bytes > self.capacity_bytes:
+            left = self.capacity_bytes - self.n_allocated
             raise BudgetExceeded("the fake device", n_bytes, left, self.n_allocated + n_bytes)
         return FakeBuffer(self, n_bytes)
 

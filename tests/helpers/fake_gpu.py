@@ -16,7 +16,7 @@ from tiered import plan_tiers
 
 from backends.cuda.probe import CudaMemory
 from backends.hf.timing import measure_compute
-from offload.residency.placement import LayerWeights, Placement
+from offload.placement.placement import LayerWeights, Placement
 from offload.units import GIB
 
 PEAK_BYTES = 123
@@ -30,7 +30,7 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
     def engine(vram_bytes: int | None) -> CpuEngine:
         if vram_bytes is not None:
             limits.append(vram_bytes)
-        return CpuEngine(Policy.EARLY)
+        return CpuEngine(Policy.PREFETCH)
 
     def compute(dtype: torch.dtype, device: torch.device) -> Any:
         return measure_compute(dtype)
@@ -55,9 +55,11 @@ def force_tiers(patch: pytest.MonkeyPatch) -> None:
     def streamed(layers: Any, host_bytes: int, **slots: Any) -> Placement:
         return Placement(layers, 1, is_on_device=True)
 
-    patch.setattr("specdec.planning.memory.placer.fill_device", nothing)
-    patch.setattr("specdec.planning.memory.placer.fill_host", streamed)
-    patch.setattr("specdec.planning.memory.placer.WholeGpuPlacer.place", _resident)
+    patch.setattr("specdec.planning.memory.placement_planner.fill_device", nothing)
+    patch.setattr("specdec.planning.memory.placement_planner.fill_host", streamed)
+    patch.setattr(
+        "specdec.planning.memory.placement_planner.WholeGpuPlacementPlanner.place", _resident
+    )
 
 
 def _resident(self: Any, n_bytes: int, device_bytes: int) -> Placement:

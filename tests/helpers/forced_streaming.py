@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from offload.residency.placement import LayerWeights, Placement
-from offload.residency.plan import least_host_bytes, plan_residency
+from offload.placement.placement import LayerWeights, Placement
+from offload.placement.plan import min_host_bytes, plan_placement
 
 
 def force_streaming(patch: pytest.MonkeyPatch, n_slots: int = 2) -> None:
     """Loads from now on keep nothing of the layers in memory but a ring of `n_slots`."""
 
     def planned(layers: Sequence[LayerWeights], *_: Any, **__: Any) -> Placement:
-        smallest = least_host_bytes(layers, n_slots)
-        return plan_residency(layers, smallest, n_slots=n_slots)
+        smallest = min_host_bytes(layers, n_slots)
+        return plan_placement(layers, smallest, n_slots=n_slots)
 
-    patch.setattr("specdec.planning.memory.placer.plan_residency", planned)
+    patch.setattr("specdec.planning.memory.placement_planner.plan_placement", planned)

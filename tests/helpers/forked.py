@@ -85,9 +85,9 @@ class ForkedProcess:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        found: dict[str, Any] = {}
+        actual: dict[str, Any] = {}
         readers = [
-            Thread(target=lambda n=name, s=stream: found.update({n: s.read()}), daemon=True)
+            Thread(target=lambda n=name, s=stream: actual.update({n: s.read()}), daemon=True)
             for name, stream in (("out", self.stdout), ("err", self.stderr))
             if not stream.closed
         ]
@@ -96,7 +96,7 @@ class ForkedProcess:
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
-        return found.get("out"), found.get("err")
+        return actual.get("out"), actual.get("err")
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

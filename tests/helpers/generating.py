@@ -21,9 +21,9 @@ from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.policy.experience import Experience
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -35,7 +35,7 @@ FREE = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
 
 
 class RandomDrafter(Drafter):
-    """A random tree of random tokens, a new one every round."""
+    """A random tree of random tokens, a new one every step."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ class RandomDrafter(Drafter):
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the known continuation, wrong from the `wrong_at`-th token of each round on."""
+    """Proposes the known continuation, wrong from the `wrong_at`-th token of each step on."""
 
     def __init__(self, script: Sequence[int], vocab: int, wrong_at: int | None = None) -> None:
         self._script, self._vocab, self._wrong_at = list(script), vocab, wrong_at
@@ -98,7 +98,7 @@ class LoneSequence:
         self._target, self._speculation = target, Speculation(target, worker=ahead)
         self._recorder = recorder or StatsRecorder()
         self._sampler, self._spec = sampler, spec
-        policy = DraftPolicy(spec, Experience(FREE, None, 99), target.max_context)
+        policy = DraftPolicy(spec, AcceptanceStatistics(FREE, None, 99), target.max_context)
         self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
     @property
@@ -161,7 +161,9 @@ def make_controller(
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
     """Of the next proposal of such a controller, where `spec` fixes the size of trees."""
-    return DraftPolicy(spec, Experience(FREE, None, 99), 256).limits(len(context_ids), 99, 256)
+    return DraftPolicy(spec, AcceptanceStatistics(FREE, None, 99), 256).limits(
+        len(context_ids), 99, 256
+    )
 
 
 def run(

@@ -34,5 +34,5 @@ def generation_config(params: SamplingParams) -> GenerationConfig:
 def _plain(value: Any) -> Any:
     """Lists for tuples, None for an empty one."""
     if isinstance(value, tuple):
-        return [_plain(one) if isinstance(one, tuple) else one for one in value] or None
+        return [_plain(item) if isinstance(item, tuple) else item for item in value] or None
     return value

@@ -167,11 +167,11 @@ def _attention(kind: Family, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
     tensors: list[tuple[str, tuple[int, ...]]] = [("attn_norm.weight", (hidden,))]
     if kind.is_fused:
         tensors.append(("attn_qkv.weight", (n_q + 2 * n_kv, hidden)))
-    for name, n_rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+    for name, num_tokens in (("q", n_q), ("k", n_kv), ("v", n_kv)):
         if not kind.is_fused:
-            tensors.append((f"attn_{name}.weight", (n_rows, hidden)))
+            tensors.append((f"attn_{name}.weight", (num_tokens, hidden)))
         if kind.has_qkv_bias:
-            tensors.append((f"attn_{name}.bias", (n_rows,)))
+            tensors.append((f"attn_{name}.bias", (num_tokens,)))
     if kind.has_qk_norm:
         tensors += [(f"attn_{name}_norm.weight", (kind.head_dim,)) for name in "qk"]
     if kind.has_post_norm:

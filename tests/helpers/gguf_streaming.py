@@ -7,9 +7,9 @@ from alone import own
 
 from backends.contract.backend import PREFIX
 from backends.llama.backend import LlamaBackend
-from offload.residency.experts import ExpertRoom, least_slots
-from offload.residency.placement import Placement
-from offload.residency.plan import pin_all
+from offload.placement.experts import ExpertCachePlan, min_slots
+from offload.placement.placement import Placement
+from offload.placement.plan import pin_all
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
@@ -17,7 +17,7 @@ TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
 OPTIONS = {"max_context": 60, "max_nodes": 20, "n_threads": 2}
 
 
-def residency(layers, n_slots=2):
+def placement(layers, n_slots=2):
     return Placement(tuple(layers), n_slots)
 
 
@@ -30,24 +30,24 @@ def in_memory(model, **options):
 
 
 def streamed(model, layers=None, n_slots=2, **options):
-    plan = residency(layers or model.layers, n_slots)
-    return LlamaBackend(model, residency=plan, **{**OPTIONS, **options})
+    plan = placement(layers or model.layers, n_slots)
+    return LlamaBackend(model, placement=plan, **{**OPTIONS, **options})
 
 
 def exercise(backend):
-    """The logits of two rounds with trees, chains, commits, prunes and rollbacks."""
-    found = []
+    """The logits of two steps with trees, chains, commits, prunes and rollbacks."""
+    actual = []
     for _ in range(2):
-        found.append(own(backend).prefill(PROMPT))
+        actual.append(own(backend).prefill(PROMPT))
         first = own(backend).next_node_id
         parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
-        found.append(own(backend).extend(TREE_TOKENS, parents)[1])
+        actual.append(own(backend).extend(TREE_TOKENS, parents)[1])
         own(backend).commit([first, first + 1, first + 3], keep=[first + 6])
-        found.append(own(backend).extend([50, 51], [first + 6, PREFIX], logits_at=[1])[1])
+        actual.append(own(backend).extend([50, 51], [first + 6, PREFIX], logits_at=[1])[1])
         own(backend).prune([first + 6])
-        found.append(own(backend).extend([9], [PREFIX])[1])
+        actual.append(own(backend).extend([9], [PREFIX])[1])
         own(backend).rollback(7)
-    return found
+    return actual
 
 
 def same(a, b):
@@ -57,12 +57,12 @@ def same(a, b):
 def by_experts(model, n_bytes, n_slots=0):
     """A placement of a mixture: all but the experts in memory (or streamed through so many slots),
     and about `n_bytes` for these, as many as one layer's at least."""
-    room = ExpertRoom(model.experts, 1)
-    least = least_slots(model.experts)
-    room = ExpertRoom(model.experts, max(least, n_bytes // room.slot_bytes))
+    capacity = ExpertCachePlan(model.experts, 1)
+    minimum = min_slots(model.experts)
+    capacity = ExpertCachePlan(model.experts, max(minimum, n_bytes // capacity.slot_bytes))
     layers = model.layers_without_experts
-    return Placement(layers if n_slots else pin_all(layers), n_slots, experts=room)
+    return Placement(layers if n_slots else pin_all(layers), n_slots, experts=capacity)
 
 
 def streamed_experts(model, n_bytes=0, n_slots=0, **options):
-    return LlamaBackend(model, residency=by_experts(model, n_bytes, n_slots), **OPTIONS | options)
+    return LlamaBackend(model, placement=by_experts(model, n_bytes, n_slots), **OPTIONS | options)

@@ -23,8 +23,8 @@ def _spm() -> list[str]:
 def _byte_characters() -> list[str]:
     """Letters of byte-level BPE: printable bytes are themselves, others come after U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printable]
-    return [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    rest = [i for i in range(256) if i not in printable]
+    return [*map(chr, printable), *(chr(256 + i) for i in range(len(rest)))]
 
 
 def _bpe() -> list[str]:

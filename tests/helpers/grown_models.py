@@ -85,6 +85,6 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 
 def assert_same_function(source: Path, grown: Path, n_vocab: int = SMALL.vocab_size) -> None:
-    wanted, got = logits_of(source), logits_of(grown)[:, :n_vocab]
-    assert wanted.std() > 0.1  # else equality would say little
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    requested, got = logits_of(source), logits_of(grown)[:, :n_vocab]
+    assert requested.std() > 0.1  # else equality would say little
+    torch.testing.assert_close(got, requested, atol=1e-4, rtol=1e-4)

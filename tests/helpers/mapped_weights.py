@@ -35,13 +35,13 @@ libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_file(path: Path, remainder: int = 0, flags: int = MAP_SHARED) -> tuple[int, int]:
     """(address, bytes) of a mapping of the whole file; address % 2 MiB is `remainder`."""
     size = page_up(path.stat().st_size)
-    room = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-    address = -(-room // HUGE) * HUGE + remainder
+    capacity = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    address = -(-capacity // HUGE) * HUGE + remainder
     descriptor = os.open(path, os.O_RDONLY)
     assert libc.mmap(address, size, 1, flags | MAP_FIXED, descriptor, 0) == address
     os.close(descriptor)
-    libc.munmap(room, address - room)
-    libc.munmap(address + size, room + size + 2 * HUGE - address - size)
+    libc.munmap(capacity, address - capacity)
+    libc.munmap(address + size, capacity + size + 2 * HUGE - address - size)
     return address, size
 
 
@@ -71,8 +71,8 @@ def lists_whole_pages() -> bool:
         file.write(bytes(PAGE_BYTES + 1))
         file.flush()
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-            (found,) = find_mapping(Path(file.name))
-    return found.n_bytes % PAGE_BYTES == 0
+            (actual,) = find_mapping(Path(file.name))
+    return actual.n_bytes % PAGE_BYTES == 0
 
 
 needs_whole_pages = pytest.mark.skipif(
@@ -98,8 +98,8 @@ class MappedWeights:
     def check(self, index: int) -> None:
         """Assert that all bytes of a layer are at their addresses."""
         for record in self.layers[index].tensors:
-            found = ctypes.string_at(self.address(record), record.n_bytes)
-            assert found == self.weights.contents[record.name], f"wrong bytes in {record.name}"
+            actual = ctypes.string_at(self.address(record), record.n_bytes)
+            assert actual == self.weights.contents[record.name], f"wrong bytes in {record.name}"
 
     def check_absent(self, index: int) -> None:
         """Assert that the pages wholly inside of streamed tensors cannot be read."""
@@ -112,8 +112,8 @@ class MappedWeights:
     def check_resident(self) -> None:
         for layer in self.layers:
             for record in layer.resident_records:
-                found = ctypes.string_at(self.address(record), record.n_bytes)
-                assert found == self.weights.contents[record.name]
+                actual = ctypes.string_at(self.address(record), record.n_bytes)
+                assert actual == self.weights.contents[record.name]
 
     def run_passes(self, pager: Pager, n_passes: int = 1, stop_before: int = -1) -> None:
         """Check all layers of some passes; leave the last pass before layer `stop_before`."""
@@ -143,13 +143,13 @@ def mapped(
 
 def memory_in(ranges: Iterable[tuple[int, int]], key: str = "Anonymous") -> int:
     """Bytes that smaps counts under `key` in VMAs that begin in one of (address, bytes)."""
-    wanted = [(start, start + size) for start, size in ranges]
+    requested = [(start, start + size) for start, size in ranges]
     total = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             address = int(match.group(1), 16)
-            inside = any(start <= address < end for start, end in wanted)
+            inside = any(start <= address < end for start, end in requested)
         elif inside and line.startswith(key + ":"):
             total += int(line.split()[1]) * 1024
     return total

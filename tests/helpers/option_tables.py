@@ -24,16 +24,16 @@ HEAD = "| option | meaning | default |\n|---|---|---|\n"
 
 def filled(page: str) -> str:
     """Return the page with all its tables made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{tables(found[2])}\n{found[3]}", page)
+    return MARKED.sub(lambda actual: f"{actual[1]}\n{tables(actual[2])}\n{actual[3]}", page)
 
 
 def tables(command: str) -> str:
     """Return a table for each panel of the command's help, those without a panel first."""
-    base = {} if command == BASE else {name(one): row(one) for one in options(BASE)}
+    base = {} if command == BASE else {name(option): row(option) for option in options(BASE)}
     panels: dict[str, list[str]] = {"": []}
-    for one in options(command):
-        if base.get(name(one)) != row(one):
-            panels.setdefault(one.rich_help_panel or "", []).append(row(one))
+    for option in options(command):
+        if base.get(name(option)) != row(option):
+            panels.setdefault(option.rich_help_panel or "", []).append(row(option))
     titled = command == BASE
     return "\n".join(
         (f"**{panel or 'Prompt and output'}**\n\n" if titled else "") + HEAD + "".join(rows)
@@ -43,8 +43,8 @@ def tables(command: str) -> str:
 
 
 def options(command: str) -> list[Any]:
-    found = typer.main.get_command(app).commands[command].params
-    return [one for one in found if one.param_type_name == "option" and not one.hidden]
+    actual = typer.main.get_command(app).commands[command].params
+    return [item for item in actual if item.param_type_name == "option" and not item.hidden]
 
 
 def name(option: Any) -> str:
@@ -53,7 +53,7 @@ def name(option: Any) -> str:
 
 def row(option: Any) -> str:
     """Return a line of a table: names, choices and help, and the default where there is one."""
-    names = ", ".join(f"`{one}`" for one in (*option.opts, *option.secondary_opts))
+    names = ", ".join(f"`{item}`" for item in (*option.opts, *option.secondary_opts))
     meaning = option.help
     if "|" in (option.metavar or ""):
         meaning = f"{choices(option.metavar)}. {meaning}"
@@ -61,14 +61,14 @@ def row(option: Any) -> str:
 
 
 def choices(metavar: str) -> str:
-    return ", ".join(f"`{one}`" if one.islower() else one for one in metavar.split("|"))
+    return ", ".join(f"`{item}`" if item.islower() else item for item in metavar.split("|"))
 
 
 def default(option: Any) -> str:
     if isinstance(option.show_default, str):
         return option.show_default
-    is_told = option.show_default and option.default not in (None, False, "")
-    return str(option.default) if is_told else ""
+    is_reported = option.show_default and option.default not in (None, False, "")
+    return str(option.default) if is_reported else ""
 
 
 def escaped(text: str) -> str:

@@ -43,12 +43,12 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
     model = load_hf_model(folder)
     layers = model.layer_weights
     if not is_streamed:
-        layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
+        layers = tuple(layer.with_resident(r.name for r in layer.tensors) for layer in layers)
     with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
-        found = [own(backend).prefill([5, 9, 44, 3])]
+        actual = [own(backend).prefill([5, 9, 44, 3])]
         ids, rows = own(backend).extend([7, 8, 9], [PREFIX, PREFIX, PREFIX])
         own(backend).commit(ids[:1])
-        return [*found, *rows, *own(backend).extend([11], [PREFIX])[1]]
+        return [*actual, *rows, *own(backend).extend([11], [PREFIX])[1]]
 
 
 def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:

@@ -22,11 +22,11 @@ def n_cached(path: Path) -> int:
     libc = ctypes.CDLL(None)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
         # An emulator may hand the call on to a kernel of smaller pages, which says more of them.
-        n_most = -(-len(pages) // min(mmap.PAGESIZE, _SMALLEST_PAGE_BYTES))
-        found = (ctypes.c_ubyte * n_most)(*[_UNWRITTEN] * n_most)
+        max_count = -(-len(pages) // min(mmap.PAGESIZE, _SMALLEST_PAGE_BYTES))
+        actual = (ctypes.c_ubyte * max_count)(*[_UNWRITTEN] * max_count)
         address = np.frombuffer(pages, np.uint8).ctypes.data
-        assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), found)
-    said = [page for page in found if page != _UNWRITTEN]
+        assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), actual)
+    said = [page for page in actual if page != _UNWRITTEN]
     return sum(page & 1 for page in said[len(said) // 2 :])
 
 

@@ -29,8 +29,8 @@ def slot_ranges(pager: Pager) -> list[tuple[int, int]]:
 
 def check_memory(pager: Pager, files: MappedWeights) -> None:
     """Assert that exactly the planned anonymous memory is there, wherever its pages are."""
-    found = bytes_in([*slot_ranges(pager), *files.ranges.values()])
-    assert found == pager.resident_bytes + pager.ring_bytes
+    actual = bytes_in([*slot_ranges(pager), *files.ranges.values()])
+    assert actual == pager.resident_bytes + pager.ring_bytes
 
 
 def one_file(path: Path, sizes: list[int], padding: int = 0) -> tuple[list[TensorRecord], bytes]:

@@ -11,7 +11,7 @@ from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.units import MIB
 
 
@@ -27,7 +27,7 @@ class PaperModel(ModelSource):
     max_context = 4096
     vocab_size = 32000
     path = weight_file = Path("model.gguf")
-    outer_bytes = head_bytes = 10 * MIB
+    non_layer_bytes = head_bytes = 10 * MIB
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PaperModel(ModelSource):
         other._kv_bytes_per_token //= 2
         return other
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return 20 * MIB
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:

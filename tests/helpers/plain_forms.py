@@ -19,7 +19,7 @@ def dequantise(folder: Path, out: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("quantization_config")
     layout = next(
-        one for one in LAYOUTS.values() if one.config == {"quantization_config": settings}
+        item for item in LAYOUTS.values() if item.config == {"quantization_config": settings}
     )
     is_fp8 = isinstance(layout.scheme, Fp8Blocks)
     stored = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}

@@ -33,10 +33,10 @@ def save_quantised(
                 stored |= {module + key: part.contiguous() for key, part in parts.items()}
     config = json.loads((folder / "float" / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
-    for one, tensors in ((plain, decoded), (quantised, stored)):
-        one.mkdir()
-        save_file(tensors, one / "model.safetensors", metadata={"format": "pt"})
-        (one / "config.json").write_text(json.dumps(config))
+    for item, tensors in ((plain, decoded), (quantised, stored)):
+        item.mkdir()
+        save_file(tensors, item / "model.safetensors", metadata={"format": "pt"})
+        (item / "config.json").write_text(json.dumps(config))
         config["quantization_config"] = settings
     return quantised, plain
 
@@ -56,8 +56,8 @@ def rounded(
     low, high = grouped.amin(-1), grouped.amax(-1)
     scales = ((high - low) / 15).to(dtype)
     zeros = (-low / scales.float()).round().clamp(0, 15)
-    found = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-    return found.flatten(1).to(torch.int32), zeros.to(torch.int32), scales
+    actual = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return actual.flatten(1).to(torch.int32), zeros.to(torch.int32), scales
 
 
 def dequantised(

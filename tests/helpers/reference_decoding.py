@@ -42,13 +42,13 @@ def config_of(options: dict[str, Any]) -> GenerationConfig:
 
 def generate(model, config: GenerationConfig, prompt=PROMPT, **more: Any) -> list[list[int]]:
     """transformers' new tokens; padding behind the end of a sequence is still there."""
-    found = model.generate(torch.tensor([prompt]), generation_config=config, **more)
-    return found[:, len(prompt) :].tolist()
+    actual = model.generate(torch.tensor([prompt]), generation_config=config, **more)
+    return actual[:, len(prompt) :].tolist()
 
 
 def assert_equal(outputs, expected: list[list[int]]) -> None:
     assert len(outputs) == len(expected)
-    for output, wanted in zip(outputs, expected, strict=True):
+    for output, requested in zip(outputs, expected, strict=True):
         n_tokens = len(output.token_ids)
-        assert list(output.token_ids) == wanted[:n_tokens]
-        assert set(wanted[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
+        assert list(output.token_ids) == requested[:n_tokens]
+        assert set(requested[n_tokens:]) <= {PAD, -1}  # the latter without an EOS

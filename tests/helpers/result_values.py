@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures import aggregate_stats
+from bench.results import aggregate_stats
 from offload.units import GIB
 from specdec.metrics.stats import GenerationStats
 
@@ -12,7 +12,7 @@ PROVENANCE = {"git_revision": "abc", "argv": ["specdec-bench", "<x>"], "date": "
 
 
 def stats(seconds: float, passes: int) -> dict[str, Any]:
-    one = GenerationStats(
+    item = GenerationStats(
         generated_tokens=41,
         passes=passes,
         accepted_tokens=40 - passes,
@@ -20,7 +20,7 @@ def stats(seconds: float, passes: int) -> dict[str, Any]:
         tried_by_depth=(10, 8, 2),
         accepted_by_depth=(8, 4, 0),
     )
-    return aggregate_stats([{"stats": one.to_dict()}])
+    return aggregate_stats([{"stats": item.to_dict()}])
 
 
 def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
@@ -36,14 +36,14 @@ def peer_row(name: str, speed: float | None, **more: Any) -> dict[str, Any]:
 
 def comparison() -> dict[str, Any]:
     depth = [{"tried": 9, "accepted": 6}, {"tried": 6, "accepted": 3}]
-    figures = {"tokens_per_second": 1.0, "mean_acceptance_length": 2.0}
+    results = {"tokens_per_second": 1.0, "mean_acceptance_length": 2.0}
     return {
         "peers": [
             peer_row("accelerate", 0.25),
             peer_row("airllm", None, exit="not-run", reason="not installed: <airllm>"),
             peer_row("llama.cpp", None, exit="oom-killed", reason="killed", n_prompts=0),
             peer_row("specdec", 9.3, mean_acceptance_length=11.9, acceptance_by_depth=depth,
-                     by_category={"writing": figures}),
+                     by_category={"writing": results}),
         ],
         "ratios": {"specdec": {"accelerate": {"ratio": 37.2, "n_prompts": 2, "n_tokens": 14}},
                    "accelerate": {"specdec": {"ratio": 0.0269, "n_prompts": 2}}},
@@ -88,7 +88,7 @@ def curve() -> dict[str, Any]:
     return {
         "points": points,
         "best": [{"rate": 0.5, "n_draft_tokens": 2, "speedup": 2.4}],
-        "differences": [], "n_texts": 6, "records": [], "model": "/m/grown",
+        "differences": [], "num_seqs": 6, "records": [], "model": "/m/grown",
         "memory_budget_bytes": GIB, "n_prompts": 1, "max_tokens": 9, "provenance": PROVENANCE,
     }  # fmt: skip
 
@@ -107,10 +107,10 @@ def policy() -> dict[str, Any]:
 
 
 def predicted_line() -> dict[str, Any]:
-    figures = {"pass_seconds": 1.25, "tokens_per_second": 0.8}
+    results = {"pass_seconds": 1.25, "tokens_per_second": 0.8}
     error = {"pass_seconds": -0.04, "tokens_per_second": 0.05}
-    found = {"n_rows": 17, "predicted": figures, "measured": figures, "error": error}
-    return {**sweep_line(GIB, 800.0, 16, 0.8), "prediction": found}
+    actual = {"num_tokens": 17, "predicted": results, "measured": results, "error": error}
+    return {**sweep_line(GIB, 800.0, 16, 0.8), "prediction": actual}
 
 
 PICTURE = b"\x89PNG\r\n\x1a\n and so on"

@@ -10,13 +10,13 @@ import pytest
 
 from offload.ring import slots as ring_slots
 from offload.storage.aligned import AlignedBuffer
-from offload.storage.layout import Piece
+from offload.storage.layout import ReadChunk
 
 BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
 
 
-def piece(number: int) -> Piece:
-    return Piece(Path("x"), 0, number * BLOCK, BLOCK, BLOCK)
+def read_chunk(number: int) -> ReadChunk:
+    return ReadChunk(Path("x"), 0, number * BLOCK, BLOCK, BLOCK)
 
 
 class RingSimulation:
@@ -30,16 +30,18 @@ class RingSimulation:
         n_slots = rng.randint(1, min(16, self.n_layers))
         self.ring = slots.SlotRing(
             [AlignedBuffer(4 * BLOCK) for _ in range(n_slots)],
-            lambda ticket: [piece(i) for i in range(self.n_pieces[ticket % self.n_layers])],
+            lambda read_number: [
+                read_chunk(i) for i in range(self.n_pieces[read_number % self.n_layers])
+            ],
             poison=slots.poison_memory,
         )
         self.running: list[ring_slots.Work] = []
-        self.ticket = 0
+        self.read_number = 0
         self.n_consumed = 0
         self.failed: set[int] = set()  # tickets, since the last restart
 
-    def content(self, ticket: int, number: int) -> bytes:
-        return (f"{ticket}/{number};" * BLOCK).encode()[:BLOCK]
+    def content(self, read_number: int, number: int) -> bytes:
+        return (f"{read_number}/{number};" * BLOCK).encode()[:BLOCK]
 
     def begin_read(self) -> None:
         if len(self.running) < 5:
@@ -52,40 +54,40 @@ class RingSimulation:
             return
         work = self.running.pop(self.rng.randrange(len(self.running)))
         if fail:
-            if work.ticket >= self.ticket:
-                self.failed.add(work.ticket)
-            self.ring.publish(work, error=OSError(f"read of {work.ticket}"))
+            if work.read_number >= self.read_number:
+                self.failed.add(work.read_number)
+            self.ring.publish(work, error=OSError(f"read of {work.read_number}"))
             return
-        number = work.piece.buffer_offset // BLOCK
-        view = work.slot.buffer.view[work.piece.buffer_offset :][:BLOCK]
-        view[:] = self.content(work.ticket, number)
+        number = work.read_chunk.buffer_offset // BLOCK
+        view = work.slot.buffer.view[work.read_chunk.buffer_offset :][:BLOCK]
+        view[:] = self.content(work.read_number, number)
         self.ring.publish(work, BLOCK)
 
     def consume(self) -> None:
-        slot = self.ring.slots[self.ticket % len(self.ring.slots)]
-        is_ready = slot.state is self.slots.SlotState.READY and slot.ticket == self.ticket
-        if not is_ready and self.ticket not in self.failed:
+        slot = self.ring.slots[self.read_number % len(self.ring.slots)]
+        is_ready = slot.state is self.slots.SlotState.READY and slot.read_number == self.read_number
+        if not is_ready and self.read_number not in self.failed:
             return  # it would wait
         if not is_ready:
-            with pytest.raises(OSError, match=f"read of {self.ticket}"):
-                self.ring.wait_ready(self.ticket)
+            with pytest.raises(OSError, match=f"read of {self.read_number}"):
+                self.ring.wait_ready(self.read_number)
             self.restart()
             return
-        taken = self.ring.wait_ready(self.ticket)
+        taken = self.ring.wait_ready(self.read_number)
         for _ in range(self.rng.randint(0, 6)):  # the readers go on while the layer is used
             self.rng.choice([self.begin_read, self.end_read])()
-        for number in range(self.n_pieces[self.ticket % self.n_layers]):
-            found = bytes(taken.buffer.view[number * BLOCK :][:BLOCK])
-            assert found == self.content(self.ticket, number)
-        self.ring.release(taken, self.ticket)
+        for number in range(self.n_pieces[self.read_number % self.n_layers]):
+            actual = bytes(taken.buffer.view[number * BLOCK :][:BLOCK])
+            assert actual == self.content(self.read_number, number)
+        self.ring.release(taken, self.read_number)
         assert set(bytes(taken.buffer.view)) == {0xFF}
-        self.ticket += 1
+        self.read_number += 1
         self.n_consumed += 1
 
     def restart(self) -> None:
-        self.ticket += 3 * self.n_layers + self.rng.randrange(self.n_layers)
+        self.read_number += 3 * self.n_layers + self.rng.randrange(self.n_layers)
         self.failed.clear()
-        self.ring.restart(self.ticket)
+        self.ring.restart(self.read_number)
 
     def run(self, n_events: int) -> int:
         """Layers that were consumed. Raises AssertionError where one was not as it was read."""

@@ -42,7 +42,7 @@ class Schema:
 def read_schemas() -> list[Schema]:
     """All variants of the suite's."""
     lines = map(json.loads, SUITE.read_text(encoding="utf-8").splitlines())
-    return [one for line in lines for one in variants(Schema(line["name"], line["schema"]))]
+    return [variant for line in lines for variant in variants(Schema(line["name"], line["schema"]))]
 
 
 def variants(schema: Schema) -> list[Schema]:
@@ -111,9 +111,9 @@ def answer(llm: LLM, schema: Schema, max_tokens: int, sampling: dict[str, Any]) 
         **sampling,
     }
     plain = llm.generate(prompt, speculative=False, **keywords)
-    found = llm.generate(prompt, **keywords)
-    valid = is_valid(schema.value, found.text) if found.finish_reason == "stop" else None
-    return Answer(schema.name, schema.is_narrowed, found.token_ids, plain.token_ids, valid)
+    actual = llm.generate(prompt, **keywords)
+    valid = is_valid(schema.value, actual.text) if actual.finish_reason == "stop" else None
+    return Answer(schema.name, schema.is_narrowed, actual.token_ids, plain.token_ids, valid)
 
 
 def spread(schemas: Sequence[Schema], n: int) -> list[Schema]:

@@ -25,7 +25,7 @@ LONG = {"prompt": "x", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 2}
 COMPLETIONS = "/v1/completions"
 SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
-"""Room for three requests, and texts that take a while."""
+"""Room for three requests, and sequences that take a while."""
 
 AnyProcess = ForkedProcess | subprocess.Popen[str]
 
@@ -37,7 +37,7 @@ class Server:
         argv = ["serve", "-m", str(model), "--threads", "1", "--port", "0", *more]
         self.process = self._start(argv, {**os.environ, **(environment or {})})
         self.lines: list[str] = []
-        self._told = threading.Condition()
+        self._reported = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _start(self, argv: list[str], environment: dict[str, str]) -> AnyProcess:
@@ -46,19 +46,22 @@ class Server:
     def _listen(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            with self._told:
+            with self._reported:
                 self.lines.append(line)
-                self._told.notify_all()
+                self._reported.notify_all()
 
     def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
         """The first line of stderr that matches."""
         end = time.monotonic() + seconds
-        with self._told:
+        with self._reported:
             while True:
                 for line in self.lines:
-                    if found := re.search(pattern, line):
-                        return found
-                if not self._told.wait(end - time.monotonic()) or self.process.poll() is not None:
+                    if actual := re.search(pattern, line):
+                        return actual
+                if (
+                    not self._reported.wait(end - time.monotonic())
+                    or self.process.poll() is not None
+                ):
                     raise AssertionError(f"no line like {pattern!r} in {self.lines}")
 
     @property
@@ -157,4 +160,4 @@ def events(text: str) -> Sequence[Any]:
     """The values of a stream of events, without its end."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
-    return [json.loads(one) for one in data[:-1]]
+    return [json.loads(item) for item in data[:-1]]

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from specdec.api import LLM
 from specdec.engine.outputs import StreamChunk
 
-_MOST_SECONDS = 120.0
+_MAX_SECONDS = 120.0
 
 
 class Stepping:
@@ -23,13 +23,13 @@ class Stepping:
         self._is_free = False
 
     def __enter__(self) -> Self:
-        self._engine.run_step = self._when_told
+        self._engine.run_step = self._when_reported
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.free()
 
-    def _when_told(self) -> None:
+    def _when_reported(self) -> None:
         if not self._is_free:
             self._permits.acquire()
             self._drain()  # what came meanwhile takes part
@@ -41,7 +41,7 @@ class Stepping:
         """Let the engine, which has something to do, run steps; return behind the last one."""
         for _ in range(n_steps):
             self._permits.release()
-            assert self._done.acquire(timeout=_MOST_SECONDS), "the engine has nothing to do"
+            assert self._done.acquire(timeout=_MAX_SECONDS), "the engine has nothing to do"
 
     def next(self, stream: Any) -> StreamChunk:
         """Return the next chunk of a stream, after as many steps as that takes."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from weight_files import FaultyReads, Weights, write_weights
 
-from offload.ring.lending import LayerLender
+from offload.ring.layer_access import LayerAccess
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -52,26 +52,26 @@ class Gate:
             self.opened.wait()
 
 
-def wait_for_failure(lender: LayerLender) -> None:
+def wait_for_failure(layer_access: LayerAccess) -> None:
     """Until something that is read ahead has failed."""
-    while lender._walk._ring.failure is None:
+    while layer_access._walk._ring.failure is None:
         time.sleep(0.001)
 
 
-def uneven_sizes(n_layers: int, seed: int, most: int = 9000) -> list[list[int]]:
+def uneven_sizes(n_layers: int, seed: int, limit: int = 9000) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randint(1, most) for _ in range(rng.randint(1, 3))] for _ in range(n_layers)]
+    return [[rng.randint(1, limit) for _ in range(rng.randint(1, 3))] for _ in range(n_layers)]
 
 
 def small_weights(folder: Path) -> Weights:
     return write_weights(folder, [[9000, 100], [5000], [12_000], [300], [8000]], n_files=2)
 
 
-def holding_operations(n_layers: int, most: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+def pinning_operations(n_layers: int, limit: int) -> st.SearchStrategy[list[tuple[str, int]]]:
     """Passes that end before a layer, numbers of layers to hold, and restarts."""
-    one = st.one_of(
+    item = st.one_of(
         st.tuples(st.just("run_passes"), st.integers(0, n_layers)),
-        st.tuples(st.just("hold"), st.integers(0, n_layers + 2)),
+        st.tuples(st.just("pin_layers"), st.integers(0, n_layers + 2)),
         st.tuples(st.just("restart"), st.just(0)),
     )
-    return st.lists(one, max_size=most)
+    return st.lists(item, max_size=limit)

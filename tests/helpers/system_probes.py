@@ -28,12 +28,12 @@ _MADV_POPULATE_WRITE, _MADV_DONTFORK, _NO_ADVICE = 23, 10, 9999
 @contextmanager
 def _memory() -> Iterator[int]:
     """The address of fresh writable memory of `_N_BYTES`, between pages without access."""
-    room = reserve(3 * _N_BYTES)
+    capacity = reserve(3 * _N_BYTES)
     try:
-        protect(room + _N_BYTES, _N_BYTES, PROT_READ_WRITE)
-        yield room + _N_BYTES
+        protect(capacity + _N_BYTES, _N_BYTES, PROT_READ_WRITE)
+        yield capacity + _N_BYTES
     finally:
-        unmap(room, 3 * _N_BYTES)
+        unmap(capacity, 3 * _N_BYTES)
 
 
 def populates_memory() -> bool:

@@ -31,9 +31,9 @@ class TableSequence(SequenceKV):
         return self.table.next_id
 
     @property
-    def node_room(self) -> int:
-        most = self.backend.max_nodes
-        return self.backend.max_context if most is None else most - len(self.table)
+    def num_free_slots(self) -> int:
+        limit = self.backend.max_nodes
+        return self.backend.max_context if limit is None else limit - len(self.table)
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self.table.commit(path, keep)
@@ -84,7 +84,7 @@ class TableBackend(Backend):
         return table
 
     def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
-        return [self._scores(one) for one in batch]
+        return [self._scores(item) for item in batch]
 
     def _scores(self, added: SequenceInput) -> SequenceOutput:
         text = added.kv

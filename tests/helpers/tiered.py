@@ -10,8 +10,8 @@ from fake_device import FakeDevice, Policy
 from weight_files import Weights
 
 from offload.device.streamer import DeviceStreamer
-from offload.residency.placement import LayerWeights, Placement
-from offload.residency.tiers import fill_device, fill_host
+from offload.placement.placement import LayerWeights, Placement
+from offload.placement.tiers import fill_device, fill_host
 from offload.storage.aligned import ALIGNMENT
 
 DEVICE, HOST, STORAGE = "device", "host", "storage"

@@ -44,7 +44,7 @@ def byte_level(controls: Sequence[str] = CONTROLS) -> Any:
 def _pieces(controls: Sequence[str]) -> dict[str, int]:
     pieces = ["<unk>", *controls, *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁a"]
     pieces += [*"abcdefghijklmnopqrstuvwxyz.,<>|_/", "▁h", "▁he", "llo", "lo", "▁w", "or", "en"]
-    return {piece: i for i, piece in enumerate(pieces)}
+    return {read_chunk: i for i, read_chunk in enumerate(pieces)}
 
 
 def sentencepiece_bpe(controls: Sequence[str] = CONTROLS, legacy: bool = False) -> Any:
@@ -75,7 +75,10 @@ def unigram(controls: Sequence[str] = CONTROLS) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = _pieces(controls)
-    scores = [(piece, -float(10 - len(piece)) if i > 260 else -20.0) for piece, i in pieces.items()]
+    scores = [
+        (read_chunk, -float(10 - len(read_chunk)) if i > 260 else -20.0)
+        for read_chunk, i in pieces.items()
+    ]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first")]
@@ -100,7 +103,7 @@ def word_piece(controls: Sequence[str] = CONTROLS) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyzéß中.,"
-    tokens = ["<unk>", *controls, *letters, *(f"##{one}" for one in letters), "hello", "##lo"]
+    tokens = ["<unk>", *controls, *letters, *(f"##{letter}" for letter in letters), "hello", "##lo"]
     tokenizer = Tokenizer(
         models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="<unk>")
     )
@@ -166,7 +169,7 @@ def save_gguf(path: Path, kind: str, controls: Sequence[str]) -> Path:
     known |= dict.fromkeys(ADDED, types.USER_DEFINED)
     is_byte = {f"<0x{i:02X}>" for i in range(256)}
     writer.add_token_types(
-        [known.get(one, types.BYTE if one in is_byte else types.NORMAL) for one in tokens]
+        [known.get(item, types.BYTE if item in is_byte else types.NORMAL) for item in tokens]
     )
     writer.add_bos_token_id(tokens.index(controls[2]))
     writer.add_eos_token_id(tokens.index(controls[3]))

@@ -13,9 +13,9 @@ def peak_bytes(compute: Callable[[], object]) -> int:
     gc.collect()  # what is let go of meanwhile would count as less
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
-    held = most = 0
+    pinned = limit = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+            pinned += event.nbytes()
+            limit = max(limit, pinned)
+    return limit

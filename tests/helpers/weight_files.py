@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.streamer import WeightStreamer
 from offload.storage.direct_io import DirectFile, OpenStorage, pread_into
 

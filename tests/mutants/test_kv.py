@@ -1,4 +1,4 @@
-"""Mistakes in the KV that texts share: random histories of several texts catch every one."""
+"""Mistakes in the KV that sequences share: random histories of several sequences catch every one."""
 
 from __future__ import annotations
 

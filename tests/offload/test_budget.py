@@ -42,7 +42,7 @@ def test_exceeding_names_who_how_much_and_the_remedy() -> None:
     with pytest.raises(BudgetExceeded) as caught:
         budget.reserve("ring", 300 * MIB)
     error = caught.value
-    assert (error.name, error.wanted_bytes, error.left_bytes) == ("ring", 300 * MIB, 256 * MIB)
+    assert (error.name, error.requested_bytes, error.left_bytes) == ("ring", 300 * MIB, 256 * MIB)
     assert error.smallest_budget_bytes == (512 + 256 + 300) * MIB
     for part in ("ring", "300.00 MiB", "256.00 MiB", "1068 MiB"):
         assert part in str(error)
@@ -51,16 +51,16 @@ def test_exceeding_names_who_how_much_and_the_remedy() -> None:
 
 
 @given(st.integers(1, 2**40), st.integers(0, 2**40))
-def test_the_printed_smallest_budget_is_enough(total: int, wanted: int) -> None:
+def test_the_printed_smallest_budget_is_enough(total: int, requested: int) -> None:
     budget = MemoryBudget(total)
     try:
-        budget.reserve("x", wanted)
+        budget.reserve("x", requested)
     except BudgetExceeded as error:
         printed = str(error).rsplit(" is ", 1)[1]
-        MemoryBudget(parse_bytes(printed)).reserve("x", wanted)
-        MemoryBudget(error.smallest_budget_bytes).reserve("x", wanted)
+        MemoryBudget(parse_bytes(printed)).reserve("x", requested)
+        MemoryBudget(error.smallest_budget_bytes).reserve("x", requested)
         with pytest.raises(BudgetExceeded):
-            MemoryBudget(error.smallest_budget_bytes - 1).reserve("x", wanted)
+            MemoryBudget(error.smallest_budget_bytes - 1).reserve("x", requested)
 
 
 def test_base_alone_may_exceed() -> None:

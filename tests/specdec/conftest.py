@@ -40,5 +40,5 @@ def resident(reference_target: Path, reference_draft: Path) -> Iterator[LLM]:
     from reference_decoding import load_pair
 
     with load_pair(reference_target, reference_draft) as llm:
-        assert llm.plan.residency.n_streamed_layers == 0
+        assert llm.plan.placement.n_streamed_layers == 0
         yield llm

@@ -100,8 +100,8 @@ def test_a_seed_gives_the_same_tokens_with_and_without_draft(llm):
 
 
 def test_no_seed_means_another_one_each_time(llm):
-    texts = {llm.generate(PROMPT, max_tokens=16, temperature=1.5).token_ids for _ in range(4)}
-    assert len(texts) > 1
+    sequences = {llm.generate(PROMPT, max_tokens=16, temperature=1.5).token_ids for _ in range(4)}
+    assert len(sequences) > 1
 
 
 def test_cancel_keeps_what_was_generated(llm):
@@ -248,7 +248,7 @@ def test_a_drafter_of_ones_own(llm):
     result = llm.generate(prompt, spec=spec, drafter=oracle, max_tokens=21, ignore_eos=True)
     assert result.token_ids == plain.token_ids
     assert result.stats.passes == 5
-    assert [one.num_tokens for one in result.stats.pass_times] == [4] * 5
+    assert [time.num_tokens for time in result.stats.pass_times] == [4] * 5
     assert oracle.n_resets == 2  # before its text, and behind it
 
 

@@ -30,8 +30,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def test_generate_gives_what_the_llm_gives(llm: LLM) -> None:
     options = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 2}
-    found = run(AsyncLLM(llm).generate(PROMPT, **options))
-    assert found.outputs == llm.generate(PROMPT, **options).outputs
+    actual = run(AsyncLLM(llm).generate(PROMPT, **options))
+    assert actual.outputs == llm.generate(PROMPT, **options).outputs
 
 
 def test_chunks_add_up_to_the_result(llm: LLM) -> None:
@@ -134,12 +134,12 @@ def test_a_task_that_is_cancelled_ends_its_generation(llm: LLM) -> None:
     async def work() -> None:
         server = AsyncLLM(llm)
         task = asyncio.create_task(server.generate(PROMPT, max_tokens=480, ignore_eos=True))
-        while not llm.stats.texts_running:
+        while not llm.stats.sequences_running:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while llm.stats.texts_running:
+        while llm.stats.sequences_running:
             await asyncio.sleep(0.01)
 
     run(work())

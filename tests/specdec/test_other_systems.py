@@ -23,7 +23,7 @@ SCRIPTS = {"specdec": "specdec.cli.entry", "specdec-bench": "bench.__main__"}
 
 
 def names_in(app):
-    return [one.name or one.callback.__name__ for one in app.registered_commands]
+    return [command.name or command.callback.__name__ for command in app.registered_commands]
 
 
 def command_lines():

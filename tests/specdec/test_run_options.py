@@ -11,7 +11,7 @@ from specdec.analysis.analyze import analyze
 from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.option import options_of
-from specdec.planning.outlook.other_device import plan_on
+from specdec.planning.what_if.other_device import plan_on
 from specdec.run_options import LoadKeywords, RunOptions
 
 

@@ -23,7 +23,7 @@ from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:
     from specdec.batch.request import Rules
-    from specdec.batch.run import Answerer, BatchFigures
+    from specdec.batch.run import Answerer, BatchMetrics
     from specdec.metrics.stats import EngineStats
 
 _TEXT_OPTIONS = (
@@ -89,7 +89,7 @@ def batch(
     from specdec.batch.journal import ORDERS
     from specdec.batch.lines import check_input
     from specdec.batch.request import Rules
-    from specdec.batch.run import Batch, BatchFigures
+    from specdec.batch.run import Batch, BatchMetrics
 
     if order not in ORDERS:
         raise options.OptionError(f"--order is {order!r}, must be one of {', '.join(ORDERS)}")
@@ -107,22 +107,22 @@ def batch(
     rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed, weights)
     decisive = {name: getattr(load, name) for name in _TEXT_OPTIONS}
     decided = {**decisive, "model": rules.model, "weights": weights, **rules.sampling, "seed": seed}
-    work, figures = Batch(source, output_file, order, decided), BatchFigures()
+    work, metrics = Batch(source, output_file, order, decided), BatchMetrics()
     try:
-        with _progress(figures) as told:
-            work.run(lambda: _answerer(load, rules, ray, workers), figures, told)
+        with _progress(metrics) as reported:
+            work.run(lambda: _answerer(load, rules, ray, workers), metrics, reported)
     except (KeyboardInterrupt, SpecdecError):
-        if 0 < figures.n_answered < figures.n_lines:
+        if 0 < metrics.n_answered < metrics.n_lines:
             say(
-                f"note: {figures.n_answered} of {figures.n_lines} lines are answered; the same "
+                f"note: {metrics.n_answered} of {metrics.n_lines} lines are answered; the same "
                 "command goes on with the others"
             )
         raise
-    _note(figures, rules.model, output_file)
+    _note(metrics, rules.model, output_file)
     if json:
-        write_json(_summary(figures))
+        write_json(_summary(metrics))
     else:
-        say_figures(_figures_line(figures))
+        say_figures(_figures_line(metrics))
 
 
 def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
@@ -167,9 +167,9 @@ def _local(load: RunOptions, rules: Rules) -> Iterator[Answerer]:
 
 
 @contextmanager
-def _progress(figures: BatchFigures) -> Iterator[Callable[[], None]]:
+def _progress(metrics: BatchMetrics) -> Iterator[Callable[[], None]]:
     """A bar of lines, tokens per second and the time left, on a terminal, from the first answer."""
-    if not SHOWN.figures or not sys.stderr.isatty():
+    if not SHOWN.metrics or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console
@@ -182,47 +182,47 @@ def _progress(figures: BatchFigures) -> Iterator[Callable[[], None]]:
         TextColumn("{task.fields[told]}"),
     )
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=None, told="")
+    task = bar.add_task("", total=None, reported="")
 
-    def told() -> None:
-        left = figures.seconds_left
+    def reported() -> None:
+        left = metrics.seconds_left
         if left is None:
             return  # the bar of loading has the terminal
-        text = f"{figures.tokens_per_second:.2f} tok/s, {_duration(left)} left"
-        bar.update(task, completed=figures.n_answered, total=figures.n_lines, told=text)
+        text = f"{metrics.tokens_per_second:.2f} tok/s, {_duration(left)} left"
+        bar.update(task, completed=metrics.n_answered, total=metrics.n_lines, reported=text)
         bar.start()
 
     try:
-        yield told
+        yield reported
     finally:
         if bar.live.is_started:
             bar.stop()
 
 
-def _note(figures: BatchFigures, model: str, out: Path) -> None:
-    others = sorted(figures.models - {model})
-    if others:
-        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+def _note(metrics: BatchMetrics, model: str, out: Path) -> None:
+    rest = sorted(metrics.models - {model})
+    if rest:
+        names = ", ".join(rest[:3]) + (", ..." if len(rest) > 3 else "")
         say(f"note: lines ask for the model {names}: {model} answered them")
-    if figures.n_errors:
-        say(f"note: {figures.n_errors} of the lines could not be answered: see `error` in {out}")
+    if metrics.n_errors:
+        say(f"note: {metrics.n_errors} of the lines could not be answered: see `error` in {out}")
 
 
-def _summary(figures: BatchFigures) -> dict[str, Any]:
-    found = asdict(figures)
-    del found["models"]
-    found["engine"] = None if figures.engine is None else figures.engine.to_dict()
-    return {**found, "tokens_per_second": figures.tokens_per_second}
+def _summary(metrics: BatchMetrics) -> dict[str, Any]:
+    result = asdict(metrics)
+    del result["models"]
+    result["engine"] = None if metrics.engine is None else metrics.engine.to_dict()
+    return {**result, "tokens_per_second": metrics.tokens_per_second}
 
 
-def _figures_line(figures: BatchFigures) -> str:
-    before = f" ({figures.n_before} of them before)" if figures.n_before else ""
+def _figures_line(metrics: BatchMetrics) -> str:
+    before = f" ({metrics.n_before} of them before)" if metrics.n_before else ""
     parts = [
-        f"{figures.n_answered} lines{before}, {figures.n_errors} failed",
-        f"{figures.n_generated_tokens} tokens",
-        f"{figures.tokens_per_second:.2f} tok/s",
-        _duration(figures.seconds),
-        *_engine_parts(figures.engine),
+        f"{metrics.n_answered} lines{before}, {metrics.n_errors} failed",
+        f"{metrics.n_generated_tokens} tokens",
+        f"{metrics.tokens_per_second:.2f} tok/s",
+        _duration(metrics.seconds),
+        *_engine_parts(metrics.engine),
     ]
     return " | ".join(parts)
 
@@ -232,11 +232,11 @@ def _engine_parts(stats: EngineStats | None) -> list[str]:
     if stats is None or not stats.passes:
         return []
     parts = [
-        f"{stats.tokens_per_pass:.2f} tokens a pass of {stats.rows_per_pass:.1f} rows",
+        f"{stats.tokens_per_pass:.2f} tokens a pass of {stats.batch_tokens_per_pass:.1f} rows",
         f"first token after {stats.mean_time_to_first_token:.1f} s",
     ]
-    if stats.set_aside:
-        parts.append(f"{stats.set_aside} times set aside, {stats.restored} times read back")
+    if stats.preempted:
+        parts.append(f"{stats.preempted} times set aside, {stats.swapped_in} times read back")
     return parts
 
 

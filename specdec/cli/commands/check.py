@@ -62,20 +62,20 @@ def _words(context: typer.Context) -> list[str]:
     """The options of this call, wherever they come from: the benchmark reads neither variables
     nor the file of settings, and what was typed may have `--config FILE` in front."""
     words: list[str] = []
-    for one in context.command.params:
-        value = context.params[str(one.name)]
-        source = context.get_parameter_source(str(one.name))
+    for param in context.command.params:
+        value = context.params[str(param.name)]
+        source = context.get_parameter_source(str(param.name))
         is_default = source is None or source.name == "DEFAULT"
-        if is_default or value is False or one.name == "rank":
+        if is_default or value is False or param.name == "rank":
             continue
-        option = max(one.opts, key=len)
+        option = max(param.opts, key=len)
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [option] if value is True else [f"{option}={each}" for each in values]
     return words
 
 
 def _compare(named: list[RunOptions], json: bool) -> None:
-    model, draft = named[0].model, one_draft([str(one.draft_model or "") for one in named])
+    model, draft = named[0].model, one_draft([str(item.draft_model or "") for item in named])
     if not draft:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.models.opened import compare_models

@@ -51,10 +51,10 @@ def plan(
 ) -> None:
     """Show what goes where in memory, what else was weighed, and the predicted speed."""
     check_models(load)
-    from specdec.planning.outlook.machines import Machines as SeveralMachines
-    from specdec.planning.outlook.other_device import plan_on
-    from specdec.planning.outlook.together import Together, plan_together
     from specdec.planning.plan import plan_run
+    from specdec.planning.what_if.machines import Machines as SeveralMachines
+    from specdec.planning.what_if.other_device import plan_on
+    from specdec.planning.what_if.together import Together, plan_together
 
     keywords = load.keywords()
     if on is None:
@@ -65,16 +65,16 @@ def plan(
         elsewhere = plan_on(on, **keywords)
         here = elsewhere.plan
     note_plan(load, here)
-    found = elsewhere or here
+    result = elsewhere or here
     more: dict[str, Together | SeveralMachines] = {}
     if load.parallel > 1:
         more["together"] = plan_together(here, load.parallel, load.spec.width)
     if machines is not None:
         more["machines"] = SeveralMachines(machines, here)
     if json:
-        write_json({**found.to_dict(), **{name: one.to_dict() for name, one in more.items()}})
+        write_json({**result.to_dict(), **{name: item.to_dict() for name, item in more.items()}})
     else:
-        lines = found.lines() + [line for one in more.values() for line in one.lines()]
+        lines = result.lines() + [line for item in more.values() for line in item.lines()]
         write_text("\n".join(lines) + "\n")
 
 
@@ -86,7 +86,7 @@ def profile(
     json: options.Json = False,
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
-    from backends.timing.kept import forget_curves
+    from backends.timing.cached import forget_curves
     from offload.ring.bandwidth import measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.names import resolve_model
@@ -101,13 +101,13 @@ def profile(
     gpu = ThisGpu(path, model_formats(path)) if device == CUDA else None
     machine = gpu or ThisMachine(path, model_formats(path))
     if json:
-        figures = {
+        metrics = {
             "dram_bytes_per_second": machine.dram_bytes_per_second,
             "flops_per_second": machine.flops_per_second,
             "memory_bytes": machine.memory_bytes,
             **({} if gpu is None else _gpu_figures(gpu)),
         }
-        write_json({**asdict(result), **figures})
+        write_json({**asdict(result), **metrics})
         return
     when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
     how = "O_DIRECT" if result.direct else "through the page cache"

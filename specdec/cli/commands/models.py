@@ -12,7 +12,7 @@ import typer
 from offload.units import format_bytes
 from specdec.cli import options
 from specdec.cli.output import write_json, write_text
-from specdec.models.found import found_models
+from specdec.models.local_models import local_models
 
 Folder = Annotated[
     Path | None,
@@ -33,19 +33,19 @@ def models(
     """List the models on this machine: of the hub's cache, Ollama, LM Studio and llama.cpp."""
     if folder is not None and not folder.is_dir():
         raise options.OptionError(f"{folder} is no folder: name one that holds models")
-    found = found_models(folder)
+    result = local_models(folder)
     if fits is not None:
         from specdec.models.drafts import drafts_for
 
-        found = drafts_for(fits, found)
+        result = drafts_for(fits, result)
     if json:
-        write_json({"models": [asdict(one) for one in found]})
+        write_json({"models": [asdict(item) for item in result]})
         return
-    width = max((len(one.name) for one in found), default=0)
-    for one in found:
-        size = format_bytes(one.n_bytes)
-        write_text(f"{one.name:{width}}  {size:>11}  {one.kind}, {one.keeper}\n")
-    if not found:
+    width = max((len(item.name) for item in result), default=0)
+    for item in result:
+        size = format_bytes(item.n_bytes)
+        write_text(f"{item.name:{width}}  {size:>11}  {item.kind}, {item.keeper}\n")
+    if not result:
         write_text(
             "none; -m takes a directory, a GGUF file or a hub id, and pair:target is built in\n"
         )
@@ -73,16 +73,16 @@ def rm(
     """Remove a model from the Hugging Face hub's cache; other programs' models are theirs."""
     from specdec.models.cached import cached_model
 
-    found = cached_model(model)
-    size = format_bytes(found.n_bytes)
-    if not yes and not _is_wanted(f"remove {found.name} ({size})?"):
-        print(f"{found.name} is kept", file=sys.stderr)
+    result = cached_model(model)
+    size = format_bytes(result.n_bytes)
+    if not yes and not _is_requested(f"remove {result.name} ({size})?"):
+        print(f"{result.name} is kept", file=sys.stderr)
         return
-    found.remove()
-    write_text(f"removed {found.name}: {size} are free again\n")
+    result.remove()
+    write_text(f"removed {result.name}: {size} are free again\n")
 
 
-def _is_wanted(question: str) -> bool:
+def _is_requested(question: str) -> bool:
     """Raises OptionError where nobody answers."""
     try:
         return typer.confirm(question, err=True)

@@ -87,17 +87,17 @@ def run(
         run_again_enforced(context, load.memory_budget)
     prompts: list[Any] = list(read_prompts(prompt or [], file or []))
     if is_chat:
-        prompts = [[*system_turn(system), {"role": "user", "content": one}] for one in prompts]
+        prompts = [[*system_turn(system), {"role": "user", "content": item}] for item in prompts]
     with open_model(load, loading) as llm:
         if is_chat:
             note_plain_transcript(llm)
-        for number, one in enumerate(prompts, 1):
+        for number, item in enumerate(prompts, 1):
             if json:
-                write_json(result_to_dict(llm.generate(one, **keywords)))
+                write_json(result_to_dict(llm.generate(item, **keywords)))
                 continue
             if len(prompts) > 1:
                 write_text(f"=== {number} of {len(prompts)} ===\n")
-            stream_text(llm, one, keywords)
+            stream_text(llm, item, keywords)
 
 
 def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any]) -> bool | int:
@@ -106,9 +106,9 @@ def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any])
         raise options.OptionError("--logprobs is given without --json, which alone has room for it")
     from specdec.sampling.params import SamplingParams
 
-    wanted = n_likeliest or True
-    SamplingParams(**keywords, logprobs=wanted)
-    return wanted
+    requested = n_likeliest or True
+    SamplingParams(**keywords, logprobs=requested)
+    return requested
 
 
 def system_turn(text: str | None) -> list[dict[str, str]]:
@@ -219,5 +219,5 @@ def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
 def _logprobs_to_dict(output: CompletionOutput) -> dict[str, Any]:
     """Of each token; of the likeliest ones as [token, its log-probability], the likeliest first."""
     top = output.top_logprobs
-    likeliest = None if top is None else [[list(pair) for pair in one.items()] for one in top]
+    likeliest = None if top is None else [[list(pair) for pair in item.items()] for item in top]
     return {"logprobs": list(output.logprobs or ()), "top_logprobs": likeliest}

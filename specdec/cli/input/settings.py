@@ -46,7 +46,7 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{path} cannot be read as TOML: {reason}") from error
     known = {name: dict(_options(sub)) for name, sub in command.commands.items()}
-    for_all = {key: one for key, one in values.items() if key not in known}
+    for_all = {key: item for key, item in values.items() if key not in known}
     every = {option for options in known.values() for option in options}
     _check(for_all, every, f"{path}: no command has")
     defaults = {}
@@ -55,10 +55,10 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(own, dict):
             raise OptionError(f"{path}: {name} is a command, write [{name}] for its options")
         _check(own, set(options), f"{path}: specdec {name} does not have")
-        given = {_field(key): one for key, one in {**for_all, **own}.items()}
+        given = {_field(key): item for key, item in {**for_all, **own}.items()}
         defaults[name] = {
-            options[key].name: _as_typed(one, options[key], f"{path}: {key}")
-            for key, one in given.items()
+            options[key].name: _as_typed(item, options[key], f"{path}: {key}")
+            for key, item in given.items()
             if key in options
         }
     return defaults
@@ -76,10 +76,10 @@ def own_file() -> Path | None:
 
 def _options(command: Any) -> Iterator[tuple[str, Any]]:
     """The options of a command that may come from elsewhere, by the long form's name."""
-    for one in command.params:
-        names = [_field(text[2:]) for text in one.opts if text.startswith("--")]
-        if names and not _ELSEWHERE.intersection((one.name, *names)):
-            yield names[0], one
+    for param in command.params:
+        names = [_field(text[2:]) for text in param.opts if text.startswith("--")]
+        if names and not _ELSEWHERE.intersection((param.name, *names)):
+            yield names[0], param
 
 
 def _field(name: str) -> str:
@@ -100,7 +100,7 @@ def _as_typed(value: Any, option: Any, whose: str) -> Any:
     Raises OptionError for a list where one value is taken.
     """
     if option.multiple:
-        return [_word(one) for one in (value if isinstance(value, list) else [value])]
+        return [_word(item) for item in (value if isinstance(value, list) else [value])]
     if isinstance(value, list):
         raise OptionError(f"{whose} is a list, but takes one value")
     return value if option.is_flag and isinstance(value, bool) else _word(value)

@@ -33,11 +33,11 @@ def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
     return asked_budget("memory", memory_budget, limit.n_bytes, whose), "as asked"
 
 
-def asked_budget(ledger: str, wanted: str | int, most_bytes: int, whose: str) -> int:
+def asked_budget(ledger: str, requested: str | int, max_bytes: int, whose: str) -> int:
     """A budget in bytes. Raises ConfigError where it is above `most_bytes`, which is `whose`."""
-    n_bytes = parse_bytes(wanted)
-    if n_bytes - most_bytes >= mmap.PAGESIZE:  # the kernel rounds limits down to whole pages
+    n_bytes = parse_bytes(requested)
+    if n_bytes - max_bytes >= mmap.PAGESIZE:  # the kernel steps limits down to whole pages
         raise ConfigError(
             f"the {ledger} budget of {format_exactly(n_bytes)} is above {whose}: give at most that"
         )
-    return min(n_bytes, most_bytes)
+    return min(n_bytes, max_bytes)

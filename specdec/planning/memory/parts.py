@@ -19,7 +19,7 @@ _NOISE_BYTES = 4  # float32
 _JUDGED_BYTES = 2 * 8  # p and q in float64 of every token of a chain, until it is judged
 _LISTED_BYTES = 160  # Python's numbers, in tuples, in lists
 _KEPT_BYTES = 4 + 8  # int32 and float64
-LEAST_PLANNED_WIDTH = 64
+MIN_PLANNED_WIDTH = 64
 """Branches below one draft token that memory is set aside for in any case."""
 _BROUGHT_LOGIT_BYTES = 4 + 4  # as they come from a GPU, and float32
 DRAFTING_PARTS = ("draft logits", "draft probabilities", "block verification")
@@ -34,19 +34,19 @@ class Parts:
     gpu: dict[str, int] = field(default_factory=dict)
 
 
-def most_draft_nodes(n_drafted: int, most_leaves: int | None) -> int:
+def max_draft_nodes(n_drafted: int, max_leaves: int | None) -> int:
     """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
 
     A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
     is for drafting ahead.
     """
     n_nodes = _RUNS_PER_NODE * max(level_width(n_drafted), 1 + n_drafted)
-    return n_nodes if most_leaves is None else min(n_nodes, most_leaves)
+    return n_nodes if max_leaves is None else min(n_nodes, max_leaves)
 
 
 def planned_width(spec: SpecConfig) -> int:
     """Branches below one draft token that memory is set aside for."""
-    return max(spec.width, LEAST_PLANNED_WIDTH)
+    return max(spec.width, MIN_PLANNED_WIDTH)
 
 
 def parts_of_run(
@@ -60,25 +60,25 @@ def parts_of_run(
     is_draft_on_gpu: bool,
 ) -> Parts:
     """Of everything but the layers."""
-    found = Parts()
-    n_nodes, n_rows = options.target_nodes(n_drafted), options.target_rows(n_drafted)
+    result = Parts()
+    n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
     n_tokens = options.all_tokens(ctx_size)
-    _add_model(found, "target", target, is_on_gpu, n_tokens, n_rows, n_nodes)
+    _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes)
     if draft is not None:
-        n_run = most_draft_nodes(n_drafted, draft.max_tree_leaves)
+        n_run = max_draft_nodes(n_drafted, draft.max_tree_leaves)
         draft_ctx = draft_context_size(
             options.spec.draft_window, ctx_size, draft.max_context, n_run
         )
         draft_tokens = draft_ctx * n_tokens // ctx_size
         n_abreast = level_width(n_drafted)
-        _add_model(found, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run)
+        _add_model(result, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run)
         n_ranked = min(draft.vocab_size, target.vocab_size)
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
-        found.host["draft probabilities"] = n_bytes
+        result.host["draft probabilities"] = n_bytes
     if options.spec.acceptance == "block":
         n_judged = min(n_drafted, options.spec.depth)
-        found.host["block verification"] = n_judged * target.vocab_size * _JUDGED_BYTES
-    return found
+        result.host["block verification"] = n_judged * target.vocab_size * _JUDGED_BYTES
+    return result
 
 
 def _add_model(
@@ -87,23 +87,23 @@ def _add_model(
     source: ModelSource,
     is_on_gpu: bool,
     n_tokens: int,
-    n_rows: int,
+    num_tokens: int,
     n_nodes: int,
 ) -> None:
     """Where it computes; of a GPU's logits a copy comes to the host."""
     where = parts.gpu if is_on_gpu else parts.host
-    where[f"{model} embeddings and head"] = source.outer_bytes
+    where[f"{model} embeddings and head"] = source.non_layer_bytes
     where[f"{model} KV cache"] = source.kv_bytes(n_tokens, n_nodes)
-    where[f"{model} activations"] = source.scratch_bytes(n_tokens, n_rows, n_nodes)
+    where[f"{model} activations"] = source.scratch_bytes(n_tokens, num_tokens, n_nodes)
     if is_on_gpu:
-        parts.host[f"{model} logits"] = n_rows * source.vocab_size * _BROUGHT_LOGIT_BYTES
+        parts.host[f"{model} logits"] = num_tokens * source.vocab_size * _BROUGHT_LOGIT_BYTES
     parts.host["trees"] = parts.host.get("trees", 0) + table_bytes(n_nodes)
 
 
 def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run: int) -> int:
     """What drafting keeps beside the draft's logits, of a vocabulary of `n_tokens`.
 
-    The rules of chains keep the row that each token was drawn from, of all texts of a pass. A
+    The rules of chains keep the row that each token was drawn from, of all sequences of a pass. A
     tree's level is ranked on a copy of its logits, whose order is one int64 for each, with the
     noise of the positions that its nodes may have; the likeliest are listed, and kept for each
     node.
@@ -111,8 +111,8 @@ def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run
     spec = options.spec
     if spec.draws_chains:
         n_drawn = options.parallel * min(n_drafted, spec.depth)
-        n_rows = min(n_drawn, options.target_rows(n_drafted) - 1)
-        return n_rows * n_tokens * _PROBABILITY_BYTES
+        num_tokens = min(n_drawn, options.max_target_tokens(n_drafted) - 1)
+        return num_tokens * n_tokens * _PROBABILITY_BYTES
     n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
     listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
     ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES

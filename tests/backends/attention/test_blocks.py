@@ -59,9 +59,9 @@ def large_tree(prefix: int, n_nodes: int) -> PassLayout:
 )
 def test_it_is_attention(layout, window, heads, dims, options, data) -> None:
     case = Case(layout, part_of(layout, data), window, heads=heads, dims=dims, **options)
-    found, expected = case.together(), case.expected()
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-5
+    actual, expected = case.together(), case.expected()
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -69,9 +69,9 @@ def test_it_is_attention(layout, window, heads, dims, options, data) -> None:
 def test_half_precision_is_rounded_once(dtype: torch.dtype, window: int | None) -> None:
     layout = random_tree(300, 5, 40, np.random.default_rng(0))
     case = Case(layout, None, window, dtype=dtype, dims=(64, 64))
-    found, expected = case.together(), case.expected()
-    assert found.dtype == dtype
-    assert ((found - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5).all()
+    actual, expected = case.together(), case.expected()
+    assert actual.dtype == dtype
+    assert ((actual - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5).all()
 
 
 @settings(max_examples=60)
@@ -105,7 +105,7 @@ def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
     assert [(a.end, b.start) for a, b in zip(groups, groups[1:], strict=False)] == [
         (group.end, group.end) for group in groups[:-1]
     ]
-    assert max(max(group.widths) for group in groups) <= case.limits.most_keys
+    assert max(max(group.widths) for group in groups) <= case.limits.max_keys
     assert case.differing([*range(0, 290, 29), 289]) == []
     assert (case.together() - case.expected()).abs().max() <= 1e-5
 
@@ -120,13 +120,13 @@ def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
 def test_rows_that_fill_a_pass_up_change_no_bit(layout, window, n_more, options) -> None:
     padded = layout.padded(n_more)
     case, more = Case(layout, None, window, **options), Case(padded, None, window, **options)
-    n_rows, n_keys = layout.n_new, case.states[1].shape[2]
+    num_tokens, n_keys = layout.n_new, case.states[1].shape[2]
     for own, filled in zip(case.states, more.states, strict=True):
-        n_same = n_rows if own is case.states[0] else n_keys
+        n_same = num_tokens if own is case.states[0] else n_keys
         filled[:, :, :n_same] = own
-    found = more.together()
-    assert found.isfinite().all()
-    assert torch.equal(found[:n_rows], case.together())
+    actual = more.together()
+    assert actual.isfinite().all()
+    assert torch.equal(actual[:num_tokens], case.together())
 
 
 @pytest.mark.parametrize("heads", [(6, 3), (4, 4), (5, 5), (4, 1)])
@@ -173,13 +173,17 @@ def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
     assert torch.equal(mask.attend(query, key, value, 0.4), expected)
 
 
-@pytest.mark.parametrize("least_rows", [None, 32])
-def test_masks_that_take_turns_with_their_scratch_change_no_bit(least_rows: int | None) -> None:
+@pytest.mark.parametrize("find_min_batch_tokens", [None, 32])
+def test_masks_that_take_turns_with_their_scratch_change_no_bit(
+    find_min_batch_tokens: int | None,
+) -> None:
     """Layers with and without a window, of one width and of another."""
     layout, scratch = random_tree(190, 3, 40, np.random.default_rng(0)), Scratch()
     windows = [None, 20, 64, 130, 65]
     limits = Case(layout).limits
-    limits = replace(limits, least_rows=least_rows or limits.least_rows)
+    limits = replace(
+        limits, find_min_batch_tokens=find_min_batch_tokens or limits.find_min_batch_tokens
+    )
     masks = [blocked_mask(BatchLayout.of(layout), 0, 40, w, limits, scratch) for w in windows]
     for dims in ((8, 8), (16, 40), (8, 8)):
         for window, mask in zip(windows, masks, strict=True):
@@ -256,7 +260,7 @@ def test_keys_that_are_too_many_for_one_product_are_found() -> None:
     """On libraries that sum so many in parts; one that does not needs no groups of rows."""
     case, rows = Case(large_tree(0, 290), dims=(64, 64)), list(range(0, 290, 29))
     assert case.differing(rows) == []
-    case.limits = replace(case.limits, most_keys=10_000)
+    case.limits = replace(case.limits, max_keys=10_000)
     if not case.differing(rows):
         pytest.skip("this library adds all terms of a product one after the other")
 

@@ -38,11 +38,11 @@ def architecture_of(config: transformers.PreTrainedConfig) -> type:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def masks(n_rows: int, n_keys: int) -> list[KeyMask]:
-    layout = CausalLayout(n_keys - n_rows, n_rows)
+def masks(num_tokens: int, n_keys: int) -> list[KeyMask]:
+    layout = CausalLayout(n_keys - num_tokens, num_tokens)
     return [
-        blocked_mask(BatchLayout.of(layout), 0, n_rows, None),
-        segmented_mask(BatchLayout.of(layout), 0, n_rows, None, torch.float32),
+        blocked_mask(BatchLayout.of(layout), 0, num_tokens, None),
+        segmented_mask(BatchLayout.of(layout), 0, num_tokens, None, torch.float32),
     ]
 
 
@@ -56,9 +56,9 @@ def test_either_mask_says_how_it_is_computed(n_keys: int) -> None:
         scale, softcap = options.get("scaling", 8**-0.5), options.get("softcap")
         expected = reference(query, key, value, allowed, scale, softcap, options.get("s_aux"))
         for mask in masks(2, n_keys):
-            found, weights = attention(Module(), query, key, value, mask, **options)
+            actual, weights = attention(Module(), query, key, value, mask, **options)
             assert weights is None
-            assert (found - expected).abs().max() <= 1e-5
+            assert (actual - expected).abs().max() <= 1e-5
 
 
 def _mask_of(n_keys: int) -> SegmentedMask:

@@ -79,19 +79,21 @@ def test_only_what_rows_disagree_about_has_a_mask() -> None:
 @given(layout=LAYOUTS, n_more=st.integers(1, 5), window=WINDOWS)
 def test_rows_that_fill_a_pass_up_are_seen_by_no_row_before_them(layout, n_more, window) -> None:
     padded = layout.padded(n_more)
-    n_rows, n_all = layout.n_new, layout.n_new + n_more
+    num_tokens, n_all = layout.n_new, layout.n_new + n_more
     assert type(padded) is type(layout)
     assert (padded.n_new, padded.first_new, padded.prefix) == (
         n_all,
         layout.first_new,
         layout.prefix,
     )
-    allowed, own = padded.allowed(0, n_all, window), layout.allowed(0, n_rows, window)
-    assert (allowed[:n_rows, : own.shape[1]] == own).all()
-    assert not allowed[:n_rows, own.shape[1] :].any()
-    assert (padded.allowed(0, n_rows, window) == own).all()
-    assert (padded.key_positions(n_rows) == layout.key_positions(n_rows)).all()
-    assert (padded.new_positions[n_rows:] == layout.new_positions[-1]).all()  # within the context
+    allowed, own = padded.allowed(0, n_all, window), layout.allowed(0, num_tokens, window)
+    assert (allowed[:num_tokens, : own.shape[1]] == own).all()
+    assert not allowed[:num_tokens, own.shape[1] :].any()
+    assert (padded.allowed(0, num_tokens, window) == own).all()
+    assert (padded.key_positions(num_tokens) == layout.key_positions(num_tokens)).all()
+    assert (
+        padded.new_positions[num_tokens:] == layout.new_positions[-1]
+    ).all()  # within the context
     assert allowed[range(n_all), -n_all + np.arange(n_all)].all()  # each row sees itself
 
 

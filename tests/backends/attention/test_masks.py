@@ -22,10 +22,10 @@ def test_masks_of_segments_are_finite_and_aligned() -> None:
     """Half of the most negative value: kernels scale it by log2(e)."""
     tree = PassLayout(5, np.array([5, 5]), np.eye(2, dtype=bool))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = segmented_mask(BatchLayout.of(tree), 0, 2, None, dtype, torch.device("cpu"))
-        (prefix, nodes), half = found.parts[0].segments, torch.finfo(dtype).min / 2
-        assert (prefix.mask, found.n_keys) == (None, 7)
+        actual = segmented_mask(BatchLayout.of(tree), 0, 2, None, dtype, torch.device("cpu"))
+        (prefix, nodes), half = actual.parts[0].segments, torch.finfo(dtype).min / 2
+        assert (prefix.mask, actual.n_keys) == (None, 7)
         assert nodes.mask is not None
         assert nodes.mask.tolist() == [[[[0, half], [half, 0]]]]
         assert nodes.mask.stride(2) % 16 == 0
-        assert found.nbytes == 2 * 16 * dtype.itemsize
+        assert actual.nbytes == 2 * 16 * dtype.itemsize

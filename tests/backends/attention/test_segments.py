@@ -41,10 +41,10 @@ def attend(
     scale, n_keys = 0.4, layout.prefix + layout.first_new + end
     query, key, value = states(end - start, n_keys, **shapes)
     mask = segmented_mask(BatchLayout.of(layout), start, end, window, query.dtype, query.device)
-    found = attend_segments(query, key, value, mask, scale, softcap, sinks)
+    actual = attend_segments(query, key, value, mask, scale, softcap, sinks)
     allowed = layout.allowed(start, end, window)
     moved = [x.cpu() for x in (query, key, value)]
-    return found.cpu(), reference(*moved, allowed, scale, softcap, sinks)
+    return actual.cpu(), reference(*moved, allowed, scale, softcap, sinks)
 
 
 def rows_first(*arguments: Any) -> segments.Partial:
@@ -84,9 +84,9 @@ def test_a_tree_sees_what_it_may(
     options = {"heads": heads, "dims": dims, "softcap": softcap}
     if has_sinks:
         options["sinks"] = torch.linspace(-2.0, 5.0, heads[0])
-    found, expected = attend(layout, start, end, window, **options)
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-5
+    actual, expected = attend(layout, start, end, window, **options)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-5
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,31 +99,31 @@ def test_a_tree_sees_what_it_may(
 def test_a_prompt_sees_what_came_before(kernels: None, prefix, n_new, window, data) -> None:
     start = data.draw(st.integers(0, n_new - 1))
     end = data.draw(st.integers(start + 1, n_new))
-    found, expected = attend(CausalLayout(prefix, n_new), start, end, window)
-    assert (found - expected).abs().max() <= 1e-5
+    actual, expected = attend(CausalLayout(prefix, n_new), start, end, window)
+    assert (actual - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(kernels: None, dtype: torch.dtype) -> None:
     layout = random_tree(300, 5, 40, np.random.default_rng(0))
-    found, expected = attend(layout, 0, 40, 290, dtype=dtype, dims=(64, 64))
-    assert found.dtype == dtype
-    assert (found - expected).abs().max() <= 0.05  # scores of up to 10, rounded to 8 bits
+    actual, expected = attend(layout, 0, 40, 290, dtype=dtype, dims=(64, 64))
+    assert actual.dtype == dtype
+    assert (actual - expected).abs().max() <= 0.05  # scores of up to 10, rounded to 8 bits
 
 
 def test_a_row_that_sees_nothing_of_a_segment(kernels: None) -> None:
     """Two nodes one after another, and a window of one: each sees itself alone."""
     layout = PassLayout(3, np.array([3, 4, 5]), np.tril(np.ones((3, 3), dtype=bool)))
-    found, expected = attend(layout, 0, 3, 1)
-    assert torch.isfinite(found).all()
-    assert (found - expected).abs().max() <= 1e-5
+    actual, expected = attend(layout, 0, 3, 1)
+    assert torch.isfinite(actual).all()
+    assert (actual - expected).abs().max() <= 1e-5
 
 
 def test_large_scores_do_not_overflow() -> None:
     """e^lse is beyond float32 in both parts."""
-    one, two = torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), 3.0)
+    item, two = torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), 3.0)
     lse = torch.full((1, 1, 1), 500.0)
-    output, total = merge((one, lse), (two, lse))
+    output, total = merge((item, lse), (two, lse))
     assert output.tolist() == [[[[2.0] * 4]]]
     assert total.item() == pytest.approx(500.0 + np.log(2.0))
 
@@ -135,8 +135,8 @@ def test_memory_does_not_grow_with_nodes_times_context_times_heads(
     """Four times the context takes no more memory beside the keys and values."""
     monkeypatch.setattr(segments, "MAX_SCORE_BYTES", 1 << 18)
     peaks = [_peak_bytes(n_keys, softcap) for n_keys in (1000, 4000)]
-    n_rows, n_heads = 64, 8
-    assert peaks[1] < n_rows * n_heads * 4000 * 4 / 4  # a quarter of one copy of the scores
+    num_tokens, n_heads = 64, 8
+    assert peaks[1] < num_tokens * n_heads * 4000 * 4 / 4  # a quarter of one copy of the scores
     assert peaks[1] <= 1.05 * peaks[0]
 
 
@@ -158,9 +158,9 @@ def test_kernels_of_cuda(dtype: torch.dtype, window: int | None, dims: tuple[int
     layouts = (random_tree(300, 5, 70, np.random.default_rng(0)), CausalLayout(300, 70))
     for layout in layouts:
         for rows in ((0, 70), (3, 4), (0, 33)):
-            found, expected = attend(layout, *rows, window, dtype=dtype, dims=dims, device=device)
+            actual, expected = attend(layout, *rows, window, dtype=dtype, dims=dims, device=device)
             tolerance = 1e-5 if dtype == torch.float32 else 0.02
-            assert (found - expected).abs().max() <= tolerance
+            assert (actual - expected).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("kernel", [cuda_flash_kernel, cuda_efficient_kernel])
@@ -189,7 +189,8 @@ def test_outputs_are_put_together_as_a_gpu_lays_them_out(
     rng, meta = np.random.default_rng(0), torch.device("meta")
     layouts = random_tree(30, 5, 7, rng), random_tree(0, 0, 7, rng), CausalLayout(0, 7)
     masks = [
-        segmented_mask(BatchLayout.of(one), 0, 7, window, torch.bfloat16, meta) for one in layouts
+        segmented_mask(BatchLayout.of(layout), 0, 7, window, torch.bfloat16, meta)
+        for layout in layouts
     ]
     whole = torch.empty(1, 1, 7, 48, dtype=torch.bfloat16, device=meta)
     for mask in [*masks, SegmentedMask((SegmentedRows(0, 7, (Segment(0, 48, whole),)),), 48)]:

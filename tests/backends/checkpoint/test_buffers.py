@@ -52,14 +52,14 @@ def test_buffers_have_the_values_of_the_checkpoint(buffer: str, tmp_path: Path) 
         parameter.data.normal_(0.0, 0.25, generator=generator)
     changed = [b for name, b in model.named_buffers() if name.endswith(buffer)]
     assert len(changed) == 2
-    for i, one in enumerate(changed):
-        one.mul_(0.4 + i)
+    for i, item in enumerate(changed):
+        item.mul_(0.4 + i)
     model.save_pretrained(tmp_path)
     expected = reference_logits(tmp_path, PROMPT)[-1]
     loaded = load_hf_model(tmp_path)
     with TorchBackend(loaded, CpuWeights(loaded, loaded.layer_weights, 2)) as backend:
-        found = own(backend).prefill(PROMPT)
-    assert np.abs(found - expected).max() <= TOLERANCE * scale(expected)
+        actual = own(backend).prefill(PROMPT)
+    assert np.abs(actual - expected).max() <= TOLERANCE * scale(expected)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith(buffer))

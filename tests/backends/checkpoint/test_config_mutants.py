@@ -27,7 +27,7 @@ from offload.errors import SpecdecError
 from offload.units import GIB
 
 N_MUTANTS = int(os.environ.get("SPECDEC_CONFIG_MUTANTS", "40"))
-_LEAST_OF_EACH = 4
+_MIN_OF_EACH = 4
 _CTX = 64
 
 
@@ -62,7 +62,7 @@ def test_shapes_of_every_family(tmp_path: Path) -> None:
         family = rng.choice(config_mutants.FAMILIES)
         config, what = config_mutants.mutant(config_mutants.defaults(family), rng)
         outcomes.append(outcome(hf_shape, tmp_path, config, (number, family, what)))
-    assert min(map(outcomes.count, ("ok", "refused"))) >= _LEAST_OF_EACH
+    assert min(map(outcomes.count, ("ok", "refused"))) >= _MIN_OF_EACH
 
 
 def use(folder: Path) -> None:
@@ -70,7 +70,7 @@ def use(folder: Path) -> None:
     source = HfSource(folder, BackendOptions())
     assert source.scratch_bytes(_CTX, 8, 8) > 0
     assert source.kv_bytes(_CTX, 8) > 0
-    assert source.outer_bytes + source.head_bytes > 0
+    assert source.non_layer_bytes + source.head_bytes > 0
     assert source.fingerprint()
     with TorchBackend.resident(folder, max_context=_CTX) as backend:
         own(backend).prefill([3, 17, 5, 60])
@@ -82,14 +82,14 @@ def test_checkpoints_are_loaded_and_run_or_refused(tmp_path: Path) -> None:
     families = rng.sample(sorted(FAMILIES | MIXTURES), 4)
     if N_MUTANTS > 1000:
         families = sorted(FAMILIES | MIXTURES)
-    folders = {one: save_tiny_checkpoint(one, tmp_path / one) for one in families}
-    known = {one: json.loads((f / "config.json").read_text()) for one, f in folders.items()}
+    folders = {item: save_tiny_checkpoint(item, tmp_path / item) for item in families}
+    known = {item: json.loads((f / "config.json").read_text()) for item, f in folders.items()}
     outcomes = []
     for number in range(N_MUTANTS // 2):
         family = rng.choice(families)
         config, what = config_mutants.mutant(known[family], rng)
         outcomes.append(outcome(use, folders[family], config, (number, family, what)))
-    assert min(map(outcomes.count, ("ok", "refused"))) >= _LEAST_OF_EACH
+    assert min(map(outcomes.count, ("ok", "refused"))) >= _MIN_OF_EACH
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -25,7 +25,7 @@ MEAN = [
 ]
 SCORE = [MEAN[0], {"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}]
 
-OTHERS: list[tuple[dict[str, Any], str]] = [
+REST: list[tuple[dict[str, Any], str]] = [
     ({"modules.json": MEAN}, "an embedding model .sentence-transformers' modules.json"),
     ({"modules.json": SCORE}, "a reranker"),
     ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, "an embedding model"),
@@ -75,7 +75,7 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("files", "kind"), OTHERS, ids=[str(files)[:50] for files, _ in OTHERS])
+@pytest.mark.parametrize(("files", "kind"), REST, ids=[str(files)[:50] for files, _ in REST])
 def test_what_is_no_language_model_is_refused_by_name(
     tmp_path: Path, files: dict[str, Any], kind: str
 ) -> None:
@@ -96,7 +96,9 @@ def test_language_models_are_none_of_these(tmp_path: Path, files: dict[str, Any]
 
 def names_of(mapping: str) -> set[str]:
     values = getattr(modeling_auto, mapping).values()
-    return {name for one in values for name in ([one] if isinstance(one, str) else one) if name}
+    return {
+        name for value in values for name in ([value] if isinstance(value, str) else value) if name
+    }
 
 
 def test_every_causal_class_of_transformers_is_known_and_no_other_kind(tmp_path: Path) -> None:
@@ -104,10 +106,10 @@ def test_every_causal_class_of_transformers_is_known_and_no_other_kind(tmp_path:
     causal = {name for name in causal if "Assistant" not in name}
     assert len(causal) > 100
     tasks = "SEQUENCE_CLASSIFICATION TOKEN_CLASSIFICATION QUESTION_ANSWERING MULTIPLE_CHOICE"
-    others = {n for task in tasks.split() for n in names_of(f"MODEL_FOR_{task}_MAPPING_NAMES")}
-    others |= {name for name in names_of("MODEL_MAPPING_NAMES") if name.endswith("Model")}
-    assert len(others - causal) > 400
-    for names, is_model in ((causal, True), (others - causal, False)):
+    rest = {n for task in tasks.split() for n in names_of(f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    rest |= {name for name in names_of("MODEL_MAPPING_NAMES") if name.endswith("Model")}
+    assert len(rest - causal) > 400
+    for names, is_model in ((causal, True), (rest - causal, False)):
         wrong = []
         for name in sorted(names):
             (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))

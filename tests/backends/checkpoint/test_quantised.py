@@ -59,7 +59,7 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
     model = load_hf_model(folder)
     layers = model.layer_weights
     if not is_streamed:
-        layers = tuple(one.with_resident(r.name for r in one.tensors) for one in layers)
+        layers = tuple(layer.with_resident(r.name for r in layer.tensors) for layer in layers)
     with TorchBackend(model, CpuWeights(model, layers, 2 * is_streamed)) as backend:
         return [
             own(backend).prefill([5, 9, 44, 3]),
@@ -74,10 +74,10 @@ def test_logits_are_those_of_the_dequantised_model(
     monkeypatch.setattr(groups, "_PIECE_WEIGHTS", 1)  # several pieces of a matrix
     quantised, plain = save_quantised(tmp_path, *KINDS[kind])
     expected = logits(plain, is_streamed=False)
-    assert all(np.isfinite(one).all() and one.any() for one in expected)
+    assert all(np.isfinite(item).all() and item.any() for item in expected)
     for is_streamed in (False, True):
-        for one, other in zip(logits(quantised, is_streamed), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for item, other in zip(logits(quantised, is_streamed), expected, strict=True):
+            np.testing.assert_array_equal(item, other)
 
 
 def test_fp8_is_dequantised_as_transformers_does() -> None:
@@ -94,15 +94,15 @@ def test_plans_and_shapes_know_the_stored_bytes(
 ) -> None:
     quantised, plain = save_quantised(tmp_path, *KINDS["int4"])
     own, other = (HfSource(path, BackendOptions()) for path in (quantised, plain))
-    n_own, n_other = (sum(layer.n_bytes for layer in one.layers) for one in (own, other))
+    n_own, n_other = (sum(layer.n_bytes for layer in item.layers) for item in (own, other))
     assert n_own < n_other / 3
-    assert own.outer_bytes > other.outer_bytes
+    assert own.non_layer_bytes > other.non_layer_bytes
     shapes = hf_shape(quantised), hf_shape(plain)
     stored = [sum(m.n_bytes for m in shape.layers[0].matrices) for shape in shapes]
     assert stored[0] < stored[1] / 3
     assert {m.number_format for m in shapes[0].layers[0].matrices} == {"BF16"}
     assert shapes[0].notes[0].startswith("21 matrices are stored as INT4_PACK_QUANTIZED: ")
-    sizes = [sorted(r.n_bytes for r in one.multiplied) for one in (own, other)]
+    sizes = [sorted(r.n_bytes for r in item.multiplied) for item in (own, other)]
     assert sizes[0] == sizes[1]
     assert matrix_formats(own.multiplied) == ("BF16",)
     monkeypatch.setattr(timing, "_SHAPE", (128, 512))
@@ -312,10 +312,10 @@ def test_quantised_modules_are_linear(tmp_path: Path) -> None:
             tensors |= {module + key: part.contiguous() for key, part in parts.items()}
             save_file(tensors, path, metadata={"format": "pt"})
     index = tmp_path / "model.safetensors.index.json"
-    held = {
+    pinned = {
         tensor: path.name for path in tmp_path.glob("*.safetensors") for tensor in load_file(path)
     }
-    index.write_text(json.dumps({"weight_map": held}))
+    index.write_text(json.dumps({"weight_map": pinned}))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
     with pytest.raises(UnsupportedModel, match=r"c_proj.weight is quantised, and of a Conv1D"):

@@ -36,12 +36,12 @@ def llama() -> Writer:
     return Writer("llama")
 
 
-def outer_names(model: HfModel) -> set[str]:
-    return {r.name for r in model.outer_records}
+def non_layer_names(model: HfModel) -> set[str]:
+    return {r.name for r in model.non_layer_records}
 
 
 @pytest.mark.parametrize(
-    ("odd", "held"),
+    ("odd", "pinned"),
     [
         (Disagreement(head="own"), {HEAD, EMBEDDING}),
         (Disagreement(head="same"), {EMBEDDING}),
@@ -51,20 +51,20 @@ def outer_names(model: HfModel) -> set[str]:
     ],
 )
 def test_tensors_are_planned_for_once_each_that_is_used(
-    odd: Disagreement, held: set[str], llama: Writer, tmp_path: Path
+    odd: Disagreement, pinned: set[str], llama: Writer, tmp_path: Path
 ) -> None:
     directory = llama.write(tmp_path / "model", odd)
     source = HfSource(directory, BackendOptions())
-    assert outer_names(source.model) - {"model.norm.weight"} == held
+    assert non_layer_names(source.model) - {"model.norm.weight"} == pinned
     index = WeightIndex.from_directory(directory)
-    n_bytes = sum(index[name].n_bytes for name in (*held, "model.norm.weight"))
-    assert hf_shape(directory).outer_bytes == n_bytes
-    assert sum(r.n_bytes for r in source.model.outer_records) == n_bytes
-    is_told = odd.is_tied and held == {HEAD, EMBEDDING}
-    for one in (source, HfGpuSource(source)):
-        told = [line for line in one.warnings if HEAD in line]
-        assert len(told) == is_told
-        assert all(EMBEDDING in line and "tie_word_embeddings" in line for line in told)
+    n_bytes = sum(index[name].n_bytes for name in (*pinned, "model.norm.weight"))
+    assert hf_shape(directory).non_layer_bytes == n_bytes
+    assert sum(r.n_bytes for r in source.model.non_layer_records) == n_bytes
+    is_reported = odd.is_tied and pinned == {HEAD, EMBEDDING}
+    for item in (source, HfGpuSource(source)):
+        reported = [line for line in item.warnings if HEAD in line]
+        assert len(reported) == is_reported
+        assert all(EMBEDDING in line and "tie_word_embeddings" in line for line in reported)
 
 
 def test_a_lost_tensor_is_named(llama: Writer, tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_a_packed_copy_disagrees_as_its_source_does(tmp_path: Path) -> None:
         save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
     pack(plain, tmp_path / "packed")
     model = load_hf_model(tmp_path / "packed")
-    assert outer_names(model) >= {HEAD, EMBEDDING}
+    assert non_layer_names(model) >= {HEAD, EMBEDDING}
     expected = logits(plain, is_streamed=False)
-    for one, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for item, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
+        np.testing.assert_array_equal(item, other)
 
 
 def test_the_head_of_a_quantised_model_is_its_own(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_the_head_of_a_quantised_model_is_its_own(tmp_path: Path) -> None:
         ))  # fmt: skip
         assert HEAD in load_file(path)
     quantised, plain = both
-    assert outer_names(load_hf_model(quantised)) >= {HEAD, EMBEDDING}
-    for one, other in zip(logits(quantised, False), logits(plain, False), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert non_layer_names(load_hf_model(quantised)) >= {HEAD, EMBEDDING}
+    for item, other in zip(logits(quantised, False), logits(plain, False), strict=True):
+        np.testing.assert_array_equal(item, other)
     (path,) = quantised.glob("*.safetensors")
     tensors = load_file(path)
     parts, _ = fp8()(tensors[HEAD])
@@ -140,8 +140,8 @@ def assert_as_transformers(directory: Path) -> np.ndarray:
     expected = reference_logits(directory, PROMPT)[-1]
     model = load_hf_model(directory)
     with TorchBackend(model, CpuWeights(model, model.layer_weights, 2)) as backend:
-        found = own(backend).prefill(PROMPT)
-    assert np.abs(found - expected).max() <= TOLERANCE * scale(expected)
+        actual = own(backend).prefill(PROMPT)
+    assert np.abs(actual - expected).max() <= TOLERANCE * scale(expected)
     return expected
 
 

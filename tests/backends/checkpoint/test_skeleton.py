@@ -40,8 +40,8 @@ def test_models_built_at_once_leave_torch_as_it_was() -> None:
     def build(index: int) -> set[torch.dtype]:
         start.wait()
         model = build_model(tiny_config(), (torch.bfloat16, torch.float16)[index % 2])
-        assert all(one.is_meta for one in model.parameters())
-        return {one.dtype for one in model.parameters()}
+        assert all(parameter.is_meta for parameter in model.parameters())
+        return {parameter.dtype for parameter in model.parameters()}
 
     try:
         with ThreadPoolExecutor(4) as threads:
@@ -65,7 +65,9 @@ def test_a_module_of_another_thread_keeps_its_weights(monkeypatch: pytest.Monkey
         build(self, config)
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", build_beside)
-    assert all(one.is_meta for one in build_model(tiny_config(), torch.float32).parameters())
+    assert all(
+        parameter.is_meta for parameter in build_model(tiny_config(), torch.float32).parameters()
+    )
     assert not made[0].weight.is_meta
 
 

@@ -20,7 +20,7 @@ from backends.hf import backend as torch_backend
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 
 PROMPT = [3, 17, 5, 60, 41, 8]
 N_LAYERS = 6  # more than slots, so that no pass can do without a read
@@ -53,7 +53,7 @@ def llama_backend(_: Any, tmp_path_factory: pytest.TempPathFactory) -> Backend:
     path = save_tiny_gguf("llama", tmp_path_factory.mktemp("gguf") / "m.gguf", n_layers=N_LAYERS)
     model = load_gguf_model(path)
     plan = Placement(model.layers, 2)
-    return LlamaBackend(model, residency=plan, max_context=40, max_nodes=8, n_threads=1)
+    return LlamaBackend(model, placement=plan, max_context=40, max_nodes=8, n_threads=1)
 
 
 KINDS = [
@@ -125,17 +125,17 @@ def test_a_read_that_does_not_end(backend: Backend, storage: HangingStorage) -> 
 def test_a_long_prompt_ends_between_two_chunks_of_a_layer(
     checkpoint_factory: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(torch_backend, "CHUNK_TOKENS", 2)
     with TorchBackend.resident(checkpoint_factory("llama")) as backend:
         expected = own(backend).prefill(PROMPT)
         own(backend).rollback(0)
         runner = backend._runners[1]
         forward, chunks = runner._forward, []
 
-        def cancelling(hidden: Any, **others: Any) -> Any:
+        def cancelling(hidden: Any, **rest: Any) -> Any:
             chunks.append(hidden.shape[1])
             backend.request_cancel()
-            return forward(hidden, **others)
+            return forward(hidden, **rest)
 
         runner._forward = cancelling
         with pytest.raises(BackendError, match="the pass was cancelled"):

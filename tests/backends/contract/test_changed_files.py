@@ -14,7 +14,7 @@ from tiny_pair import save_model
 from backends.contract.source import BackendOptions, Loading, ModelSource
 from backends.hf.source import HfSource
 from offload.formats.tensors import CheckpointError
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 
 
 def hf(folder: Path) -> ModelSource:

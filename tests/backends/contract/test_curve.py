@@ -15,11 +15,11 @@ def curve(*seconds: float, beside: tuple[float, ...] | None = None) -> ComputeCu
 
 
 def test_straight_lines_between_what_was_timed_and_on():
-    one = curve(1.0, 2.5, 2.5, 12.1)
-    assert [one.seconds(n) for n in (1, 2, 4, 10, 16)] == [1.0, 1.5, 2.5, 2.5, 2.5]
-    assert one.seconds(40) == pytest.approx(7.3)
-    assert one.seconds(128) == pytest.approx(12.1 + 64 * 0.2)
-    assert one.seconds_per_token == pytest.approx(0.2)
+    item = curve(1.0, 2.5, 2.5, 12.1)
+    assert [item.seconds(n) for n in (1, 2, 4, 10, 16)] == [1.0, 1.5, 2.5, 2.5, 2.5]
+    assert item.seconds(40) == pytest.approx(7.3)
+    assert item.seconds(128) == pytest.approx(12.1 + 64 * 0.2)
+    assert item.seconds_per_token == pytest.approx(0.2)
 
 
 def test_of_timings_that_do_not_rise_a_token_takes_its_share_of_all():
@@ -27,8 +27,8 @@ def test_of_timings_that_do_not_rise_a_token_takes_its_share_of_all():
 
 
 def test_more_tokens_never_take_less():
-    one = curve(2.0, 1.0, 3.0)  # the first one was disturbed
-    assert [one.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]
+    item = curve(2.0, 1.0, 3.0)  # the first one was disturbed
+    assert [item.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]
 
 
 @given(
@@ -36,24 +36,24 @@ def test_more_tokens_never_take_less():
 )
 @example([1.9, 249.0, 248.5], 4, 1)  # the line to the second point ends above it, rounded
 def test_curves_rise_and_scale(seconds, num_tokens, more):
-    one = curve(*seconds)
-    assert one.seconds(num_tokens + more) >= one.seconds(num_tokens)
-    assert one.times(3.0).seconds(num_tokens) == pytest.approx(3 * one.seconds(num_tokens))
+    item = curve(*seconds)
+    assert item.seconds(num_tokens + more) >= item.seconds(num_tokens)
+    assert item.times(3.0).seconds(num_tokens) == pytest.approx(3 * item.seconds(num_tokens))
 
 
 def test_reads_slow_it_but_never_make_it_faster():
-    one = curve(1.0, 2.0, beside=(1.5, 1.9))
-    assert one.beside_factor(1) == 1.5
-    assert one.beside_factor(4) == 1.0
+    item = curve(1.0, 2.0, beside=(1.5, 1.9))
+    assert item.beside_factor(1) == 1.5
+    assert item.beside_factor(4) == 1.0
     assert ComputeCurve.linear(2.0, 0.5).seconds(100) == pytest.approx(52.0)
     assert ComputeCurve.linear(2.0, 0.5).beside_factor(9) == 1.0
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 4), (1, 1), (4, 1)])
 def test_sizes_ascend_from_one(sizes):
-    figures = tuple(1.0 for _ in sizes)
+    measurements = tuple(1.0 for _ in sizes)
     with pytest.raises(ValueError, match="num_tokens"):
-        ComputeCurve(sizes, figures, figures)
+        ComputeCurve(sizes, measurements, measurements)
 
 
 def test_mixtures_are_sums_at_every_number_of_tokens():
@@ -66,9 +66,9 @@ def test_mixtures_are_sums_at_every_number_of_tokens():
 
 
 def test_what_a_byte_read_costs_stays_where_fewer_are_read():
-    one = curve(1.0, 2.0, beside=(2.0, 2.0))
-    assert one.is_slowed
-    half = one.beside_fewer_reads(0.5)
+    item = curve(1.0, 2.0, beside=(2.0, 2.0))
+    assert item.is_slowed
+    half = item.beside_fewer_reads(0.5)
     assert [half.beside_factor(n) for n in (1, 4)] == [1.5, 1.0]
-    assert half.alone == one.alone
-    assert not one.beside_fewer_reads(0.0).is_slowed
+    assert half.alone == item.alone
+    assert not item.beside_fewer_reads(0.0).is_slowed

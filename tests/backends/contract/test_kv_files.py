@@ -49,8 +49,8 @@ def test_logits_are_the_same_to_the_bit_beside_other_texts(
     assert file.load(again)
     file.close()
     assert list(again.committed_ids) == [*IDS, 6]
-    found = again.extend([9, 8, 7], [-1, again.next_node_id, -1])[1]
-    assert np.array_equal(found, expected)
+    actual = again.extend([9, 8, 7], [-1, again.next_node_id, -1])[1]
+    assert np.array_equal(actual, expected)
     again.close()
     other.close()
     assert files.n_bytes == 0
@@ -60,16 +60,16 @@ def test_there_are_so_many_and_no_more(backend: Backend, tmp_path: Path) -> None
     text = backend.new_sequence()
     assert KvFiles(backend, lambda: tmp_path).write(text) is None, "there is nothing to write"
     text.prefill(IDS)
-    one = KvFiles(backend, lambda: tmp_path).write(text)
-    assert one is not None
-    files = KvFiles(backend, lambda: tmp_path, most_bytes=one.n_bytes)
+    item = KvFiles(backend, lambda: tmp_path).write(text)
+    assert item is not None
+    files = KvFiles(backend, lambda: tmp_path, max_bytes=item.n_bytes)
     first = files.write(text)
     assert first is not None
     assert files.write(text) is None
     first.close()
     second = files.write(text)
     assert second is not None
-    for file in (one, first, second):
+    for file in (item, first, second):
         file.close()
     text.close()
 

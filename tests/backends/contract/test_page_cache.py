@@ -19,8 +19,8 @@ from page_cache import forget, n_cached
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions, Loading, ModelSource
 from backends.hf.source import HfSource
-from offload.residency.placement import Placement
-from offload.residency.plan import least_host_bytes, plan_residency
+from offload.placement.placement import Placement
+from offload.placement.plan import min_host_bytes, plan_placement
 from offload.units import GIB
 from specdec.packing.pack import pack
 
@@ -88,9 +88,9 @@ def open_source(path: Path, options: BackendOptions) -> ModelSource:
     return GgufSource(path, options)
 
 
-def placed(source: ModelSource, streams: bool) -> Placement:
-    n_bytes = least_host_bytes(source.layers, 2) if streams else GIB
-    return plan_residency(source.layers, n_bytes, n_slots=2 if streams else None)
+def placement(source: ModelSource, streams: bool) -> Placement:
+    n_bytes = min_host_bytes(source.layers, 2) if streams else GIB
+    return plan_placement(source.layers, n_bytes, n_slots=2 if streams else None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,7 +106,7 @@ def test_loading_and_computing_leave_nothing_there(name: str, tmp_path: Path) ->
         assert n_cached(file) > 0, "as anybody's reads leave it"
         forget(file)
     source.fingerprint()
-    loading = Loading(placed(source, case.streams), 32, 4, 4, load_mode=case.load_mode)
+    loading = Loading(placement(source, case.streams), 32, 4, 4, load_mode=case.load_mode)
     with source.load(loading) as backend:
         own(backend).prefill([5, 6, 7])
         own(backend).extend([8], [PREFIX])

@@ -29,8 +29,8 @@ __all__ = ["no_thread_is_left"]
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
-def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(item: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(item, other, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,22 +91,22 @@ def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
         engine.compute(lambda: done.append(True))
         own(backend).extend([7], [PREFIX])
         assert done
-        engine.compute_stream.policy = Policy.EARLY
+        engine.compute_stream.policy = Policy.PREFETCH
 
 
 def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
     directory = checkpoint_factory("llama")
-    sizes = {"max_context": 64, "max_nodes": 8, "max_rows": 8}
+    sizes = {"max_context": 64, "max_nodes": 8, "max_num_tokens": 8}
     with (
         on_device(directory, CpuEngine()) as streamed,
         pytest.raises(BackendError, match="cannot share its weights"),
     ):
         streamed.sibling(**sizes)
-    with on_device(directory, CpuEngine(), all_there) as held:
-        expected = own(held).prefill(PROMPT)
-        with held.sibling(**sizes) as other:
+    with on_device(directory, CpuEngine(), all_there) as pinned:
+        expected = own(pinned).prefill(PROMPT)
+        with pinned.sibling(**sizes) as other:
             assert np.array_equal(own(other).prefill(PROMPT), expected)
-            again = own(held).prefill(own(held).cut_to(PROMPT))
+            again = own(pinned).prefill(own(pinned).cut_to(PROMPT))
             assert np.array_equal(again, own(other).prefill(own(other).cut_to(PROMPT)))
 
 
@@ -142,7 +142,7 @@ def test_a_plan_over_tiers_loads_the_model_onto_the_device(
         tiered_model(source.model, everywhere),
         max_context=64,
         max_nodes=8,
-        max_rows=8,
+        max_num_tokens=8,
         vram_bytes=123_456_789,
     )
     with source.load(loading) as backend, TorchBackend.resident(directory) as resident:
@@ -156,7 +156,7 @@ def test_a_model_loaded_in_inference_mode_is_copied_to_by_threads_outside_of_it(
     directory = checkpoint_factory("llama")
     with TorchBackend.resident(directory) as resident:
         expected = conversation(resident)
-    with torch.inference_mode(), on_device(directory, CpuEngine(Policy.EARLY)) as backend:
+    with torch.inference_mode(), on_device(directory, CpuEngine(Policy.PREFETCH)) as backend:
         assert equal(conversation(backend), expected)
 
 

@@ -74,8 +74,8 @@ def test_layers_arrive_whole_and_in_time(tmp_path: Path, engine: CudaEngine, slo
                 elif slow == "copies":
                     with torch.cuda.stream(engine._copying):
                         torch.cuda._sleep(CYCLES)
-                for name, found in tensors.items():
-                    n_wrong.append((found != contents[name]).sum())
+                for name, actual in tensors.items():
+                    n_wrong.append((actual != contents[name]).sum())
     streamer.close()
     assert n_wrong
     assert all(int(count) == 0 for count in n_wrong)
@@ -126,8 +126,8 @@ def test_three_tiers_equal_vram_and_the_cpu(
                 conversation(backend),
                 (own(backend).rollback(0), conversation(backend))[1],
             ]
-    for one, two in zip(seen["vram"], seen["tiers"], strict=True):
-        for in_vram, through_tiers, on_cpu in zip(one, two, expected, strict=True):
+    for item, two in zip(seen["vram"], seen["tiers"], strict=True):
+        for in_vram, through_tiers, on_cpu in zip(item, two, expected, strict=True):
             assert np.array_equal(in_vram, through_tiers)
             assert np.abs(in_vram - on_cpu).max() <= DRIFT * max(1.0, np.abs(on_cpu).max())
 

@@ -10,42 +10,44 @@ from cpu_engine import CpuEngine
 from device_talk import PROMPT, on_device
 
 from backends.contract.backend import PREFIX
-from backends.cuda.errors import VramExceeded, VramUse, no_raw_out_of_memory, wanted_bytes
+from backends.cuda.errors import VramExceeded, VramUse, no_raw_out_of_memory, requested_bytes
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 
 USED = VramUse(taken_bytes=7 * GIB, promised_bytes=7 * GIB + 10 * MIB, free_bytes=60 * GIB)
 
 
-def told(error: BaseException, use: VramUse = USED) -> VramExceeded:
+def reported(error: BaseException, use: VramUse = USED) -> VramExceeded:
     with pytest.raises(VramExceeded) as raised, no_raw_out_of_memory(lambda: use):
         raise error
     return raised.value
 
 
 def test_what_is_beyond_the_promise() -> None:
-    error = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0"))
+    error = reported(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0")
+    )
     assert str(error) == (
         "the GPU needs 50.00 MiB more, but 7.00 GiB of the 7.01 GiB it may use are taken: raise "
         "--vram-budget by 40 MiB, or lower --ctx-size or the number of draft tokens"
     )
-    assert (error.wanted_bytes, error.left_bytes) == (50 * MIB, 10 * MIB)
+    assert (error.requested_bytes, error.left_bytes) == (50 * MIB, 10 * MIB)
     # What the user gives has room for CUDA's own part too.
     assert error.smallest_budget_bytes == 7 * GIB + (50 + 512) * MIB
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("said", "requested"),
     [
         ("CUDA out of memory. Tried to allocate 5.00 MiB. GPU 0", "5.00 MiB more"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", "more memory"),
         ("CUDA error: out of memory\nCUDA kernel errors might be", "more memory"),
     ],
 )
-def test_what_others_have_taken(said: str, wanted: str) -> None:
+def test_what_others_have_taken(said: str, requested: str) -> None:
     """A larger promise would not help."""
-    error = told(RuntimeError(said), USED._replace(free_bytes=3 * MIB))
-    assert str(error).startswith(f"the GPU needs {wanted}, but only 3.00 MiB of it are free")
+    error = reported(RuntimeError(said), USED._replace(free_bytes=3 * MIB))
+    assert str(error).startswith(f"the GPU needs {requested}, but only 3.00 MiB of it are free")
     assert str(error).endswith("end what else uses the GPU, or lower --vram-budget")
 
 
@@ -54,10 +56,10 @@ def test_an_error_that_follows_one_is_one() -> None:
     first = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 50.00 MiB.")
     last = RuntimeError("operation failed due to a previous error during capture")
     last.__context__ = first
-    assert told(last).wanted_bytes == 50 * MIB
+    assert reported(last).requested_bytes == 50 * MIB
     last.__suppress_context__ = True  # it was dealt with
     with pytest.raises(RuntimeError, match="previous error"):
-        told(last)
+        reported(last)
 
 
 def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint_factory) -> None:
@@ -81,7 +83,7 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
             ) as raised:
                 own(backend).extend([7, 9], [PREFIX, PREFIX])
             runner._forward = forward
-            assert raised.value.wanted_bytes == 20 * 2**20
+            assert raised.value.requested_bytes == 20 * 2**20
             assert "\n" not in str(raised.value)
             assert own(backend).n_committed == len(PROMPT)
             assert np.array_equal(own(backend).extend([7, 9], [PREFIX, PREFIX])[1], expected)
@@ -109,7 +111,7 @@ def test_out_of_memory_lets_go_of_the_activations() -> None:
     with pytest.raises(VramExceeded) as raised, CpuEngine().computing():
         broken_pass()
     assert dead, "the error still refers to the frames of the pass"
-    assert raised.value.wanted_bytes == 0
+    assert raised.value.requested_bytes == 0
 
 
 def test_other_errors_pass_through() -> None:
@@ -128,4 +130,4 @@ def test_other_errors_pass_through() -> None:
     ],
 )
 def test_what_torch_says_was_asked_for(said: str, n_bytes: int) -> None:
-    assert wanted_bytes(said) == n_bytes
+    assert requested_bytes(said) == n_bytes

@@ -63,7 +63,7 @@ def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factor
     # Logits leave a GPU as they are; on the CPU they become float32 beside themselves.
     source.model.model.get_output_embeddings().out_features = 100_000  # next to which masks are few
     of_rows = [
-        one.scratch_bytes(64, 128, 128) - one.scratch_bytes(64, 64, 64) for one in (source, gpu)
+        item.scratch_bytes(64, 128, 128) - item.scratch_bytes(64, 64, 64) for item in (source, gpu)
     ]
     assert of_rows[0] - of_rows[1] == pytest.approx(64 * 100_000 * 8, rel=0.1)
 
@@ -91,9 +91,9 @@ def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_p
         max_context=4096, max_nodes=MAX_NODES,
     ) as backend:  # fmt: skip
         own(backend).prefill([5])  # the KV cache, and what libraries set up
-        model, held = backend._model, torch.cuda.memory_allocated()
+        model, pinned = backend._model, torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         own(backend).prefill([5] * 3000)
         own(backend).extend([5] * 257, [PREFIX] * 257)
-        taken = torch.cuda.max_memory_allocated() - held
+        taken = torch.cuda.max_memory_allocated() - pinned
         assert taken <= activation_bytes(model, 3000, MAX_NODES, on_gpu=True)

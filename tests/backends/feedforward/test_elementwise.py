@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from backends.feedforward.elementwise import steady_activations, unsteady_function
+from backends.feedforward.elementwise import batch_invariant_activations, unsteady_function
 
 NAMES = ("gelu", "gelu_pytorch_tanh", "gelu_new", "silu", "relu", "relu2", "quick_gelu", "swish")
 
@@ -18,7 +18,7 @@ def alone(function, rows: torch.Tensor) -> torch.Tensor:
 
 def model_with(name: str) -> nn.Module:
     model = nn.Sequential(ACT2FN[name], nn.Linear(3, 3))
-    steady_activations(model)
+    batch_invariant_activations(model)
     return model[0]
 
 

@@ -12,10 +12,10 @@ from torch.nn.functional import linear
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from backends.feedforward.elementwise import in_whole_vectors, steady_activations
+from backends.feedforward.elementwise import batch_invariant_activations, in_whole_vectors
 from backends.feedforward.experts import ONE_BY_ONE, ExpertsRunner
 from backends.hf.products import products_of_experts
-from backends.hf.self_test import least_rows_of_product
+from backends.hf.self_test import min_batch_tokens_of_product
 
 HIDDEN, INNER, N_EXPERTS, N_USED = 48, 40, 6, 3
 
@@ -31,11 +31,11 @@ def make_experts(implementation: str = ONE_BY_ONE) -> Qwen3MoeExperts:
     module = Qwen3MoeExperts(config)
     for parameter in module.parameters():
         parameter.data.normal_(0.0, 0.3, generator=generator)
-    steady_activations(module)
+    batch_invariant_activations(module)
     return module.requires_grad_(False)
 
 
-def bring(
+def fetch(
     module: nn.Module, backwards: bool, experts: Sequence[int], check: object
 ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
     for expert in sorted(experts, reverse=backwards):
@@ -43,23 +43,25 @@ def bring(
         yield expert, [gate, up, module.down_proj[expert]]
 
 
-def least_rows(module: nn.Module) -> int:
+def find_min_batch_tokens(module: nn.Module) -> int:
     """Of its products on this machine: MKL's change with fewer than 4 rows, or than 12."""
-    found = [least_rows_of_product(one, torch.float32) for one in products_of_experts(module)]
-    assert None not in found, "no number of rows is steady here"
-    return max(one for one in found if one is not None)
+    actual = [
+        min_batch_tokens_of_product(expert, torch.float32) for expert in products_of_experts(module)
+    ]
+    assert None not in actual, "no number of rows is steady here"
+    return max(item for item in actual if item is not None)
 
 
-def routed(n_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(n_rows, HIDDEN, generator=generator)
-    chosen = torch.rand(n_rows, N_EXPERTS, generator=generator).topk(N_USED)
+    hidden = torch.randn(num_rows, HIDDEN, generator=generator)
+    chosen = torch.rand(num_rows, N_EXPERTS, generator=generator).topk(N_USED)
     return hidden, chosen.indices, chosen.values
 
 
 def test_the_sum_is_transformers_own() -> None:
     module, rows = make_experts(), routed(20)
-    runner = ExpertsRunner(module, partial(bring, module, False), 4)
+    runner = ExpertsRunner(module, partial(fetch, module, False), 4)
     for implementation in ("eager", "grouped_mm"):
         expected = make_experts(implementation)(*rows)
         assert torch.allclose(module(*rows), expected, atol=1e-5)
@@ -70,10 +72,10 @@ def test_the_sum_is_transformers_own() -> None:
 
 def test_neither_other_rows_nor_the_order_of_arrival_change_a_row() -> None:
     module, (hidden, experts, weights) = make_experts(), routed(60)
-    n_least = least_rows(module)
-    runner = ExpertsRunner(module, partial(bring, module, False), n_least)
+    min_count = find_min_batch_tokens(module)
+    runner = ExpertsRunner(module, partial(fetch, module, False), min_count)
     together = runner(hidden, experts, weights)
-    other = ExpertsRunner(module, partial(bring, module, True), n_least)
+    other = ExpertsRunner(module, partial(fetch, module, True), min_count)
     for start, end in ((0, 1), (7, 9), (20, 33), (59, 60)):
         part = slice(start, end)
         assert torch.equal(other(hidden[part], experts[part], weights[part]), together[part])
@@ -96,8 +98,8 @@ def test_a_grouped_product_on_a_cpu_is_one_product_after_the_other(dtype: torch.
 @pytest.mark.parametrize("width", [1, 6, 16, 160, 700])
 def test_a_sigmoid_in_whole_vectors_is_the_same_in_any_place(width: int) -> None:
     rows = 4 * torch.randn(300, width, generator=torch.Generator().manual_seed(3))
-    steady = in_whole_vectors(torch.sigmoid, width)
-    whole = steady(rows)
+    batch_invariant = in_whole_vectors(torch.sigmoid, width)
+    whole = batch_invariant(rows)
     assert torch.allclose(whole, torch.sigmoid(rows))
     for start, end in ((0, 1), (5, 8), (100, 233), (299, 300)):
-        assert torch.equal(steady(rows[start:end]), whole[start:end])
+        assert torch.equal(batch_invariant(rows[start:end]), whole[start:end])

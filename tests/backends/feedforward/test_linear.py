@@ -24,14 +24,14 @@ from backends.feedforward.linear import (
 )
 from backends.ggml.library import is_installed
 from backends.hf.products import Product
-from backends.hf.self_test import least_rows_of_product
+from backends.hf.self_test import min_batch_tokens_of_product
 
 CLOSE = torch.contiguous_format
 HALF = [torch.bfloat16, torch.float16]
 
 
 @given(
-    n_rows=st.integers(1, 40),
+    num_rows=st.integers(1, 40),
     n_in=st.sampled_from([1, 3, 8, 40, 64, 100]),
     n_out=st.sampled_from([1, 5, 16, 33, 128]),
     dtype=st.sampled_from(HALF),
@@ -39,18 +39,18 @@ HALF = [torch.bfloat16, torch.float16]
     shift=st.integers(0, 9),
 )
 def test_products_are_those_of_float64(
-    n_rows: int, n_in: int, n_out: int, dtype: torch.dtype, has_bias: bool, shift: int
+    num_rows: int, n_in: int, n_out: int, dtype: torch.dtype, has_bias: bool, shift: int
 ) -> None:
-    torch.manual_seed(n_rows)
+    torch.manual_seed(num_rows)
     # Weights lie in a file anywhere, at a multiple of their own size.
     weight = torch.randn(shift + n_out * n_in).to(dtype)[shift:].view(n_out, n_in)
-    x = torch.randn(2, n_rows, n_in).to(dtype)
+    x = torch.randn(2, num_rows, n_in).to(dtype)
     bias = torch.randn(n_out).to(dtype) if has_bias else None
-    found = _by_ggml(x, weight, bias)
-    assert found.dtype == dtype
+    actual = _by_ggml(x, weight, bias)
+    assert actual.dtype == dtype
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     step = torch.finfo(dtype).eps
-    assert torch.allclose(found.double(), expected, rtol=step, atol=8 * step)
+    assert torch.allclose(actual.double(), expected, rtol=step, atol=8 * step)
 
 
 def test_sums_have_their_room_whatever_torchs_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
     dtype: torch.dtype, n_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
-    least = least_rows_of_product(Product(n_in, 128, True, False), dtype)
-    assert least is not None  # how many these are is the processor's affair
+    minimum = min_batch_tokens_of_product(Product(n_in, 128, True, False), dtype)
+    assert minimum is not None  # how many these are is the processor's affair
 
 
 def test_trials_take_any_number_of_threads_that_a_pass_may(monkeypatch) -> None:
@@ -124,7 +124,7 @@ def test_trials_take_any_number_of_threads_that_a_pass_may(monkeypatch) -> None:
     monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
     monkeypatch.setattr(linear_file, "_sums_of_ggml", sums)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    least_rows_of_product(Product(64, 16, False, False), torch.bfloat16)
+    min_batch_tokens_of_product(Product(64, 16, False, False), torch.bfloat16)
     assert taken == {1, 3}
 
 

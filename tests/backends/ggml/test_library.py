@@ -31,7 +31,7 @@ from backends.llama.memory import context_memory, logged_sizes
 from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.formats.gguf_index import GgufError
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 
 pytestmark = pytest.mark.gguf
 
@@ -143,9 +143,9 @@ def test_contract_in_memory(load_mode, path):
 def test_logits_are_copies(path):
     with LlamaBackend(load_gguf_model(path), max_context=60, load_mode="mmap") as backend:
         first = own(backend).prefill([3, 4, 5])
-        kept = first.copy()
+        cached = first.copy()
         own(backend).prefill([50, 60])
-        assert np.array_equal(first, kept)
+        assert np.array_equal(first, cached)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_long_pass_in_memory_can_be_cancelled(path):
         ({"max_nodes": 0}, "max_nodes must be 1 or more"),
         ({"cache_type_k": "q2"}, "cache type 'q2' is not one of"),
         (
-            {"load_mode": "ram", "residency": Placement(PaperModel("m", 1, 4096).layers, 2)},
+            {"load_mode": "ram", "placement": Placement(PaperModel("m", 1, 4096).layers, 2)},
             "takes no residency",
         ),
     ],
@@ -249,11 +249,11 @@ def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_is_what_llama_cpp_takes(family, tmp_path):
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "m.gguf"))
-    exact = {"exactness": Exactness(True, n_least_rows=8), "cache_type_k": "bf16"}
+    exact = {"exactness": Exactness(True, min_batch_tokens=8), "cache_type_k": "bf16"}
     plain = {"flash_attention": False, "cache_type_k": "f32"}
     weightless = LlamaModel(model.path, "none")
-    texts = {"kv_rows": 1000, "max_texts": 16}
-    for options in ({}, {"max_nodes": 100}, plain, exact, texts):
+    sequences = {"num_kv_slots": 1000, "max_num_seqs": 16}
+    for options in ({}, {"max_nodes": 100}, plain, exact, sequences):
         options = {"max_context": 300, "max_nodes": 8, **options}
         expected = context_memory(model, weightless, ContextOptions(**options))
         with LlamaBackend(model, load_mode="mmap", **options) as backend:
@@ -266,12 +266,12 @@ def test_memory_is_what_llama_cpp_takes(family, tmp_path):
 
 def test_options_bound_the_outputs():
     options = ContextOptions(4096, 64)
-    assert (options.max_rows, options.n_outputs, options.n_sequences) == (512, 64, 65)
-    assert ContextOptions(100, 64).max_rows == 100
+    assert (options.max_num_tokens, options.n_outputs, options.n_sequences) == (512, 64, 65)
+    assert ContextOptions(100, 64).max_num_tokens == 100
     assert ContextOptions(4096, 1000).n_sequences == 256
-    texts = ContextOptions(512, 64, kv_rows=8000, max_texts=32)
-    assert (texts.max_rows, texts.n_outputs, texts.n_sequences) == (512, 64, 127)
-    assert (texts.n_cells, replace(texts, max_texts=100).n_outputs) == (8192, 100)
+    sequences = ContextOptions(512, 64, num_kv_slots=8000, max_num_seqs=32)
+    assert (sequences.max_num_tokens, sequences.n_outputs, sequences.n_sequences) == (512, 64, 127)
+    assert (sequences.n_cells, replace(sequences, max_num_seqs=100).n_outputs) == (8192, 100)
 
 
 def test_neither_torch_nor_transformers_is_imported(path):

@@ -14,9 +14,9 @@ from gguf_models import save_tiny_gguf
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.source import BackendOptions
-from backends.ggml import row_checks
+from backends.ggml import batch_invariance
+from backends.ggml.batch_invariance import fewer_outputs, find_min_batch_tokens
 from backends.ggml.library import LOG, LlamaError
-from backends.ggml.row_checks import fewer_outputs, least_rows
 from backends.gguf import exactness
 from backends.gguf.exactness import find_exact_run
 from backends.gguf.hparams import KvLayer, KvShape
@@ -24,7 +24,7 @@ from backends.llama.context import ContextOptions
 from backends.llama.source import GgufSource
 
 pytestmark = pytest.mark.gguf
-EIGHT = Exactness(True, n_least_rows=8)
+EIGHT = Exactness(True, min_batch_tokens=8)
 LARGE = {"hidden": 256, "feed_forward": 256}  # for blocks of 256 numbers
 
 
@@ -44,28 +44,28 @@ def run_of(model, type_k=None, type_v=None):
 def rows_with_kernels(kernel_of):
     """Rows whose values tell the kernel that computed them."""
 
-    def run(start, n_rows):
-        rows = np.arange(start, start + n_rows)
-        return np.stack([rows, [kernel_of(n_rows, i) for i in range(n_rows)]], axis=1)
+    def run(start, num_tokens):
+        rows = np.arange(start, start + num_tokens)
+        return np.stack([rows, [kernel_of(num_tokens, i) for i in range(num_tokens)]], axis=1)
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("few", "least"), [(0, 1), (1, 2), (2, 4), (3, 4), (7, 8), (8, 16), (15, 16), (16, None)]
+    ("few", "minimum"), [(0, 1), (1, 2), (2, 4), (3, 4), (7, 8), (8, 16), (15, 16), (16, None)]
 )
-def test_the_fewest_rows_with_the_kernel_of_many(few, least):
-    assert least_rows([rows_with_kernels(lambda n, _: n <= few)]) == least
+def test_the_fewest_rows_with_the_kernel_of_many(few, minimum):
+    assert find_min_batch_tokens([rows_with_kernels(lambda n, _: n <= few)]) == minimum
 
 
 def test_rows_that_differ_by_their_place_are_never_stable():
-    assert least_rows([rows_with_kernels(lambda n, place: place % 2)]) is None
+    assert find_min_batch_tokens([rows_with_kernels(lambda n, place: place % 2)]) is None
 
 
 def test_all_runs_count():
     same, other = (rows_with_kernels(lambda n, _, k=k: n <= k) for k in (0, 3))
-    assert least_rows([same, other]) == 4
-    assert least_rows([same, rows_with_kernels(lambda *_: 7)]) is None
+    assert find_min_batch_tokens([same, other]) == 4
+    assert find_min_batch_tokens([same, rows_with_kernels(lambda *_: 7)]) is None
 
 
 @pytest.mark.parametrize(
@@ -80,26 +80,26 @@ def test_matrices_are_cut_to_what_has_the_same_kernel(n_out, n_threads, fewer):
 
 
 def test_a_type_of_cache_is_chosen(models):
-    found = run_of(models("llama"))
-    assert found.exactness.is_exact
-    assert found.type_k == found.type_v != "q8_0"
+    actual = run_of(models("llama"))
+    assert actual.exactness.is_exact
+    assert actual.type_k == actual.type_v != "q8_0"
     assert run_of(models("llama"), "bf16", "bf16").exactness.is_exact
     assert run_of(models("llama"), "q8_0", "q8_0").type_k == "q8_0"
 
 
 def test_a_cache_that_the_user_names_may_not_be_exact(models, monkeypatch):
     monkeypatch.setattr(exactness._Checks, "attention", lambda self, kind: None)
-    found = run_of(models("llama"), "f16")
-    assert found.exactness == Exactness(
+    actual = run_of(models("llama"), "f16")
+    assert actual.exactness == Exactness(
         False,
         "a KV cache of f16 is summed in another order for one row than for many: "
         "leave out --cache-type-k and --cache-type-v",
     )
-    assert found.type_k == "f16"
-    found = run_of(models("llama"))
-    assert not found.exactness.is_exact
-    assert "its attention sums" in found.exactness.reason
-    assert found.type_k == found.type_v == "f16"  # as if it had not been asked
+    assert actual.type_k == "f16"
+    actual = run_of(models("llama"))
+    assert not actual.exactness.is_exact
+    assert "its attention sums" in actual.exactness.reason
+    assert actual.type_k == actual.type_v == "f16"  # as if it had not been asked
 
 
 def test_experts_are_not_filled_up(models):
@@ -108,7 +108,7 @@ def test_experts_are_not_filled_up(models):
     dense, experts = (run_of(models(name, dtype="Q4_K", **LARGE)) for name in ("llama", "mixtral"))
     assert dense.exactness.is_exact
     if not experts.exactness.is_exact:
-        assert dense.exactness.n_least_rows > 1
+        assert dense.exactness.min_batch_tokens > 1
         reason = "experts in Q4_K are summed in another order"
         assert experts.exactness.reason.startswith(reason)
     # Passes that send an expert few rows differ in nothing else.
@@ -197,7 +197,7 @@ def test_formats_that_are_slow_to_make_come_from_the_file(models, monkeypatch):
     monkeypatch.setattr(
         exactness,
         "product_runs",
-        lambda *given: seen.append(given) or row_checks.product_runs(*given),
+        lambda *given: seen.append(given) or batch_invariance.product_runs(*given),
     )
     assert run_of(models("llama", dtype="IQ3_XXS", **LARGE)).exactness.is_exact
     assert any(blocks is not None and blocks.shape == (64, 98) for _, _, blocks in seen)
@@ -208,16 +208,16 @@ def test_formats_that_are_slow_to_make_come_from_the_file(models, monkeypatch):
 
 def test_checks_run_once_for_a_machine(models, monkeypatch, tmp_path):
     model = models("llama")
-    found = run_of(model)
+    actual = run_of(model)
     (file,) = (tmp_path / "cache" / "specdec").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(exactness, "least_rows", lambda runs: pytest.fail("it ran again"))
-        assert run_of(model) == found
-    kept = json.loads(file.read_text())
-    for damaged in ("", "[1]", json.dumps(dict.fromkeys(kept, 3)), json.dumps({"product": 1})):
+        patch.setattr(exactness, "find_min_batch_tokens", lambda runs: pytest.fail("it ran again"))
+        assert run_of(model) == actual
+    cached = json.loads(file.read_text())
+    for damaged in ("", "[1]", json.dumps(dict.fromkeys(cached, 3)), json.dumps({"product": 1})):
         file.write_text(damaged)
-        assert run_of(model) == found
-        assert json.loads(file.read_text()).items() >= kept.items()
+        assert run_of(model) == actual
+        assert json.loads(file.read_text()).items() >= cached.items()
     find_exact_run(model, 2, None, None)
     assert len(list(file.parent.iterdir())) == 2
 
@@ -239,7 +239,7 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
         (("q8_0", "q4_0"), ()),
     ):
         assert GgufSource(path, BackendOptions(1, *types)).smaller_cache_types == smaller
-    n_filled = asked.exactness.n_least_rows - 1  # rows at most that fill a pass up
+    n_filled = asked.exactness.min_batch_tokens - 1  # rows at most that fill a pass up
     n_tokens = 256 - n_filled
     assert plain.kv_bytes(n_tokens, 8) == asked.kv_bytes(n_tokens, 8)
     assert plain.with_cache_type("q8_0").kv_bytes(255, 8) < plain.kv_bytes(255, 8)
@@ -251,7 +251,7 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
 def test_room_for_rows_that_fill_up():
     assert ContextOptions(249, 8, exactness=EIGHT).n_cells == 256
     assert ContextOptions(250, 8, exactness=EIGHT).n_cells == 512
-    assert ContextOptions(4, 2, exactness=EIGHT).max_rows == 8
+    assert ContextOptions(4, 2, exactness=EIGHT).max_num_tokens == 8
     assert ContextOptions(250, 8, exactness=replace(EIGHT, is_exact=False)).n_cells == 256
 
 

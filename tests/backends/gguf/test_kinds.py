@@ -35,7 +35,7 @@ ONE = {"some.weight": (F32, (4,))}
 HEAD = {"blk.2.nextn.eh_proj.weight": (F32, (4,)), "blk.2.attn_q.weight": (F32, (4,))}
 NEXTN = {"block_count": ("u32", 3), "nextn_predict_layers": ("u32", 1)}
 
-OTHERS: list[tuple[str, dict, dict | None, str]] = [
+REST: list[tuple[str, dict, dict | None, str]] = [
     ("mmproj", typed("mmproj") | {"general.architecture": ("str", "clip")}, ONE, "projector"),
     ("old mmproj", {"general.architecture": ("str", "clip")}, ONE, "projector"),
     ("projector", typed("projector"), ONE, "projector"),
@@ -80,8 +80,8 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("metadata", "tensors", "kind"), [x[1:] for x in OTHERS],
-                         ids=[x[0] for x in OTHERS])  # fmt: skip
+@pytest.mark.parametrize(("metadata", "tensors", "kind"), [x[1:] for x in REST],
+                         ids=[x[0] for x in REST])  # fmt: skip
 def test_what_is_no_language_model_is_refused_by_name(
     tmp_path: Path, metadata: dict, tensors: dict | None, kind: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_pooling_is_numbered_as_in_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     from backends.gguf.kinds import _POOLED
 
-    assert set(_POOLED) == {int(one) for one in gguf.PoolingType} - {gguf.PoolingType.NONE}
+    assert set(_POOLED) == {int(item) for item in gguf.PoolingType} - {gguf.PoolingType.NONE}
     names = {gguf.GGUFType.ADAPTER, gguf.GGUFType.IMATRIX, gguf.GGUFType.MMPROJ}
     from backends.gguf.kinds import _FILE_KINDS
 

@@ -46,11 +46,11 @@ def test_a_dense_model(tmp_path: Path) -> None:
     for i, layer in enumerate(model.layers):
         assert [r.name for r in layer.tensors] == list(gb.layer_tensors(i))
         assert layer.resident == frozenset()
-    names = {r.name for r in model.outer_records}
+    names = {r.name for r in model.non_layer_records}
     assert names == {"token_embd.weight", "output_norm.weight", "output.weight"}
     assert model.unused_records == ()
     # Every tensor has exactly one place.
-    n_placed = sum(len(layer.tensors) for layer in model.layers) + len(model.outer_records)
+    n_placed = sum(len(layer.tensors) for layer in model.layers) + len(model.non_layer_records)
     assert n_placed == len(model.index)
     # 2 layers x (key + value) x 2 heads of 16 x 2 bytes
     assert model.kv_bytes_per_token("f16", "f16") == 2 * 2 * 2 * 16 * 2
@@ -70,7 +70,7 @@ def test_tied_split_and_out_of_order(tmp_path: Path) -> None:
     for i, layer in enumerate(model.layers):
         assert {r.name for r in layer.tensors} == set(gb.layer_tensors(i))
         assert {r.path for r in layer.tensors} == set(paths)
-    assert "rope_freqs.weight" in {r.name for r in model.outer_records}
+    assert "rope_freqs.weight" in {r.name for r in model.non_layer_records}
 
 
 def test_layers_for_multi_token_prediction_are_set_aside(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_vocabularies_for_which_llama_cpp_would_end_the_process(
 
 
 @pytest.mark.parametrize(
-    ("units", "texts", "is_well"),
+    ("units", "sequences", "is_well"),
     [
         ({}, b"x\0", True),
         ({0x61: 1 << 10 | 1 << 8 | 0x61, 0x60: 1 << 31}, b"x\0", True),  # "a" is written as "x"
@@ -221,10 +221,10 @@ def test_vocabularies_for_which_llama_cpp_would_end_the_process(
     ],
 )
 def test_tables_of_characters(
-    tmp_path: Path, units: dict[int, int], texts: bytes, is_well: bool
+    tmp_path: Path, units: dict[int, int], sequences: bytes, is_well: bool
 ) -> None:
     values = [units.get(i, 0) for i in range(256)]
-    table = struct.pack("<257I", 4 * 256, *values) + texts
+    table = struct.pack("<257I", 4 * 256, *values) + sequences
     key = {"tokenizer.ggml.precompiled_charsmap": ("[u8]", list(table))}
     if is_well:
         assert load(tmp_path, gb.model_metadata() | key)

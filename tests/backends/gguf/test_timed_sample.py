@@ -19,7 +19,7 @@ from backends.gguf.model import load_gguf_model
 from backends.gguf.timed_sample import SAMPLED_ARCHITECTURES, sample_file, spread_layers
 from backends.llama import source as gguf_source
 from offload.formats.gguf_index import GgufIndex
-from offload.residency.plan import plan_residency
+from offload.placement.plan import plan_placement
 
 pytestmark = pytest.mark.gguf
 DENSE = [name for name, family in FAMILIES.items() if not family.n_experts]
@@ -42,8 +42,8 @@ def test_llama_cpp_runs_a_sample_of_every_architecture(
     path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=4, vocab=300)
     with sample_file(load_gguf_model(path), layers) as sample:
         source = gguf_source.GgufSource(sample, BackendOptions(n_threads=1))
-        residency = plan_residency(source.layers, 1 << 40)
-        with source.load(Loading(residency, 16, 4, 4, load_mode="mmap")) as backend:
+        placement = plan_placement(source.layers, 1 << 40)
+        with source.load(Loading(placement, 16, 4, 4, load_mode="mmap")) as backend:
             assert own(backend).prefill([3, 1, 2]).shape == (256,)
 
 
@@ -52,13 +52,13 @@ def test_its_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
     model = load_gguf_model(path)
     n_open = n_open_files()
     with sample_file(model, (2, 3)) as sample:
-        found = load_gguf_model(sample)
-        for mine, wanted in zip(found.layers, (model.layers[2], model.layers[3]), strict=True):
+        actual = load_gguf_model(sample)
+        for mine, requested in zip(actual.layers, (model.layers[2], model.layers[3]), strict=True):
             assert [(r.shape, r.dtype) for r in mine.tensors] == [
-                (r.shape, r.dtype) for r in wanted.tensors
+                (r.shape, r.dtype) for r in requested.tensors
             ]
         taken = os.stat(sample)
-        assert taken.st_size >= sum(r.n_bytes for layer in found.layers for r in layer.tensors)
+        assert taken.st_size >= sum(r.n_bytes for layer in actual.layers for r in layer.tensors)
         assert taken.st_blocks * 512 < 64 * 1024  # nothing but the header was written
     assert n_open_files() == n_open
 
@@ -91,9 +91,9 @@ def test_what_is_told_of_each_layer_is_cut_to_the_sample(tmp_path: Path) -> None
         "tokenizer.ggml.model": ("str", "no_vocab"),
     }
     with sample_file(load_gguf_model(path), (1, 2)) as sample:
-        found = GgufIndex.from_path(sample).metadata
-        assert {key: (found.type_name(key), found[key]) for key in expected} == expected
-        assert "tokenizer.ggml.tokens" not in found
+        actual = GgufIndex.from_path(sample).metadata
+        assert {key: (actual.type_name(key), actual[key]) for key in expected} == expected
+        assert "tokenizer.ggml.tokens" not in actual
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPa
     layer_bytes = sum(record.n_bytes for record in source.layers[0].tensors)
     head_bytes = 96 * 64 * 4  # float32; the sample has it once
     per_byte = source.measure_compute(beside_reads=False).per_byte
-    for n_rows in (1, 5, 40):
-        assert per_byte.seconds(n_rows) * (layer_bytes + head_bytes) == pytest.approx(
-            n_rows, rel=0.01
+    for num_tokens in (1, 5, 40):
+        assert per_byte.seconds(num_tokens) * (layer_bytes + head_bytes) == pytest.approx(
+            num_tokens, rel=0.01
         )
 
 

@@ -20,7 +20,7 @@ from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
 
 N_TOKENS = 1030  # several chunks, the last one short
-MOST_OVER = 1.4
+MAX_OVER = 1.4
 _WIDE: dict[str, object] = {
     "max_position_embeddings": 4096,
     "hidden_size": 256,
@@ -44,12 +44,12 @@ def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
     gc.collect()  # what is let go of meanwhile would count as less
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         own(backend).prefill(token_ids)
-    held = most = 0
+    pinned = limit = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+            pinned += event.nbytes()
+            limit = max(limit, pinned)
+    return limit
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -62,16 +62,16 @@ def test_planned_bytes_cover_what_a_prompt_takes(
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
     model = load_hf_model(tmp_path)
     planned = activation_bytes(model, N_TOKENS, 1)
-    with TorchBackend.held_in_memory(model, max_context=4096) as backend:
+    with TorchBackend.kept_in_memory(model, max_context=4096) as backend:
         needed = peak_bytes(backend, [5 + i % 80 for i in range(N_TOKENS)])
     print(family, dtype, "RATIO", planned / needed, planned, needed)
     assert needed <= planned
-    assert planned <= MOST_OVER * needed
+    assert planned <= MAX_OVER * needed
 
 
 def test_rows_of_logits_that_fill_a_pass_up_are_planned_for(checkpoint_factory) -> None:
     source = HfSource(checkpoint_factory("llama", vocab_size=50_000), BackendOptions(is_exact=True))
-    source.exactness = TorchExactness(True, n_least_rows=32)
-    with TorchBackend.held_in_memory(source.model, exactness=source.exactness) as backend:
+    source.exactness = TorchExactness(True, min_batch_tokens=32)
+    with TorchBackend.kept_in_memory(source.model, exactness=source.exactness) as backend:
         needed = peak_bytes(backend, [5, 6, 7])
     assert needed <= source.scratch_bytes(3, 1, 1)

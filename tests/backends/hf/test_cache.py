@@ -71,10 +71,10 @@ class KvMachine(RuleBasedStateMachine):
         path = self.ids_on_path(end)
         children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
-        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        cached = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
         own(self.backend).commit(path, keep)
         self.text += tokens
-        self.live = {n: self.live[n][len(tokens) :] for n in kept}
+        self.live = {n: self.live[n][len(tokens) :] for n in cached}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -104,12 +104,12 @@ class KvMachine(RuleBasedStateMachine):
     def cut_to_another_text(self, data, tokens):
         """Another text, which may begin like the present one."""
         n_shared = data.draw(st.integers(0, len(self.text)))
-        wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = own(self.backend).cut_to(wanted)
-        assert 0 < len(lacking) <= max(len(wanted) - n_shared, 1)
+        requested = (self.text[:n_shared] + tokens)[:CONTEXT]
+        lacking = own(self.backend).cut_to(requested)
+        assert 0 < len(lacking) <= max(len(requested) - n_shared, 1)
         logits = own(self.backend).prefill(lacking)
-        self.text, self.live = wanted, {}
-        self.check(logits, wanted)
+        self.text, self.live = requested, {}
+        self.check(logits, requested)
 
     def ids_on_path(self, node):
         return own(self.backend).store.table.path(node)

@@ -8,7 +8,7 @@ import pytest
 from alone import own
 from tiny_pair import save_model
 
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
@@ -17,17 +17,17 @@ from offload.process.memory import process_memory
 from offload.units import MIB
 
 
-@pytest.mark.parametrize("n_tokens", [1, BLOCK_ROWS, BLOCK_ROWS + 1, 300])
+@pytest.mark.parametrize("n_tokens", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 300])
 def test_what_is_counted_is_what_a_text_takes(tmp_path: Path, n_tokens: int) -> None:
     source = HfSource(save_model(tmp_path, seed=0), BackendOptions())
-    with TorchBackend.held_in_memory(source.model) as backend:
+    with TorchBackend.kept_in_memory(source.model) as backend:
         to_come = backend.kv_growth_bytes(n_tokens)
         own(backend).prefill([5] * n_tokens)
         assert backend.kv_bytes <= to_come
         assert backend.kv_bytes <= source.kv_bytes(n_tokens, 0)
-        n_least = source.exactness.n_least_rows
-        assert backend.kv_growth_bytes(n_tokens - n_least) == 0
-        assert backend.kv_growth_bytes(n_tokens + BLOCK_ROWS) > 0
+        min_count = source.exactness.min_batch_tokens
+        assert backend.kv_growth_bytes(n_tokens - min_count) == 0
+        assert backend.kv_growth_bytes(n_tokens + BLOCK_SIZE) > 0
 
 
 def test_what_was_rolled_back_is_used_again(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_long_context_takes_no_memory_until_it_is_used(tmp_path: Path) -> None
 
 def test_texts_to_come_begin_a_block_each(tmp_path: Path) -> None:
     model = HfSource(save_model(tmp_path, seed=0), BackendOptions()).model
-    with TorchBackend.held_in_memory(model, kv_rows=4096) as backend:
+    with TorchBackend.kept_in_memory(model, num_kv_slots=4096) as backend:
         to_come = backend.kv_growth_bytes(20 * 3, 20)
         backend.forward([SequenceInput(backend.new_sequence(), [5 + i, 6, 7]) for i in range(20)])
         assert backend.kv_bytes == 20 * backend._pool.block_bytes

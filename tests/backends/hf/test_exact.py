@@ -17,8 +17,8 @@ from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions, Loading
 from backends.hf import backend as hf_backend
 from backends.hf.source import HfSource
-from offload.residency.placement import Placement
-from offload.residency.plan import plan_residency
+from offload.placement.placement import Placement
+from offload.placement.plan import plan_placement
 
 
 def make_source(directory: Path, n_threads: int | None = None) -> HfSource:
@@ -29,10 +29,10 @@ def make_source(directory: Path, n_threads: int | None = None) -> HfSource:
 
 def load(source: HfSource, max_context: int = CONTEXT, n_slots: int = 0):
     """n_slots: of the ring that every layer is streamed through; 0: all stay in memory."""
-    residency = plan_residency(source.layers, 1 << 40)
+    placement = plan_placement(source.layers, 1 << 40)
     if n_slots:
-        residency = Placement(source.layers, n_slots)
-    return source.load(Loading(residency, max_context, MAX_NODES, MAX_NODES))
+        placement = Placement(source.layers, n_slots)
+    return source.load(Loading(placement, max_context, MAX_NODES, MAX_NODES))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -72,14 +72,14 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
     """Several blocks of keys, chunks of a prompt that end anywhere, threads that share rows."""
-    monkeypatch.setattr(hf_backend, "CHUNK_ROWS", 40)
+    monkeypatch.setattr(hf_backend, "CHUNK_TOKENS", 40)
     text = long_text(230)
     directory = checkpoint_factory(family, max_position_embeddings=512)
     with (
         load(make_source(directory, n_threads), 256) as backend,
-        load(make_source(directory, n_threads), 256) as one,
+        load(make_source(directory, n_threads), 256) as item,
     ):
-        plain = Plain(one)
+        plain = Plain(item)
         for lengths in ([230], [41, 189], [128, 1, 101]):
             own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
@@ -98,11 +98,14 @@ def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> No
 
 def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:
     directory, text = checkpoint_factory("llama"), long_text(20)
-    with load(make_source(directory)) as held, load(make_source(directory), n_slots=2) as streamed:
-        for backend in (held, streamed):
+    with (
+        load(make_source(directory)) as pinned,
+        load(make_source(directory), n_slots=2) as streamed,
+    ):
+        for backend in (pinned, streamed):
             own(backend).prefill(text)
-        parents = [PREFIX, PREFIX, own(held).next_node_id]
-        rows = [own(backend).extend([5, 6, 7], parents)[1] for backend in (held, streamed)]
+        parents = [PREFIX, PREFIX, own(pinned).next_node_id]
+        rows = [own(backend).extend([5, 6, 7], parents)[1] for backend in (pinned, streamed)]
         assert np.array_equal(*rows)
         assert streamed.stream_use.bytes_streamed > 0
 
@@ -115,14 +118,14 @@ def reverse_the_blocks(monkeypatch, source: HfSource) -> None:
     blocks = Scores.blocks
 
     def reversed_for_many(self, shares):
-        found = list(blocks(self, shares))
-        return found[::-1] if shares.shape[1] > 8 else found
+        actual = list(blocks(self, shares))
+        return actual[::-1] if shares.shape[1] > 8 else actual
 
     monkeypatch.setattr(Scores, "blocks", reversed_for_many)
 
 
 def leave_passes_short(monkeypatch, source: HfSource) -> None:
-    source.exactness = replace(source.exactness, n_least_rows=1)
+    source.exactness = replace(source.exactness, min_batch_tokens=1)
 
 
 MISTAKES = [reverse_the_blocks, leave_passes_short]
@@ -133,8 +136,8 @@ def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monke
     """A prompt and chains behind several blocks of keys, in fp32."""
     text = long_text(240)
     directory = checkpoint_factory("llama")
-    with load(make_source(directory), 256) as one:
-        plain = Plain(one)
+    with load(make_source(directory), 256) as item:
+        plain = Plain(item)
         plain.row(text)
     source = make_source(directory)
     if mistake is not None:
@@ -144,8 +147,8 @@ def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monke
         for n in (1, 2, 3, 14):
             start, first = own(backend).n_committed, own(backend).next_node_id
             parents = [PREFIX, *range(first, first + n - 1)]
-            ids, found = own(backend).extend(text[start : start + n], parents)
-            rows += list(found)
+            ids, actual = own(backend).extend(text[start : start + n], parents)
+            rows += list(actual)
             own(backend).commit(ids)
     expected = [plain.rows[tuple(text[:n])] for n in range(200, 221)]
     is_equal = all(map(np.array_equal, rows, expected))

@@ -30,15 +30,17 @@ from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
 from backends.shapes.hf import hf_shape
 from offload.formats.tensors import CheckpointError
-from offload.residency.experts import ExpertRoom, count_experts
-from offload.residency.plan import plan_residency
+from offload.placement.experts import ExpertCachePlan, count_experts
+from offload.placement.plan import plan_placement
 
 
 def opened(directory, n_slots=None, **options):
     """Dense parts stream; experts have so many slots, or one each."""
     model = load_hf_model(directory)
-    room = ExpertRoom(model.experts, n_slots or count_experts(model.experts))
-    return TorchBackend(model, CpuWeights(model, model.layer_weights, 2, experts=room), **options)
+    capacity = ExpertCachePlan(model.experts, n_slots or count_experts(model.experts))
+    return TorchBackend(
+        model, CpuWeights(model, model.layer_weights, 2, experts=capacity), **options
+    )
 
 
 @pytest.mark.parametrize("n_slots", [None, 2])
@@ -88,13 +90,13 @@ def test_any_history_gives_the_bits_of_one_token_per_pass(
     directory = in_dtype(checkpoint_factory(family), tmp_path, dtype)
     sources = [HfSource(directory, BackendOptions(is_exact=True)) for _ in range(2)]
     assert sources[0].exactness.is_exact, sources[0].exactness
-    few, all_held = (loaded(source, n) for source, n in zip(sources, (4, None), strict=True))
-    with few as backend, all_held as plain:
+    few, all_pinned = (loaded(source, n) for source, n in zip(sources, (4, None), strict=True))
+    with few as backend, all_pinned as plain:
         try_histories(backend, plain, max_examples=4)
 
 
 def loaded(source, n_slots=None):
-    residency = plan_residency(source.layers, 1 << 40)
+    placement = plan_placement(source.layers, 1 << 40)
     if n_slots is not None:
-        residency = replace(residency, experts=ExpertRoom(source.experts, n_slots))
-    return source.load(Loading(residency, CONTEXT, MAX_NODES, MAX_NODES))
+        placement = replace(placement, experts=ExpertCachePlan(source.experts, n_slots))
+    return source.load(Loading(placement, CONTEXT, MAX_NODES, MAX_NODES))

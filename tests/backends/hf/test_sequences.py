@@ -1,4 +1,4 @@
-"""Several texts in one pass: each has the logits that it has alone."""
+"""Several sequences in one pass: each has the logits that it has alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from alone import own
 from exact_histories import Fresh
-from text_histories import try_texts
+from sequence_histories import try_sequences
 
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
@@ -24,15 +24,15 @@ CONTEXT = 160
 @pytest.fixture
 def backend(checkpoint_factory: Any) -> Iterator[TorchBackend]:
     source = HfSource(checkpoint_factory("llama"), BackendOptions(is_exact=True))
-    with TorchBackend.held_in_memory(
-        source.model, max_context=200, kv_rows=3 * BLOCK_ROWS + 1, exactness=source.exactness
+    with TorchBackend.kept_in_memory(
+        source.model, max_context=200, num_kv_slots=3 * BLOCK_SIZE + 1, exactness=source.exactness
     ) as made:
         yield made
 
 
 def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
     first = backend.new_sequence()
-    first.prefill([5] * (2 * BLOCK_ROWS + 3))
+    first.prefill([5] * (2 * BLOCK_SIZE + 3))
     n_bytes = backend.kv_bytes
     forks = [first.fork() for _ in range(20)]
     assert backend.kv_bytes == n_bytes
@@ -40,7 +40,7 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
     assert backend.kv_bytes == n_bytes * 4 // 3
     with pytest.raises(BackendError, match="KV cache is full: all of its 256 tokens"):
         forks[1].prefill([8])
-    assert forks[1].n_committed == 2 * BLOCK_ROWS + 3
+    assert forks[1].n_committed == 2 * BLOCK_SIZE + 3
     forks[0].close()
     forks[1].prefill([8])
     with pytest.raises(BackendError, match="cannot fork at 200: 131 are committed"):
@@ -50,25 +50,25 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
 def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
     text, whole = backend.new_sequence(), backend.new_sequence()
     expected = whole.prefill([5, 6, 7, 8])
-    found = backend.forward([SequenceInput(text, [5, 6], logits_at=())])[0]
-    assert (found.node_ids, found.logits.shape) == ([], (0, backend.vocab_size))
+    actual = backend.forward([SequenceInput(text, [5, 6], logits_at=())])[0]
+    assert (actual.node_ids, actual.logits.shape) == ([], (0, backend.vocab_size))
     assert np.array_equal(text.prefill([7, 8]), expected)
 
 
 def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> None:
     first = backend.new_sequence()
-    first.prefill([5] * (BLOCK_ROWS + 3))
+    first.prefill([5] * (BLOCK_SIZE + 3))
     fork = first.fork()
-    room = first.node_room
-    assert fork.node_room == room > BLOCK_ROWS
+    capacity = first.num_free_slots
+    assert fork.num_free_slots == capacity > BLOCK_SIZE
     first.extend([7] * 10, [PREFIX] * 10)  # in a copy of the block that is not full
-    assert first.node_room == room - 10
-    assert fork.node_room == room  # that block is its own now
-    first.extend([7] * (room - 10), [PREFIX] * (room - 10))
-    assert first.node_room == 0
+    assert first.num_free_slots == capacity - 10
+    assert fork.num_free_slots == capacity  # that block is its own now
+    first.extend([7] * (capacity - 10), [PREFIX] * (capacity - 10))
+    assert first.num_free_slots == 0
     with pytest.raises(BackendError, match="KV cache is full"):
-        first.extend([7] * BLOCK_ROWS, [PREFIX] * BLOCK_ROWS)
-    assert first.node_room == room
+        first.extend([7] * BLOCK_SIZE, [PREFIX] * BLOCK_SIZE)
+    assert first.num_free_slots == capacity
 
 
 def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend) -> None:
@@ -82,14 +82,14 @@ def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend
 
 
 def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
-    texts = [backend.new_sequence() for _ in range(2)]
-    rows = [text.prefill([9, 10, 11]) for text in texts]
-    batch = [SequenceInput(texts[0], [12]), SequenceInput(texts[1], [13], [77])]
+    sequences = [backend.new_sequence() for _ in range(2)]
+    rows = [text.prefill([9, 10, 11]) for text in sequences]
+    batch = [SequenceInput(sequences[0], [12]), SequenceInput(sequences[1], [13], [77])]
     with pytest.raises(BackendError, match="77, which is not a live node"):
         backend.forward(batch)
     with pytest.raises(ValueError, match="in the batch twice"):
         backend.forward([batch[0], batch[0]])
-    for text, row in zip(texts, rows, strict=True):
+    for text, row in zip(sequences, rows, strict=True):
         assert text.n_committed == 3
         text.rollback(2)
         assert np.array_equal(text.prefill([11]), row)
@@ -104,7 +104,9 @@ def test_every_text_is_what_it_is_alone(family: str, checkpoint_factory: Any) ->
     assert source.exactness.is_exact, source.exactness.reason
     options = {"max_context": CONTEXT, "exactness": source.exactness}
     with (
-        TorchBackend.held_in_memory(source.model, kv_rows=5 * BLOCK_ROWS, **options) as backend,
-        TorchBackend.held_in_memory(other.model, **options) as fresh,
+        TorchBackend.kept_in_memory(
+            source.model, num_kv_slots=5 * BLOCK_SIZE, **options
+        ) as backend,
+        TorchBackend.kept_in_memory(other.model, **options) as fresh,
     ):
-        try_texts(backend, Fresh(fresh), longest=130, max_examples=15)
+        try_sequences(backend, Fresh(fresh), longest=130, max_examples=15)

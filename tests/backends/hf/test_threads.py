@@ -21,8 +21,8 @@ from backends.hf import threads
 from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
 from backends.hf.threads import keep_few_kernels, use_threads
+from offload.placement.plan import plan_placement
 from offload.process import cpus
-from offload.residency.plan import plan_residency
 
 pytestmark = pytest.mark.usefixtures("_torch_threads")
 
@@ -43,7 +43,7 @@ def test_threads(
 def load(directory: Path, exactness: TorchExactness) -> Backend:
     source = HfSource(directory, BackendOptions(is_exact=True))
     source.exactness = exactness
-    return source.load(Loading(plan_residency(source.layers, 1 << 40), 32, 4, 4))
+    return source.load(Loading(plan_placement(source.layers, 1 << 40), 32, 4, 4))
 
 
 def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
@@ -54,10 +54,10 @@ def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
     monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
     monkeypatch.setattr(threads, "_default_threads", lambda: 2)
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
-    run_model, found = hf_backend.run_model, []
+    run_model, actual = hf_backend.run_model, []
 
     def run(*args: Any) -> torch.Tensor:
-        found.append(torch.get_num_threads())
+        actual.append(torch.get_num_threads())
         return run_model(*args)
 
     monkeypatch.setattr(hf_backend, "run_model", run)
@@ -75,7 +75,7 @@ def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
         thread.start()
         thread.join()
         own(target).extend([8], [PREFIX])
-    assert found == [1, 2, 1, 2, 2]
+    assert actual == [1, 2, 1, 2, 2]
 
 
 _MANY_SHAPES = """

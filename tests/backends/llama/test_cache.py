@@ -97,19 +97,19 @@ class KvMachine(RuleBasedStateMachine):
         path = self.ids_on_path(end)
         children = [n for n in self.live if self.ids_on_path(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
-        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        cached = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
         own(self.backend).commit(path, keep)
         self.text += tokens
-        self.live = {n: self.live[n][len(tokens) :] for n in kept}
+        self.live = {n: self.live[n][len(tokens) :] for n in cached}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def keep_some_without_committing(self, data):
         roots = [n for n in self.live if len(self.live[n]) == 1]
         keep = [n for n in roots if data.draw(st.booleans())]
-        kept = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
+        cached = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
         own(self.backend).commit([], keep)
-        self.live = {n: self.live[n] for n in kept}
+        self.live = {n: self.live[n] for n in cached}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -139,12 +139,12 @@ class KvMachine(RuleBasedStateMachine):
     def cut_to_another_text(self, data, tokens):
         """Another text, which may begin like the present one."""
         n_shared = data.draw(st.integers(0, len(self.text)))
-        wanted = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = own(self.backend).cut_to(wanted)
-        assert 0 < len(lacking) <= max(len(wanted) - n_shared, 1)
+        requested = (self.text[:n_shared] + tokens)[:CONTEXT]
+        lacking = own(self.backend).cut_to(requested)
+        assert 0 < len(lacking) <= max(len(requested) - n_shared, 1)
         logits = own(self.backend).prefill(lacking)
-        self.text, self.live = wanted, {}
-        self.check(logits, wanted)
+        self.text, self.live = requested, {}
+        self.check(logits, requested)
 
     @precondition(lambda self: self.live)
     @rule()

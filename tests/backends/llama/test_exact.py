@@ -9,8 +9,8 @@ import pytest
 from alone import own
 from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
 from gguf_models import save_tiny_gguf
-from gguf_streaming import exercise, residency, same
-from gguf_texts import filled_up_source
+from gguf_sequences import filled_up_source
+from gguf_streaming import exercise, placement, same
 from hypothesis import Phase
 from mapped_weights import needs_whole_pages
 
@@ -20,7 +20,7 @@ pytest.importorskip("gguf")
 from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.contract.source import BackendOptions, Loading
 from backends.llama.source import GgufSource
-from offload.residency.plan import plan_residency
+from offload.placement.plan import plan_placement
 
 pytestmark = [pytest.mark.gguf, needs_whole_pages]
 
@@ -29,9 +29,9 @@ def make_source(path):
     return GgufSource(path, BackendOptions(n_threads=1, is_exact=True))
 
 
-def load(source, max_context=CONTEXT, load_mode="mmap", residency=None):
-    whole = plan_residency(source.layers, 1 << 40)
-    return source.load(Loading(residency or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
+def load(source, max_context=CONTEXT, load_mode="mmap", placement=None):
+    whole = plan_placement(source.layers, 1 << 40)
+    return source.load(Loading(placement or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_prefixes_of_many_cells(family, dtype, tmp_path):
     text = long_text(1100)
     path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=2, dtype=dtype, n_ctx=1200)
     source = make_source(path)
-    with load(source, 1200) as backend, load(source, 1200) as one:
-        plain = Plain(one)
+    with load(source, 1200) as backend, load(source, 1200) as item:
+        plain = Plain(item)
         plain.row(text)
         for lengths in ([1100], [513, 587], [700, 1, 399]):
             own(backend).rollback(0)
@@ -96,14 +96,14 @@ def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
     path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=3, dtype=dtype, **sizes)
     source = make_source(path)
     assert source.exactness.is_exact
-    ring = residency(source.layers)
+    ring = placement(source.layers)
     with (
         load(source) as mapped,
-        load(source, load_mode="ram") as held,
-        load(source, load_mode="stream", residency=ring) as streamed,
+        load(source, load_mode="ram") as pinned,
+        load(source, load_mode="stream", placement=ring) as streamed,
     ):
         expected = exercise(mapped)
-        assert same(expected, exercise(held))
+        assert same(expected, exercise(pinned))
         assert same(expected, exercise(streamed))
         assert streamed.stream_use.bytes_streamed > 0
 
@@ -111,12 +111,12 @@ def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
 def test_the_last_tokens_of_a_context_have_room(tmp_path):
     """Rows that fill a pass up take cells, too."""
     source, text = filled_up_source(tmp_path), long_text(256)
-    with load(source, 256) as backend, load(source, 256) as one:
-        assert own(backend).node_room == MAX_NODES
+    with load(source, 256) as backend, load(source, 256) as item:
+        assert own(backend).num_free_slots == MAX_NODES
         own(backend).prefill(text[:255])
-        assert own(backend).node_room == MAX_NODES
+        assert own(backend).num_free_slots == MAX_NODES
         ids, rows = own(backend).extend([text[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
-        assert np.array_equal(rows[3], Plain(one).row(text))
+        assert np.array_equal(rows[3], Plain(item).row(text))
         own(backend).commit(ids[3:4])
         with pytest.raises(ContextFull):
             own(backend).extend([5], [PREFIX])
@@ -147,7 +147,7 @@ def leave_gaps(backend):
 
 
 def leave_passes_short(backend):
-    unfilled = replace(backend._options.exactness, n_least_rows=1)
+    unfilled = replace(backend._options.exactness, min_batch_tokens=1)
     backend._options = replace(backend._options, exactness=unfilled)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from alone import own
-from gguf_streaming import residency
+from gguf_streaming import placement
 
 from backends.contract.backend import PREFIX, BackendError
 from backends.contract.exactness import Exactness
@@ -14,7 +14,7 @@ from backends.llama.cells import MOVED_CELLS, check_lengths
 from backends.llama.passes import PassCancelled
 
 pytestmark = pytest.mark.gguf
-EXACT = Exactness(True, n_least_rows=4)
+EXACT = Exactness(True, min_batch_tokens=4)
 PROMPT, PATH = [3, 4, 5, 6, 7], [20, 21, 22]
 
 
@@ -28,7 +28,7 @@ def make(models):
         sizes = {"max_context": 60, "max_nodes": 32, "n_threads": 1}
         model = models("llama", n_layers=3)
         if options.pop("is_streamed", False):
-            options["residency"] = residency(model.layers)
+            options["placement"] = placement(model.layers)
         else:
             options["load_mode"] = "mmap"
         made.append(LlamaBackend(model, **types, **sizes, **options))
@@ -39,13 +39,13 @@ def make(models):
         backend.close()
 
 
-def grow(backend, n_others):
+def grow(backend, num_others):
     """The ids of a chain of PATH, behind so many nodes that are not part of it."""
     own(backend).prefill(PROMPT)
-    first = own(backend).next_node_id + n_others
-    parents = [PREFIX] * (n_others + 1) + [first, first + 1]
-    ids, _ = own(backend).extend([*range(40, 40 + n_others), *PATH], parents)
-    return ids[n_others:]
+    first = own(backend).next_node_id + num_others
+    parents = [PREFIX] * (num_others + 1) + [first, first + 1]
+    ids, _ = own(backend).extend([*range(40, 40 + num_others), *PATH], parents)
+    return ids[num_others:]
 
 
 def next_row(backend):
@@ -101,12 +101,12 @@ def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
 def test_a_long_path_is_moved_in_pieces(make, monkeypatch):
     backend = make()
     own(backend).prefill(PROMPT)
-    n_others = MOVED_CELLS + 1
-    first, tokens = own(backend).next_node_id + n_others, list(range(20, 40))
-    parents = [PREFIX] * (n_others + 1) + list(range(first, first + 19))
-    ids, rows = own(backend).extend([50] * n_others + tokens, parents)
+    num_others = MOVED_CELLS + 1
+    first, tokens = own(backend).next_node_id + num_others, list(range(20, 40))
+    parents = [PREFIX] * (num_others + 1) + list(range(first, first + 19))
+    ids, rows = own(backend).extend([50] * num_others + tokens, parents)
     moves = count_moves(backend, monkeypatch)
-    own(backend).commit(ids[n_others:-1])
+    own(backend).commit(ids[num_others:-1])
     assert np.array_equal(own(backend).extend(tokens[19:], [PREFIX])[1][0], rows[-1])
     assert moves == [(5, 8), (13, 8), (21, 3)]
 
@@ -126,10 +126,10 @@ def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
             next_row(backend)
     assert list(own(backend).committed_ids) == PROMPT + PATH
     own(backend).store.check_integrity()
-    found = next_row(backend)
+    actual = next_row(backend)
     own(backend).rollback(0)
     own(backend).prefill(PROMPT + PATH)
-    assert np.array_equal(next_row(backend), found)
+    assert np.array_equal(next_row(backend), actual)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -148,5 +148,5 @@ def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_stream
         patch.setattr(backend._context, "decode", cancel)
         with pytest.raises(PassCancelled):
             next_row(backend)
-    check_lengths(backend._model.library, backend._context.memory, {backend._cells.spare: 0})
+    check_lengths(backend._model.library, backend._context.memory, {backend._cells.scratch: 0})
     assert np.array_equal(next_row(backend), expected)

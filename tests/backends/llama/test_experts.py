@@ -21,16 +21,16 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.ggml.library import LlamaError, LlamaModel
-from backends.llama.context import PREFILL_ROWS
+from backends.llama.context import PREFILL_TOKENS
 from backends.llama.graph import RoutedNodes
 from backends.llama.passes import PassCancelled
 from backends.llama.source import GgufSource
 from offload.experts.eviction import visits_of
 from offload.paging.experts import PagedExperts
-from offload.residency.experts import slot_bytes
+from offload.placement.experts import slot_bytes
 from offload.storage.direct_io import StorageError
 from offload.trace import recording
-from specdec.planning.memory.placer import CpuPlacer
+from specdec.planning.memory.placement_planner import CpuPlacementPlanner
 
 pytestmark = pytest.mark.gguf
 SHAPE = {"n_layers": 3, "n_experts": 8, "feed_forward": 256}
@@ -42,26 +42,26 @@ SHAPE = {"n_layers": 3, "n_experts": 8, "feed_forward": 256}
 )
 def test_bit_equal_to_the_model_in_memory(family, dtype, n_slots, models, paging):
     model = models(family, dtype=dtype, hidden=256, **SHAPE)
-    with in_memory(model) as expected, streamed_experts(model, n_slots=n_slots) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected, streamed_experts(model, n_slots=n_slots) as actual:
+        assert same(exercise(actual), exercise(expected))
 
 
 def test_a_prompt_of_several_passes(models, paging):
     """In all passes but the last one, the last layer has no rows."""
-    n_tokens = PREFILL_ROWS + 20
+    n_tokens = PREFILL_TOKENS + 20
     model = models("qwen3moe", n_ctx=n_tokens, **SHAPE)
     prompt = [i % 64 for i in range(n_tokens)]
     with (
         in_memory(model, max_context=n_tokens) as expected,
-        streamed_experts(model, max_context=n_tokens) as found,
+        streamed_experts(model, max_context=n_tokens) as actual,
     ):
-        assert same([own(found).prefill(prompt)], [own(expected).prefill(prompt)])
+        assert same([own(actual).prefill(prompt)], [own(expected).prefill(prompt)])
 
 
 def test_of_split_files_too(models, paging):
     model = models("qwen3moe", n_splits=3, **SHAPE)
-    with in_memory(model) as expected, streamed_experts(model) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected, streamed_experts(model) as actual:
+        assert same(exercise(actual), exercise(expected))
 
 
 def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
@@ -92,8 +92,8 @@ def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
 def test_nothing_is_read_for_rows_that_fill_a_pass_up(rows, models, paging):
     model = models("qwen3moe", **SHAPE)
     asked = []
-    for n_least in (1, 4):
-        exact = Exactness(True, n_least_rows=n_least)
+    for min_count in (1, 4):
+        exact = Exactness(True, min_batch_tokens=min_count)
         with streamed_experts(model, exactness=exact, cache_type_k="bf16") as backend:
             own(backend).prefill(PROMPT)
             with recording() as trace:
@@ -117,7 +117,7 @@ def test_the_more_memory_the_less_is_read(models, paging):
 def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monkeypatch):
     model = models("qwen3moe", **SHAPE)
     with in_memory(model) as expected:
-        wanted = exercise(expected)
+        requested = exercise(expected)
     armed = threading.Event()
 
     def fault(call, length):
@@ -133,7 +133,7 @@ def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monk
                 own(backend).prefill(PROMPT)
             armed.clear()
             assert own(backend).n_committed == 0
-            assert same(exercise(backend), wanted)
+            assert same(exercise(backend), requested)
             own(backend).rollback(0)
 
 
@@ -142,7 +142,7 @@ def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
 ):
     model = models("qwen3moe", **SHAPE)
     with in_memory(model) as expected:
-        wanted = exercise(expected)
+        requested = exercise(expected)
     let_go, opened = threading.Event(), []
 
     def hang(call, length):
@@ -161,7 +161,7 @@ def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
         finally:
             let_go.set()
         assert own(backend).n_committed == 0
-        assert same(exercise(backend), wanted)
+        assert same(exercise(backend), requested)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -207,35 +207,37 @@ def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
     source = GgufSource(model.path, BackendOptions())
     names = {record.name for layer in source.layers for record in layer.tensors}
     assert not any("_exps" in name for name in names)
-    placer = CpuPlacer(source, "auto")
-    placed = placer.place(placer.all_bytes - 9 * slot_bytes(source.experts), 0)
-    assert placed.n_streamed_layers == 0
-    assert 8 <= placed.experts.n_slots < 15
-    least = placer.place(placer.least_bytes(0), 0)
-    assert least.experts.n_slots >= 8
+    placement_planner = CpuPlacementPlanner(source, "auto")
+    placement = placement_planner.place(
+        placement_planner.all_bytes - 9 * slot_bytes(source.experts), 0
+    )
+    assert placement.n_streamed_layers == 0
+    assert 8 <= placement.experts.n_slots < 15
+    minimum = placement_planner.place(placement_planner.min_bytes(0), 0)
+    assert minimum.experts.n_slots >= 8
 
 
 def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
-    """With speculation; where memory is scarce; and where texts share passes."""
+    """With speculation; where memory is scarce; and where sequences share passes."""
     path = models("qwen3moe", hidden=256, **SHAPE).path
     load = partial(specdec.load, path, ctx_size=64, parallel=3, spec_type="ngram")
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:7]]
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
     with load(load_mode="mmap") as llm:
         expected = [llm.generate(prompt, **options).token_ids for prompt in prompts]
-    place = CpuPlacer.place
+    place = CpuPlacementPlanner.place
 
-    def with_little(placer, n_bytes, device_bytes):
-        n_missing = 9 * slot_bytes(placer.source.experts)
-        return place(placer, placer.all_bytes - n_missing, device_bytes)
+    def with_little(placement_planner, n_bytes, device_bytes):
+        n_missing = 9 * slot_bytes(placement_planner.source.experts)
+        return place(placement_planner, placement_planner.all_bytes - n_missing, device_bytes)
 
-    monkeypatch.setattr(CpuPlacer, "place", with_little)
+    monkeypatch.setattr(CpuPlacementPlanner, "place", with_little)
     with load() as llm:
-        room = llm.plan.residency.experts
-        assert room.n_slots < room.n_experts
+        capacity = llm.plan.placement.experts
+        assert capacity.n_slots < capacity.n_experts
         assert any("experts in memory" in line for line in llm.plan.lines())
-        found = llm.generate(PROMPT, **options)
+        actual = llm.generate(PROMPT, **options)
         together = llm.generate(prompts, **options)
-    assert found.token_ids == expected[0]
-    assert found.stats.bytes_streamed > 0
-    assert [one.token_ids for one in together] == expected
+    assert actual.token_ids == expected[0]
+    assert actual.stats.bytes_streamed > 0
+    assert [item.token_ids for item in together] == expected

@@ -21,7 +21,7 @@ def test_a_cache_for_several_texts_leaves_each_its_rotary_factors(tmp_path: Path
     )
     model = load_gguf_model(gb.write_model(tmp_path / "m.gguf", metadata, tensors))
     check_options(model, ContextOptions(512, 16), None, "mmap")
-    check_options(model, ContextOptions(512, 16, kv_rows=1024), None, "mmap")
-    check_options(model, ContextOptions(2048, 16, kv_rows=4096), None, "mmap")
+    check_options(model, ContextOptions(512, 16, num_kv_slots=1024), None, "mmap")
+    check_options(model, ContextOptions(2048, 16, num_kv_slots=4096), None, "mmap")
     with pytest.raises(UnsupportedModel, match="more than 1024 tokens, and 1280 were wanted"):
-        check_options(model, ContextOptions(512, 16, kv_rows=1025), None, "mmap")
+        check_options(model, ContextOptions(512, 16, num_kv_slots=1025), None, "mmap")

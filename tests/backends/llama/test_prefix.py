@@ -53,8 +53,8 @@ def test_live_nodes_are_not_saved(options: dict[str, object], tmp_path: Path) ->
         own(backend).extend([11, 12], [PREFIX, PREFIX])
         load(other, save(backend))
         assert list(own(other).committed_ids) == TEXT
-        expected, found = (own(b).extend([20], [PREFIX])[1] for b in (backend, other))
-        assert np.abs(expected - found).max() < 2e-3 * max(1.0, float(np.abs(expected).max()))
+        expected, actual = (own(b).extend([20], [PREFIX])[1] for b in (backend, other))
+        assert np.abs(expected - actual).max() < 2e-3 * max(1.0, float(np.abs(expected).max()))
         own(other).rollback(2)
         assert list(own(other).committed_ids) == TEXT[:2]
         own(other).prefill(TEXT[2:])
@@ -63,23 +63,23 @@ def test_live_nodes_are_not_saved(options: dict[str, object], tmp_path: Path) ->
 def test_what_is_changed_is_refused_or_loaded(tmp_path: Path) -> None:
     rng = random.Random(0)
     model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=2))
-    with LlamaBackend(model, max_context=60, max_nodes=20, n_threads=1, load_mode="mmap") as one:
-        expected = own(one).prefill(TEXT)
-        saved, n_refused = save(one), 0
+    with LlamaBackend(model, max_context=60, max_nodes=20, n_threads=1, load_mode="mmap") as item:
+        expected = own(item).prefill(TEXT)
+        saved, n_refused = save(item), 0
         for at in STRUCTURE:
             for value in [*VALUES, rng.getrandbits(32)]:
                 changed = bytearray(saved)
                 changed[at : at + 4] = struct.pack("<I", value)
                 try:
-                    load(one, bytes(changed))
+                    load(item, bytes(changed))
                 except BackendError:
                     n_refused += 1
-                    assert own(one).n_committed == 0
+                    assert own(item).n_committed == 0
                 else:
-                    own(one).extend([9], [PREFIX])
+                    own(item).extend([9], [PREFIX])
         assert n_refused > 150
         for n_bytes in (0, 7, 20, len(saved) - 1, len(saved) + 1):
             with pytest.raises(BackendError, match="the saved KV is not"):
-                load(one, saved[:n_bytes].ljust(n_bytes, b"\0"))
-        own(one).rollback(0)
-        assert np.array_equal(own(one).prefill(TEXT), expected)
+                load(item, saved[:n_bytes].ljust(n_bytes, b"\0"))
+        own(item).rollback(0)
+        assert np.array_equal(own(item).prefill(TEXT), expected)

@@ -1,4 +1,4 @@
-"""Cells and sequences of several texts in one llama.cpp cache: how they run out and come back, and
+"""Cells and sequences of several sequences in one llama.cpp cache: how they run out and come back, and
 what a failure leaves."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from alone import own
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from gguf_texts import exact_source, filled_up_source, load
+from gguf_sequences import exact_source, filled_up_source, load
 
 from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.contract.exactness import NOT_ASKED
@@ -43,16 +43,16 @@ def make(tmp_path: Path) -> Iterator[Callable[..., LlamaBackend]]:
 
 
 def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_context=200, kv_rows=256, max_nodes=400, max_texts=8)
+    backend = make(max_context=200, num_kv_slots=256, max_nodes=400, max_num_seqs=8)
     first = backend.new_sequence()
     first.prefill([5] * 180)
     n_free = backend._cells.n_free
     forks = [first.fork() for _ in range(5)]
     assert backend._cells.n_free == n_free
     row = forks[0].prefill([7])
-    assert forks[1].node_room == n_free - 1
+    assert forks[1].num_free_slots == n_free - 1
     first.close()
-    assert forks[1].node_room == n_free - 1
+    assert forks[1].num_free_slots == n_free - 1
     assert np.array_equal(forks[1].prefill([7]), row)
     with pytest.raises(BackendError, match="cannot fork at 200: 181 are committed"):
         forks[1].fork(200)
@@ -77,25 +77,25 @@ def test_cells_that_only_ended_texts_hold_are_free(make: Callable[..., LlamaBack
 
 def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     """Those of an ended text are taken when they are needed, and what lies behind is moved."""
-    backend = make(max_context=400, kv_rows=256, max_nodes=400)
+    backend = make(max_context=400, num_kv_slots=256, max_nodes=400)
     prompts = [[5 + i] * 110 for i in range(4)]
-    texts = [backend.new_sequence() for _ in prompts]
-    rows = [text.prefill(prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    sequences = [backend.new_sequence() for _ in prompts]
+    rows = [text.prefill(prompt) for text, prompt in zip(sequences, prompts, strict=True)]
     n_free = backend._cells.n_free
-    texts[1].extend([3, 4], [PREFIX, PREFIX])
-    assert texts[0].node_room == n_free - 2
+    sequences[1].extend([3, 4], [PREFIX, PREFIX])
+    assert sequences[0].num_free_slots == n_free - 2
     with pytest.raises(BackendError, match=f"KV cache is full: {n_free + 1} more tokens do not"):
-        texts[0].prefill([5] * (n_free + 1))
-    assert [text.n_committed for text in texts] == [110] * 4
-    assert len(texts[1].store.table) == 2
-    texts[0].close()
-    texts[1].prune([0])
+        sequences[0].prefill([5] * (n_free + 1))
+    assert [text.n_committed for text in sequences] == [110] * 4
+    assert len(sequences[1].store.table) == 2
+    sequences[0].close()
+    sequences[1].prune([0])
     assert backend._cells.n_moved == 0
     newcomer = backend.new_sequence()
     row = newcomer.prefill(prompts[0])
     assert np.array_equal(row, rows[0])
     assert backend._cells.n_moved == 331
-    for text, prompt, row in zip(texts[1:], prompts[1:], rows[1:], strict=True):
+    for text, prompt, row in zip(sequences[1:], prompts[1:], rows[1:], strict=True):
         text.rollback(109)
         assert np.array_equal(text.prefill(prompt[109:]), row)
 
@@ -115,22 +115,22 @@ def test_a_text_that_ends_in_front_of_others_is_not_worth_a_move(
     make: Callable[..., LlamaBackend],
 ) -> None:
     backend = make()
-    first, *others = (backend.new_sequence() for _ in range(4))
+    first, *rest = (backend.new_sequence() for _ in range(4))
     first.prefill([5] * 30)
-    for text in others:
+    for text in rest:
         text.prefill([6] * 20)
     first.close()
-    for text in others[:2]:
+    for text in rest[:2]:
         text.prefill([7])
         assert backend._cells.n_moved == 0
-    others[0].close()  # 51 cells for 41: of the other two texts
-    others[1].prefill([7])
+    rest[0].close()  # 51 cells for 41: of the other two sequences
+    rest[1].prefill([7])
     assert backend._cells.n_moved == 41
 
 
 def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_nodes=8, max_texts=2)  # ten sequences
-    tree, others = backend.new_sequence(), [backend.new_sequence() for _ in range(3)]
+    backend = make(max_nodes=8, max_num_seqs=2)  # ten sequences
+    tree, rest = backend.new_sequence(), [backend.new_sequence() for _ in range(3)]
     tree.prefill([5, 6])
     tree.extend([7, 8, 9, 10], [PREFIX] * 4)
     with pytest.raises(BackendError, match="all of the cache's 10 sequences are in use, one for"):
@@ -138,60 +138,60 @@ def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> N
     with pytest.raises(
         BackendError, match="of which there are 4: draft fewer branches, end a text"
     ):
-        others[0].fork()
-    expected = others[0].prefill([5, 6, 7])
+        rest[0].fork()
+    expected = rest[0].prefill([5, 6, 7])
     with pytest.raises(BackendError, match="10 sequences are in use"):
-        others[0].extend([7, 8, 9], [PREFIX] * 3)
-    assert (others[0].n_committed, tree.n_committed) == (3, 2)
+        rest[0].extend([7, 8, 9], [PREFIX] * 3)
+    assert (rest[0].n_committed, tree.n_committed) == (3, 2)
     tree.commit([])  # its leaves' sequences are idle now, and lent to whoever needs them
-    others[0].extend([7, 8, 9], [PREFIX] * 3)
-    others[1].prefill([4])
-    others[1].close()
-    others[0].commit([])
+    rest[0].extend([7, 8, 9], [PREFIX] * 3)
+    rest[1].prefill([4])
+    rest[1].close()
+    rest[0].commit([])
     ids, rows = tree.extend([7] * 6, [PREFIX] * 6)
     assert all(np.array_equal(row, expected) for row in rows)
 
 
 def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_nodes=8, max_texts=1)  # and eight sequences
-    texts = [backend.new_sequence() for _ in range(3)]
-    for text in texts:
+    backend = make(max_nodes=8, max_num_seqs=1)  # and eight sequences
+    sequences = [backend.new_sequence() for _ in range(3)]
+    for text in sequences:
         text.prefill([5, 6])
-    wide = [SequenceInput(text, [7] * 4, [PREFIX] * 4, []) for text in texts]
+    wide = [SequenceInput(text, [7] * 4, [PREFIX] * 4, []) for text in sequences]
     assert backend.n_fitting(wide) == 1
-    chains = [SequenceInput(text, [7, 8], [PREFIX, 0], []) for text in texts]
+    chains = [SequenceInput(text, [7, 8], [PREFIX, 0], []) for text in sequences]
     assert backend.n_fitting([wide[0], *chains[1:]]) == 3
     backend.forward([wide[0], *chains[1:]])
     assert backend.n_fitting(chains) == 0  # nodes
-    prompt = SequenceInput(texts[0], [5] * (backend._cells.n_free + 1))
+    prompt = SequenceInput(sequences[0], [5] * (backend._cells.n_free + 1))
     assert backend.n_fitting([prompt]) == 0
-    prompt = SequenceInput(texts[0], [5] * 4)
-    more = SequenceInput(texts[1], [7] * 4, [1, 1, 1, 1], [])
+    prompt = SequenceInput(sequences[0], [5] * 4)
+    more = SequenceInput(sequences[1], [7] * 4, [1, 1, 1, 1], [])
     assert backend.n_fitting([prompt, more]) == 2
     backend.forward([prompt, more])
 
 
 def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_nodes=8, max_outputs=3, max_texts=2)
-    texts = [backend.new_sequence() for _ in range(2)]
-    batch = [SequenceInput(text, [5, 6], logits_at=[0, 1]) for text in texts]
+    backend = make(max_nodes=8, max_outputs=3, max_num_seqs=2)
+    sequences = [backend.new_sequence() for _ in range(2)]
+    batch = [SequenceInput(text, [5, 6], logits_at=[0, 1]) for text in sequences]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
         backend.forward(batch)
-    backend.forward([batch[0], SequenceInput(texts[1], [5, 6])])
+    backend.forward([batch[0], SequenceInput(sequences[1], [5, 6])])
     with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
         backend.forward(
             [
                 SequenceInput(text, [7] * n, [PREFIX] * n, [])
-                for text, n in zip(texts, (4, 5), strict=True)
+                for text, n in zip(sequences, (4, 5), strict=True)
             ]
         )
-    assert texts[0].node_room == 8
+    assert sequences[0].num_free_slots == 8
 
 
 def test_one_text_alone_says_that_its_context_is_full(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_context=250, kv_rows=None, max_nodes=64, exactness=NOT_ASKED)
+    backend = make(max_context=250, num_kv_slots=None, max_nodes=64, exactness=NOT_ASKED)
     own(backend).prefill([5] * 250)
-    assert own(backend).node_room == 6
+    assert own(backend).num_free_slots == 6
     with pytest.raises(ContextFull, match="1 more tokens after 250"):
         own(backend).extend([5], [PREFIX])
 
@@ -208,12 +208,12 @@ def test_a_cancel_leaves_every_text_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the first or the second batch of a pass."""
-    sizes = {"max_context": 700, "kv_rows": 2500, "max_nodes": 16}
+    sizes = {"max_context": 700, "num_kv_slots": 2500, "max_nodes": 16}
     backend = make(is_streamed=is_streamed, **sizes)
     other, long, tree = (backend.new_sequence() for _ in range(3))
     for text in (other, long, tree):
         text.prefill([3, 4, 5])
-    kept, _ = other.extend([6, 7], [PREFIX, 0])
+    cached, _ = other.extend([6, 7], [PREFIX, 0])
     tree.extend([6, 7], [PREFIX, 0])
     batch = [SequenceInput(long, [9] * 600), SequenceInput(tree, [8], [1])]
     decode, n_seen = backend._context.decode, []
@@ -232,14 +232,14 @@ def test_a_cancel_leaves_every_text_as_it_was(
             backend.forward(batch)
     assert n_seen == [512, 89][: n_passes + 1]
     assert [text.n_committed for text in (other, long, tree)] == [3, 3, 3]
-    assert (other.store.table.ids, tree.store.table.ids) == (tuple(kept), ())
+    assert (other.store.table.ids, tree.store.table.ids) == (tuple(cached), ())
     for text in (other, long, tree):
         text.store.check_integrity()
-    other.commit(kept)
+    other.commit(cached)
     alone = make(**sizes)
-    for text, found in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
+    for text, actual in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
         own(alone).rollback(0)
-        own(alone).prefill([*found, *[9] * 600])
+        own(alone).prefill([*actual, *[9] * 600])
         row = own(alone).extend([8], [PREFIX])[1]
         text.prefill([9] * 600)
         assert np.array_equal(text.extend([8], [PREFIX])[1], row)
@@ -272,7 +272,7 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
     backend = make()
     text = backend.new_sequence()
     row = text.prefill([5, 6, 7])
-    with backend.sibling(max_context=30, max_nodes=8, max_rows=8) as other:
+    with backend.sibling(max_context=30, max_nodes=8, max_num_tokens=8) as other:
         assert (own(other).n_committed, own(backend).n_committed) == (0, 0)
         assert np.array_equal(own(other).prefill([5, 6, 7]), row)
         assert text.n_committed == 3
@@ -281,15 +281,15 @@ def test_the_two_threads_of_siblings_have_texts_of_their_own(
 def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
     """Rows of no use take cells behind the others, which are free after the pass."""
     source = filled_up_source(tmp_path)
-    with load(source, max_context=100, kv_rows=200, max_nodes=64) as backend:
-        texts = [backend.new_sequence() for _ in range(3)]
+    with load(source, max_context=100, num_kv_slots=200, max_nodes=64) as backend:
+        sequences = [backend.new_sequence() for _ in range(3)]
         n_cells = backend._cells.n_free
-        for i, text in enumerate(texts):
+        for i, text in enumerate(sequences):
             text.prefill([5] * min(100, n_cells - 100 * i))
         assert backend._cells.n_free == 0
         with pytest.raises(BackendError, match="KV cache is full"):
-            texts[2].extend([5], [PREFIX])
-        texts[2].rollback(n_cells - 201)
-        rows = [SequenceInput(text, [5]) for text in texts[2:]]
+            sequences[2].extend([5], [PREFIX])
+        sequences[2].rollback(n_cells - 201)
+        rows = [SequenceInput(text, [5]) for text in sequences[2:]]
         backend.forward(rows)
         assert backend._cells.n_free == 0

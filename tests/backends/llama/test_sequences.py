@@ -1,4 +1,4 @@
-"""Several texts in one llama.cpp cache: each has the logits that it has alone."""
+"""Several sequences in one llama.cpp cache: each has the logits that it has alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from exact_histories import Plain
 from hypothesis import Phase
-from text_histories import MOST_NODES, try_texts
+from sequence_histories import MAX_NODES, try_sequences
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from gguf_texts import exact_source, load
+from gguf_sequences import exact_source, load
 
 from backends.contract.backend import BackendError
 from backends.contract.exactness import NOT_ASKED
@@ -38,19 +38,19 @@ def test_every_text_has_the_bits_that_it_has_alone(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     source = exact_source(family, tmp_path, **options)
-    with load(source) as backend, load(source, max_texts=1) as plain:
+    with load(source) as backend, load(source, max_num_seqs=1) as plain:
         window = backend._model.sliding_window
-        alone, depth = Plain(plain), min(MOST_NODES, (window or 99) - 1)
-        try_texts(backend, alone, depth=depth)
+        alone, depth = Plain(plain), min(MAX_NODES, (window or 99) - 1)
+        try_sequences(backend, alone, depth=depth)
         assert backend._cells.n_moved > 0
-        backend._cells.n_cells = 90  # the texts have to take those of ended ones
-        try_texts(backend, alone, depth=depth)
+        backend._cells.n_cells = 90  # the sequences have to take those of ended ones
+        try_sequences(backend, alone, depth=depth)
 
 
-def close(found: np.ndarray, expected: np.ndarray) -> bool:
+def close(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Plain attention in float32: chunks of other lengths round otherwise, wrong cells differ by a
     hundredth or more."""
-    return bool(np.abs(found - expected).max() <= 5e-4 * max(1.0, np.abs(expected).max()))
+    return bool(np.abs(actual - expected).max() <= 5e-4 * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -64,21 +64,21 @@ def test_every_text_is_close_to_itself_alone_where_the_backend_is_not_exact(
         load(source, exactness=NOT_ASKED, **types) as plain,
     ):
         window = backend._model.sliding_window
-        depth = min(MOST_NODES, (window or 99) - 1)
-        try_texts(backend, Plain(plain), depth=depth, is_right=close)
+        depth = min(MAX_NODES, (window or 99) - 1)
+        try_sequences(backend, Plain(plain), depth=depth, is_right=close)
         assert backend._cells.n_moved == 0
 
 
 def test_texts_of_a_streamed_model(tmp_path: Path) -> None:
     source = exact_source("llama", tmp_path, dtype="F16")
     with load(source, is_streamed=True) as backend, load(source) as plain:
-        try_texts(backend, Plain(plain), max_examples=6)
-        texts = [backend.new_sequence() for _ in range(3)]
+        try_sequences(backend, Plain(plain), max_examples=6)
+        sequences = [backend.new_sequence() for _ in range(3)]
         n_model = sum(r.n_bytes for layer in source.layers for r in layer.streamed)
-        for n_texts in (1, 3):
+        for num_seqs in (1, 3):
             before = backend.stream_use.bytes_streamed
             for _ in range(8):
-                backend.forward([SequenceInput(text, [5, 6]) for text in texts[:n_texts]])
+                backend.forward([SequenceInput(text, [5, 6]) for text in sequences[:num_seqs]])
             n_read = backend.stream_use.bytes_streamed - before
             assert 0 < n_read <= 9 * n_model  # as far as the ring reads ahead
 
@@ -89,4 +89,4 @@ def test_exactness_needs_the_order_of_cells(tmp_path: Path) -> None:
         backend._cells.state = None
         # Other bits; or a saved prefix whose cells are no prefix's.
         with pytest.raises((AssertionError, BackendError)):
-            try_texts(backend, Plain(plain), max_examples=100, phases=[Phase.generate])
+            try_sequences(backend, Plain(plain), max_examples=100, phases=[Phase.generate])

@@ -14,7 +14,7 @@ pytest.importorskip("gguf")
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
 from backends.contract.backend import PREFIX, ContextFull
-from backends.llama.stream import resident_outer_records
+from backends.llama.stream import resident_non_layer_records
 
 pytestmark = pytest.mark.gguf
 
@@ -51,8 +51,8 @@ PLANS = [bare, one_role, first_and_last_layer, all_but_one_layer, norms]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bit_equal_to_the_model_in_memory(family, dtype, models, paging):
     model = models(family, dtype=dtype)
-    with in_memory(model) as expected, streamed(model) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected, streamed(model) as actual:
+        assert same(exercise(actual), exercise(expected))
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
@@ -60,8 +60,8 @@ def test_bit_equal_to_the_model_in_memory(family, dtype, models, paging):
 @pytest.mark.parametrize("n_splits", [1, 3])
 def test_bit_equal_with_resident_tensors(n_splits, plan, n_slots, models, paging):
     model = models("llama", n_layers=5, n_splits=n_splits, dtype="Q8_0")
-    with in_memory(model) as expected, streamed(model, plan(model), n_slots) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected, streamed(model, plan(model), n_slots) as actual:
+        assert same(exercise(actual), exercise(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the latter has two caches
@@ -77,9 +77,9 @@ def test_the_cache_takes_memory_as_it_is_used(family, models, paging):
             return resident_bytes(backend._stream._caches)
 
         assert taken() < whole / 20
-        found = own(backend).prefill(tokens)
+        actual = own(backend).prefill(tokens)
         assert whole / 50 < taken() < whole / 4
-        assert np.array_equal(found, own(expected).prefill(tokens))
+        assert np.array_equal(actual, own(expected).prefill(tokens))
         assert same(exercise(backend), exercise(expected))
 
 
@@ -100,8 +100,8 @@ def resident_bytes(ranges):
 def test_layers_larger_than_huge_pages(models, paging):
     """Layers of several MiB move as huge pages and edges."""
     model = models("llama", n_layers=4, hidden=512, feed_forward=1792, dtype="F16")
-    with in_memory(model) as expected, streamed(model, n_slots=3) as found:
-        assert same(exercise(found), exercise(expected))
+    with in_memory(model) as expected, streamed(model, n_slots=3) as actual:
+        assert same(exercise(actual), exercise(expected))
 
 
 def test_a_pass_reads_every_streamed_layer_once(models, paging):
@@ -120,18 +120,18 @@ def test_a_pass_reads_every_streamed_layer_once(models, paging):
 def test_target_and_draft_from_the_same_file(models, paging):
     model = models("llama")
     with streamed(model) as a, streamed(model) as b, in_memory(model) as expected:
-        wanted = exercise(expected)
-        assert same(exercise(a), wanted)
-        assert same(exercise(b), wanted)
+        requested = exercise(expected)
+        assert same(exercise(a), requested)
+        assert same(exercise(b), requested)
 
 
 def test_a_prompt_longer_than_a_batch(models, paging, monkeypatch):
     model = models("llama")
     with streamed(model) as whole:
         expected = own(whole).prefill(PROMPT)
-    monkeypatch.setattr("backends.llama.context.PREFILL_ROWS", 5)
+    monkeypatch.setattr("backends.llama.context.PREFILL_TOKENS", 5)
     with streamed(model, max_nodes=3) as chunked:
-        assert chunked.max_rows == 5
+        assert chunked.max_num_tokens == 5
         assert np.abs(own(chunked).prefill(PROMPT) - expected).max() < 1e-2
         assert own(chunked).n_committed == len(PROMPT)
         with pytest.raises(ContextFull):
@@ -141,7 +141,7 @@ def test_a_prompt_longer_than_a_batch(models, paging, monkeypatch):
 
 def test_the_head_is_resident_and_an_embedding_alone_is_not(models):
     def names(family):
-        return {record.name for record in resident_outer_records(models(family))}
+        return {record.name for record in resident_non_layer_records(models(family))}
 
     assert names("llama") == {"output.weight", "output_norm.weight"}
     assert names("gemma") == {"token_embd.weight", "output_norm.weight"}

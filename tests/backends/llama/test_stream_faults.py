@@ -24,7 +24,7 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.ggml.library import LlamaError
 from backends.llama.graph import make_schedule
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.storage.direct_io import StorageError
 
 pytestmark = pytest.mark.gguf
@@ -117,8 +117,8 @@ def test_a_layer_that_is_read_too_early_is_refused(models):
     schedule = make_schedule([*nodes[:2], *nodes[1:3], frozenset()], layers)
     assert schedule.ends == {2: 0, 3: 1}
     assert schedule.n_nodes == 5
-    kept = [pinned(layers[0], lambda name: True), LayerWeights(layers[1].tensors)]
-    assert make_schedule(nodes, kept).ends == {2: 1}
+    cached = [pinned(layers[0], lambda name: True), LayerWeights(layers[1].tensors)]
+    assert make_schedule(nodes, cached).ends == {2: 1}
 
 
 def test_a_graph_in_several_parts_is_refused(models, monkeypatch):

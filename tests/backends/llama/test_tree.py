@@ -139,8 +139,8 @@ def write(folder: Path, architecture: str, tensors: dict, **changes: Any) -> Pat
     return gb.write_model(folder / f"{architecture}.gguf", metadata, tensors)
 
 
-def u32(*figures: int) -> tuple[str, Any]:
-    return ("u32", figures[0]) if len(figures) == 1 else ("[u32]", list(figures))
+def u32(*measurements: int) -> tuple[str, Any]:
+    return ("u32", measurements[0]) if len(measurements) == 1 else ("[u32]", list(measurements))
 
 
 def dense(folder: Path) -> list[Case]:

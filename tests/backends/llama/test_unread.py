@@ -53,11 +53,11 @@ def test_where_llama_cpp_logs_other_words_the_files_are_read(
     monkeypatch.setattr(unread, "_OPENED", "words of another version")
     model = models("llama")
     with in_memory(model) as expected:
-        wanted = exercise(expected)
+        requested = exercise(expected)
     forget(model.path)
-    with streamed(model) as found:
+    with streamed(model) as actual:
         assert n_cached(model.path) == 0, "it was dropped when its layers were out of memory"
-        assert same(exercise(found), wanted)
+        assert same(exercise(actual), requested)
     assert f"llama.cpp reads all of {model.path} once as it maps it: this llama.cpp" in caplog.text
 
 

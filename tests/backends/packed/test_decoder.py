@@ -35,13 +35,15 @@ def test_modules_are_decoded_one_after_the_other(
     modules = [PackedModule(tuple(tensors[:2])), PackedModule(tuple(tensors[2:]))]
     decoder = Decoder(modules, n_threads)
     try:
-        beside = [TwelveBits().scratch_bytes(one) for one in tensors]
+        beside = [TwelveBits().scratch_bytes(item) for item in tensors]
         assert min(beside) > 0
         assert decode_buffer_bytes(modules) == decoder.n_bytes + max(beside)
         for module in modules * 2:
-            numbers = [int(one.record.name) for one in module.tensors]
-            found = decoder.decode(module.tensors, [[torch.from_numpy(stored[i])] for i in numbers])
-            for i, out in zip(numbers, found, strict=True):
+            numbers = [int(item.record.name) for item in module.tensors]
+            actual = decoder.decode(
+                module.tensors, [[torch.from_numpy(stored[i])] for i in numbers]
+            )
+            for i, out in zip(numbers, actual, strict=True):
                 np.testing.assert_array_equal(
                     out.view(torch.int16).numpy().view(np.uint16), weights[i]
                 )
@@ -54,17 +56,17 @@ def test_modules_are_decoded_one_after_the_other(
 def test_broken_tensors_are_refused_by_name() -> None:
     stored = packed(TwelveBits(), weights_of(0, 5000, [120]), 110)
     stored[0] = 255
-    one = tensor("layers.0.up", 5000, len(stored))
-    decoder = Decoder([PackedModule((one,))], 1)
+    item = tensor("layers.0.up", 5000, len(stored))
+    decoder = Decoder([PackedModule((item,))], 1)
     try:
         with pytest.raises(CheckpointError, match=r"'layers.0.up' is no BF16_12.*base is 255"):
-            decoder.decode([one], [[torch.from_numpy(stored)]])
+            decoder.decode([item], [[torch.from_numpy(stored)]])
     finally:
         decoder.close()
 
 
 @pytest.mark.parametrize(
-    ("one", "match"),
+    ("item", "match"),
     [
         (tensor("a", 5000, 7745), "5000 weights take 7744 bytes and 8 for each of at most 50"),
         (tensor("a", 5000, 10_000, "FP8_BLOCKS"), "packed as FP8_BLOCKS, and only BF16_12"),
@@ -74,9 +76,9 @@ def test_broken_tensors_are_refused_by_name() -> None:
         ),
     ],
 )
-def test_what_a_header_alone_tells_is_refused(one: PackedTensor, match: str) -> None:
+def test_what_a_header_alone_tells_is_refused(item: PackedTensor, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
-        check_packed(one)
+        check_packed(item)
     assert "\n" not in str(caught.value)
 
 
@@ -120,8 +122,8 @@ def test_a_matrix_is_decoded_in_pieces(
         if is_cut:
             assert decoder.n_bytes < 2 * n
         parts = [torch.from_numpy(stored)]
-        found = [x.clone() for x in decoder.decode_pieces(module.tensors[0], parts)]
-        whole = torch.cat(found).reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        actual = [x.clone() for x in decoder.decode_pieces(module.tensors[0], parts)]
+        whole = torch.cat(actual).reshape(-1).view(torch.int16).numpy().view(np.uint16)
         np.testing.assert_array_equal(whole, weights)
     finally:
         decoder.close()

@@ -63,10 +63,10 @@ def test_twelve_bits_are_the_same_bits(
     monkeypatch.setattr(on_a_device, "_PIECE_WEIGHTS", 2048)
     weights = weights_of(n_weights, n_weights, [0, 1, 110, 111, 125, 126, 255])
     stored = packed(TwelveBits(), weights, 110)
-    one = tensor_of(stored, n_weights)
-    decoder = decoder_of(one, device)
-    (found,) = decoder.decode([one], [[torch.from_numpy(stored).to(device)]])
-    np.testing.assert_array_equal(found.view(torch.int16).cpu().numpy().view(np.uint16), weights)
+    item = tensor_of(stored, n_weights)
+    decoder = decoder_of(item, device)
+    (actual,) = decoder.decode([item], [[torch.from_numpy(stored).to(device)]])
+    np.testing.assert_array_equal(actual.view(torch.int16).cpu().numpy().view(np.uint16), weights)
     decoder.check()
 
 
@@ -87,11 +87,13 @@ def test_broken_tensors_are_told_of(device: str, place: str) -> None:
     else:
         stored[-7] = 0xFF if place == "position" else 1
         stored[-6] = 0xFF if place == "position" else 0
-    one = tensor_of(stored, 5000)
-    decoder = decoder_of(one, device)
-    decoder.decode([one], [[torch.from_numpy(stored).to(device)]])
-    told = r"'layers.0.up' is no BF16_12 tensor: its base is above 240, its \d+ exceptions do not "
-    with pytest.raises(CheckpointError, match=told + "ascend within 5000 weights"):
+    item = tensor_of(stored, 5000)
+    decoder = decoder_of(item, device)
+    decoder.decode([item], [[torch.from_numpy(stored).to(device)]])
+    reported = (
+        r"'layers.0.up' is no BF16_12 tensor: its base is above 240, its \d+ exceptions do not "
+    )
+    with pytest.raises(CheckpointError, match=reported + "ascend within 5000 weights"):
         decoder.check()
     decoder.check()  # is told once
 
@@ -109,13 +111,13 @@ def test_a_device_computes_what_the_plain_model_does(kind, make, tmp_path: Path)
     with on_device(plain, make()) as backend:
         expected = conversation(backend)
     with on_device(stored, engine) as backend:
-        for one, other in zip(conversation(backend), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for item, other in zip(conversation(backend), expected, strict=True):
+            np.testing.assert_array_equal(item, other)
     if is_fake:
         assert (engine.n_allocated, engine.n_pinned) == (0, 0)
         with TorchBackend.resident(plain) as backend:
-            for one, other in zip(conversation(backend), expected, strict=True):
-                np.testing.assert_array_equal(one, other)
+            for item, other in zip(conversation(backend), expected, strict=True):
+                np.testing.assert_array_equal(item, other)
 
 
 def test_a_plan_for_a_gpu_knows_the_buffer(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_plan_for_a_gpu_knows_the_buffer(tmp_path: Path) -> None:
         for path in (pack(plain, tmp_path / "packed").path, plain)
     )
     largest = max(r.n_bytes for layer in other.layers for r in layer.tensors)
-    assert own.outer_bytes >= other.outer_bytes + largest
+    assert own.non_layer_bytes >= other.non_layer_bytes + largest
 
 
 def test_decoding_on_a_device_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,15 @@ def test_every_code_of_float8() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
     expected = codes.view(torch.float8_e4m3fn).float()
     assert expected.isnan().sum() == 2
-    found = torch.empty(2, 128)
+    actual = torch.empty(2, 128)
     for some in (codes, codes.masked_fill((codes & 127) == 127, 0)):
-        _widen(some.view(torch.int8), found, torch.empty(2, 130, dtype=torch.int16)[:, :128])
-        wanted = some.view(torch.float8_e4m3fn).float()
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-        is_number = ~wanted.isnan()
-        assert torch.equal(found.signbit()[is_number], wanted.signbit()[is_number])  # of zero, too
+        _widen(some.view(torch.int8), actual, torch.empty(2, 130, dtype=torch.int16)[:, :128])
+        requested = some.view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(actual, requested, rtol=0, atol=0, equal_nan=True)
+        is_number = ~requested.isnan()
+        assert torch.equal(
+            actual.signbit()[is_number], requested.signbit()[is_number]
+        )  # of zero, too
 
 
 def test_numbers_lie_at_multiples_of_their_size() -> None:
@@ -37,11 +39,11 @@ def test_numbers_lie_at_multiples_of_their_size() -> None:
 
 def test_nibbles_come_from_the_lowest_on() -> None:
     words = torch.tensor([[0x76543210, -1], [0, -0x12345679]], dtype=torch.int32)
-    found = nibbles(words)
-    assert found.dtype == torch.uint8
-    assert found[0].tolist() == [list(range(8)), [15] * 8]
-    assert found[1].tolist() == [[0] * 8, [7, 8, 9, 10, 11, 12, 13, 14]]
-    assert torch.equal(nibbles(words, torch.zeros(2, 2, 8, dtype=torch.int16)[..., :4]), found)
+    actual = nibbles(words)
+    assert actual.dtype == torch.uint8
+    assert actual[0].tolist() == [list(range(8)), [15] * 8]
+    assert actual[1].tolist() == [[0] * 8, [7, 8, 9, 10, 11, 12, 13, 14]]
+    assert torch.equal(nibbles(words, torch.zeros(2, 2, 8, dtype=torch.int16)[..., :4]), actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -54,10 +56,10 @@ def test_scaled_as_if_in_the_numbers_of_the_scales(dtype: torch.dtype, has_zeros
     scales[0, :4] = torch.tensor([torch.inf, torch.nan, 0.0, -0.0], dtype=dtype)
     zeros = torch.randint(0, 16, (64, 8), dtype=torch.uint8) if has_zeros else 8
     shown = zeros.to(dtype)[:, :, None] if isinstance(zeros, torch.Tensor) else zeros
-    wanted = ((values.unflatten(1, (8, 16)).to(dtype) - shown) * scales[:, :, None]).flatten(1)
+    requested = ((values.unflatten(1, (8, 16)).to(dtype) - shown) * scales[:, :, None]).flatten(1)
     numbers = values.float()
     scale(numbers, zeros, scales)
-    torch.testing.assert_close(numbers.to(dtype), wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(numbers.to(dtype), requested, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -66,10 +68,10 @@ def test_a_weight_is_rounded_to_the_scales_format_and_then_to_the_models(
 ) -> None:
     whole = torch.randn(300, 40)
 
-    def decode(start: int, end: int, numbers: torch.Tensor, room: torch.Tensor) -> None:
-        assert room.dtype == torch.int16
-        assert room.shape[1] >= 40
-        room.fill_(-1)
+    def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
+        assert capacity.dtype == torch.int16
+        assert capacity.shape[1] >= 40
+        capacity.fill_(-1)
         numbers.copy_(whole[start:end])
 
     out = torch.zeros(172, 40, dtype=out_dtype)

@@ -45,7 +45,7 @@ def test_loops_are_compiled_for_twelve_bits_alone(monkeypatch: pytest.MonkeyPatc
         return by_numpy
 
     monkeypatch.setattr(timing, "fastest_kernels", kernels)
-    monkeypatch.setattr(timing, "kept_curve", lambda *_: ComputeCurve((1,), (0.5,), (0.7,)))
+    monkeypatch.setattr(timing, "cached_curve", lambda *_: ComputeCurve((1,), (0.5,), (0.7,)))
     for scheme in CODECS:
         timing._measure.__wrapped__(scheme, 1, None)
     assert asked == [1]

@@ -104,7 +104,7 @@ def test_memory_for_the_exceptions_is_counted() -> None:
     n_weights = 1 << 20
     planes = Planes(n_weights)
     weights = np.zeros(n_weights, np.uint16)
-    weights[:: n_weights // planes.most_exceptions + 1] = 0x7F80
+    weights[:: n_weights // planes.max_exceptions + 1] = 0x7F80
     codec = TwelveBits(by_numpy)
     stored = packed(codec, weights, 110)
     record = TensorRecord("up", "BF16", (n_weights,), Path("m"), 0, len(stored), codec.name)

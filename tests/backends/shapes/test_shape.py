@@ -51,16 +51,16 @@ def config_of(family: str, **overrides: Any) -> Any:
     return getattr(transformers, name)(**{**values, **wide, **overrides})
 
 
-def counted_flops(model: torch.nn.Module, n_rows: int, context: int) -> int:
+def counted_flops(model: torch.nn.Module, num_tokens: int, context: int) -> int:
     """What torch counts for the last rows of a context, position embeddings left out."""
     device = next(model.parameters()).device
     cache = transformers.DynamicCache()
     ids = torch.ones(1, context, dtype=torch.long, device=device)
     with torch.no_grad():
-        if context > n_rows:
-            model(input_ids=ids[:, :-n_rows], past_key_values=cache, use_cache=True)
+        if context > num_tokens:
+            model(input_ids=ids[:, :-num_tokens], past_key_values=cache, use_cache=True)
         with FlopCounterMode(display=False) as counter:
-            model(input_ids=ids[:, -n_rows:], past_key_values=cache, use_cache=True)
+            model(input_ids=ids[:, -num_tokens:], past_key_values=cache, use_cache=True)
     counts = counter.get_flop_counts()
     rotary = sum(
         sum(ops.values()) for name, ops in counts.items() if name.split(".")[-1] == "rotary_emb"
@@ -68,8 +68,8 @@ def counted_flops(model: torch.nn.Module, n_rows: int, context: int) -> int:
     return int(sum(counts["Global"].values())) - rotary
 
 
-def shape_flops(shape: ModelShape, n_rows: int, context: int) -> int:
-    return total(pass_work(shape, n_rows, context, n_rows).values()).flops
+def shape_flops(shape: ModelShape, num_tokens: int, context: int) -> int:
+    return total(pass_work(shape, num_tokens, context, num_tokens).values()).flops
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -81,8 +81,8 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     meta = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="eager"
     ).to("meta")
-    for n_rows, context in ((5, 20), (20, 20)):
-        assert shape_flops(shape, n_rows, context) == counted_flops(meta, n_rows, context)
+    for num_tokens, context in ((5, 20), (20, 20)):
+        assert shape_flops(shape, num_tokens, context) == counted_flops(meta, num_tokens, context)
 
 
 REAL = {
@@ -111,8 +111,10 @@ def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
         meta = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="eager"
         )
-    for n_rows, context in ((1, 512), (8, 512)):
-        assert shape_flops(shape, n_rows, context) == counted_flops(meta.eval(), n_rows, context)
+    for num_tokens, context in ((1, 512), (8, 512)):
+        assert shape_flops(shape, num_tokens, context) == counted_flops(
+            meta.eval(), num_tokens, context
+        )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -122,8 +124,8 @@ def test_flops_of_a_mixture_are_those_of_the_active_experts(family: str) -> None
     shape = shape_of(model, Path(family), match_config(model))
     real = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     real.set_experts_implementation("eager")
-    for n_rows in (1, 6):
-        assert shape_flops(shape, n_rows, 12) == counted_flops(real.eval(), n_rows, 12)
+    for num_tokens in (1, 6):
+        assert shape_flops(shape, num_tokens, 12) == counted_flops(real.eval(), num_tokens, 12)
     experts = [m for m in shape.layers[0].matrices if m.n_matrices > 1]
     assert {(m.role, m.n_matrices, m.n_active) for m in experts} == {(FFN, 4, 2)}
 
@@ -193,8 +195,8 @@ def test_both_formats_of_a_model_count_alike(family: str, tmp_path: Path) -> Non
     model = build_model(config, torch.float32)
     twin = shape_of(model, tmp_path, match_config(model))
     shape = gguf_shape(save_tiny_gguf(family, tmp_path / "model.gguf"))
-    for n_rows, context in ((1, 30), (4, 30)):
-        here, there = (pass_work(one, n_rows, context, n_rows) for one in (shape, twin))
+    for num_tokens, context in ((1, 30), (4, 30)):
+        here, there = (pass_work(item, num_tokens, context, num_tokens) for item in (shape, twin))
         assert list(here) == list(there)
         for operator, work in here.items():
             other = there[operator]
@@ -208,11 +210,11 @@ def test_quantised_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     path = save_tiny_gguf("llama", tmp_path / "model.gguf", dtype="Q4_0")
     shape = gguf_shape(path, "q8_0", "f16")
     work = pass_work(shape, 1, 64, 1)
-    assert work[FFN].held_bytes == work[FFN].held_elements * 18 // 32
+    assert work[FFN].pinned_bytes == work[FFN].held_elements * 18 // 32
     assert shape.number_formats == ("Q4_0", "Q8_0")
     kv_heads_bytes = KV_HEADS * (HEAD_DIM * 34 // 32 + HEAD_DIM * 2)
     assert shape.kv_bytes_per_token == 3 * kv_heads_bytes
-    assert work["attention"].held_bytes == 64 * shape.kv_bytes_per_token
+    assert work["attention"].pinned_bytes == 64 * shape.kv_bytes_per_token
 
 
 @pytest.mark.gguf

@@ -18,9 +18,9 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     small = tmp_path / "small"
     small.write_bytes(b"x")
     made: list[int] = []
-    found = measure_curve({4: lambda: made.append(4), 1: lambda: made.append(1)}, 10, small)
-    assert found.num_tokens == (1, 4)
-    assert found.alone == found.beside_reads == (0.1, 0.1)
+    actual = measure_curve({4: lambda: made.append(4), 1: lambda: made.append(1)}, 10, small)
+    assert actual.num_tokens == (1, 4)
+    assert actual.alone == actual.beside_reads == (0.1, 0.1)
     assert set(made) == {1, 4}
 
 
@@ -30,12 +30,12 @@ def test_beside_reads_few_numbers_of_rows_are_timed(
     """What is slower by as much with any number of rows is found without timing all of them."""
     now, is_reading, timed = 0.0, False, []
 
-    def product(n_rows: int) -> Callable[[], None]:
+    def product(num_tokens: int) -> Callable[[], None]:
         def run() -> None:
             nonlocal now
-            now += n_rows * (2.0 + n_rows / 10 if is_reading else 1.0)
+            now += num_tokens * (2.0 + num_tokens / 10 if is_reading else 1.0)
             if is_reading:
-                timed.append(n_rows)
+                timed.append(num_tokens)
 
         return run
 
@@ -49,7 +49,7 @@ def test_beside_reads_few_numbers_of_rows_are_timed(
     monkeypatch.setattr(measure, "is_measurable", lambda path: True)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
     rows = (1, 2, 4, 8, 16)
-    found = measure_curve({n: product(n) for n in rows}, 1, tmp_path)
-    assert found.alone == rows
-    assert found.beside_reads == pytest.approx([n * (2.0 + n / 10) for n in rows])
+    actual = measure_curve({n: product(n) for n in rows}, 1, tmp_path)
+    assert actual.alone == rows
+    assert actual.beside_reads == pytest.approx([n * (2.0 + n / 10) for n in rows])
     assert set(timed) == {1, 4, 16}

@@ -20,7 +20,7 @@ from backends.cuda.source import HfGpuSource
 from backends.hf.source import HfSource
 from backends.llama import source as gguf_source
 from backends.timing.passes import is_small
-from offload.residency.plan import plan_residency
+from offload.placement.plan import plan_placement
 
 
 def hf_source(checkpoint_factory: Callable[..., Path], _: Path) -> ModelSource:
@@ -40,13 +40,13 @@ def gguf_source_of(_: Any, tmp_path: Path) -> ModelSource:
     ]
 )
 def source(request: Any, checkpoint_factory: Callable[..., Path], tmp_path: Path) -> ModelSource:
-    found: ModelSource = request.param(checkpoint_factory, tmp_path)
-    return found
+    actual: ModelSource = request.param(checkpoint_factory, tmp_path)
+    return actual
 
 
 def logits(source: ModelSource) -> np.ndarray:
-    residency = plan_residency(source.layers, 1 << 40)
-    with source.load(Loading(residency, 16, 8, 8, load_mode="ram")) as backend:
+    placement = plan_placement(source.layers, 1 << 40)
+    with source.load(Loading(placement, 16, 8, 8, load_mode="ram")) as backend:
         return own(backend).prefill([3, 17, 5])
 
 
@@ -80,10 +80,10 @@ def test_a_small_models_own_passes_are_timed(
     compute = source.measure_compute()
     monkeypatch.undo()
     assert is_small(source)
-    for n_rows in (1, 5, 32, 100):
-        seconds = compute.per_byte.seconds(n_rows) * layer_bytes(source)
-        seconds += compute.outer_seconds(n_rows)
-        assert seconds == pytest.approx(0.5 + 0.25 * n_rows)
+    for num_tokens in (1, 5, 32, 100):
+        seconds = compute.per_byte.seconds(num_tokens) * layer_bytes(source)
+        seconds += compute.non_layer_seconds(num_tokens)
+        assert seconds == pytest.approx(0.5 + 0.25 * num_tokens)
     assert compute.per_byte.beside_factor(4) == 1.0
     assert np.array_equal(logits(source), before)  # it can be loaded as ever
 
@@ -125,22 +125,22 @@ def test_each_number_format_counts_by_its_bytes(
         return seconds / sum(r.n_bytes for r in matrices)
 
     layers = expected(record for layer in source.layers for record in layer.tensors)
-    head = expected(gguf_source.resident_outer_records(source.model))
+    head = expected(gguf_source.resident_non_layer_records(source.model))
     assert compute.per_byte.seconds(1) == pytest.approx(layers)
-    assert compute.outer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
+    assert compute.non_layer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
     # A second cache over the same weights multiplies with all of them, after no layers.
     shared = SharedSource(source).measure_compute(beside_reads=False)
     total = layers * layer_bytes(source) + head * source.head_bytes
-    assert shared.outer_seconds(1) == pytest.approx(total)
+    assert shared.non_layer_seconds(1) == pytest.approx(total)
 
 
 def test_what_comes_after_the_layers() -> None:
     layers, head = ComputeCurve.linear(1.0, 0.0), ComputeCurve.linear(0.0, 2.0)
-    assert ModelCompute(layers, 10).outer_seconds(7) == pytest.approx(10)
-    one = ModelCompute(layers, 10, head_per_byte=head, per_pass=ComputeCurve.linear(0.5, 0.0))
-    assert one.outer_seconds(3) == pytest.approx(60.5)
-    assert one.times(2.0).outer_seconds(3) == pytest.approx(121)
-    assert one.times(2.0).per_byte.seconds(9) == pytest.approx(2)
+    assert ModelCompute(layers, 10).non_layer_seconds(7) == pytest.approx(10)
+    item = ModelCompute(layers, 10, head_per_byte=head, per_pass=ComputeCurve.linear(0.5, 0.0))
+    assert item.non_layer_seconds(3) == pytest.approx(60.5)
+    assert item.times(2.0).non_layer_seconds(3) == pytest.approx(121)
+    assert item.times(2.0).per_byte.seconds(9) == pytest.approx(2)
 
 
 @pytest.mark.gguf
@@ -181,6 +181,6 @@ def test_a_small_model_on_a_gpu_is_timed_there(
     (loading,) = seen  # once
     assert first.per_byte == second.per_byte
     assert first.per_byte.seconds(1) > 0
-    assert loading.residency.is_on_device
-    assert loading.residency.moved_bytes == 0
+    assert loading.placement.is_on_device
+    assert loading.placement.moved_bytes == 0
     assert loading.vram_bytes is None  # what was promised to other models stays promised

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.checks import equality, identity
-from bench.checks.equal_texts import TextsDiffer
+from bench.checks.equal_outputs import OutputsDiffer
 
 RUN = CliRunner()
 
@@ -29,15 +29,15 @@ def test_a_model_that_fits_is_not_compared_with_itself() -> None:
         identity.record({"model": "pair:target", "ctx_size": 128}, streamed=True)
 
 
-@pytest.mark.parametrize(("change", "error"), [(0, type(None)), (1, TextsDiffer)])
+@pytest.mark.parametrize(("change", "error"), [(0, type(None)), (1, OutputsDiffer)])
 def test_one_token_makes_the_difference(monkeypatch, change, error) -> None:
     def decode(load, tasks, n):
-        for prompt, way in tasks:
-            yield prompt, way, [1, 2, 3 + change * (way.name == "beams")]
+        for prompt, mode in tasks:
+            yield prompt, mode, [1, 2, 3 + change * (mode.name == "beams")]
 
-    texts = equality.read_prompts(equality.BUILT_IN, 16)
-    wanted = {(one.name, way.kind): [1, 2, 3] for one in texts for way in equality.WAYS}
-    monkeypatch.setattr(equality, "reference", lambda load, tasks, n: wanted)
+    outputs = equality.read_prompts(equality.BUILT_IN, 16)
+    requested = {(text.name, mode.kind): [1, 2, 3] for text in outputs for mode in equality.MODES}
+    monkeypatch.setattr(equality, "reference", lambda load, tasks, n: requested)
     monkeypatch.setattr(equality, "decode", decode)
     argv = ["target", "draft", "--memory-budgets", "1GiB,2GiB"]
     result = RUN.invoke(equality.app, argv)
@@ -49,5 +49,7 @@ def test_prompts_budgets_and_ways_take_turns() -> None:
     prompts = equality.read_prompts(equality.BUILT_IN, 16)
     tasks = equality.tasks_of(prompts, 3, 2)
     assert sum(map(len, tasks)) == 32
-    assert {way.name for some in tasks for _, way in some} == {way.name for way in equality.WAYS}
-    assert all(len({one.name for one, _ in some}) > 8 for some in tasks)
+    assert {mode.name for some in tasks for _, mode in some} == {
+        mode.name for mode in equality.MODES
+    }
+    assert all(len({item.name for item, _ in some}) > 8 for some in tasks)

@@ -32,9 +32,9 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     assert APPS[app].main([name, "--help"]) == 0
     text = capsys.readouterr().out
     rows = re.findall(r"^│ (?:\* )? *((?:--?[a-z][a-z-]*[ \n]+)+)", text, re.MULTILINE)
-    found = {option for row in rows for option in row.split()}
-    assert "--help" in found
-    return found
+    actual = {option for row in rows for option in row.split()}
+    assert "--help" in actual
+    return actual
 
 
 def examples() -> list[str]:
@@ -46,8 +46,8 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = options_of(command, capsys) - {"--help", "-h"}
-    assert {name for name in found if not re.search(rf"(?<![\w-]){name}(?![\w-])", DOC)} == set()
+    actual = options_of(command, capsys) - {"--help", "-h"}
+    assert {name for name in actual if not re.search(rf"(?<![\w-]){name}(?![\w-])", DOC)} == set()
 
 
 @pytest.mark.parametrize("line", examples())

@@ -1,4 +1,4 @@
-"""`specdec-bench curve` on tiny targets: the formula, equal texts, what the report says."""
+"""`specdec-bench curve` on tiny targets: the formula, equal sequences, what the report says."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> Non
 def test_every_text_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
     assert result["is_exact"]
     assert result["differences"] == []
-    assert result["n_texts"] == len(result["records"]) == 2 * 2 * (1 + 3)
+    assert result["num_seqs"] == len(result["records"]) == 2 * 2 * (1 + 3)
     for prompt in PROMPTS:
-        texts = [r["token_ids"] for r in result["records"] if r["prompt"] == prompt.name]
-        longest = max(texts, key=len)
-        assert all(text == longest[: len(text)] for text in texts)
-        assert sorted(map(len, texts))[:2] == [SETTINGS.max_tokens // 4] * 2  # plain decoding
-        assert sorted(map(len, texts))[2] >= SETTINGS.max_tokens
+        outputs = [r["token_ids"] for r in result["records"] if r["prompt"] == prompt.name]
+        longest = max(outputs, key=len)
+        assert all(text == longest[: len(text)] for text in outputs)
+        assert sorted(map(len, outputs))[:2] == [SETTINGS.max_tokens // 4] * 2  # plain decoding
+        assert sorted(map(len, outputs))[2] >= SETTINGS.max_tokens
 
 
 def test_no_chain_is_cut_off(result: dict[str, Any]) -> None:
     for record in result["records"]:
-        assert {one[0] for one in record["pass_times"]} == {1 + record["n_draft_tokens"]}
+        assert {item[0] for item in record["pass_times"]} == {1 + record["n_draft_tokens"]}
         assert len(record["pass_times"]) == record["stats"]["passes"]
 
 
@@ -125,9 +125,9 @@ def test_an_interrupted_run_keeps_what_it_measured(target: Path, tmp_path: Path)
         pytest.raises(KeyboardInterrupt),
     ):
         measure_curve(llm, PROMPTS[:1], settings, InterruptedAt(2), log)
-    kept = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["n_draft_tokens"] for record in kept] == [0, 1]
-    assert all(record["token_ids"] and record["pass_times"] for record in kept)
+    cached = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["n_draft_tokens"] for record in cached] == [0, 1]
+    assert all(record["token_ids"] and record["pass_times"] for record in cached)
 
 
 # --- figures -----------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def test_a_difference_is_an_error_after_the_report(
     where = {"prompt": "a", "position": 3}
     tie = where if is_exact else {**where, "gap": 2.0, "drift": 0.1, "explained": False}
     records = [record(0, 1.0), record(4, 2.0, accepted=20)]
-    for one, tokens in zip(records, ([1, 2, 3, 4], [1, 2, 3, 9]), strict=True):
-        one["stats"]["is_exact"] = is_exact
-        one |= {"prompt": "a", "token_ids": tokens}
+    for item, tokens in zip(records, ([1, 2, 3, 4], [1, 2, 3, 9]), strict=True):
+        item["stats"]["is_exact"] = is_exact
+        item |= {"prompt": "a", "token_ids": tokens}
     result = {
-        **summarise(records), "differences": [tie], "records": records, "n_texts": 2,
+        **summarise(records), "differences": [tie], "records": records, "num_seqs": 2,
         "enforced": False, "model": "m", "memory_budget_bytes": 1 << 30, "n_prompts": 1,
         "max_tokens": 9,
     }  # fmt: skip
@@ -203,7 +203,9 @@ def test_a_difference_is_an_error_after_the_report(
     assert main(["curve", "-m", str(target)]) == 2
     out, err = capsys.readouterr()
     assert ("an ERROR, the target is exact" if is_exact else "NOT a near tie") in out
-    assert ("two texts of a differ from token 3 on" if is_exact else "1 of 2 texts are not") in err
+    assert (
+        "two sequences of a differ from token 3 on" if is_exact else "1 of 2 sequences are not"
+    ) in err
     assert err.count("\n") == 1
 
 

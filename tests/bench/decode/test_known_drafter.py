@@ -37,7 +37,7 @@ def test_tokens_per_pass_of_the_paper(accuracy: float, n: int) -> None:
         return
     mean = square = 0.0
     for right in product((True, False), repeat=n):
-        weight = math.prod(accuracy if one else 1 - accuracy for one in right)
+        weight = math.prod(accuracy if item else 1 - accuracy for item in right)
         tokens = 1 + (right.index(False) if False in right else n)
         mean, square = mean + weight * tokens, square + weight * tokens**2
     assert mean == pytest.approx(by_formula)

@@ -12,8 +12,8 @@ from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, measure
+from bench.decode.modes import TreeSize, parse_sizes
 from bench.decode.policy import summarise
-from bench.decode.ways import TreeSize, parse_sizes
 from bench.options import UsageMistake
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
@@ -24,10 +24,10 @@ from specdec.metrics.recorder import StatsRecorder
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 
-def record(way: str, seconds: float) -> dict[str, object]:
+def record(mode: str, seconds: float) -> dict[str, object]:
     stats = StatsRecorder(prompt_tokens=1).stats().to_dict()
     made = {"generated_tokens": 11, "passes": 5, "drafted_tokens": 20, "accepted_tokens": 5}
-    return {"mode": way, "stats": {**stats, **made, "decode_seconds": seconds}}
+    return {"mode": mode, "stats": {**stats, **made, "decode_seconds": seconds}}
 
 
 def test_sizes_are_draft_tokens_by_levels() -> None:
@@ -54,7 +54,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 def test_auto_is_held_against_the_best_of_the_others() -> None:
     seconds = {"plain": 10.0, "2x2": 4.0, "8x4": 5.0, "auto": 4.4}
-    result = summarise([record(way, s) for way, s in seconds.items() for _ in range(2)])
+    result = summarise([record(mode, s) for mode, s in seconds.items() for _ in range(2)])
     assert result["best_fixed"] == "2x2"
     assert result["auto_versus_best_fixed"] == pytest.approx(4.0 / 4.4)
     assert result["auto_versus_plain"] == pytest.approx(10.0 / 4.4)
@@ -102,7 +102,7 @@ def test_a_sweep_decodes_the_same_text_in_every_way(
     argv += ["--n-prompts", "1", "-c", "512", "--output-file", str(report), "--log", str(log)]
     assert main(argv) == 0
     result = json.loads(report.read_text())
-    assert [row["way"] for row in result["rows"]] == ["plain", "2x2", "6x3", "auto"]
+    assert [row["mode"] for row in result["rows"]] == ["plain", "2x2", "6x3", "auto"]
     assert all(row["is_lossless"] for row in result["rows"])
     assert (result["enforced"], result["model"]) == (False, str(target))
     assert result["provenance"]["argv"][:2] == ["specdec-bench", "policy"]
@@ -121,6 +121,6 @@ def test_an_interrupted_sweep_keeps_what_it_measured(
     spec = MeasureSpec(load, prompts, {"max_tokens": 4}, str(log), modes=modes, probes=False)
     with pytest.raises(KeyboardInterrupt):
         measure(spec, InterruptedAt(1))
-    kept = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["mode"] for record in kept] == ["plain", "2x2"]
-    assert kept[0]["token_ids"] == kept[1]["token_ids"]
+    cached = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["mode"] for record in cached] == ["plain", "2x2"]
+    assert cached[0]["token_ids"] == cached[1]["token_ids"]

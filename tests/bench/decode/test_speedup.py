@@ -17,11 +17,11 @@ from tiny_pair import save_model
 
 from bench.commands.app import main
 from bench.decode.measure import MeasureSpec, _without_probe
-from bench.figures import compare_tokens
 from bench.process.child import KILLED, ChildFailed, check_child, run_child
 from bench.process.probe import BUFFER_BYTES, BUFFERED, DIRECT
 from bench.process.provenance import git_revision
 from bench.prompts.workloads import Prompt
+from bench.results import compare_tokens
 from offload.units import GIB
 
 
@@ -92,7 +92,7 @@ def test_texts_of_an_exact_target_must_be_equal(
         assert command != "demo" or "tokens equal 100 %, " in out
     else:
         assert (code, err.count("\n")) == (2, 1)
-        assert "two texts of a differ from token 2 on" in err
+        assert "two sequences of a differ from token 2 on" in err
         assert "tokens equal      66.6 % (0 of 1 prompts wholly)" in out
         assert "a differs from token 2 on: an ERROR, the target is exact" in out
 

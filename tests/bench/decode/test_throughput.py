@@ -1,4 +1,4 @@
-"""Tokens per second of many texts: a run on tiny models, and what is refused."""
+"""Tokens per second of many sequences: a run on tiny models, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
-from bench.checks.equal_texts import TextsDiffer
+from bench.checks.equal_outputs import OutputsDiffer
 from bench.commands.app import main
 from bench.decode.throughput import refuse_differences
 
@@ -30,9 +30,9 @@ def test_every_count_in_every_way(argv: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     assert main([*argv, "--texts", "1,3", "--output-file", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    ways = ("plain", "speculative")
-    assert [(row["n_texts"], row["mode"]) for row in rows] == [
-        (n, way) for n in (1, 3) for way in ways
+    modes = ("plain", "speculative")
+    assert [(row["num_seqs"], row["mode"]) for row in rows] == [
+        (n, mode) for n in (1, 3) for mode in modes
     ]
     assert [row["n_prompts"] for row in rows] == [2, 2, 3, 3]
     for row in rows:
@@ -52,5 +52,5 @@ def test_texts_that_promise_nothing_may_differ(argv: list[str], tmp_path: Path) 
 
 def test_texts_that_must_be_equal_are_refused_where_they_are_not() -> None:
     rows = [{"n_different_texts": 2, "is_exact": True}, {"n_different_texts": 1, "is_exact": False}]
-    with pytest.raises(TextsDiffer, match="2 texts differ"):
+    with pytest.raises(OutputsDiffer, match="2 sequences differ"):
         refuse_differences(rows)

@@ -20,15 +20,15 @@ PROMPTS = ["def area(r):", "import os\n"]
 
 def test_a_mixture_that_fits_reads_every_expert_once() -> None:
     load = {"model": str(pair_path("pair:moe")), "memory_budget": "4GiB", "ctx_size": 128}
-    found = measure({"load": load, "prompts": PROMPTS, "max_tokens": 6})
-    assert found["n_slots"] == found["n_experts"] == 6 * 64
-    assert 0.0 < found["hit_rate"] < 1.0  # the second prompt asks for some that nobody had
+    actual = measure({"load": load, "prompts": PROMPTS, "max_tokens": 6})
+    assert actual["n_slots"] == actual["n_experts"] == 6 * 64
+    assert 0.0 < actual["hit_rate"] < 1.0  # the second prompt asks for some that nobody had
     for rate in ("own_rule", "least_recently_used", "belady"):
-        assert 0.0 < found[rate] <= found["hit_rate"]  # replayed from an empty cache
-    assert found["own_rule"] == found["belady"]
-    assert [len(ids) for ids in found["token_ids"]] == [6]
-    assert found["bytes_read"] > 0
-    assert found["bytes_per_read"] > 0
+        assert 0.0 < actual[rate] <= actual["hit_rate"]  # replayed from an empty cache
+    assert actual["own_rule"] == actual["belady"]
+    assert [len(ids) for ids in actual["token_ids"]] == [6]
+    assert actual["bytes_read"] > 0
+    assert actual["bytes_per_read"] > 0
 
 
 def test_rules_say_nothing_where_no_cache_was_asked() -> None:

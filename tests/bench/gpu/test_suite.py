@@ -30,15 +30,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         settings = tiny_settings("cpu", folder)
-        found = run_suite(settings, in_this_process)
-    return json.loads(json.dumps(summarise(settings, found, True, ["suite"])))
+        actual = run_suite(settings, in_this_process)
+    return json.loads(json.dumps(summarise(settings, actual, True, ["suite"])))
 
 
 @pytest.mark.slow
 def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
     sections = report["sections"]
     assert list(sections) == list(SECTIONS)
-    assert {one["exit"] for one in sections.values()} == {"ok"}
+    assert {section["exit"] for section in sections.values()} == {"ok"}
     assert not report["is_measurement"]
     for name in ("decode", "three tiers"):
         assert sections[name]["plain"]["passes"] > 0
@@ -61,16 +61,16 @@ def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, A
 
 @pytest.mark.slow
 def test_a_tiny_run_is_told_from_a_measurement(report: dict[str, Any]) -> None:
-    names = {one["name"] for one in report["checks"]}
+    names = {item["name"] for item in report["checks"]}
     assert names == {"fp32 tokens are equal", "bf16 logits of moving layers"}
-    assert all(one["holds"] for one in report["checks"])
+    assert all(item["holds"] for item in report["checks"])
     assert "the figures mean nothing" in lines(report)[0]
 
 
 def test_a_section_that_takes_too_long_is_killed_and_keeps_what_it_had(tmp_path: Path) -> None:
-    found = in_child("grow", tiny_settings("cpu", tmp_path), 0.05)
-    assert found["exit"] == "timeout"
-    assert found["log"] == []
+    actual = in_child("grow", tiny_settings("cpu", tmp_path), 0.05)
+    assert actual["exit"] == "timeout"
+    assert actual["log"] == []
 
 
 def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
         return {"exit": "ok"}
 
     settings = full_settings("cuda", tmp_path)
-    assert sum(settings.limits.values()) <= cuda_suite.MOST_SECONDS
-    found = run_suite(settings, run, seconds=30.0)
+    assert sum(settings.limits.values()) <= cuda_suite.MAX_SECONDS
+    actual = run_suite(settings, run, seconds=30.0)
     assert [name for name, _ in begun] == list(SECTIONS)
     assert all(seconds <= 30.0 for _, seconds in begun)
     begun.clear()
     run_suite(settings, run)  # sections that leave all of their time over
     for number, (name, seconds) in enumerate(begun):
-        behind = sum(settings.limits[one] for one in SECTIONS[number + 1 :])
-        assert settings.limits[name] <= seconds <= cuda_suite.MOST_SECONDS - behind
-    assert begun[-1][1] > cuda_suite.MOST_SECONDS - 10.0
+        behind = sum(settings.limits[section] for section in SECTIONS[number + 1 :])
+        assert settings.limits[name] <= seconds <= cuda_suite.MAX_SECONDS - behind
+    assert begun[-1][1] > cuda_suite.MAX_SECONDS - 10.0
     begun.clear()
-    found = run_suite(settings, run, seconds=0.0)
+    actual = run_suite(settings, run, seconds=0.0)
     assert begun == []
-    assert {one["exit"] for one in found.values()} == {"no time left"}
+    assert {item["exit"] for item in actual.values()} == {"no time left"}
 
 
 def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
@@ -116,11 +116,11 @@ def test_the_command_runs_sections_in_processes_of_their_own(
     report, folder = tmp_path / "cuda.json", tmp_path / "targets"
     argv = ["--device", "cpu", "--tiny", "--dir", str(folder), "--output-file", str(report)]
     assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "grow, machine"]) == 0
-    found = json.loads(report.read_text())
-    assert list(found["sections"]) == ["machine", "grow"]
-    assert found["sections"]["machine"]["device"] == "cpu"
-    assert all(one["exit"] == "ok" for one in found["sections"].values())
-    assert found["provenance"]["versions"]["torch"]
+    actual = json.loads(report.read_text())
+    assert list(actual["sections"]) == ["machine", "grow"]
+    assert actual["sections"]["machine"]["device"] == "cpu"
+    assert all(item["exit"] == "ok" for item in actual["sections"].values())
+    assert actual["provenance"]["versions"]["torch"]
     assert (folder / "small-fp32" / "config.json").exists()
     assert "the figures mean nothing" in capsys.readouterr().err
     assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "decode,all"]) == 2
@@ -133,25 +133,25 @@ def test_the_settings_of_a_run_reach_its_sections(tmp_path: Path) -> None:
     assert Settings.read(tmp_path / "task.json") == settings
 
 
-def figures(**changes: Any) -> dict[str, Any]:
+def results(**changes: Any) -> dict[str, Any]:
     speculative = {"tokens_per_second": 30.0, "vram_peak_bytes": 7, "vram_budget_bytes": 8}
     decode = {"pass": {"versus_copies": 1.05}, "speculative_versus_plain": 9.0}
-    found = {
+    actual = {
         "decode": {**decode, "speculative": speculative},
         "three tiers": {"pass": {"versus_the_slower": 1.1}},
         "peer": {"tokens_per_second": 1.5},
         "drift": {"drift_of_rows": 0.1, "largest_difference": 0.05},
         "fp32": {"equal": {"moving": True, "cpu": True}},
     }
-    return {**found, **changes}
+    return {**actual, **changes}
 
 
 def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
     settings = full_settings("cuda", tmp_path)
-    found = checks(settings, figures())
-    assert len(found) == 7
-    assert all(one["holds"] for one in found)
-    worse = figures(
+    actual = checks(settings, results())
+    assert len(actual) == 7
+    assert all(item["holds"] for item in actual)
+    worse = results(
         decode={
             "pass": {"versus_copies": 1.2},
             "speculative_versus_plain": 7.0,
@@ -163,19 +163,19 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
         **{"three tiers": {"pass": {"versus_the_slower": 1.2}}},
         fp32={"equal": {"moving": False, "cpu": True}},
     )  # fmt: skip
-    assert not any(one["holds"] for one in checks(settings, worse))
+    assert not any(check["holds"] for check in checks(settings, worse))
     assert checks(settings, {}) == []
 
 
 def test_what_is_timed_alone_runs() -> None:
     """On the CPU, where it means nothing; weights are read where files have them."""
-    found = cuda_machine.alone("cpu", (64, 32), (1, 3), 50)
-    assert set(found) == {"product_seconds", "logits_to_host_seconds"}
-    assert {tuple(one) for one in found["product_seconds"].values()} == {("1", "3")}
-    assert tuple(found["logits_to_host_seconds"]) == ("1", "3")
-    (one,) = cuda_machine.attention("cpu", ((4, 2, 16),), (8,), (64,))
-    assert (one["kv_heads"], one["n_nodes"], one["n_context"]) == (2, 8, 64)
-    assert one["difference"] < 0.1
+    actual = cuda_machine.alone("cpu", (64, 32), (1, 3), 50)
+    assert set(actual) == {"product_seconds", "logits_to_host_seconds"}
+    assert {tuple(item) for item in actual["product_seconds"].values()} == {("1", "3")}
+    assert tuple(actual["logits_to_host_seconds"]) == ("1", "3")
+    (item,) = cuda_machine.attention("cpu", ((4, 2, 16),), (8,), (64,))
+    assert (item["kv_heads"], item["n_nodes"], item["n_context"]) == (2, 8, 64)
+    assert item["difference"] < 0.1
 
 
 @pytest.mark.slow
@@ -188,15 +188,15 @@ def test_on_a_gpu_layers_are_copied_and_told_of(
     monkeypatch.setattr(cuda_machine, "alone", lambda *shapes: {"product_seconds": {}})
     monkeypatch.setattr(cuda_machine, "attention", lambda *shapes: [])
     settings = replace(tiny_settings("cuda", tmp_path), rates=())
-    found = {
+    actual = {
         name: in_this_process(name, settings, 0.0)
         for name in ("machine", "grow", "three tiers", "drift")
     }
-    assert found["machine"]["pinned_copy_bytes_per_second"] == 1e9
-    one = found["three tiers"]
-    assert one["pass"]["copied_bytes"] == one["plan"]["copied_bytes_per_pass"] > 0
-    assert one["pass"]["copy_seconds"] == one["pass"]["copied_bytes"] / 1e9
-    assert one["plain"]["bytes_copied_to_device"] >= one["pass"]["copied_bytes"]
-    assert found["drift"]["largest_difference"] == 0.0
-    held = {check["name"]: check["value"] for check in checks(settings, found)}
-    assert held["VRAM peak, host of 12 GiB"] == PEAK_BYTES
+    assert actual["machine"]["pinned_copy_bytes_per_second"] == 1e9
+    item = actual["three tiers"]
+    assert item["pass"]["copied_bytes"] == item["plan"]["copied_bytes_per_pass"] > 0
+    assert item["pass"]["copy_seconds"] == item["pass"]["copied_bytes"] / 1e9
+    assert item["plain"]["bytes_copied_to_device"] >= item["pass"]["copied_bytes"]
+    assert actual["drift"]["largest_difference"] == 0.0
+    pinned = {check["name"]: check["value"] for check in checks(settings, actual)}
+    assert pinned["VRAM peak, host of 12 GiB"] == PEAK_BYTES

@@ -33,11 +33,11 @@ def test_programs_are_taken_over_the_prompts_of_both_runs() -> None:
     """The second run's slow program came to a prompt that is quick for the other one."""
     first = run(slow={"a": 1.0}, quick={"a": 0.5, "b": 0.1})
     again = run(slow={"a": 1.1, "b": 1.1}, quick={"a": 0.5, "b": 0.1})
-    (found,) = agreements(first, again)
-    assert (found.name, found.other, found.n_prompts) == ("quick", "slow", 1)
-    assert found.first == pytest.approx(2.0)
-    assert found.again == pytest.approx(2.2)
-    assert found.difference == pytest.approx(0.1)
+    (actual,) = agreements(first, again)
+    assert (actual.name, actual.other, actual.n_prompts) == ("quick", "slow", 1)
+    assert actual.first == pytest.approx(2.0)
+    assert actual.again == pytest.approx(2.2)
+    assert actual.difference == pytest.approx(0.1)
 
 
 def test_pairs_are_taken_over_the_tokens_of_both_runs() -> None:
@@ -51,8 +51,8 @@ def test_pairs_are_taken_over_the_tokens_of_both_runs() -> None:
         ]}
         for n_tokens in (2, 4)
     )  # fmt: skip
-    (found,) = agreements(first, again)
-    assert (found.first, found.again, found.n_tokens) == (2.0, 2.0, 2)
+    (actual,) = agreements(first, again)
+    assert (actual.first, actual.again, actual.n_tokens) == (2.0, 2.0, 2)
 
 
 def test_a_program_of_one_run_is_left_out() -> None:
@@ -65,9 +65,9 @@ def test_a_program_of_one_run_is_left_out() -> None:
     st.lists(st.floats(0.01, 100.0), min_size=3, max_size=3),
     st.lists(st.floats(0.01, 100.0), min_size=3, max_size=3),
 )
-def test_it_matters_not_which_run_is_the_first(one: list[float], other: list[float]) -> None:
+def test_it_matters_not_which_run_is_the_first(item: list[float], other: list[float]) -> None:
     names = ("x", "y", "z")
-    runs = [run(**{n: {"a": s} for n, s in zip(names, v, strict=True)}) for v in (one, other)]
+    runs = [run(**{n: {"a": s} for n, s in zip(names, v, strict=True)}) for v in (item, other)]
     there, back = list(agreements(*runs)), list(agreements(*reversed(runs)))
     assert len(there) == 3
     for forth, again in zip(there, back, strict=True):

@@ -43,9 +43,9 @@ def run(tmp_path: Path, target: Path) -> Callable[..., dict[str, Any]]:
         journal.unlink(missing_ok=True)
         code = run_program([str(tmp_path / "task.json"), str(journal)], program)
         lines = [json.loads(line) for line in journal.read_text().splitlines()]
-        found = {kind: value for line in lines for kind, value in line.items()}
-        assert code == (1 if "error" in found else 0)
-        return {**found, "prompts": [line["prompt"] for line in lines if "prompt" in line]}
+        actual = {kind: value for line in lines for kind, value in line.items()}
+        assert code == (1 if "error" in actual else 0)
+        return {**actual, "prompts": [line["prompt"] for line in lines if "prompt" in line]}
 
     return start
 
@@ -62,13 +62,13 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
 
     plain = run(program, options={"spec_type": "none"})
     drafted = run(program, draft, options={"num_draft_tokens": 4})
-    for one, other in zip(plain["prompts"], drafted["prompts"], strict=True):
-        assert one["token_ids"] == other["token_ids"]
-        assert [n for _, n in one["arrivals"]] == [1] * 12
+    for item, other in zip(plain["prompts"], drafted["prompts"], strict=True):
+        assert item["token_ids"] == other["token_ids"]
+        assert [n for _, n in item["arrivals"]] == [1] * 12
         assert sum(n for _, n in other["arrivals"]) == 12
         assert len(other["arrivals"]) < 12
         assert other["stats"]["accepted_by_depth"][0] > 0
-        assert (one["category"], one["ended"]) == ("code", "whole")
+        assert (item["category"], item["ended"]) == ("code", "whole")
     assert drafted["loaded"]["settings"]["plan"]["memory_budget_bytes"] == 4 * GIB
     assert drafted["done"]["peak_rss_bytes"] > 0
 
@@ -81,12 +81,12 @@ def test_specdec_is_held_to_what_its_plan_said(
     for spec_type, drafts in (("none", False), ("draft", True)):
         options = {"spec_type": spec_type, "num_draft_tokens": 3, "predict": True}
         journal = run(program, draft, options=options)
-        found = journal["prediction"]
-        assert (found["n_rows"] > 1) == drafts
-        assert (found["tokens_per_pass"] > 1) == drafts  # the draft is the target itself
-        assert set(found["predicted"]) == set(found["measured"])
-        for name, error in found["error"].items():
-            assert error == pytest.approx(found["predicted"][name] / found["measured"][name] - 1)
+        actual = journal["prediction"]
+        assert (actual["num_tokens"] > 1) == drafts
+        assert (actual["tokens_per_pass"] > 1) == drafts  # the draft is the target itself
+        assert set(actual["predicted"]) == set(actual["measured"])
+        for name, error in actual["error"].items():
+            assert error == pytest.approx(actual["predicted"][name] / actual["measured"][name] - 1)
         assert journal["storage_bytes_per_second_after"] > 0
         assert len(journal["prompts"]) == 2
 
@@ -97,8 +97,8 @@ def test_specdec_samples_as_asked(run: Callable[..., dict[str, Any]], draft: Pat
     sampling = {"temperature": 1.5, "seed": 3}
     plain = run(program, options={"spec_type": "none", "sampling": sampling})
     drafted = run(program, draft, options={"num_draft_tokens": 4, "sampling": sampling})
-    texts = [[record["token_ids"] for record in one["prompts"]] for one in (plain, drafted)]
-    assert texts[0] == texts[1] != specdec_tokens(run)
+    outputs = [[record["token_ids"] for record in item["prompts"]] for item in (plain, drafted)]
+    assert outputs[0] == outputs[1] != specdec_tokens(run)
 
 
 def test_specdec_with_its_target_as_the_draft(run: Callable[..., dict[str, Any]]) -> None:
@@ -116,7 +116,7 @@ def test_accelerate_from_disk_alone_and_assisted(
     pytest.importorskip("accelerate")
     from bench.peers.accelerate import program
 
-    wanted = specdec_tokens(run)
+    requested = specdec_tokens(run)
     size = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
     # The embedding must fit: transformers 5.23 drafts on the device of a model's first weights.
     options = {"cpu_memory_bytes": size * 2 // 3}
@@ -124,7 +124,7 @@ def test_accelerate_from_disk_alone_and_assisted(
     for journal in (alone, assisted):
         assert "error" not in journal
         assert journal["loaded"]["settings"]["disk_modules"] > 0
-        assert [record["token_ids"] for record in journal["prompts"]] == wanted
+        assert [record["token_ids"] for record in journal["prompts"]] == requested
     assert [n for _, n in alone["prompts"][0]["arrivals"]] == [1] * 12
     assert len(assisted["prompts"][0]["arrivals"]) < 12
 
@@ -205,8 +205,8 @@ def test_llama_cpp_alone_and_with_a_draft(
     assert settings["use_extra_bufts"] is False
     assert (settings["n_batch"], settings["n_ubatch"]) == (1024, 512)
 
-    def arrivals(n_most: int, least: float) -> list[list[int]]:
-        options = {"most_draft_tokens": n_most, "least_draft_probability": least}
+    def arrivals(max_count: int, minimum: float) -> list[list[int]]:
+        options = {"max_draft_tokens": max_count, "min_draft_probability": minimum}
         drafted = run(program, Path(models["model"]), **models, options=options)
         assert [r["token_ids"] for r in alone["prompts"]] == [
             r["token_ids"] for r in drafted["prompts"]
@@ -217,7 +217,7 @@ def test_llama_cpp_alone_and_with_a_draft(
     # It is its own draft: every guess is right, and a threshold of 0 lets every one through.
     assert arrivals(3, 0.0) == [[1, 4, 4, 4, 4, 4, 3]] * 2
     assert arrivals(16, 0.0) == [[1, 17, 6]] * 2
-    assert all(len(one) < 24 for one in arrivals(16, 0.75))
+    assert all(len(arrival) < 24 for arrival in arrivals(16, 0.75))
     assert arrivals(16, 1.1) == [[1] * 24] * 2  # never sure enough: plain decoding
 
 
@@ -247,7 +247,7 @@ def test_time_is_shared_among_the_prompts(run: Callable[..., dict[str, Any]]) ->
     def program(task: Task, journal: Journal) -> None:
         def decode(prompt: Prompt, clock: Clock) -> dict[str, Any]:
             while not clock.is_up and clock.n_tokens < task.n_tokens:
-                clock.arrive(1)
+                clock.reach(1)
             return {"token_ids": []}
 
         journal.loaded({})

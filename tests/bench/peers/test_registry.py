@@ -62,8 +62,8 @@ def settings(**more: Any) -> RunSettings:
     return RunSettings(**{**values, **more})
 
 
-def run(target: Path, texts: list[str], names: tuple[str, ...] = ("slow",), **more: Any) -> Any:
-    prompts = [Prompt(f"p{i}", text, f"c{i % 2}") for i, text in enumerate(texts)]
+def run(target: Path, outputs: list[str], names: tuple[str, ...] = ("slow",), **more: Any) -> Any:
+    prompts = [Prompt(f"p{i}", text, f"c{i % 2}") for i, text in enumerate(outputs)]
     return compare(names, [Weights.of(target)], prompts, settings(**more), ["specdec-bench"])
 
 
@@ -95,7 +95,7 @@ def test_turns_are_taken_in_reverse_and_share_the_time(
     start = ProgramRunner.run
 
     def note(self: ProgramRunner, prompts: Any, seconds: float) -> Any:
-        turns.append((self.peer.name, "".join(one.text for one in prompts), seconds))
+        turns.append((self.peer.name, "".join(prompt.text for prompt in prompts), seconds))
         return start(self, prompts, seconds)
 
     monkeypatch.setattr(ProgramRunner, "run", note)
@@ -210,7 +210,7 @@ def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
         run = start(self, prompts, n_tokens, seconds, tuned)
         assert run.settings["options"] == tuned
         seen.append({**tuned, "n_tokens": n_tokens})
-        pause = 1.0 / (tuned["most_draft_tokens"] + tuned["least_draft_probability"])
+        pause = 1.0 / (tuned["max_draft_tokens"] + tuned["min_draft_probability"])
         slow = [{**record, "arrivals": [(0.0, 1), (pause, 1)]} for record in run.records]
         return replace(run, records=slow)
 
@@ -221,7 +221,7 @@ def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
     [row] = result["peers"]
     trial_tokens = peer_runs.TRIAL_SPECULATED_TOKENS
     assert seen == [
-        *({**one, "n_tokens": trial_tokens} for one in DRAFT_CHAINS),
+        *({**chain, "n_tokens": trial_tokens} for chain in DRAFT_CHAINS),
         *[{**DRAFT_CHAINS[-1], "n_tokens": 10}] * 2,
     ]
     assert [trial["tokens_per_second"] for trial in row["trials"]] == pytest.approx(
@@ -241,14 +241,14 @@ def test_every_process_begins_with_nothing_cached_of_either_model(
     assert forgotten == [target, draft]
 
 
-@pytest.mark.parametrize(("name", "least"), [("slow", 5), ("fast", 16)])
+@pytest.mark.parametrize(("name", "minimum"), [("slow", 5), ("fast", 16)])
 def test_a_program_that_speculates_decodes_more_of_a_prompt(
-    target: Path, monkeypatch: pytest.MonkeyPatch, name: str, least: int
+    target: Path, monkeypatch: pytest.MonkeyPatch, name: str, minimum: int
 ) -> None:
     tasks: list[Task] = []
     monkeypatch.setattr(Task, "write", lambda self, path: tasks.append(self))
     run(target, ["a"], (name,))
-    assert [task.least_tokens for task in tasks] == [least]
+    assert [task.min_tokens for task in tasks] == [minimum]
 
 
 @pytest.mark.parametrize("budget", [GIB, 2 * GIB, 7 * GIB])
@@ -296,9 +296,9 @@ def test_a_draft_that_is_the_target_itself(target: Path, tmp_path: Path) -> None
     )
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
-    assert [one.draft for one in all_weights(str(target), "self:window=16", str(file), None)] == [
-        "self:window=16"
-    ] * 2
+    assert [
+        weight.draft for weight in all_weights(str(target), "self:window=16", str(file), None)
+    ] == ["self:window=16"] * 2
     assert describe_weights(weights)["draft"] == "self:window=16"
 
 

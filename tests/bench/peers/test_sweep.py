@@ -22,7 +22,7 @@ from bench.peers.sweep import (
     all_settings,
     drop_torn_line,
     measure_setting,
-    reference_texts,
+    reference_outputs,
     run_sweep,
     setting_key,
 )
@@ -94,7 +94,7 @@ def test_other_models_prompts_and_lengths_are_other_measurements(
     itself = [
         replace(sweep_of(target), weights=Weights.of(target, f"self:window={n}")) for n in (16, 32)
     ]
-    assert len({*keys, *(setting_key(one, setting) for one in itself)}) == 12
+    assert len({*keys, *(setting_key(item, setting) for item in itself)}) == 12
 
 
 def test_a_setting_is_what_its_process_is_held_to(
@@ -103,34 +103,34 @@ def test_a_setting_is_what_its_process_is_held_to(
     """Nothing is run: root alone could."""
     for name in ("specdec", "specdec-plain"):
         monkeypatch.setitem(peers.PEERS, name, OUR_PEERS[name])
-    found: list[tuple[Task, Limits]] = []
+    actual: list[tuple[Task, Limits]] = []
 
     def run_limited(argv: list[str], limits: Limits, env: Any, log: Path) -> Outcome:
-        found.append((Task.read(Path(argv[-2])), limits))
+        actual.append((Task.read(Path(argv[-2])), limits))
         return Outcome(OK, 0, 1.0, 0, None, 0)
 
     monkeypatch.setattr("offload.process.limited.run_limited", run_limited)
     sweep = sweep_of(target, enforce=True, load={"tree_width": 2})
     for setting in (Setting(2 * GIB, 90.0, 16), Setting(GIB, None, None)):
         measure_setting(sweep, setting)
-        task, limits = found[-1]
+        task, limits = actual[-1]
         assert task.memory_bytes == limits.memory_bytes == setting.memory_budget_bytes
         assert task.options == {"tree_width": 2, "num_draft_tokens": setting.num_draft_tokens}
         assert task.draft == str(target)
-    assert found[0][1].reads == ReadLimit(target, 90_000_000)
-    assert found[1][1].reads is None
+    assert actual[0][1].reads == ReadLimit(target, 90_000_000)
+    assert actual[1][1].reads is None
     measure_setting(sweep_of(target), Setting(GIB, None, 0))
-    task, limits = found[-1]
+    task, limits = actual[-1]
     assert (task.draft, limits.memory_bytes) == (None, None)
 
 
 def test_texts_are_compared_with_the_first_settings_or_a_reports(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = iter([[1, 2, 3], [1, 2], [1, 9, 3]])
+    outputs = iter([[1, 2, 3], [1, 2], [1, 9, 3]])
 
     def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
-        record = {"prompt": "a", "token_ids": next(texts)}
+        record = {"prompt": "a", "token_ids": next(outputs)}
         return {"setting": asdict(setting), "records": [record]}
 
     monkeypatch.setattr("bench.peers.sweep.measure_setting", measure)
@@ -144,10 +144,10 @@ def test_texts_are_compared_with_the_first_settings_or_a_reports(
     report = tmp_path / "report.json"
     records = [{"prompt": "a", "mode": mode, "token_ids": [1]} for mode in ("plain", "speculative")]
     report.write_text(json.dumps({"plain": {}, "speculative": {}, "records": records}))
-    assert reference_texts(report) == reference_texts(file) | {"a": [1]}
+    assert reference_outputs(report) == reference_outputs(file) | {"a": [1]}
     report.write_text('{"peers": []}')
     with pytest.raises(ResultsError, match="give a report of speedup"):
-        reference_texts(report)
+        reference_outputs(report)
 
 
 def test_a_failure_is_a_result_too(target: Path, tmp_path: Path) -> None:

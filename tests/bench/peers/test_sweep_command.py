@@ -28,7 +28,7 @@ def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class _Residency:
+class _Placement:
     n_streamed_layers: int
     streamed_bytes: int
 
@@ -36,14 +36,14 @@ class _Residency:
 @dataclass
 class _Plan:
     smallest_budget_bytes: int
-    residency: _Residency
+    placement: _Placement
 
 
 @pytest.mark.parametrize(("smallest", "whole"), [(1000, 7300), (500, 501), (10, 100_000)])
 def test_auto_budgets_go_from_the_smallest_to_all_in_memory(smallest: int, whole: int) -> None:
     def plan(budget: int | str) -> Any:
         left = 0 if budget == "auto" else max(whole - int(budget), 0)
-        return _Plan(smallest, _Residency(left // 100 + (left > 0), left))
+        return _Plan(smallest, _Placement(left // 100 + (left > 0), left))
 
     budgets = auto_budgets(plan)
     assert budgets[0] == smallest
@@ -100,7 +100,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
             plan_run.smallest = GIB + next(jitter)  # type: ignore[attr-defined]
         smallest: int = plan_run.smallest  # type: ignore[attr-defined]
         left = max(0, smallest * 3 - int(0 if memory_budget == "auto" else memory_budget))
-        return _Plan(smallest, _Residency(left // 100, left))
+        return _Plan(smallest, _Placement(left // 100, left))
 
     def measure(sweep: Sweep, setting: Setting) -> dict[str, Any]:
         return {**sweep_line(1, None, 0, 1.0), "setting": asdict(setting)}

@@ -79,10 +79,10 @@ def program(folder: Path, text: str) -> str:
 
 
 def test_what_an_environment_has(other: Path) -> None:
-    found = probe(str(other), (PACKAGE, "torch"))
-    assert found.path == str(other)  # not what it links to: that is another environment
-    assert found.versions == {"python": sys.version.split()[0], "airllm": "4.0.0"}
-    assert found.modules == {PACKAGE}
+    actual = probe(str(other), (PACKAGE, "torch"))
+    assert actual.path == str(other)  # not what it links to: that is another environment
+    assert actual.versions == {"python": sys.version.split()[0], "airllm": "4.0.0"}
+    assert actual.modules == {PACKAGE}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks into the working directory")
@@ -135,8 +135,8 @@ def test_what_is_installed_is_asked_there(target: Path, peer: Peer) -> None:
 
 
 def test_a_program_runs_there_and_the_record_says_so(target: Path, other: Path, peer: Peer) -> None:
-    found = probe(str(other), (PACKAGE,))
-    settings = RunSettings(GIB, 4, 10.0, 1, 64, enforce=False, interpreters={peer.name: found})
+    actual = probe(str(other), (PACKAGE,))
+    settings = RunSettings(GIB, 4, 10.0, 1, 64, enforce=False, interpreters={peer.name: actual})
     names = [peer.name, "slow"]
     result = compare(names, [Weights.of(target)], [Prompt("a", "x")], settings, [])
     there, here = result["peers"]
@@ -145,10 +145,10 @@ def test_a_program_runs_there_and_the_record_says_so(target: Path, other: Path, 
     assert here["exit"] == OK
     recorded = result["provenance"]["interpreters"]
     assert recorded == {
-        peer.name: {"path": str(other), "versions": found.versions},
+        peer.name: {"path": str(other), "versions": actual.versions},
     }
     text = text_of(tables("peers", result))
-    assert f"; on {other}: python {found.versions['python']}, airllm 4.0.0\n" in text
+    assert f"; on {other}: python {actual.versions['python']}, airllm 4.0.0\n" in text
 
 
 def test_another_interpreter_gets_no_package_of_ours(other: Path, tmp_path: Path) -> None:

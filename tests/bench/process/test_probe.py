@@ -71,10 +71,10 @@ def test_every_byte_is_read_once(
     tmp_path: Path, reads: dict[int, bytes], n_bytes: int, n_threads: int
 ) -> None:
     path = write(tmp_path, n_bytes)
-    found = probe_bandwidth(path, block_bytes=BLOCK, n_threads=n_threads)
-    assert found.n_bytes == n_bytes
+    actual = probe_bandwidth(path, block_bytes=BLOCK, n_threads=n_threads)
+    assert actual.n_bytes == n_bytes
     assert b"".join(data for _, data in sorted(reads.items())) == path.read_bytes()
-    assert found.bytes_per_second == n_bytes / found.seconds > 0
+    assert actual.bytes_per_second == n_bytes / actual.seconds > 0
 
 
 def test_a_part_of_a_long_file_from_anywhere(tmp_path: Path, reads: dict[int, bytes]) -> None:
@@ -82,8 +82,8 @@ def test_a_part_of_a_long_file_from_anywhere(tmp_path: Path, reads: dict[int, by
     starts = set()
     for _ in range(20):
         reads.clear()
-        found = probe_bandwidth(path, n_bytes=5 * BLOCK, block_bytes=BLOCK, n_threads=1)
-        assert found.n_bytes == 5 * BLOCK
+        actual = probe_bandwidth(path, n_bytes=5 * BLOCK, block_bytes=BLOCK, n_threads=1)
+        assert actual.n_bytes == 5 * BLOCK
         assert len(reads) == 5
         starts.add(next(iter(reads)))
     assert len(starts) > 1  # by chance equal once in 40**19
@@ -99,9 +99,9 @@ def test_without_o_direct_it_says_so(
     tmp_path: Path, reads: dict[int, bytes], refusing_direct: None
 ) -> None:
     path = write(tmp_path, 3 * BLOCK + 7)
-    found = probe_bandwidth(path, block_bytes=BLOCK)
-    assert found.method == BUFFERED
-    assert "posix_fadvise" in found.method
+    actual = probe_bandwidth(path, block_bytes=BLOCK)
+    assert actual.method == BUFFERED
+    assert "posix_fadvise" in actual.method
     assert b"".join(data for _, data in sorted(reads.items())) == path.read_bytes()
 
 
@@ -129,9 +129,9 @@ def test_a_file_in_memory(reads: dict[int, bytes]) -> None:
         pytest.skip("no tmpfs here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = write(Path(folder), 5 * BLOCK + 1)
-        found = probe_bandwidth(path, block_bytes=BLOCK)
-        assert found.method in (DIRECT, BUFFERED)
-        assert found.n_bytes == 5 * BLOCK + 1
+        actual = probe_bandwidth(path, block_bytes=BLOCK)
+        assert actual.method in (DIRECT, BUFFERED)
+        assert actual.n_bytes == 5 * BLOCK + 1
         assert b"".join(data for _, data in sorted(reads.items())) == path.read_bytes()
 
 
@@ -152,12 +152,12 @@ def fail(*_: Any) -> int:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def end_early(*_: Any) -> int:
+def end_prefetch(*_: Any) -> int:
     return 0
 
 
 @pytest.mark.parametrize(
-    ("faulty", "part"), [(fail, "Input/output error"), (end_early, "the file ended at")]
+    ("faulty", "part"), [(fail, "Input/output error"), (end_prefetch, "the file ended at")]
 )
 def test_a_fault_of_a_reader_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., int], part: str

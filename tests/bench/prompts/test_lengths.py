@@ -16,7 +16,7 @@ from bench.prompts.lengths import fitting, refuse_long
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
-from specdec.planning.memory.division import DEFAULT_CTX_SIZE
+from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 
 CONTEXT = 64
 
@@ -32,8 +32,8 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(f"p{n}", "a" * n) for n in lengths]
 
 
-def names(found: list[Prompt]) -> list[str]:
-    return [prompt.name for prompt in found]
+def names(actual: list[Prompt]) -> list[str]:
+    return [prompt.name for prompt in actual]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def names(found: list[Prompt]) -> list[str]:
 def test_those_that_fit_with_the_tokens_to_come(
     target: Path, ctx_size: int | None, fit: list[str]
 ) -> None:
-    found, n_too_long = fitting(prompts(10, 55, 54), target, ctx_size, 10)
-    assert (names(found), n_too_long) == (fit, 3 - len(fit))
+    actual, n_too_long = fitting(prompts(10, 55, 54), target, ctx_size, 10)
+    assert (names(actual), n_too_long) == (fit, 3 - len(fit))
 
 
 def test_where_none_fits_the_command_ends(target: Path) -> None:

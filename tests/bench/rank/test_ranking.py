@@ -74,20 +74,20 @@ def ranking(models: Models, stranger: Path, prompts: Path) -> Ranking:
 
 def test_every_candidate_is_measured(ranking: Ranking, models: Models, stranger: Path) -> None:
     assert (ranking.model, ranking.n_prompts) == (str(models.target), 2)
-    found = {one.name: one for one in ranking.candidates}
-    unusable = found.pop(str(models.other_words))
-    assert set(found) == {"none", "ngram", str(models.draft), str(stranger)}
-    for one in found.values():
-        assert one.problem is None
-        assert one.generated_tokens == 2 * N_TOKENS
-        assert one.tokens_per_second > 0
-        assert one.predicted_tokens_per_second > 0
-        assert one.is_lossless
-    plain, itself = found["none"], found[str(models.draft)]
+    actual = {candidate.name: candidate for candidate in ranking.candidates}
+    unusable = actual.pop(str(models.other_words))
+    assert set(actual) == {"none", "ngram", str(models.draft), str(stranger)}
+    for item in actual.values():
+        assert item.problem is None
+        assert item.generated_tokens == 2 * N_TOKENS
+        assert item.tokens_per_second > 0
+        assert item.predicted_tokens_per_second > 0
+        assert item.is_lossless
+    plain, itself = actual["none"], actual[str(models.draft)]
     assert ranking.plain_tokens_per_second == plain.tokens_per_second
     assert (plain.mean_acceptance_length, plain.passes) == (1.0, 2 * (N_TOKENS - 1))
     assert itself.mean_acceptance_length > 1.5  # the same weights as the target's
-    assert itself.mean_acceptance_length >= found[str(stranger)].mean_acceptance_length
+    assert itself.mean_acceptance_length >= actual[str(stranger)].mean_acceptance_length
     assert itself.passes < plain.passes
     assert itself.draft_seconds > plain.draft_seconds
     assert unusable == ranking.candidates[-1]
@@ -96,13 +96,13 @@ def test_every_candidate_is_measured(ranking: Ranking, models: Models, stranger:
 
 
 def test_the_fastest_is_named(ranking: Ranking) -> None:
-    speeds = [one.tokens_per_second for one in ranking.candidates]
+    speeds = [candidate.tokens_per_second for candidate in ranking.candidates]
     assert speeds == sorted(speeds, reverse=True)
     value = json.loads(json.dumps(ranking.to_dict()))
     assert value["best"] == value["candidates"][0]["name"] == ranking.best.name
     heading, *rows, last, following = ranking.lines()
     assert "tok/s" in heading
-    assert [row.split()[0] for row in rows] == [one.name for one in ranking.candidates]
+    assert [row.split()[0] for row in rows] == [candidate.name for candidate in ranking.candidates]
     assert f"cannot be used: {ranking.candidates[-1].problem}" in rows[-1]
     assert last.startswith(f"best: {ranking.best.name}, ")
     assert following.startswith(f"next: {ranking.candidates[1].name}, ")
@@ -134,14 +134,17 @@ def test_command(
         f"best: {models.draft}, 3.00x plain decoding",
         "next: ngram, 1.50 times the seconds per token (1.50 to 1.50, from 2 prompts)",
     ]
-    assert [one.name for one, _ in asked] == [*names, *names[::-1]]  # a drift falls on all of them
-    assert [one.prompts for one, _ in asked] == [["def f(x):"]] * 3 + [["ab"]] * 3
-    for one, enforce in asked:
+    assert [item.name for item, _ in asked] == [
+        *names,
+        *names[::-1],
+    ]  # a drift falls on all of them
+    assert [item.prompts for item, _ in asked] == [["def f(x):"]] * 3 + [["ab"]] * 3
+    for item, enforce in asked:
         assert enforce
-        assert one.sampling == {"seed": 0, "temperature": 0.7, "max_tokens": N_TOKENS}
-        assert (one.load["memory_budget"], one.load["threads"]) == ("2GiB", 1)
-    assert [one.load["draft_model"] for one, _ in asked[:3]] == [None, None, str(models.draft)]
-    assert [one.load["spec_type"] for one, _ in asked[:3]] == [(), ("ngram",), ("draft", "ngram")]
+        assert item.sampling == {"seed": 0, "temperature": 0.7, "max_tokens": N_TOKENS}
+        assert (item.load["memory_budget"], item.load["threads"]) == ("2GiB", 1)
+    assert [item.load["draft_model"] for item, _ in asked[:3]] == [None, None, str(models.draft)]
+    assert [item.load["spec_type"] for item, _ in asked[:3]] == [(), ("ngram",), ("draft", "ngram")]
     assert main([*argv, "--json"], "rank") == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
 
@@ -158,8 +161,8 @@ def test_the_target_as_its_own_draft_is_ranked(
     monkeypatch.setattr("bench.rank.command.measure_in_child", measure)
     argv = [*argv_of(models, prompts, Path("self:window=16")), "--num-draft-tokens", "4", "--json"]
     assert main([*argv, "--n-prompts", "1", "-n", "3"], "rank") == 0
-    found = json.loads(capsys.readouterr().out)["candidates"]
-    [itself] = [one for one in found if one["name"] == "self:window=16"]
+    actual = json.loads(capsys.readouterr().out)["candidates"]
+    [itself] = [item for item in actual if item["name"] == "self:window=16"]
     assert itself["problem"] is None
     assert itself["generated_tokens"] == 3
 
@@ -174,7 +177,7 @@ def test_the_target_has_its_own_vocabulary(
 def measured(*seconds: float, **more: Any) -> Measured:
     """Of prompts of 11 tokens that took so long for each after the first."""
     stats = [GenerationStats(generated_tokens=11, decode_seconds=10 * s, **more) for s in seconds]
-    return Measured(stats=[one.to_dict() for one in stats])
+    return Measured(stats=[stat.to_dict() for stat in stats])
 
 
 def ranked(name: str, *seconds: float) -> RankedDraft:
@@ -214,12 +217,12 @@ def test_a_child_measures(capfd: pytest.CaptureFixture[str], models: Models) -> 
     options = {"num_draft_tokens": 4, "accept_threshold": 0.5}
     sampling = {"max_tokens": 3, "ignore_eos": True}
     half = measure_in_child(Candidate("a draft", {**load, **options}, ["ab"], sampling))
-    found = figures_of("a draft", [half])
-    assert (found.name, found.problem) == ("a draft", None)
-    assert found.generated_tokens == 3
-    assert found.predicted_tokens_per_second > 0
-    assert not found.is_lossless
-    assert [found.decode_seconds / 2] == pytest.approx(found.seconds_per_token)
+    actual = figures_of("a draft", [half])
+    assert (actual.name, actual.problem) == ("a draft", None)
+    assert actual.generated_tokens == 3
+    assert actual.predicted_tokens_per_second > 0
+    assert not actual.is_lossless
+    assert [actual.decode_seconds / 2] == pytest.approx(actual.seconds_per_token)
     assert capfd.readouterr() == ("", "")
 
 

@@ -35,12 +35,12 @@ def files(tmp_path: Path) -> dict[str, Path]:
         "peers": comparison(), "speedup": speedup(), "curve": curve(), "policy": policy(),
         "prediction": predicted_line(),
     }  # fmt: skip
-    found = {}
+    actual = {}
     for kind, value in values.items():
-        found[kind] = tmp_path / f"{kind}.json"
-        found[kind].write_text(json.dumps(value))
-    found["picture"] = tmp_path / "run.png"
-    found["picture"].write_bytes(PICTURE)
+        actual[kind] = tmp_path / f"{kind}.json"
+        actual[kind].write_text(json.dumps(value))
+    actual["picture"] = tmp_path / "run.png"
+    actual["picture"].write_bytes(PICTURE)
     lines = [
         sweep_line(
             budget, mbps, tree, None if budget == 3 * GIB and tree == 0 else 1.0 + budget / GIB
@@ -49,9 +49,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
         for mbps in (90.0, None)
         for tree in (0, None)
     ]
-    found["sweep"] = tmp_path / "sweep.jsonl"
-    found["sweep"].write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return found
+    actual["sweep"] = tmp_path / "sweep.jsonl"
+    actual["sweep"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_the_targets_own_is_told(tmp_path: Path) -> None:
-    one = speedup()
-    one["speculative"]["is_lossless"] = False
-    (tmp_path / "speedup.json").write_text(json.dumps(one))
+    item = speedup()
+    item["speculative"]["is_lossless"] = False
+    (tmp_path / "speedup.json").write_text(json.dumps(item))
     line = {**sweep_line(GIB, None, 16, 1.0), "is_lossless": False}
     (tmp_path / "sweep.jsonl").write_text(json.dumps(line))
     for name, n_bars in (("speedup.json", 1), ("sweep.jsonl", 0)):
@@ -139,7 +139,7 @@ def test_files_of_one_name_are_all_on_the_page(files: dict[str, Path], tmp_path:
     drawn = {f"page-{name}.png" for name in names}
     assert {path.name for path in tmp_path.glob("*.png")} - {"run.png"} == drawn
     assert page.read_text().count("data:image/png;base64,") == len(names)
-    shares = [one.name.partition(":")[0] for one in depths(read_all(both))]
+    shares = [depth.name.partition(":")[0] for depth in depths(read_all(both))]
     assert shares == ["peers", "peers-2", "sweep", "sweep-2"]
 
 
@@ -154,15 +154,15 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     results = {kind: read_results(path) for kind, path in files.items()}
     assert [bar.tokens_per_second for bar in bars(results["peers"])] == [0.25, None, None, 9.3]
     assert bars(results["peers"])[1].note == "not-run: not installed: <airllm>"
-    found = points(results.values())
-    assert len(found) == (12 - 2) + 2 + 1  # no point where there was no speed
-    slowed = [point for point in found if point.storage_mbps == 90.0]
+    actual = points(results.values())
+    assert len(actual) == (12 - 2) + 2 + 1  # no point where there was no speed
+    slowed = [point for point in actual if point.storage_mbps == 90.0]
     assert {point.storage_bytes_per_second for point in slowed} == {90e6}
-    sums = {one.name: (one.tried, one.accepted) for one in depths(results.values())}
+    sums = {depth.name: (depth.tried, depth.accepted) for depth in depths(results.values())}
     assert sums["peers: specdec"] == ((9, 6), (6, 3))
     assert sums["sweep: tree: auto"] == ((36,), (30,))
     assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two rounds at depth 3 say nothing
-    assert [one.name for one in depths([results["peers"]])] == ["specdec"]
+    assert [depth.name for depth in depths([results["peers"]])] == ["specdec"]
 
 
 def test_files_have_lines_of_their_own(files: dict[str, Path]) -> None:
@@ -192,14 +192,14 @@ def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 def test_a_curves_lines_and_points(files: dict[str, Path]) -> None:
-    found = curves(read_results(files["curve"]))
-    assert [one.n_draft_tokens for one in found] == [2, 8]
-    rates, speedups, errors = zip(*found[0].measured, strict=True)
+    actual = curves(read_results(files["curve"]))
+    assert [item.n_draft_tokens for item in actual] == [2, 8]
+    rates, speedups, errors = zip(*actual[0].measured, strict=True)
     assert rates == (0.5, 0.9)
     assert speedups == pytest.approx((2.4, 2.8))
     assert errors == pytest.approx((2.4 * 0.1 / 2.1, 2.8 * 0.1 / 2.1))
-    assert found[0].relative_pass_seconds == pytest.approx((2.0 * 2.8) ** 0.5)
-    assert found[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) / (2.0 * 2.8) ** 0.5)
+    assert actual[0].relative_pass_seconds == pytest.approx((2.0 * 2.8) ** 0.5)
+    assert actual[0].predicted(0.5) == pytest.approx((1 + 0.5 + 0.25) / (2.0 * 2.8) ** 0.5)
     assert curves(read_results(files["speedup"])) == []
 
 
@@ -210,7 +210,7 @@ def test_points_without_a_pass_are_not_drawn(tmp_path: Path) -> None:
             point |= {"pass_seconds": None, "efficiency": None, "speedup": 0.0}
     path = tmp_path / "curve.json"
     path.write_text(json.dumps(value))
-    assert [one.n_draft_tokens for one in curves(read_results(path))] == [2]
+    assert [item.n_draft_tokens for item in curves(read_results(path))] == [2]
 
 
 @pytest.mark.parametrize("kind", ["peers", "speedup", "sweep", "curve", "policy"])
@@ -232,7 +232,7 @@ def test_damaged_results_are_named_and_nothing_is_written(
 
 def _without_figures(value: dict[str, Any]) -> dict[str, Any]:
     """The keys that tell the kind of results, with nothing useful behind them."""
-    return {key: [{}] if isinstance(one, list) else {} for key, one in value.items()}
+    return {key: [{}] if isinstance(item, list) else {} for key, item in value.items()}
 
 
 def test_results_are_not_written_over(

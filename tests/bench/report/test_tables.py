@@ -10,11 +10,11 @@ from offload.units import GIB
 
 
 def test_the_table_shows_every_column() -> None:
-    one = stats(2.0, 2)
+    item = stats(2.0, 2)
     value = {
         **speedup(),
-        "plain": one,
-        "speculative": one,
+        "plain": item,
+        "speculative": item,
         "speedup": 4.0,
         "storage_roofline_fraction": 0.93,
         "storage_bytes_per_second": 2.2e9,
@@ -57,7 +57,7 @@ def test_markup_in_a_text_is_text() -> None:
 
 
 def test_equal_texts_and_what_is_not_the_targets_own() -> None:
-    line = {**sweep_line(GIB, None, 16, 2.0), "n_texts": 3, "n_equal_texts": 2}
+    line = {**sweep_line(GIB, None, 16, 2.0), "num_seqs": 3, "n_equal_texts": 2}
     value = {"settings": [line, {**line, "is_lossless": False}, sweep_line(GIB, None, 0, None)]}
     [table] = tables("sweep", value)
     shown = [row[-2] for row in table.rows]

@@ -72,5 +72,5 @@ def test_bf16_rounds_as_torch_does() -> None:
     bits = np.random.default_rng(0).integers(0, 0x7F000000, 100_000, dtype=np.uint32)
     bits[:1000] = bits[:1000] & 0xFFFF0000 | 0x8000  # ties
     values = bits.view(np.float32).reshape(-1, 1)
-    wanted = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
-    assert (BF16.encode(values).view(np.int16) == wanted).all()
+    requested = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
+    assert (BF16.encode(values).view(np.int16) == requested).all()

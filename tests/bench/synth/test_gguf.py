@@ -62,11 +62,11 @@ def ungrown(source: Path, tmp_path: Path, dtype: str, **changes: object) -> np.n
 def test_a_written_source_computes_what_transformers_computes(
     source: Path, tmp_path: Path, dtype: str
 ) -> None:
-    wanted = hf_logits_of(source)
+    requested = hf_logits_of(source)
     tolerance = {"fp32": 1e-4, "f16": 1e-2, "bf16": 1e-1}[dtype]
-    assert wanted.std() > 0.1  # else equality would say little
+    assert requested.std() > 0.1  # else equality would say little
     np.testing.assert_allclose(
-        ungrown(source, tmp_path, dtype), wanted, atol=tolerance * wanted.std()
+        ungrown(source, tmp_path, dtype), requested, atol=tolerance * requested.std()
     )
 
 
@@ -75,11 +75,11 @@ def test_a_written_source_computes_what_transformers_computes(
 def test_grown_logits_equal_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape, dtype: str
 ) -> None:
-    wanted = ungrown(source, tmp_path, dtype)
+    requested = ungrown(source, tmp_path, dtype)
     report = grow_gguf(source, tmp_path / "grown.gguf", shape, dtype=dtype)
     # In F16 llama.cpp rounds the activations too, after norms that differ in the last bit.
     tolerance = 1e-3 if dtype == "fp32" else 1e-2
-    np.testing.assert_allclose(logits_of(report.path), wanted, atol=tolerance * wanted.std())
+    np.testing.assert_allclose(logits_of(report.path), requested, atol=tolerance * requested.std())
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
@@ -87,14 +87,14 @@ def test_grown_logits_equal_the_small_models(
 def test_quantised_logits_are_nearly_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape, dtype: str
 ) -> None:
-    wanted = ungrown(source, tmp_path, dtype)
+    requested = ungrown(source, tmp_path, dtype)
     got = logits_of(grow_gguf(source, tmp_path / "grown.gguf", shape, dtype=dtype).path)
-    error = np.abs(got - wanted).max()
-    assert error < 0.15 * wanted.std()
-    top = np.sort(wanted, axis=1)
+    error = np.abs(got - requested).max()
+    assert error < 0.15 * requested.std()
+    top = np.sort(requested, axis=1)
     sure = top[:, -1] - top[:, -2] > 2 * error
     assert sure.sum() > len(IDS) // 3
-    assert (got.argmax(1) == wanted.argmax(1))[sure].all()
+    assert (got.argmax(1) == requested.argmax(1))[sure].all()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "q4_0"])
@@ -105,9 +105,9 @@ def test_a_tied_head_stays_tied_where_it_is_possible(tmp_path: Path, dtype: str)
     report = grow_gguf(small, tmp_path / "grown.gguf", large, dtype=dtype)
     names = {tensor.name for tensor in gguf.GGUFReader(report.path).tensors}
     assert "output.weight" not in names
-    wanted = ungrown(small, tmp_path, dtype, tied=True)
-    error = np.abs(logits_of(report.path) - wanted).max()
-    assert error < (1e-3 if dtype == "fp32" else 0.15) * wanted.std()
+    requested = ungrown(small, tmp_path, dtype, tied=True)
+    error = np.abs(logits_of(report.path) - requested).max()
+    assert error < (1e-3 if dtype == "fp32" else 0.15) * requested.std()
 
 
 def test_the_file_holds_what_the_report_says(source: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_padding_tokens_have_no_text_and_come_from_no_text(source: Path, tmp_pat
     with GgufTokenizer(path) as grown, GgufTokenizer(small) as plain:
         assert grown.n_tokens == plain.n_tokens <= SMALL.vocab_size
         assert grown.vocabulary().tokens == plain.vocabulary().tokens
-        assert (grown.vocabulary().n_rows, plain.vocabulary().n_rows) == (331, 280)
+        assert (grown.vocabulary().num_tokens, plain.vocabulary().num_tokens) == (331, 280)
         text = "def main(): [PAD300] [PAD290][PAD330]"
         assert grown.encode(text) == plain.encode(text)
         assert grown.decode(grown.encode(text)) == text
@@ -164,9 +164,9 @@ def test_heads_share_blocks_where_zeros_beside_them_stay_zeros(tmp_path: Path) -
     small = altered(SMALL, head_dim=16)
     folder = save_source_with_tokenizer(tmp_path / "small", small)
     large = altered(small, hidden_size=256, n_heads=16, n_kv_heads=8)
-    wanted = ungrown(folder, tmp_path, "q8_0", head_dim=16)
+    requested = ungrown(folder, tmp_path, "q8_0", head_dim=16)
     got = logits_of(grow_gguf(folder, tmp_path / "grown.gguf", large, dtype="q8_0").path)
-    assert np.abs(got - wanted).max() < 0.15 * wanted.std()
+    assert np.abs(got - requested).max() < 0.15 * requested.std()
     apart = save_source_with_tokenizer(tmp_path / "apart", altered(small, n_kv_heads=4))
     with pytest.raises(SynthError, match="do not fill groups of 32, .* exact in Q4_K; choose q4_0"):
         grow_gguf(apart, tmp_path / "grown-k.gguf", large, dtype="q4_k_m")

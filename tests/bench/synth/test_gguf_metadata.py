@@ -37,7 +37,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path, old: str, new: str, rule: 
 
 
 @pytest.mark.parametrize(
-    ("name", "model_type", "told"),
+    ("name", "model_type", "reported"),
     [
         ("model.embed_tokens.weight", "llama", "token_embd.weight"),
         ("model.norm.weight", "llama", "output_norm.weight"),
@@ -54,8 +54,8 @@ def test_other_tokenizers_are_refused(tmp_path: Path, old: str, new: str, rule: 
         ),
     ],
 )
-def test_names_are_llama_cpps(name: str, model_type: str, told: str) -> None:
-    assert gguf_name(name, model_type, 13) == told
+def test_names_are_llama_cpps(name: str, model_type: str, reported: str) -> None:
+    assert gguf_name(name, model_type, 13) == reported
 
 
 @pytest.mark.parametrize("name", ["model.layers.13.mlp.up_proj.weight", "visual.proj.weight"])

@@ -57,16 +57,16 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in file.items()}
 
 
-def texts_of(folder: Path) -> list[list[int]]:
+def outputs_of(folder: Path) -> list[list[int]]:
     with specdec.load(folder, ctx_size=64) as llm:
         options = {"max_tokens": N_TOKENS, "ignore_eos": True}
         return [list(llm.generate(prompt, **options).token_ids) for prompt in PROMPTS]
 
 
 def test_it_computes_what_its_bf16_form_does(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident, plain = texts_of(grown), texts_of(grown.parent / "plain")
+    resident, plain = outputs_of(grown), outputs_of(grown.parent / "plain")
     force_streaming(monkeypatch)
-    assert resident == plain == texts_of(grown)
+    assert resident == plain == outputs_of(grown)
 
 
 def test_its_text_is_transformers_on_the_dequantised_weights(grown: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_its_text_is_transformers_on_the_dequantised_weights(grown: Path, tmp_pa
     greedy = config_of({"eos_token_id": None})
     expected = [generate(plain, greedy, prompt)[0] for prompt in PROMPTS]
     assert len({token for text in expected for token in text}) > 20  # else it would say little
-    assert texts_of(wide) == expected
+    assert outputs_of(wide) == expected
 
 
 def test_growing_adds_nothing_to_what_rounding_changes(
@@ -100,12 +100,12 @@ def test_weights_are_as_near_as_their_bits(source: Path, dtype: str, tmp_path: P
     one each for a scale and a product that are rounded to bf16."""
     grow(source, tmp_path / "rounded", SMALL, dtype=dtype)
     dequantise(tmp_path / "rounded", tmp_path / "plain")
-    wanted, found = weights_of(source), weights_of(tmp_path / "plain")
-    assert wanted.keys() == found.keys()
-    for name, weight in wanted.items():
-        error = (found[name].float() - weight).abs()
+    requested, actual = weights_of(source), weights_of(tmp_path / "plain")
+    assert requested.keys() == actual.keys()
+    for name, weight in requested.items():
+        error = (actual[name].float() - weight).abs()
         if "proj" not in name:
-            assert torch.equal(found[name], weight.bfloat16())
+            assert torch.equal(actual[name], weight.bfloat16())
         elif dtype == "fp8":
             # Below the smallest normal number steps stay the same. The last term is bf16's.
             smallest = weight.abs().max() / 448 * 2**-6
@@ -138,8 +138,8 @@ def test_the_files_are_as_other_libraries_write_them(grown: Path, dtype: str) ->
     if dtype == "int4":
         assert parts["weight_shape"].tolist() == [LARGE.hidden_size, LARGE.intermediate_size]
     quantised = ("_proj.weight", "_proj.weight_packed", "_scale_inv", "_scale", "_shape")
-    others = {t.dtype for name, t in weights.items() if not name.endswith(quantised)}
-    assert others == {torch.bfloat16}
+    rest = {t.dtype for name, t in weights.items() if not name.endswith(quantised)}
+    assert rest == {torch.bfloat16}
     config = json.loads((grown / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     method = {"fp8": "fp8", "int4": "compressed-tensors"}[dtype]
@@ -165,8 +165,8 @@ def test_transformers_dequantises_it_to_the_same_weights(grown: Path, dtype: str
 def test_a_size_is_that_of_the_files(dtype: str, n_bytes: int) -> None:
     target = LlamaShape(384, 1024, 6, 3, 3, 128, 4096, tied=True)
     shape = choose_shape(target, None, n_bytes, 32_000, LAYOUTS[dtype])
-    found = LAYOUTS[dtype].model_bytes(shape.with_head_dim(128))
-    assert found == pytest.approx(n_bytes, rel=0.02)
+    actual = LAYOUTS[dtype].model_bytes(shape.with_head_dim(128))
+    assert actual == pytest.approx(n_bytes, rel=0.02)
 
 
 def test_sides_that_are_no_multiples_of_a_block_are_refused(

@@ -28,7 +28,7 @@ def outputs_of(folder: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _, __, found: chosen.append(found[2]))
+        layer.mlp.gate.register_forward_hook(lambda _, __, actual: chosen.append(actual[2]))
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0], chosen
 
@@ -47,9 +47,9 @@ def test_logits_and_routing_are_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape
 ) -> None:
     report = grow(source, tmp_path / "grown", shape, dtype="fp32")
-    (wanted, routes), (got, grown_routes) = outputs_of(source), outputs_of(report.path)
-    assert wanted.std() > 0.1
-    torch.testing.assert_close(got[:, : SMALL.vocab_size], wanted, atol=1e-4, rtol=1e-4)
+    (requested, routes), (got, grown_routes) = outputs_of(source), outputs_of(report.path)
+    assert requested.std() > 0.1
+    torch.testing.assert_close(got[:, : SMALL.vocab_size], requested, atol=1e-4, rtol=1e-4)
     places = layer_places(SMALL.n_layers, shape.n_layers)
     for place, layer in places.items():
         assert torch.equal(grown_routes[place].sort(-1).values, routes[layer].sort(-1).values)
@@ -59,10 +59,10 @@ def test_logits_and_routing_are_the_small_models(
 
 def test_the_bytes_of_experts_are_the_shapes_and_their_number_the_sources() -> None:
     small = replace(SMALL, experts=Experts(64, 4, 16))
-    wanted = MIXTURES["qwen3-30b-a3b"]
-    shape = wanted.with_routing_of(small)
+    requested = MIXTURES["qwen3-30b-a3b"]
+    shape = requested.with_routing_of(small)
     assert shape.experts == Experts(64, 4, 1536)
-    assert shape.parameters == pytest.approx(wanted.parameters, rel=0.001)
+    assert shape.parameters == pytest.approx(requested.parameters, rel=0.001)
 
 
 @pytest.mark.parametrize("kind", ["dense to mixture", "mixture to dense"])
@@ -105,18 +105,18 @@ class TestGguf:
     def test_llama_computes_what_transformers_computes(
         self, wide_source: Path, tmp_path: Path
     ) -> None:
-        wanted = outputs_of(wide_source)[0].numpy()
+        requested = outputs_of(wide_source)[0].numpy()
         got = gguf_logits_of(wide_source, tmp_path / "grown.gguf", WIDE, "fp32")
-        np.testing.assert_allclose(got, wanted, atol=1e-3 * wanted.std())
+        np.testing.assert_allclose(got, requested, atol=1e-3 * requested.std())
 
     def test_a_mixture_is_written_as_it_is(self, wide_source: Path, tmp_path: Path) -> None:
         from gguf_logits import gguf_logits
         from pair_gguf import save_gguf
 
         save_gguf(wide_source, tmp_path / "f16.gguf", "small")
-        wanted = outputs_of(wide_source)[0].numpy()
+        requested = outputs_of(wide_source)[0].numpy()
         got = gguf_logits(tmp_path / "f16.gguf", IDS)
-        np.testing.assert_allclose(got, wanted, atol=0.02 * wanted.std())
+        np.testing.assert_allclose(got, requested, atol=0.02 * requested.std())
 
     @pytest.mark.parametrize("dtype", ["q4_k_m", "mxfp4", "q4_0"])
     def test_quantised_experts_add_no_noise(
@@ -125,6 +125,6 @@ class TestGguf:
         """What is added to the source multiplies exact zeros: a wider model in the same types has
         the same logits."""
         narrow = altered(WIDE, hidden_size=256, n_heads=8, n_kv_heads=8)
-        wanted = gguf_logits_of(wide_source, tmp_path / "narrow.gguf", narrow, dtype)
+        requested = gguf_logits_of(wide_source, tmp_path / "narrow.gguf", narrow, dtype)
         got = gguf_logits_of(wide_source, tmp_path / "wide.gguf", WIDE, dtype)
-        assert np.abs(got - wanted).max() < 0.15 * wanted.std()
+        assert np.abs(got - requested).max() < 0.15 * requested.std()

@@ -53,7 +53,7 @@ def read(path: Path) -> File:
     return File(types, data, int(reader.fields["general.file_type"].contents()))
 
 
-def both_ways(
+def both_modes(
     folder: Path, tmp_path: Path, shape: LlamaShape, dtype: str, with_data: bool = True
 ) -> tuple[Path, Path]:
     """Written in a type, and written in F32 and quantised by llama.cpp."""
@@ -80,7 +80,7 @@ def tied_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_written_source_is_llama_quantizes_to_the_byte(
     source: Path, tmp_path: Path, dtype: str
 ) -> None:
-    own, llama = (read(path) for path in both_ways(source, tmp_path, SMALL, dtype))
+    own, llama = (read(path) for path in both_modes(source, tmp_path, SMALL, dtype))
     assert own == llama
 
 
@@ -89,7 +89,7 @@ def test_a_written_source_is_llama_quantizes_to_the_byte(
 def test_types_are_llama_quantizes(
     tied_source: Path, tmp_path: Path, shape: LlamaShape, dtype: str
 ) -> None:
-    own, llama = (read(path) for path in both_ways(tied_source, tmp_path, shape, dtype, False))
+    own, llama = (read(path) for path in both_modes(tied_source, tmp_path, shape, dtype, False))
     assert own.types == llama.types
     assert own.file_type == llama.file_type
 
@@ -100,7 +100,7 @@ def test_llama_2_70bs_values_are_kept_better(tmp_path: Path, n_kv_heads: int, dt
     """By its number of layers and its grouped heads, which is how llama.cpp knows it."""
     folder = save_source_with_tokenizer(tmp_path / "small", FLAT)
     shape = altered(FLAT, hidden_size=256, n_layers=80, n_heads=2, n_kv_heads=n_kv_heads)
-    own, llama = (read(path) for path in both_ways(folder, tmp_path, shape, dtype, False))
+    own, llama = (read(path) for path in both_modes(folder, tmp_path, shape, dtype, False))
     assert own.types == llama.types
     kinds = {kind for name, kind in own.types.items() if "attn_v" in name}
     assert ("Q4_K" in kinds) == (n_kv_heads == 2)
@@ -111,7 +111,7 @@ def test_what_is_not_random_is_llama_quantizes_to_the_byte(
     source: Path, tmp_path: Path, dtype: str
 ) -> None:
     shape = altered(SMALL, hidden_size=512, intermediate_size=768, n_heads=16, vocab_size=331)
-    own, llama = (read(path) for path in both_ways(source, tmp_path, shape, dtype))
+    own, llama = (read(path) for path in both_modes(source, tmp_path, shape, dtype))
     written = ("norm", "token_embd", "attn_output", "ffn_down")
     names = [name for name in own.data if any(part in name for part in written)]
     assert len(names) == 2 + 4 * shape.n_layers
@@ -127,7 +127,7 @@ def test_grown_text_is_that_of_llama_quantizes_file(
     # No more heads: those that share a block with the small model's would change how llama.cpp
     # rounds its activations, by the same amount as any other text does.
     shape = altered(SMALL, hidden_size=512, intermediate_size=768, n_layers=5)
-    own, llama = (gguf_logits(path, IDS) for path in both_ways(source, tmp_path, shape, dtype))
+    own, llama = (gguf_logits(path, IDS) for path in both_modes(source, tmp_path, shape, dtype))
     np.testing.assert_allclose(own, llama, atol=1e-3 * llama.std())
     assert (own.argmax(1) == llama.argmax(1)).all()
 

@@ -58,8 +58,8 @@ def test_sources_that_are_no_plain_llama_are_refused(
 
 @pytest.mark.parametrize("value", ["abc", 0, -3, 2.5, True, [1], 2**40])
 def test_a_figure_that_is_no_size_is_refused(value: object) -> None:
-    figures = ("num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
-    config = {"model_type": "llama", "vocab_size": 10, **dict.fromkeys(figures, 4)}
+    results = ("num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {"model_type": "llama", "vocab_size": 10, **dict.fromkeys(results, 4)}
     assert source_shape(config).n_kv_heads == 4
     for name in (*config, "head_dim", "num_key_value_heads"):
         if name != "model_type":

@@ -90,11 +90,11 @@ def test_lanes_hold_what_the_run_did(run: tuple[Timeline, dict[str, Any]]) -> No
 def test_every_pass_uses_every_layer(run: tuple[Timeline, dict[str, Any]]) -> None:
     timeline, _ = run
     (target,) = [lane for lane in timeline.lanes if lane.group == TARGET]
-    for one in (e for e in target.events if e.kind in (PASS, PREFILL)):
+    for item in (e for e in target.events if e.kind in (PASS, PREFILL)):
         names = [
             e.name
             for e in target.events
-            if e.kind == LAYER and one.started <= e.started and e.ended <= one.ended
+            if e.kind == LAYER and item.started <= e.started and e.ended <= item.ended
         ]
         assert names == [f"layer {i}" for i in range(len(names))] != []
 
@@ -178,14 +178,14 @@ def test_llama_cpp_computes_in_a_thread_of_its_own(
 
 @given(ticks, ticks)
 def test_common_seconds_counts_the_ticks_in_both(
-    one: list[tuple[int, int]], other: list[tuple[int, int]]
+    item: list[tuple[int, int]], other: list[tuple[int, int]]
 ) -> None:
     def covered(spans: list[tuple[int, int]]) -> set[int]:
         return {tick for low, high in spans for tick in range(low, high)}
 
-    assert common_seconds(one, other) == len(covered(one) & covered(other))
-    union = merged(one)
-    assert sum(high - low for low, high in union) == len(covered(one))
+    assert common_seconds(item, other) == len(covered(item) & covered(other))
+    union = merged(item)
+    assert sum(high - low for low, high in union) == len(covered(item))
     assert all(a[1] < b[0] for a, b in pairwise(union))
 
 

@@ -62,9 +62,9 @@ def test_training_computes_what_transformers_does(target, tmp_path) -> None:
 def test_attention_begins_as_the_targets(target) -> None:
     model = build_mixture(target, seed=1)
     for ours, theirs in zip(model.model.layers, target.model.layers, strict=True):
-        wanted = theirs.self_attn.state_dict()
-        found = ours.self_attn.state_dict()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        requested = theirs.self_attn.state_dict()
+        actual = ours.self_attn.state_dict()
+        assert all(torch.equal(actual[name], requested[name]) for name in requested)
 
 
 def test_a_tokens_experts_begin_with_about_the_same_weight(target) -> None:
@@ -87,9 +87,9 @@ def test_losses_reach_routers_and_experts(target) -> None:
 
 def test_experts_that_are_used_alike_cost_least(target) -> None:
     model = build_mixture(target, seed=1)
-    with router_logits(model) as found, torch.no_grad():
+    with router_logits(model) as actual, torch.no_grad():
         model(torch.randint(0, 64, (2, 9)))
-    assert [tuple(logits.shape) for logits in found] == [(18, N_EXPERTS)] * 2
+    assert [tuple(logits.shape) for logits in actual] == [(18, N_EXPERTS)] * 2
     same = torch.zeros(1000, N_EXPERTS)
     same[:, :TOP_K] = 10.0
     assert balance_loss([torch.randn(1000, N_EXPERTS)]) < balance_loss([same])

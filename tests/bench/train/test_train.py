@@ -151,9 +151,9 @@ def test_windows_are_visited_once_an_epoch_and_a_resumed_run_goes_on() -> None:
     assert (first[:, 1:] == first[:, :-1] + 1).all()
     assert len(set((first[:, 0] // 10).tolist())) > 85  # jitter moves some to a neighbour
     seen = sampler.tokens_seen
-    wanted = sampler.next_batch(4, 10)
+    requested = sampler.next_batch(4, 10)
     resumed = WindowSampler(stream, seed=3, tokens_seen=seen)
-    assert torch.equal(resumed.next_batch(4, 10), wanted)
+    assert torch.equal(resumed.next_batch(4, 10), requested)
 
 
 def test_documents_are_mixed_and_separated(tokenizer) -> None:

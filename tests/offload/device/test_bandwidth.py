@@ -19,7 +19,7 @@ def test_the_device_s_own_clock_counts(policy: Policy) -> None:
 
 
 def test_what_was_taken_is_given_back_where_it_fails() -> None:
-    device = FakeDevice(room_bytes=MIB)
+    device = FakeDevice(capacity_bytes=MIB)
     with pytest.raises(BudgetExceeded):
         measure_copies(device, MIB)
     assert (device.n_allocated, device.n_pinned) == (0, 0)

@@ -19,7 +19,7 @@ from tiered import DEVICE, HOST, POLICIES, STORAGE, run_passes, streaming, tiere
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.device.streamer import DeviceStreamer
-from offload.residency.placement import Placement
+from offload.placement.placement import Placement
 from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
 
@@ -60,7 +60,7 @@ def walk_with_errors(
 
 
 @pytest.mark.parametrize(
-    "policies", [(Policy.LATE,) * 2, (Policy.EARLY,) * 2, (Policy.RANDOM,) * 2]
+    "policies", [(Policy.LATE,) * 2, (Policy.PREFETCH,) * 2, (Policy.RANDOM,) * 2]
 )
 @pytest.mark.parametrize("resume", [0, None])
 def test_a_transient_error_at_every_read(tmp_path: Path, policies, resume: int | None) -> None:

@@ -45,7 +45,7 @@ class NoHostWait(FakeDevice):
         return event
 
 
-class EarlyFence(FakeDevice):
+class PrefetchFence(FakeDevice):
     """The fence of a device slot is that of the computations of the layer before."""
 
     last: FakeEvent | None = None
@@ -70,8 +70,8 @@ def has_seen_wrong_bytes(act: Callable[[], None]) -> bool:
         (NoComputeWait, STORAGE),
         (NoCopyWait, HOST),
         (NoCopyWait, STORAGE),
-        (EarlyFence, HOST),
-        (EarlyFence, STORAGE),
+        (PrefetchFence, HOST),
+        (PrefetchFence, STORAGE),
         (NoHostWait, STORAGE),  # what is pinned for good is never overwritten
         (NoHostWait, DEVICE),  # while it is loaded
     ],
@@ -96,13 +96,13 @@ def test_a_fence_left_out_of_a_restart_is_seen(
 
     def leave_and_go_on(device: FakeDevice) -> None:
         with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
-            held = streamer.layer(0)
-            tensors = held.__enter__()
+            pinned = streamer.layer(0)
+            tensors = pinned.__enter__()
             device.compute(lambda: weights.check(0, tensors))
             streamer.restart()
             run_passes(streamer, device, weights, 2)
 
-    leave_and_go_on(FakeDevice(Policy.EARLY, Policy.LATE))
+    leave_and_go_on(FakeDevice(Policy.PREFETCH, Policy.LATE))
     free = SlotRing._free
 
     def free_without_fence(ring: SlotRing, slot: Slot) -> None:
@@ -111,4 +111,4 @@ def test_a_fence_left_out_of_a_restart_is_seen(
         slot.fence = fence
 
     monkeypatch.setattr(SlotRing, "_free", free_without_fence)
-    assert has_seen_wrong_bytes(lambda: leave_and_go_on(FakeDevice(Policy.EARLY, Policy.LATE)))
+    assert has_seen_wrong_bytes(lambda: leave_and_go_on(FakeDevice(Policy.PREFETCH, Policy.LATE)))

@@ -14,8 +14,8 @@ from weight_files import write_weights
 
 from offload.budget import BudgetExceeded
 from offload.device.streamer import DeviceStreamer
-from offload.residency.placement import N_DEVICE_SLOTS, LayerWeights, Placement
-from offload.ring.walk import StreamStats
+from offload.placement.placement import N_DEVICE_SLOTS, LayerWeights, Placement
+from offload.ring.cursor import StreamStats
 from offload.storage.aligned import ALIGNMENT
 
 PAGE = ALIGNMENT
@@ -97,7 +97,7 @@ def test_copies_and_computations_overlap(
 def test_the_next_pass_begins_with_copied_layers(tmp_path: Path) -> None:
     """While the host drafts, the slots fill again; after that a pass stalls that much less."""
     weights = write_weights(tmp_path, [[4096]] * 6, padding=0)
-    device = FakeDevice(Policy.EARLY, Policy.EARLY)
+    device = FakeDevice(Policy.PREFETCH, Policy.PREFETCH)
     with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
         run_passes(streamer, device, weights)
         while streamer.stats.bytes_copied < 8 * 4096:
@@ -197,8 +197,8 @@ def test_progress_adds_up_over_the_pinned_layers(tmp_path: Path) -> None:
 
 def test_a_device_too_small_leaves_nothing_behind(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000], [5000], [12_000]])
-    for room in (100, 9000, 30_000):
-        device = FakeDevice(room_bytes=room)
+    for capacity in (100, 9000, 30_000):
+        device = FakeDevice(capacity_bytes=capacity)
         with pytest.raises(BudgetExceeded, match="device"):
             DeviceStreamer(tiered(weights, lambda i, j: MIXED[2 - i]), device)
         assert (device.n_allocated, device.n_pinned) == (0, 0)

@@ -16,11 +16,11 @@ from weight_files import HangingFile
 from offload.errors import SpecdecError
 from offload.experts import readers as readers_file
 from offload.experts.cache import ExpertCache
+from offload.experts.cached import expected_decay, keep_decay
 from offload.experts.eviction import visits_of
-from offload.experts.kept import expected_decay, keep_decay
 from offload.experts.readers import ExpertStats
 from offload.formats.tensors import TensorRecord
-from offload.residency.experts import ASSUMED_DECAY, ExpertRoom, LayerExperts
+from offload.placement.experts import ASSUMED_DECAY, ExpertCachePlan, LayerExperts
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.trace import recording
 
@@ -53,8 +53,8 @@ class Written:
         self.layers = tuple(layers)
         self.path = path
 
-    def room(self, n_slots: int) -> ExpertRoom:
-        return ExpertRoom(self.layers, n_slots)
+    def expert_cache(self, n_slots: int) -> ExpertCachePlan:
+        return ExpertCachePlan(self.layers, n_slots)
 
 
 @pytest.fixture
@@ -64,17 +64,17 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.fixture
 def cache(written: Written) -> Iterator[ExpertCache]:
-    made = ExpertCache(written.room(4))
+    made = ExpertCache(written.expert_cache(4))
     yield made
     made.close()
 
 
 def check(cache: ExpertCache, written: Written, layer: int, experts: list[int]) -> None:
-    found = []
-    for expert, tensors in cache.bring(layer, experts):
+    actual = []
+    for expert, tensors in cache.fetch(layer, experts):
         assert [bytes(x) for x in tensors] == written.bytes[layer, expert]
-        found.append(expert)
-    assert sorted(found) == sorted(experts)
+        actual.append(expert)
+    assert sorted(actual) == sorted(experts)
 
 
 def test_every_expert_is_the_files_own_bytes(written, cache) -> None:
@@ -98,26 +98,26 @@ def test_neighbouring_tensors_are_one_read(written) -> None:
 
 
 def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
-    room = written.room(9)  # half of all
+    expert_cache = written.expert_cache(9)  # half of all
     assert expected_decay(written.layers) == ASSUMED_DECAY
-    keep_decay(room, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
+    keep_decay(expert_cache, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
     assert expected_decay(written.layers) == ASSUMED_DECAY
-    keep_decay(room, ExpertStats(n_asked_full=4000, n_hits_full=3000))
+    keep_decay(expert_cache, ExpertStats(n_asked_full=4000, n_hits_full=3000))
     assert expected_decay(written.layers) == pytest.approx(2 * math.log(4))
-    assert ExpertRoom(written.layers, 9, 2 * math.log(4)).hit_rate == pytest.approx(0.75)
-    keep_decay(written.room(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
+    assert ExpertCachePlan(written.layers, 9, 2 * math.log(4)).hit_rate == pytest.approx(0.75)
+    keep_decay(written.expert_cache(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
     assert expected_decay(written.layers) == pytest.approx(
         2 * math.log(4)
     )  # all held: nothing to learn
 
 
 def test_it_is_not_that_of_another_file_in_its_place(written) -> None:
-    keep_decay(written.room(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
+    keep_decay(written.expert_cache(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
     status = written.path.stat()
     os.utime(written.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert expected_decay(written.layers) == ASSUMED_DECAY
     written.path.unlink()
-    keep_decay(written.room(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
+    keep_decay(written.expert_cache(9), ExpertStats(n_asked_full=4000, n_hits_full=3000))
 
 
 def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) -> None:
@@ -138,22 +138,22 @@ def test_passes_of_several_rows_are_not_counted_for_it(written, cache) -> None:
 
 
 def test_one_slot_is_enough(written) -> None:
-    cache = ExpertCache(written.room(1))
+    cache = ExpertCache(written.expert_cache(1))
     check(cache, written, 0, list(range(N_EXPERTS)))
     check(cache, written, 1, list(range(N_EXPERTS)))
     cache.close()
 
 
 def test_a_pass_that_ends_early_leaves_whole_experts_only(written, cache) -> None:
-    brought = cache.bring(0, [0, 1, 2, 3])
-    next(brought)
-    brought.close()
+    fetched = cache.fetch(0, [0, 1, 2, 3])
+    next(fetched)
+    fetched.close()
     check(cache, written, 0, [0, 1, 2, 3])
     check(cache, written, 1, [4, 5])
 
 
 def test_a_trace_has_what_was_asked_for(written) -> None:
-    cache = ExpertCache(written.room(4))
+    cache = ExpertCache(written.expert_cache(4))
     with recording() as trace:
         check(cache, written, 2, [5, 1])
     cache.close()
@@ -174,11 +174,11 @@ class FailingFile(DirectFile):
 
 def test_what_a_failed_read_raised_keeps_no_memory(written) -> None:
     FailingFile.n_reads = 0
-    cache = ExpertCache(written.room(4), storage=FailingFile, n_readers=1)
+    cache = ExpertCache(written.expert_cache(4), storage=FailingFile, n_readers=1)
     gc.disable()  # which would find the memory sooner or later
     try:
         with pytest.raises(StorageError, match="I/O error"):
-            list(cache.bring(0, [0, 1, 2]))
+            list(cache.fetch(0, [0, 1, 2]))
         freed = weakref.ref(cache)
         cache.close()
         del cache
@@ -189,7 +189,7 @@ def test_what_a_failed_read_raised_keeps_no_memory(written) -> None:
 
 def test_a_read_that_failed_is_told_and_read_again(written) -> None:
     FailingFile.n_reads = 0
-    cache = ExpertCache(written.room(4), storage=FailingFile, n_readers=1)
+    cache = ExpertCache(written.expert_cache(4), storage=FailingFile, n_readers=1)
     with pytest.raises(StorageError, match="I/O error"):
         check(cache, written, 0, [0, 1, 2])
     check(cache, written, 0, [0, 1, 2])
@@ -203,9 +203,9 @@ def test_a_check_that_raises_ends_the_wait(written, cache) -> None:
     def cancel() -> None:
         raise Cancelled
 
-    hanging = ExpertCache(written.room(4), storage=SlowFile)
+    hanging = ExpertCache(written.expert_cache(4), storage=SlowFile)
     with pytest.raises(Cancelled):
-        list(hanging.bring(0, [0, 1], cancel))
+        list(hanging.fetch(0, [0, 1], cancel))
     check(hanging, written, 0, [0, 1])
     hanging.close()
 
@@ -213,7 +213,7 @@ def test_a_check_that_raises_ends_the_wait(written, cache) -> None:
 @pytest.fixture
 def hanging(written: Written) -> Iterator[ExpertCache]:
     HangingFile.let_go.clear()
-    made = ExpertCache(written.room(4), storage=HangingFile)
+    made = ExpertCache(written.expert_cache(4), storage=HangingFile)
     yield made
     HangingFile.let_go.set()
     made.close()
@@ -227,7 +227,7 @@ def test_a_visit_ends_while_its_reads_hang(written, hanging) -> None:
 
     for layer in (0, 0, 1):
         with pytest.raises(KeyError, match="cancelled"):
-            list(hanging.bring(layer, [0, 1], cancel))
+            list(hanging.fetch(layer, [0, 1], cancel))
     HangingFile.let_go.set()
     for layer in range(N_LAYERS):
         check(hanging, written, layer, [0, 1, 2, 3, 4])
@@ -237,12 +237,12 @@ def test_what_is_there_is_handed_out_while_the_rest_is_read(written, hanging) ->
     HangingFile.let_go.set()
     check(hanging, written, 0, [0, 1])
     HangingFile.let_go.clear()
-    brought = hanging.bring(0, [3, 1, 2, 0])
+    fetched = hanging.fetch(0, [3, 1, 2, 0])
     before = hanging.stats.bytes_read
-    assert [next(brought)[0], next(brought)[0]] == [1, 0]
+    assert [next(fetched)[0], next(fetched)[0]] == [1, 0]
     assert hanging.stats.bytes_read == before
     HangingFile.let_go.set()
-    assert [expert for expert, _ in brought] == [2, 3]
+    assert [expert for expert, _ in fetched] == [2, 3]
 
 
 def test_reads_that_were_given_up_count(written, hanging) -> None:
@@ -250,7 +250,7 @@ def test_reads_that_were_given_up_count(written, hanging) -> None:
         raise KeyError("cancelled")
 
     with pytest.raises(KeyError, match="cancelled"):
-        list(hanging.bring(0, [0, 1], cancel))
+        list(hanging.fetch(0, [0, 1], cancel))
     HangingFile.let_go.set()
     check(hanging, written, 0, [0, 1])  # both were read by then
     reads = [extent.n_bytes for x in written.layers[0].layouts[:2] for extent in x.extents]
@@ -258,29 +258,29 @@ def test_reads_that_were_given_up_count(written, hanging) -> None:
 
 
 def test_closing_in_the_middle_of_a_visit_ends_it_in_one_line(written) -> None:
-    cache = ExpertCache(written.room(1))
-    brought = cache.bring(0, [0, 1])
-    next(brought)
+    cache = ExpertCache(written.expert_cache(1))
+    fetched = cache.fetch(0, [0, 1])
+    next(fetched)
     cache.close()
     with pytest.raises(SpecdecError, match="the model was closed"):
-        next(brought)
+        next(fetched)
 
 
 def test_so_does_closing_where_all_experts_are_there(written, cache) -> None:
     check(cache, written, 0, [0, 1])
-    brought = cache.bring(0, [0, 1])
-    next(brought)
+    fetched = cache.fetch(0, [0, 1])
+    next(fetched)
     cache.close()
     with pytest.raises(SpecdecError, match="the model was closed"):
-        next(brought)
+        next(fetched)
 
 
 def test_a_read_that_never_returns_does_not_block_closing(
     hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    brought = hanging.bring(0, [0], hanging.stop)
+    fetched = hanging.fetch(0, [0], hanging.stop)
     with pytest.raises(SpecdecError, match="closed"):
-        next(brought)
+        next(fetched)
     monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
     assert "does not return; its memory is not given back" in caplog.text
@@ -297,11 +297,11 @@ class SlowFile(DirectFile):
 
 
 def test_a_closed_cache_says_so(written) -> None:
-    cache = ExpertCache(written.room(4))
+    cache = ExpertCache(written.expert_cache(4))
     cache.close()
     cache.close()
     with pytest.raises(SpecdecError, match="closed"):
-        list(cache.bring(0, [0]))
+        list(cache.fetch(0, [0]))
 
 
 def test_a_file_that_was_overwritten_is_noticed_in_the_last_layer(written, cache) -> None:

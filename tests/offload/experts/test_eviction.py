@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from offload.experts.eviction import (
-    Directory,
-    Visit,
+    Access,
+    ExpertIndex,
     belady,
     decayed_uses,
     least_recently_used,
@@ -17,7 +17,7 @@ from offload.experts.eviction import (
 N_LAYERS, N_EXPERTS, N_USED = 4, 16, 4
 
 
-def routed(n_passes: int = 120, seed: int = 0) -> list[Visit]:
+def routed(n_passes: int = 120, seed: int = 0) -> list[Access]:
     """Some experts are asked for more often, and those of the last pass more often than others."""
     rng = np.random.default_rng(seed)
     liked = rng.dirichlet(np.full(N_EXPERTS, 0.5), N_LAYERS) + 1e-3
@@ -38,9 +38,9 @@ def test_a_cache_of_all_experts_misses_each_once(rule) -> None:
     trace = routed()
     different = {(layer, expert) for layer, experts in trace for expert in experts}
     n_asked = len(trace) * N_USED
-    wanted = 1 - len(different) / n_asked
-    assert replay(trace, N_LAYERS * N_EXPERTS, rule) == pytest.approx(wanted)
-    assert belady(trace, N_LAYERS * N_EXPERTS) == pytest.approx(wanted)
+    requested = 1 - len(different) / n_asked
+    assert replay(trace, N_LAYERS * N_EXPERTS, rule) == pytest.approx(requested)
+    assert belady(trace, N_LAYERS * N_EXPERTS) == pytest.approx(requested)
 
 
 def test_recency_alone_finds_nothing_below_what_a_pass_asks_for() -> None:
@@ -60,8 +60,8 @@ def test_uses_are_no_worse_than_recency_and_no_better_than_the_best(n_slots) -> 
 
 
 def test_what_is_still_wanted_stays() -> None:
-    directory = Directory(2)
-    directory.visit(0)
+    directory = ExpertIndex(2)
+    directory.access(0)
     slots = {directory.admit(0, expert, {0, 1, 2}) for expert in (0, 1)}
     assert slots == {0, 1}
     assert directory.admit(0, 2, {0, 1, 2}) is None
@@ -70,10 +70,10 @@ def test_what_is_still_wanted_stays() -> None:
     assert directory.find(0, 1) is not None
 
 
-def directory_slot(directory: Directory, expert: int) -> int | None:
+def directory_slot(directory: ExpertIndex, expert: int) -> int | None:
     return directory.find(0, expert)
 
 
 def test_a_cache_without_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one slot"):
-        Directory(0)
+        ExpertIndex(0)

@@ -28,8 +28,8 @@ def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor
 
 
 def test_form_and_every_byte_count(tensors: dict[str, TensorRecord]) -> None:
-    found = {name: have_same_bytes(tensors["a"], record) for name, record in tensors.items()}
-    assert {name for name, is_same in found.items() if is_same} == {"a", "same"}
+    actual = {name: have_same_bytes(tensors["a"], record) for name, record in tensors.items()}
+    assert {name for name, is_same in actual.items() if is_same} == {"a", "same"}
     assert have_same_bytes(tensors["empty"], tensors["none"])
     assert not have_same_bytes(tensors["a"], replace(tensors["same"], scheme="BF16_12"))
 

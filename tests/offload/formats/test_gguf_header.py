@@ -90,9 +90,9 @@ def test_long_strings_and_arrays_across_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
-    texts = ["x" * int(n) for n in rng.integers(0, 300, 400)]
+    sequences = ["x" * int(n) for n in rng.integers(0, 300, 400)]
     pairs = [
-        gb.pair("tokens", "[str]", texts),
+        gb.pair("tokens", "[str]", sequences),
         gb.pair("long", "str", "y" * 20_000),
         gb.pair("scores", "[f32]", [0.5] * 3000),
         gb.pair("after", "u8", 7),
@@ -101,7 +101,7 @@ def test_long_strings_and_arrays_across_windows(
     for window in (16, 17, 64, 1000, 2**20):
         monkeypatch.setattr(gguf_metadata, "_WINDOW_BYTES", window)
         file = read(tmp_path, content)
-        assert file.metadata["tokens"] == texts
+        assert file.metadata["tokens"] == sequences
         assert file.metadata["long"] == "y" * 20_000
         assert file.metadata["scores"] == [0.5] * 3000
         assert file.metadata["after"] == 7

@@ -30,11 +30,11 @@ def test_what_was_written_is_read_and_has_no_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "a kill would leave it behind"
     assert set(file.saved) == {tensor.name for tensor in TENSORS}
     for tensor in TENSORS:
-        told, buffer = file.saved[tensor.name]
-        assert told == tensor
+        reported, buffer = file.saved[tensor.name]
+        assert reported == tensor
         assert bytes(buffer) == tensor.name[:1].encode() * tensor.n_bytes
     assert np.frombuffer(file.saved["wide"][1], np.uint8).ctypes.data % 4096 == 0
-    assert file.n_bytes == sum(page_up(one.n_bytes) for one in TENSORS)
+    assert file.n_bytes == sum(page_up(item.n_bytes) for item in TENSORS)
     file.close()
     file.close()
 

@@ -45,19 +45,19 @@ MADV_DONTFORK = 10
 
 
 @pytest.fixture
-def room() -> object:
+def capacity() -> object:
     """64 MiB of reserved address space, aligned to 2 MiB."""
     base = reserve(64 * MIB + HUGE)
     yield -(-base // HUGE) * HUGE
     unmap(base, 64 * MIB + HUGE)
 
 
-def test_zeros_take_no_memory_until_something_is_written(room: int) -> None:
-    commit(room, 8 * HUGE)
-    give_back_zeros(room + 100, 4 * HUGE)  # the pages wholly inside of it
-    inside = [(room, 8 * HUGE)]
+def test_zeros_take_no_memory_until_something_is_written(capacity: int) -> None:
+    commit(capacity, 8 * HUGE)
+    give_back_zeros(capacity + 100, 4 * HUGE)  # the pages wholly inside of it
+    inside = [(capacity, 8 * HUGE)]
     assert memory_in(inside) <= 4 * HUGE + 2 * PAGE_BYTES
-    bytes_there = view(room, 8 * HUGE)
+    bytes_there = view(capacity, 8 * HUGE)
     bytes_there[HUGE] = 7
     assert memory_in(inside) <= 4 * HUGE + 3 * PAGE_BYTES
     assert bytes(bytes_there[HUGE : HUGE + 3]) == b"\x07\0\0"
@@ -143,8 +143,8 @@ def test_a_system_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.errno == errno.EINVAL
 
 
-def test_huge_pages_stay_huge(room: int) -> None:
-    source, target, size = room, room + 32 * MIB, 8 * HUGE
+def test_huge_pages_stay_huge(capacity: int) -> None:
+    source, target, size = capacity, capacity + 32 * MIB, 8 * HUGE
     commit(source, size)
     if memory_in([(source, size)], "AnonHugePages") < size:
         pytest.skip("no huge pages to be had")
@@ -163,12 +163,12 @@ def test_huge_pages_stay_huge(room: int) -> None:
 
 
 @needs_populated_memory
-def test_committed_memory_is_small_pages_where_asked(room: int) -> None:
-    commit(room, 3 * HUGE, huge=False)
-    assert memory_in([(room, 3 * HUGE)]) == 3 * HUGE
-    assert memory_in([(room, 3 * HUGE)], "AnonHugePages") == 0
-    commit(room + 16 * MIB + PAGE_BYTES, 2 * HUGE)  # one of them is whole
-    assert memory_in([(room + 16 * MIB, 8 * MIB)]) == 2 * HUGE
+def test_committed_memory_is_small_pages_where_asked(capacity: int) -> None:
+    commit(capacity, 3 * HUGE, huge=False)
+    assert memory_in([(capacity, 3 * HUGE)]) == 3 * HUGE
+    assert memory_in([(capacity, 3 * HUGE)], "AnonHugePages") == 0
+    commit(capacity + 16 * MIB + PAGE_BYTES, 2 * HUGE)  # one of them is whole
+    assert memory_in([(capacity + 16 * MIB, 8 * MIB)]) == 2 * HUGE
 
 
 def attempt_as_before_6_17(move: Move) -> bool:
@@ -186,13 +186,13 @@ def attempt_as_before_6_17(move: Move) -> bool:
 @pytest.mark.parametrize("old_kernel", [False, True])
 @pytest.mark.parametrize("n_borders", [0, 1, 3])
 def test_a_range_of_several_vmas_moves_as_a_whole(
-    room: int, n_borders: int, old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    capacity: int, n_borders: int, old_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if old_kernel:
         monkeypatch.setattr(address_space, "_attempt", attempt_as_before_6_17)
     n_pages = 16
     size = n_pages * PAGE_BYTES
-    source, target = room, room + 32 * MIB
+    source, target = capacity, capacity + 32 * MIB
     commit(source, size)
     content = os.urandom(size)
     view(source, size)[:] = content
@@ -209,17 +209,17 @@ def test_a_range_of_several_vmas_moves_as_a_whole(
     assert ctypes.string_at(source, size) == content
 
 
-def test_moves_that_are_refused(room: int) -> None:
-    commit(room, PAGE_BYTES)
-    for source, target in ((room, room + 1), (room + 1, room + MIB)):
+def test_moves_that_are_refused(capacity: int) -> None:
+    commit(capacity, PAGE_BYTES)
+    for source, target in ((capacity, capacity + 1), (capacity + 1, capacity + MIB)):
         with pytest.raises(AddressSpaceError, match="errno 22"):
             move_pages([Move(source, target, PAGE_BYTES)], [])
     hole = reserve(4 * PAGE_BYTES)
     unmap(hole, 4 * PAGE_BYTES)
     done: list[Move] = []
-    good = Move(room, room + MIB, PAGE_BYTES)
+    good = Move(capacity, capacity + MIB, PAGE_BYTES)
     with pytest.raises(AddressSpaceError, match="mapped at|errno 14"):
-        move_pages([good, Move(hole, room + 2 * MIB, 4 * PAGE_BYTES)], done)
+        move_pages([good, Move(hole, capacity + 2 * MIB, 4 * PAGE_BYTES)], done)
     assert done == [good]
     with pytest.raises(AddressSpaceError, match="mmap of .* Cannot allocate memory") as caught:
         reserve(1 << 60)
@@ -227,13 +227,13 @@ def test_moves_that_are_refused(room: int) -> None:
 
 
 def test_what_took_the_targets_place_is_not_overwritten(
-    room: int, monkeypatch: pytest.MonkeyPatch
+    capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses, and before the second attempt the target belongs to somebody else."""
-    commit(room, 2 * PAGE_BYTES)
-    libc.madvise(room, PAGE_BYTES, MADV_DONTFORK)
-    commit(room + MIB, 2 * PAGE_BYTES)
-    view(room + MIB, 1)[0] = 7
+    commit(capacity, 2 * PAGE_BYTES)
+    libc.madvise(capacity, PAGE_BYTES, MADV_DONTFORK)
+    commit(capacity + MIB, 2 * PAGE_BYTES)
+    view(capacity + MIB, 1)[0] = 7
 
     def refuse(move: Move) -> bool:
         ctypes.set_errno(errno.EFAULT)
@@ -241,5 +241,5 @@ def test_what_took_the_targets_place_is_not_overwritten(
 
     monkeypatch.setattr(address_space, "_attempt", refuse)
     with pytest.raises(AddressSpaceError, match="was taken"):
-        move_pages([Move(room, room + MIB, 2 * PAGE_BYTES)], [])
-    assert view(room + MIB, 1)[0] == 7
+        move_pages([Move(capacity, capacity + MIB, 2 * PAGE_BYTES)], [])
+    assert view(capacity + MIB, 1)[0] == 7

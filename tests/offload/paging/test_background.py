@@ -24,15 +24,15 @@ def touches(record: TensorRecord, start: int, end: int) -> bool:
     return start < record.offset + record.n_bytes and record.offset < end
 
 
-@pytest.mark.parametrize("outer", range(N_LAYERS))
+@pytest.mark.parametrize("non_layer", range(N_LAYERS))
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_is_needed_is_there(tmp_path: Path, outer: int, stays: bool) -> None:
+def test_what_is_needed_is_there(tmp_path: Path, non_layer: int, stays: bool) -> None:
     """Tensors of no layer lie between any two layers, and share pages with both. Those that stay
     mapped share pages with what is put in the place of the mapping."""
     weights = write_weights(tmp_path, [[50_000, 3000]] * N_LAYERS, resident=lambda i, j: i > 1)
-    layers = [layer for i, layer in enumerate(weights.layers) if i != outer]
-    others = weights.layers[outer].tensors
-    needed = [*others, *layers[0].tensors, *layers[1].tensors]
+    layers = [layer for i, layer in enumerate(weights.layers) if i != non_layer]
+    rest = weights.layers[non_layer].tensors
+    needed = [*rest, *layers[0].tensors, *layers[1].tensors]
     opened = threading.Event()
 
     def read_at(descriptor: int, view: memoryview, offset: int) -> int:
@@ -41,7 +41,7 @@ def test_what_is_needed_is_there(tmp_path: Path, outer: int, stays: bool) -> Non
         return pread_into(descriptor, view, offset)
 
     with mapped(weights) as files:
-        resident, untouched = (others, ()) if stays else ((), others)
+        resident, untouched = (rest, ()) if stays else ((), rest)
         with Pager(
             layers,
             resident,
@@ -54,19 +54,19 @@ def test_what_is_needed_is_there(tmp_path: Path, outer: int, stays: bool) -> Non
         ) as pager:
             for index in range(2):
                 pager.enter(index)
-                for record in (*others, *layers[index].tensors):
+                for record in (*rest, *layers[index].tensors):
                     check(files, record)
                 pager.leave(index)
             assert pager.unread_bytes > 0
             opened.set()
             for index in (2, 3, 0, 1, 2, 3):
                 pager.enter(index)
-                for record in (*others, *layers[index].tensors):
+                for record in (*rest, *layers[index].tensors):
                     check(files, record)
                 pager.leave(index)
             assert pager.unread_bytes == 0
 
 
 def check(files: MappedWeights, record: TensorRecord) -> None:
-    found = ctypes.string_at(files.address(record), record.n_bytes)
-    assert found == files.weights.contents[record.name], f"wrong bytes in {record.name}"
+    actual = ctypes.string_at(files.address(record), record.n_bytes)
+    assert actual == files.weights.contents[record.name], f"wrong bytes in {record.name}"

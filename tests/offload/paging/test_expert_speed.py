@@ -18,10 +18,10 @@ from offload.formats.tensors import TensorRecord
 from offload.paging import expert_speed
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.paging.experts import PagedExperts
-from offload.process import others
+from offload.placement.experts import LayerExperts
+from offload.process import other_processes
+from offload.process.disk_cache import cache_folder
 from offload.process.memory import process_memory
-from offload.process.remembered import cache_folder
-from offload.residency.experts import LayerExperts
 from offload.storage.direct_io import StorageError
 from offload.units import MIB
 
@@ -65,11 +65,11 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(expert_speed, "_SECONDS", 0.05)
     monkeypatch.setattr(expert_speed, "_WARM_UP_SECONDS", 0.01)
-    monkeypatch.setattr(expert_speed, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(others, "seconds_of_others", lambda: 0.0)
+    monkeypatch.setattr(expert_speed, "_MIN_BYTES", 1)
+    monkeypatch.setattr(other_processes, "seconds_of_other_processes", lambda: 0.0)
 
 
-def kept() -> list[Path]:
+def cached() -> list[Path]:
     return sorted(cache_folder().glob("missing-experts-*"))
 
 
@@ -79,16 +79,16 @@ def test_the_clock_counts_the_bytes_that_were_missing(kind, monkeypatch) -> None
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(expert_speed, "time", clock)
     monkeypatch.setattr(expert_speed, "_SECONDS", 400.0)
-    found = missing_seconds_per_byte(kind)
+    actual = missing_seconds_per_byte(kind)
     # 4 slots of 48 experts: a tenth of those that are asked for may be there by chance.
-    assert 2 / (2 * EXPERT_BYTES) <= found < 1.5 * 2 / (2 * EXPERT_BYTES)
+    assert 2 / (2 * EXPERT_BYTES) <= actual < 1.5 * 2 / (2 * EXPERT_BYTES)
 
 
 @needs_own_memory
 def test_a_real_measurement_gives_everything_back(kind) -> None:
     missing_seconds_per_byte(kind)  # what is loaded on first use
     before = process_memory().rss_bytes
-    for path in kept():
+    for path in cached():
         path.unlink()
     assert missing_seconds_per_byte(kind) > 0
     assert process_memory().rss_bytes - before < MIB
@@ -97,16 +97,16 @@ def test_a_real_measurement_gives_everything_back(kind) -> None:
 def test_each_kind_is_measured_once(layers, monkeypatch) -> None:
     first = missing_seconds_per_byte(layers)
     assert missing_seconds_per_byte(layers) == first
-    assert len(kept()) == 1
+    assert len(cached()) == 1
     in_slots = tuple(None if x is None else replace(x, is_at_once=False) for x in layers)
     missing_seconds_per_byte(in_slots)
-    assert len(kept()) == 2
+    assert len(cached()) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"measured_at": 1e12}', "[1]"])
 def test_a_corrupt_figure_is_measured_anew(layers, text: str) -> None:
     missing_seconds_per_byte(layers)
-    (path,) = kept()
+    (path,) = cached()
     whole = path.read_text()
     path.write_text(text)
     assert missing_seconds_per_byte(layers) > 0
@@ -116,7 +116,7 @@ def test_a_corrupt_figure_is_measured_anew(layers, text: str) -> None:
 @pytest.mark.parametrize("value", ["-1.0", "0.0", "NaN", "true", '"1"'])
 def test_no_other_figure_is_believed(layers, value: str) -> None:
     missing_seconds_per_byte(layers)
-    (path,) = kept()
+    (path,) = cached()
     began = path.read_text().split('"seconds_per_byte"')[0]
     path.write_text(f'{began}"seconds_per_byte": {value}}}')
     assert 0 < missing_seconds_per_byte(layers) < 1
@@ -125,7 +125,7 @@ def test_no_other_figure_is_believed(layers, value: str) -> None:
 def test_what_a_limit_on_reading_makes_of_it_is_not_kept(layers, monkeypatch) -> None:
     monkeypatch.setattr(expert_speed, "read_limit_in_force", lambda path: 1000)
     assert missing_seconds_per_byte(layers) > 0
-    assert kept() == []
+    assert cached() == []
 
 
 def test_a_failed_read_is_told(kind, monkeypatch) -> None:

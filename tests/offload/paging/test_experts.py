@@ -22,12 +22,12 @@ from offload.paging.address_space import (
     AddressSpaceError,
     Move,
     find_mapping,
-    most_mappings,
+    max_mappings,
     move_pages,
 )
-from offload.paging.expert_pages import Brought, Region, outside, overhead_bytes, tensors_of
+from offload.paging.expert_pages import Fetched, Region, outside, overhead_bytes, tensors_of
 from offload.paging.experts import PagedExperts
-from offload.residency.experts import ExpertRoom, LayerExperts
+from offload.placement.experts import ExpertCachePlan, LayerExperts
 from offload.storage.aligned import PAGE_BYTES
 from offload.storage.direct_io import StorageError
 from offload.units import format_bytes
@@ -63,14 +63,14 @@ class Mixture:
         self.mappings = {path: find_mapping(path)}
         self.own = outside(self.layers).untouched
 
-    def room(self, n_slots: int) -> ExpertRoom:
-        return ExpertRoom(self.layers, n_slots)
+    def capacity(self, n_slots: int) -> ExpertCachePlan:
+        return ExpertCachePlan(self.layers, n_slots)
 
     def check(self, layer: int, experts: list[int]) -> None:
         for expert in experts:
             for record in self.layers[layer].tensors[expert]:
-                found = ctypes.string_at(self.address + record.offset, record.n_bytes)
-                assert found == self.content[record.offset : record.offset + record.n_bytes]
+                actual = ctypes.string_at(self.address + record.offset, record.n_bytes)
+                assert actual == self.content[record.offset : record.offset + record.n_bytes]
 
     def n_bytes_there(self) -> int:
         """Memory of the experts' own pages."""
@@ -96,29 +96,29 @@ def mixture(tmp_path: Path) -> Iterator[Mixture]:
 
 @pytest.fixture
 def paged(mixture: Mixture) -> Iterator[PagedExperts]:
-    made = PagedExperts(mixture.room(14), mixture.mappings)
+    made = PagedExperts(mixture.capacity(14), mixture.mappings)
     yield made
     made.close()
 
 
 def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixture, paged) -> None:
-    rng, most = np.random.default_rng(1), mixture.room(14).n_bytes
+    rng, limit = np.random.default_rng(1), mixture.capacity(14).n_bytes
     for step in range(30):
         experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False).tolist()
-        paged.bring(step % N_LAYERS, experts)
+        paged.fetch(step % N_LAYERS, experts)
         for layer, expert in there(mixture):
             mixture.check(layer, [expert])
         assert {(step % N_LAYERS, expert) for expert in experts} <= set(there(mixture))
-        assert mixture.n_bytes_there() == most - paged.unread_bytes <= most
+        assert mixture.n_bytes_there() == limit - paged.unread_bytes <= limit
     assert 0 < paged.stats.n_hits < paged.stats.n_asked
     assert paged.stats.n_asked_full > 0
 
 
 def test_what_was_not_asked_for_is_not_there(mixture, paged) -> None:
-    paged.bring(1, [2, 3, 7])
+    paged.fetch(1, [2, 3, 7])
     assert there(mixture) == [(1, 2), (1, 3), (1, 7)]
     before = paged.stats.bytes_read
-    paged.bring(1, [7, 2])
+    paged.fetch(1, [7, 2])
     assert paged.stats.bytes_read == before
 
 
@@ -129,17 +129,17 @@ def test_a_read_that_fails_leaves_nothing_behind(mixture) -> None:
         if is_broken and call % 3 == 0:
             raise OSError(5, "Input/output error")
 
-    paged = PagedExperts(mixture.room(14), mixture.mappings, storage=FaultyReads(fault).storage)
+    paged = PagedExperts(mixture.capacity(14), mixture.mappings, storage=FaultyReads(fault).storage)
     try:
-        paged.bring(0, [1, 4])
+        paged.fetch(0, [1, 4])
         before, is_broken = mixture.n_bytes_there(), True
         with pytest.raises(StorageError, match="Input/output error"):
-            paged.bring(0, [0, 1, 2, 5, 8, 11])
+            paged.fetch(0, [0, 1, 2, 5, 8, 11])
         is_broken = False
         assert mixture.n_bytes_there() == before
         assert not mixture.is_there(0, 2)
         mixture.check(0, [1, 4])
-        paged.bring(0, [0, 1, 2, 5])
+        paged.fetch(0, [0, 1, 2, 5])
         mixture.check(0, [0, 1, 2, 5])
     finally:
         paged.close()
@@ -148,7 +148,7 @@ def test_a_read_that_fails_leaves_nothing_behind(mixture) -> None:
 @pytest.fixture
 def hanging(mixture: Mixture) -> Iterator[PagedExperts]:
     HangingFile.let_go.clear()
-    made = PagedExperts(mixture.room(14), mixture.mappings, storage=HangingFile)
+    made = PagedExperts(mixture.capacity(14), mixture.mappings, storage=HangingFile)
     yield made
     HangingFile.let_go.set()
     made.close()
@@ -162,12 +162,12 @@ def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
 
     for layer in (0, 0, 1):
         with pytest.raises(KeyboardInterrupt):
-            hanging.bring(layer, [1, 2], end)
+            hanging.fetch(layer, [1, 2], end)
     HangingFile.let_go.set()
-    hanging.bring(2, [5])
+    hanging.fetch(2, [5])
     mixture.check(2, [5])
     assert there(mixture) == [(2, 5)]
-    assert mixture.n_bytes_there() == mixture.room(14).n_bytes - hanging.unread_bytes
+    assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - hanging.unread_bytes
 
 
 def test_reads_that_were_given_up_count(mixture, hanging) -> None:
@@ -175,9 +175,9 @@ def test_reads_that_were_given_up_count(mixture, hanging) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hanging.bring(0, [1, 2], end)
+        hanging.fetch(0, [1, 2], end)
     HangingFile.let_go.set()
-    hanging.bring(0, [1, 2])
+    hanging.fetch(0, [1, 2])
     assert hanging.stats.bytes_read == 2 * mixture.n_bytes_there()
 
 
@@ -187,13 +187,13 @@ def test_closing_while_reads_are_begun_ends_a_visit_in_one_line(
     """Another thread closes the model then."""
     move = experts_file._move
 
-    def closing(*args: list[Brought]) -> None:
+    def closing(*args: list[Fetched]) -> None:
         move(*args)
         paged.close()
 
     monkeypatch.setattr(experts_file, "_move", closing)
     with pytest.raises(SpecdecError, match="the model was closed"):
-        paged.bring(0, [1, 2])
+        paged.fetch(0, [1, 2])
 
 
 def test_a_read_that_never_returns_does_not_block_closing(
@@ -203,32 +203,32 @@ def test_a_read_that_never_returns_does_not_block_closing(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hanging.bring(0, [1], end)
+        hanging.fetch(0, [1], end)
     monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
     assert "does not return; its memory is not given back" in caplog.text
 
 
 def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
-    paged.bring(0, [1])
+    paged.fetch(0, [1])
     mixture.path.write_bytes(bytes(len(mixture.content)))
     with pytest.raises(StorageError, match="was changed while in use"):
-        paged.bring(0, [2])
+        paged.fetch(0, [2])
     assert not mixture.is_there(0, 2)
 
 
 def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
     """And so is the memory that is enough."""
-    little, enough = mixture.room(2), mixture.room(N_EXPERTS)
+    little, enough = mixture.capacity(2), mixture.capacity(N_EXPERTS)
     paged = PagedExperts(little, mixture.mappings)
     lacking = format_bytes(enough.n_bytes - little.n_bytes)
     try:
         with pytest.raises(SpecdecError, match=rf"needs 12 experts at once.*budget by {lacking}$"):
-            paged.bring(0, range(N_EXPERTS))
+            paged.fetch(0, range(N_EXPERTS))
     finally:
         paged.close()
     paged = PagedExperts(enough, mixture.mappings)
-    paged.bring(0, range(N_EXPERTS))
+    paged.fetch(0, range(N_EXPERTS))
     paged.close()
 
 
@@ -241,7 +241,7 @@ def test_files_are_closed_where_pages_cannot_be_prepared(
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(experts_file, "reserve", refuse)
     with pytest.raises(AddressSpaceError) as raised:
-        PagedExperts(mixture.room(14), mixture.mappings)
+        PagedExperts(mixture.capacity(14), mixture.mappings)
     assert raised.value.errno == errno.ENOMEM
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -255,18 +255,18 @@ def test_too_many_mappings_are_a_lack_of_memory(
     def refuse(*_: object, **__: object) -> None:
         raise AddressSpaceError("mprotect failed", errno.ENOMEM)
 
-    paged.bring(0, range(N_EXPERTS))
+    paged.fetch(0, range(N_EXPERTS))
     monkeypatch.setattr(experts_file, call, refuse)
     with pytest.raises(MemoryError, match="vm.max_map_count"):
-        paged.bring(1, range(N_EXPERTS))
+        paged.fetch(1, range(N_EXPERTS))
     if call == "reserve":  # nothing is taken before it could be given back
         with pytest.raises(MemoryError, match="vm.max_map_count"):
-            paged.bring(0, range(N_EXPERTS))
+            paged.fetch(0, range(N_EXPERTS))
     monkeypatch.undo()
     for layer in (2, 1, 0):
-        paged.bring(layer, range(N_EXPERTS))
+        paged.fetch(layer, range(N_EXPERTS))
         mixture.check(layer, list(range(N_EXPERTS)))
-        assert mixture.n_bytes_there() == mixture.room(14).n_bytes - paged.unread_bytes
+        assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - paged.unread_bytes
 
 
 def test_of_many_mappings_no_more_are_made_by_moving(
@@ -274,12 +274,12 @@ def test_of_many_mappings_no_more_are_made_by_moving(
 ) -> None:
     moved: list[Move] = []
     monkeypatch.setattr(experts_file, "move_pages", lambda moves, _: move_pages(moves, moved))
-    monkeypatch.setattr(experts_file, "n_mappings", lambda: most_mappings() // 2)
+    monkeypatch.setattr(experts_file, "n_mappings", lambda: max_mappings() // 2)
     for layer in range(N_LAYERS):
-        paged.bring(layer, range(N_EXPERTS))
+        paged.fetch(layer, range(N_EXPERTS))
         mixture.check(layer, list(range(N_EXPERTS)))
     assert moved == []
-    assert mixture.n_bytes_there() == mixture.room(14).n_bytes - paged.unread_bytes
+    assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - paged.unread_bytes
 
 
 def test_pages_of_experts_that_go_become_those_of_experts_that_come(
@@ -288,30 +288,30 @@ def test_pages_of_experts_that_go_become_those_of_experts_that_come(
     moved: list[Move] = []
     monkeypatch.setattr(experts_file, "move_pages", lambda moves, _: move_pages(moves, moved))
     rng = np.random.default_rng(2)
-    paged.bring(0, range(N_EXPERTS))
+    paged.fetch(0, range(N_EXPERTS))
     for step in range(40):
-        paged.bring(step % N_LAYERS, rng.choice(N_EXPERTS, 4, replace=False).tolist())
+        paged.fetch(step % N_LAYERS, rng.choice(N_EXPERTS, 4, replace=False).tolist())
     n_read = paged.stats.bytes_read
     assert 0.5 * n_read < sum(move.n_bytes for move in moved) < n_read
 
 
 def test_after_the_end_nothing_is_there(mixture, paged) -> None:
-    paged.bring(0, [1, 2])
+    paged.fetch(0, [1, 2])
     paged.close()
     paged.close()
     assert mixture.n_bytes_there() == 0
     with pytest.raises(SpecdecError, match="closed"):
-        paged.bring(0, [1])
+        paged.fetch(0, [1])
 
 
 def test_the_edges_and_what_lies_between_are_the_whole(mixture) -> None:
-    found = outside(mixture.layers)
-    n_bytes = sum(r.n_bytes for r in (*found.resident, *found.untouched))
+    actual = outside(mixture.layers)
+    n_bytes = sum(r.n_bytes for r in (*actual.resident, *actual.untouched))
     assert n_bytes == sum(layer.n_bytes for layer in mixture.layers)
-    for record in found.untouched:
+    for record in actual.untouched:
         assert record.offset % PAGE_BYTES == record.n_bytes % PAGE_BYTES == 0
-    one = replace(mixture.layers[0].tensors[0][1], n_bytes=100)
-    tiny = outside([LayerExperts(((one,),), 1)])
+    item = replace(mixture.layers[0].tensors[0][1], n_bytes=100)
+    tiny = outside([LayerExperts(((item,),), 1)])
     assert (sum(r.n_bytes for r in tiny.resident), tiny.untouched) == (100, ())
 
 

@@ -36,7 +36,7 @@ def test_every_layer_count_and_ring_depth(tmp_path: Path, n_slots: int) -> None:
         folder = tmp_path / str(n_layers)
         folder.mkdir()
         weights = write_weights(
-            folder, uneven_sizes(n_layers, 17 * n_layers + n_slots, most=60_000)
+            folder, uneven_sizes(n_layers, 17 * n_layers + n_slots, limit=60_000)
         )
         with (
             mapped(weights, PAGE * n_slots) as files,
@@ -84,7 +84,9 @@ def test_real_huge_pages(tmp_path: Path, remainder: int, flags: int) -> None:
 
 @pytest.mark.usefixtures("small_huge_pages")
 def test_thousands_of_passes(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(3, 5, most=60_000), resident=lambda i, j: j == 1)
+    weights = write_weights(
+        tmp_path, uneven_sizes(3, 5, limit=60_000), resident=lambda i, j: j == 1
+    )
     with (
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, poison=True) as pager,
@@ -100,7 +102,7 @@ def test_thousands_of_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [True, False])
 def test_both_ways_of_reading(tmp_path: Path, direct: bool) -> None:
     weights = write_weights(
-        tmp_path, uneven_sizes(5, 1, most=60_000), n_files=2, resident=lambda i, j: i == 1
+        tmp_path, uneven_sizes(5, 1, limit=60_000), n_files=2, resident=lambda i, j: i == 1
     )
     with (
         mapped(weights) as files,

@@ -20,7 +20,7 @@ from offload.formats.tensors import TensorRecord
 from offload.paging.address_space import AddressSpaceError, MappedRange
 from offload.paging.pager import Pager
 from offload.paging.plan import paging_overhead_bytes, plan_paging
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -39,12 +39,12 @@ def test_neighbours_share_pages_with_what_stays(tmp_path: Path) -> None:
                 with pager.layer(index):
                     for record in files.layers[index].tensors:
                         start = record.offset
-                        found = ctypes.string_at(address + start, record.n_bytes)
-                        assert found == content[start : start + record.n_bytes]
+                        actual = ctypes.string_at(address + start, record.n_bytes)
+                        assert actual == content[start : start + record.n_bytes]
                 for record in (head, norm, small, tail):  # always there
                     start = record.offset
-                    found = ctypes.string_at(address + start, record.n_bytes)
-                    assert found == content[start : start + record.n_bytes]
+                    actual = ctypes.string_at(address + start, record.n_bytes)
+                    assert actual == content[start : start + record.n_bytes]
             assert ctypes.string_at(address + len(content), size - len(content)).count(0) == (
                 size - len(content)
             )
@@ -133,7 +133,9 @@ def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
             progress=lambda done, all_: seen.append((done, all_)),
         ) as pager,
     ):
-        assert not [one for one in reader_threads() if one.name.startswith("specdec-reader")]
+        assert not [
+            thread for thread in reader_threads() if thread.name.startswith("specdec-reader")
+        ]
         files.check_resident()
         files.run_passes(pager, 3)
         assert (pager.n_slots, pager.ring_bytes, pager.stats.passes) == (0, 0, 3)

@@ -48,7 +48,9 @@ def test_closing_while_the_caller_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_in", [False, True])
 def test_closing_gives_all_memory_back_and_leaves_no_trap(tmp_path: Path, is_in: bool) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(5, 3, most=60_000), resident=lambda i, j: j == 1)
+    weights = write_weights(
+        tmp_path, uneven_sizes(5, 3, limit=60_000), resident=lambda i, j: j == 1
+    )
     with mapped(weights) as files:
         pager = Pager(files.layers, [], files.mappings, 2)
         slots = slot_ranges(pager)
@@ -75,7 +77,7 @@ def test_closing_gives_all_memory_back_and_leaves_no_trap(tmp_path: Path, is_in:
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offload.ring.walk.JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("offload.ring.cursor.JOIN_SECONDS", 0.01)
     gate = Gate(0)
     with mapped(page_weights(tmp_path)) as files:
         pager = Pager(files.layers, [], files.mappings, 2, storage=gate.storage)

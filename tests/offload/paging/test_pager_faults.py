@@ -115,7 +115,7 @@ def test_an_error_is_not_raised_again_once_storage_is_well(tmp_path: Path) -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_short_and_interrupted_reads_change_nothing(tmp_path: Path, seed: int) -> None:
     weights = write_weights(
-        tmp_path, uneven_sizes(6, seed, most=60_000), n_files=2, resident=lambda i, j: j > 1
+        tmp_path, uneven_sizes(6, seed, limit=60_000), n_files=2, resident=lambda i, j: j > 1
     )
     rng = random.Random(seed)
 
@@ -151,12 +151,12 @@ class WatchedReads:
     def __call__(self, descriptor: int, view: memoryview, offset: int) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         if self.pager is not None:
-            for lease in tuple(self.pager._leases):
-                if lease.taken is None:
+            for acquired in tuple(self.pager._acquired):
+                if acquired.taken is None:
                     continue
-                start = lease.taken.slot.buffer.address
+                start = acquired.taken.slot.buffer.address
                 if start <= address < start + self.pager.ring_bytes // self.pager.n_slots:
-                    self.wrong.append(f"layer {lease.index} is lent and read over")
+                    self.wrong.append(f"layer {acquired.index} is lent and read over")
             if self._rng.random() < 0.05:
                 raise OSError(errno.EIO, "Input/output error")
         try:
@@ -174,7 +174,7 @@ def test_readers_write_only_into_slots_that_are_not_lent(tmp_path: Path, seed: i
     storage = partial(DirectFile, read_at=reads)
     n_errors = 0
     with (
-        mapped(write_weights(tmp_path, uneven_sizes(7, seed, most=60_000))) as files,
+        mapped(write_weights(tmp_path, uneven_sizes(7, seed, limit=60_000))) as files,
         Pager(
             files.layers, [], files.mappings, 3, read_bytes=PAGE, storage=storage, poison=True
         ) as pager,

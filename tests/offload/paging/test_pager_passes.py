@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("stop", range(6))
 def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) -> None:
     weights = write_weights(
-        tmp_path, uneven_sizes(6, stop, most=60_000), resident=lambda i, j: i in (0, 3)
+        tmp_path, uneven_sizes(6, stop, limit=60_000), resident=lambda i, j: i in (0, 3)
     )
     with (
         mapped(weights) as files,
@@ -34,7 +34,7 @@ def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) ->
 
 
 def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(5, 3, most=60_000))
+    weights = write_weights(tmp_path, uneven_sizes(5, 3, limit=60_000))
     with (
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 2, poison=True) as pager,
@@ -70,7 +70,7 @@ def test_layers_may_be_nested_as_deep_as_the_ring(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_the_block_counts_no_pass(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, uneven_sizes(5, 3, most=60_000))
+    weights = write_weights(tmp_path, uneven_sizes(5, 3, limit=60_000))
     with (
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, 1, poison=True) as pager,

@@ -18,8 +18,8 @@ from offload.storage.aligned import PAGE_BYTES
 from offload.storage.direct_io import StorageError
 from offload.units import MIB
 
-N_ROWS, ROW_BYTES, OFFSET = 64, 3000, 1000
-CONTENT = np.random.default_rng(0).bytes(OFFSET + N_ROWS * ROW_BYTES + 500)
+NUM_TOKENS, ROW_BYTES, OFFSET = 64, 3000, 1000
+CONTENT = np.random.default_rng(0).bytes(OFFSET + NUM_TOKENS * ROW_BYTES + 500)
 
 
 @pytest.fixture
@@ -35,46 +35,51 @@ def address(path: Path) -> int:
     Python's any more."""
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    kept.append(pages)
+    cached.append(pages)
     return find_mapping(path)[0].address
 
 
-kept: list[mmap.mmap] = []
+cached: list[mmap.mmap] = []
 
 
 def rows_of(path: Path, address: int, beside: tuple[ResidentRange, ...] = ()) -> RowsInPlace:
-    record = TensorRecord("rows", "U8", (N_ROWS, ROW_BYTES), path, OFFSET, N_ROWS * ROW_BYTES)
+    record = TensorRecord(
+        "rows", "U8", (NUM_TOKENS, ROW_BYTES), path, OFFSET, NUM_TOKENS * ROW_BYTES
+    )
     return RowsInPlace(record, address + OFFSET, beside)
 
 
-def found(address: int, row: int) -> bytes:
+def matched(address: int, row: int) -> bytes:
     return bytes(view(address + OFFSET + row * ROW_BYTES, ROW_BYTES))
 
 
-def wanted(row: int) -> bytes:
+def requested(row: int) -> bytes:
     return CONTENT[OFFSET + row * ROW_BYTES :][:ROW_BYTES]
 
 
-@pytest.mark.parametrize("asked", [[0], [N_ROWS - 1], [5, 5, 4], range(N_ROWS)])
+@pytest.mark.parametrize("asked", [[0], [NUM_TOKENS - 1], [5, 5, 4], range(NUM_TOKENS)])
 def test_rows_are_those_of_the_file(path: Path, address: int, asked: list[int]) -> None:
     rows = rows_of(path, address)
     rows.read([7])
     rows.read(asked)
-    assert all(found(address, row) == wanted(row) for row in asked)
+    assert all(matched(address, row) == requested(row) for row in asked)
     rows.close()
 
 
 def test_pages_that_are_in_memory_are_left_alone(path: Path, address: int) -> None:
     """The tensor's first and last page hold something else as well."""
-    last = (OFFSET + N_ROWS * ROW_BYTES) // PAGE_BYTES * PAGE_BYTES
+    last = (OFFSET + NUM_TOKENS * ROW_BYTES) // PAGE_BYTES * PAGE_BYTES
     beside = tuple(
         ResidentRange(path, at, PAGE_BYTES, address + at, PAGE_BYTES) for at in (0, last)
     )
     rows = rows_of(path, address, beside)
-    rows.read([0, N_ROWS - 1])
+    rows.read([0, NUM_TOKENS - 1])
     assert bytes(view(address, OFFSET)) == CONTENT[:OFFSET]
     assert bytes(view(address + len(CONTENT) - 500, 500)) == CONTENT[-500:]
-    assert (found(address, 0), found(address, N_ROWS - 1)) == (wanted(0), wanted(N_ROWS - 1))
+    assert (matched(address, 0), matched(address, NUM_TOKENS - 1)) == (
+        requested(0),
+        requested(NUM_TOKENS - 1),
+    )
     rows.close()
 
 
@@ -82,7 +87,7 @@ def test_rows_of_the_pass_before_take_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(32 * MIB))
     with path.open("rb") as file:
-        kept.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        cached.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     record = TensorRecord("rows", "U8", (32 * 256, 4096), path, 0, 32 * MIB)
     rows = RowsInPlace(record, find_mapping(path)[0].address, ())
     before = process_memory().anonymous_bytes
@@ -115,7 +120,7 @@ def test_a_file_that_is_cut_at_any_step(
         rows.read([0, 10, 20])
         os.truncate(path, n_bytes)
     for row in (0, 10, 20):
-        found(address, row)  # what was not read is zeros, and no signal
+        matched(address, row)  # what was not read is zeros, and no signal
     with pytest.raises(StorageError, match="was changed while in use"):
         rows.read([0])
     rows.close()

@@ -101,14 +101,14 @@ class Machine:
     """Four processors, their clock, and what others compute on them."""
 
     def __init__(self, usable: int = 4) -> None:
-        self.seconds, self.seconds_of_others, self.usable = 0.0, 100.0, usable
+        self.seconds, self.seconds_of_other_processes, self.usable = 0.0, 100.0, usable
         self.monitor = CpuMonitor(
-            lambda: self.usable, 4, lambda: self.seconds_of_others, lambda: self.seconds
+            lambda: self.usable, 4, lambda: self.seconds_of_other_processes, lambda: self.seconds
         )
 
     def n_cpus_after(self, seconds: float, n_busy: float) -> int:
         self.seconds += seconds
-        self.seconds_of_others += n_busy * seconds
+        self.seconds_of_other_processes += n_busy * seconds
         return self.monitor.n_cpus()
 
 

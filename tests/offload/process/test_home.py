@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from offload.process.disk_cache import cache_folder
 from offload.process.home import NoHome
-from offload.process.remembered import cache_folder
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

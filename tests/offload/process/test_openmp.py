@@ -61,7 +61,7 @@ def test_each_librarys_libgomp_was_loaded_with_its_number(library: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    told = [line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
-    if not told:
+    reported = [line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    if not reported:
         pytest.skip("the OpenMP that this library came with is not libgomp")
-    assert told[0].split("=")[1].strip() == f"'{n_spins}'"
+    assert reported[0].split("=")[1].strip() == f"'{n_spins}'"

@@ -43,14 +43,14 @@ def test_what_is_ignored_stays_ignored() -> None:
 
 
 def test_another_thread_leaves_the_handlers_alone() -> None:
-    found = []
+    actual = []
 
     def work() -> None:
         with handling((signal.SIGUSR1,), lambda number, frame: None):
-            found.append(signal.getsignal(signal.SIGUSR1))
+            actual.append(signal.getsignal(signal.SIGUSR1))
 
     before = signal.getsignal(signal.SIGUSR1)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert actual == [before]

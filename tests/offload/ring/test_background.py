@@ -15,7 +15,7 @@ from streaming import Gate, reader_threads, uneven_sizes
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.formats.tensors import TensorRecord
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.background import by_need
 from offload.ring.streamer import StreamerClosed, WeightStreamer
 from offload.storage.aligned import ALIGNMENT
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
     """Every second layer is resident, and a part of each other one."""
-    sizes = [[*layer, 20_000] for layer in uneven_sizes(N_LAYERS, 3, most=30_000)]
+    sizes = [[*layer, 20_000] for layer in uneven_sizes(N_LAYERS, 3, limit=30_000)]
     return write_weights(tmp_path, sizes, n_files=2, resident=lambda i, j: i % 2 == 0 or j == 0)
 
 
@@ -42,7 +42,8 @@ def streamer(weights: Weights, reads: FaultyReads | Gate | None = None) -> Weigh
 def all_resident(weights: Weights) -> Weights:
     names = [frozenset(record.name for record in layer.tensors) for layer in weights.layers]
     layers = [
-        LayerWeights(one.tensors, kept) for one, kept in zip(weights.layers, names, strict=True)
+        LayerWeights(item.tensors, cached)
+        for item, cached in zip(weights.layers, names, strict=True)
     ]
     return Weights(tuple(layers), weights.contents)
 
@@ -61,31 +62,31 @@ def n_reads(weights: Weights) -> int:
 @st.composite
 def tensors(draw: st.DrawFn) -> list[tuple[TensorRecord, int]]:
     """Tensors of one file in any order of layers, with gaps; of layer -1 are those of no layer."""
-    found, offset = [], draw(st.integers(0, 100))
+    actual, offset = [], draw(st.integers(0, 100))
     for number in range(draw(st.integers(1, 12))):
         n_bytes = draw(st.sampled_from([0, 1, 4096, 5000, 20_000]))
         record = TensorRecord(str(number), "U8", (n_bytes,), Path("file"), offset, n_bytes)
-        found.append((record, draw(st.integers(-1, 3))))
+        actual.append((record, draw(st.integers(-1, 3))))
         offset += n_bytes + draw(st.sampled_from([0, 0, 1, 9000]))
-    return found
+    return actual
 
 
 @given(tensors(), st.sampled_from([PAGE, 4 * PAGE]))
-def test_no_piece_comes_after_a_layer_that_needs_it(found, read_bytes) -> None:
+def test_no_piece_comes_after_a_layer_that_needs_it(actual, read_bytes) -> None:
     layers = [
-        LayerWeights(tuple(record for record, layer in found if layer == number))
+        LayerWeights(tuple(record for record, layer in actual if layer == number))
         for number in range(4)
     ]
-    layout = make_layout((record for record, _ in found), merge_gap=0)
+    layout = make_layout((record for record, _ in actual), merge_gap=0)
     turns = by_need(
-        layout.pieces(read_bytes), layers, [record for record, layer in found if layer < 0]
+        layout.pieces(read_bytes), layers, [record for record, layer in actual if layer < 0]
     )
-    assert [piece for _, piece in turns] == list(layout.pieces(read_bytes))
-    for record, layer in found:
-        for turn, piece in turns:
-            start, end = piece.file_offset, piece.file_offset + piece.n_bytes
+    assert [read_chunk for _, read_chunk in turns] == list(layout.pieces(read_bytes))
+    for record, layer in actual:
+        for slot_turn, read_chunk in turns:
+            start, end = read_chunk.file_offset, read_chunk.file_offset + read_chunk.n_bytes
             if record.offset < end and start < record.offset + record.n_bytes:
-                assert turn <= max(layer, 0)
+                assert slot_turn <= max(layer, 0)
 
 
 # --- the first pass ------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_no_piece_comes_after_a_layer_that_needs_it(found, read_bytes) -> None:
 def test_a_layer_is_there_before_those_after_it_are_read(weights: Weights) -> None:
     weights = all_resident(weights)
     layout = make_layout((r for layer in weights.layers for r in layer.tensors), merge_gap=0)
-    turns = [turn for turn, _ in by_need(layout.pieces(PAGE), weights.layers)]
+    turns = [slot_turn for slot_turn, _ in by_need(layout.pieces(PAGE), weights.layers)]
     gate = Gate(n_open=turns.count(0) + turns.count(1))
     with streamer(weights, gate) as walked:
         weights.run_passes(walked, stop_before=2)
@@ -118,7 +119,7 @@ def test_they_are_read_once(weights: Weights) -> None:
 @settings(max_examples=25, deadline=None)
 def test_a_read_that_fails_is_made_again(tmp_path_factory, data) -> None:
     """Whatever fails, and however often: no pass has wrong bytes, and one ends well at last."""
-    sizes = uneven_sizes(4, data.draw(st.integers(0, 5)), most=20_000)
+    sizes = uneven_sizes(4, data.draw(st.integers(0, 5)), limit=20_000)
     weights = write_weights(
         tmp_path_factory.mktemp("weights"), sizes, resident=lambda i, j: (i + j) % 2 == 0
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload.process import others
+from offload.process import other_processes
 from offload.ring import bandwidth as profile
 from offload.ring.bandwidth import DeviceProfile, measure_storage
 from offload.ring.streamer import StreamStats
@@ -40,17 +40,17 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return StreamStats(bytes_read=1000, read_seconds=0.5)
 
     monkeypatch.setattr(profile, "_stream", stream)
-    monkeypatch.setattr(profile, "_LEAST_BYTES", 1000)
+    monkeypatch.setattr(profile, "_MIN_BYTES", 1000)
     return made
 
 
 def test_a_real_measurement(weights: Path, tmp_path: Path) -> None:
-    found = measure_storage(
+    actual = measure_storage(
         weights, MIB, read_bytes=64 * 1024, n_readers=2, cache_dir=tmp_path / "cache"
     )
-    assert found.storage_bytes_per_second > 0
-    assert (found.read_bytes, found.n_readers) == (64 * 1024, 2)
-    assert found.device == weights.stat().st_dev
+    assert actual.storage_bytes_per_second > 0
+    assert (actual.read_bytes, actual.n_readers) == (64 * 1024, 2)
+    assert actual.device == weights.stat().st_dev
     assert not (tmp_path / "cache").exists()  # too short a measurement to remember
 
 
@@ -86,7 +86,7 @@ def test_what_was_measured_beside_other_programs_is_not_kept(
     weights: Path, tmp_path: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count()
-    monkeypatch.setattr(others, "seconds_of_others", lambda: float(next(seconds)))
+    monkeypatch.setattr(other_processes, "seconds_of_other_processes", lambda: float(next(seconds)))
     measure_storage(weights, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     measure_storage(weights, cache_dir=tmp_path / "cache")
@@ -185,7 +185,7 @@ def test_a_file_that_is_read_too_fast_is_read_again(
         return profile._stream(weights, 9 * MIB, 100.0, 64 * 1024, 2).bytes_read
 
     assert n_read() < 4 * MIB  # too small for its speed to mean anything
-    monkeypatch.setattr(profile, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(profile, "_MIN_BYTES", 1)
     monkeypatch.setattr(profile, "_WARM_UP_SECONDS", 1000.0)  # all of it counts, however slow
     assert n_read() >= 9 * MIB
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from ring_simulation import BLOCK, RingSimulation, piece
+from ring_simulation import BLOCK, RingSimulation, read_chunk
 
 from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work
 from offload.storage.aligned import AlignedBuffer
@@ -24,7 +24,8 @@ def test_no_order_of_events_shows_stale_content() -> None:
 @pytest.fixture
 def ring() -> Iterator[SlotRing]:
     ring = SlotRing(
-        [AlignedBuffer(2 * BLOCK) for _ in range(2)], lambda ticket: [piece(0), piece(1)]
+        [AlignedBuffer(2 * BLOCK) for _ in range(2)],
+        lambda read_number: [read_chunk(0), read_chunk(1)],
     )
     yield ring
     ring.free_buffers()
@@ -43,16 +44,16 @@ def fill(ring: SlotRing) -> None:
 
 def test_readers_go_on_to_the_next_layer_without_a_barrier(ring: SlotRing) -> None:
     works = [take(ring) for _ in range(4)]
-    assert [(w.ticket, w.slot.index) for w in works] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert [(w.read_number, w.slot.index) for w in works] == [(0, 0), (0, 0), (1, 1), (1, 1)]
     assert ring.acquire_for_read(wait=False) is None  # all slots are taken
     for work in works[2:]:
         ring.publish(work, BLOCK)  # layer 1 arrives first
     ring.publish(works[0], BLOCK)
     assert ring.slots[0].state is SlotState.READING
     ring.publish(works[1], BLOCK)
-    for ticket in (0, 1):
-        ring.release(ring.wait_ready(ticket), ticket)
-    assert take(ring).ticket == 2
+    for read_number in (0, 1):
+        ring.release(ring.wait_ready(read_number), read_number)
+    assert take(ring).read_number == 2
 
 
 def test_a_restart_waits_for_old_reads_into_the_slot(ring: SlotRing) -> None:
@@ -62,7 +63,7 @@ def test_a_restart_waits_for_old_reads_into_the_slot(ring: SlotRing) -> None:
     ring.publish(old, BLOCK)
     assert ring.slots[0].state is SlotState.FREE  # the old piece does not count
     fill(ring)
-    assert ring.wait_ready(10).ticket == 10
+    assert ring.wait_ready(10).read_number == 10
 
 
 def test_an_error_of_an_old_read_is_forgotten(ring: SlotRing) -> None:
@@ -70,7 +71,7 @@ def test_an_error_of_an_old_read_is_forgotten(ring: SlotRing) -> None:
     ring.restart(10)
     ring.publish(old, error=OSError("old"))
     fill(ring)
-    assert ring.wait_ready(10).ticket == 10
+    assert ring.wait_ready(10).read_number == 10
 
 
 def test_the_earliest_error_comes_in_its_turn(ring: SlotRing) -> None:
@@ -85,7 +86,7 @@ def test_the_earliest_error_comes_in_its_turn(ring: SlotRing) -> None:
     ring.restart(21)
     ring.publish(works[3], BLOCK)
     fill(ring)
-    assert ring.wait_ready(21).ticket == 21
+    assert ring.wait_ready(21).read_number == 21
 
 
 def test_a_late_release_touches_nothing(ring: SlotRing) -> None:
@@ -105,13 +106,13 @@ def test_a_late_exchange_touches_nothing(ring: SlotRing) -> None:
     ring.restart(2)
     fill(ring)
     assert ring.wait_ready(2) is slot
-    other, lent = AlignedBuffer(2 * BLOCK), slot.buffer
+    other, pinnable = AlignedBuffer(2 * BLOCK), slot.buffer
     assert ring.exchange(slot, 0, other) is None
-    assert (slot.state, slot.buffer) == (SlotState.IN_USE, lent)
-    assert ring.exchange(slot, 2, other) is lent
+    assert (slot.state, slot.buffer) == (SlotState.IN_USE, pinnable)
+    assert ring.exchange(slot, 2, other) is pinnable
     assert (slot.state, slot.buffer) == (SlotState.FREE, other)
-    assert ring.exchange(slot, 2, lent) is None  # again: it is not lent any more
-    lent.close()
+    assert ring.exchange(slot, 2, pinnable) is None  # again: it is not lent any more
+    pinnable.close()
 
 
 def test_closed(ring: SlotRing) -> None:
@@ -158,35 +159,35 @@ class CountedFence:
 def fenced() -> Iterator[tuple[SlotRing, CountedFences]]:
     fences = CountedFences()
     buffers = [AlignedBuffer(2 * BLOCK) for _ in range(2)]
-    ring = SlotRing(buffers, lambda ticket: [piece(0), piece(1)], make_fence=fences)
+    ring = SlotRing(buffers, lambda read_number: [read_chunk(0), read_chunk(1)], make_fence=fences)
     yield ring, fences
     ring.free_buffers()
 
 
 def test_a_slot_that_was_lent_is_freed_behind_a_fence(fenced) -> None:
     ring, fences = fenced
-    for ticket in range(5):
+    for read_number in range(5):
         fill(ring)
-        slot = ring.wait_ready(ticket)
+        slot = ring.wait_ready(read_number)
         earlier = slot.fence
-        assert earlier is (fences.made[ticket - 2] if ticket >= 2 else None)
-        ring.release(slot, ticket)
+        assert earlier is (fences.made[read_number - 2] if read_number >= 2 else None)
+        ring.release(slot, read_number)
         assert slot.fence is fences.made[-1] is not earlier
-        ring.release(slot, ticket)  # again: it is not lent any more
-        assert len(fences.made) == ticket + 1
+        ring.release(slot, read_number)  # again: it is not lent any more
+        assert len(fences.made) == read_number + 1
 
 
 def test_a_restart_fences_what_is_lent_and_only_that(fenced) -> None:
     ring, fences = fenced
     fill(ring)
     fill(ring)  # ready, but nobody has used it
-    lent = ring.wait_ready(0)
+    pinnable = ring.wait_ready(0)
     ring.restart(10)
-    assert lent.fence is fences.made[0]
-    assert [slot.fence for slot in ring.slots if slot is not lent] == [None]
+    assert pinnable.fence is fences.made[0]
+    assert [slot.fence for slot in ring.slots if slot is not pinnable] == [None]
     ring.restart(20)
     assert len(fences.made) == 1
-    assert take(ring).slot.fence is lent.fence  # ticket 20 goes where ticket 0 was
+    assert take(ring).slot.fence is pinnable.fence  # ticket 20 goes where ticket 0 was
 
 
 def test_a_fence_that_cannot_be_made_leaves_the_slot_lent(fenced) -> None:

@@ -17,7 +17,7 @@ from open_files import n_open_files
 from streaming import small_weights, uneven_sizes, wait_for_failure
 from weight_files import FaultyReads, write_weights
 
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.ring.streamer import (
     WeightStreamer,
     load_resident,

@@ -58,11 +58,11 @@ def test_an_exception_in_the_with_block_releases_the_slot(tmp_path: Path) -> Non
 def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, uneven_sizes(5, 3))
     with WeightStreamer(weights.layers, 2) as streamer:
-        lent = streamer.layer(0)  # never left, as after a KeyboardInterrupt between two lines
-        lent.__enter__()
+        pinnable = streamer.layer(0)  # never left, as after a KeyboardInterrupt between two lines
+        pinnable.__enter__()
         streamer.restart()
         weights.run_passes(streamer, 2)
-        lent.__exit__(None, None, None)
+        pinnable.__exit__(None, None, None)
         weights.run_passes(streamer, 2)
 
 
@@ -142,7 +142,7 @@ def test_a_view_that_outlives_the_streamer_is_safe(tmp_path: Path) -> None:
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.ring.walk.JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("offload.ring.cursor.JOIN_SECONDS", 0.01)
     weights = small_weights(tmp_path)
     gate = Gate(0)
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)

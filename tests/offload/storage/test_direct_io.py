@@ -267,9 +267,9 @@ def written(folder: Path, n_bytes: int) -> tuple[Path, bytes]:
 def cached_pages(path: Path) -> list[int]:
     descriptor = os.open(path, os.O_RDONLY)
     pages = range(-(-path.stat().st_size // ALIGNMENT))
-    found = [page for page in pages if is_cached(descriptor, page * ALIGNMENT)]
+    actual = [page for page in pages if is_cached(descriptor, page * ALIGNMENT)]
     os.close(descriptor)
-    return found
+    return actual
 
 
 def test_a_direct_file_is_told_from_one_that_is_not(tmp_path: Path) -> None:

@@ -57,6 +57,6 @@ def test_files_that_are_not_there_are_the_readers_to_miss(file: Path, tmp_path: 
 def test_a_part_is_that_of_the_file_and_leaves_nothing(
     file: Path, offset: int, n_bytes: int
 ) -> None:
-    found = read_part(file, offset, n_bytes)
+    actual = read_part(file, offset, n_bytes)
     assert n_cached(file) == 0
-    assert found == CONTENT[offset : offset + n_bytes]
+    assert actual == CONTENT[offset : offset + n_bytes]

@@ -42,21 +42,25 @@ def test_buffers_take_whole_pages(page: int, n_bytes: int) -> None:
 def test_all_pages_of_a_range_are_dropped(
     page: int, offset: int, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     monkeypatch.setattr(mmap, "PAGESIZE", page)
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, advice: told.append((start, n)))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, n, advice: reported.append((start, n))
+    )
     drop_cached(3, offset, n_bytes)
-    ((start, n_dropped),) = told
+    ((start, n_dropped),) = reported
     assert start % page == n_dropped % page == 0  # a part of a page stays where it is
     assert start <= offset < start + page
     assert start + n_dropped - page < offset + n_bytes <= start + n_dropped
 
 
 def test_without_a_length_all_behind_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, advice: told.append((start, n)))
+    reported: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, n, advice: reported.append((start, n))
+    )
     drop_cached(3)
-    assert told == [(0, 0)]
+    assert reported == [(0, 0)]
 
 
 @page_sizes
@@ -67,7 +71,7 @@ def test_the_kernel_is_asked_of_whole_pages(
     """mincore(2) refuses other addresses, which would be taken for a page that is there."""
     asked: list[int] = []
     monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", page)
-    libc = SimpleNamespace(mincore=lambda address, n, found: asked.append(address) or 0)
+    libc = SimpleNamespace(mincore=lambda address, n, actual: asked.append(address) or 0)
     monkeypatch.setattr(page_cache, "_libc", lambda: libc)
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 17))

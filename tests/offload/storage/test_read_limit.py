@@ -179,11 +179,11 @@ def test_a_measurement_under_a_limit_is_neither_remembered_nor_answered_from_mem
     monkeypatch.setattr(
         profile, "_stream", lambda *_: StreamStats(bytes_read=800, read_seconds=next(seconds))
     )
-    monkeypatch.setattr(profile, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(profile, "_MIN_BYTES", 1)
 
     def speed() -> float:
-        found = measure_storage(weights, cache_dir=tmp_path / "cache")
-        return found.storage_bytes_per_second
+        actual = measure_storage(weights, cache_dir=tmp_path / "cache")
+        return actual.storage_bytes_per_second
 
     assert speed() == 800
     monkeypatch.setattr(profile, "read_limit_in_force", lambda path: 200)

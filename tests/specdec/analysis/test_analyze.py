@@ -57,7 +57,7 @@ def decoder(
     layer = LayerShape(
         matrices,
         AttentionShape(heads, heads, size, size, 2 * 2 * hidden, "F16"),
-        sum(one.n_bytes for one in matrices),
+        sum(matrice.n_bytes for matrice in matrices),
     )
     head = dense(HEAD, hidden, VOCAB)
     return ModelShape(
@@ -84,16 +84,16 @@ def test_known_intensities() -> None:
 def test_known_totals_of_the_layers() -> None:
     def layers(context: int) -> dict[str, float]:
         work = pass_work(decoder(), 1, context, 1)
-        everything = total(one for name, one in work.items() if name != HEAD)
-        return {"flops": everything.flops / MI, "held": everything.held_elements / MI}
+        everything = total(item for name, item in work.items() if name != HEAD)
+        return {"flops": everything.flops / MI, "stored": everything.stored_elements / MI}
 
     assert layers(4096)["flops"] == 11648
-    assert layers(32768)["held"] == 12992
+    assert layers(32768)["stored"] == 12992
 
 
 def test_counts_of_products() -> None:
     work = pass_work(decoder(), 8, 512, 8)
-    counts = {name: one.n_products for name, one in work.items()}
+    counts = {name: item.n_products for name, item in work.items()}
     assert counts == {
         QKV: 3 * LAYERS,
         ATTENTION: 2 * HEADS * LAYERS,
@@ -107,29 +107,31 @@ def test_counts_of_products() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 40)))
-def test_windows_count_what_the_mask_shows(n_rows: int, context: int, window: int | None) -> None:
-    n_rows = min(n_rows, context)
+def test_windows_count_what_the_mask_shows(
+    num_tokens: int, context: int, window: int | None
+) -> None:
+    num_tokens = min(num_tokens, context)
     attention = AttentionShape(4, 4, 8, 8, 0, "F16", window=window)
     reach = window or context
     seen = [
         {key for key in range(context) if row - reach < key <= row}
-        for row in range(context - n_rows, context)
+        for row in range(context - num_tokens, context)
     ]
-    assert attention.n_keys(n_rows, context) == len(set.union(*seen))
+    assert attention.n_keys(num_tokens, context) == len(set.union(*seen))
     assert attention.n_keys_of_a_row(context) == max(map(len, seen))
 
 
 @given(st.integers(1, 64), st.integers(64, 256))
-def test_sharing_keys_saves_their_traffic_and_no_flops(n_rows: int, context: int) -> None:
+def test_sharing_keys_saves_their_traffic_and_no_flops(num_tokens: int, context: int) -> None:
     layer = SMALL.layers[0]
     assert layer.attention is not None
     grouped = replace(layer.attention, n_kv_heads=1, kv_bytes_per_token=64)
     shared = replace(SMALL, layers=(replace(layer, attention=grouped),) * 3)
-    one, other = (pass_work(m, n_rows, context, 1)[ATTENTION] for m in (SMALL, shared))
-    assert one.flops == other.flops
-    assert one.held_elements == 4 * other.held_elements
-    assert one.elements - one.held_elements == other.elements - other.held_elements
-    assert one.held_bytes == 4 * other.held_bytes
+    item, other = (pass_work(m, num_tokens, context, 1)[ATTENTION] for m in (SMALL, shared))
+    assert item.flops == other.flops
+    assert item.stored_elements == 4 * other.stored_elements
+    assert item.elements - item.stored_elements == other.elements - other.stored_elements
+    assert item.stored_bytes == 4 * other.stored_bytes
 
 
 def of_experts(matrix: Matrix) -> Matrix:
@@ -139,14 +141,16 @@ def of_experts(matrix: Matrix) -> Matrix:
 def test_experts_compute_for_the_active_and_those_that_are_hit_are_read() -> None:
     dense_matrix = Matrix(FFN, 64, 128, 2 * 64 * 128, "F16")
     experts = of_experts(dense_matrix)
-    for n_rows, n_hit in ((1, 2.0), (2, 2 * 2**0.7), (500, 8.0)):
-        one, mixture = (matrix_work(matrix, n_rows, 2) for matrix in (dense_matrix, experts))
-        assert mixture.flops == 2 * one.flops
-        assert mixture.held_elements == pytest.approx(n_hit * one.held_elements, abs=1)
-        assert mixture.held_bytes == mixture.expert_bytes
-        assert mixture.held_bytes == pytest.approx(n_hit * one.held_bytes, abs=1)
-        assert mixture.elements - mixture.held_elements == 2 * (one.elements - one.held_elements)
-        assert one.expert_bytes == 0
+    for num_tokens, n_hit in ((1, 2.0), (2, 2 * 2**0.7), (500, 8.0)):
+        item, mixture = (matrix_work(matrix, num_tokens, 2) for matrix in (dense_matrix, experts))
+        assert mixture.flops == 2 * item.flops
+        assert mixture.stored_elements == pytest.approx(n_hit * item.stored_elements, abs=1)
+        assert mixture.stored_bytes == mixture.expert_bytes
+        assert mixture.stored_bytes == pytest.approx(n_hit * item.stored_bytes, abs=1)
+        assert mixture.elements - mixture.stored_elements == 2 * (
+            item.elements - item.stored_elements
+        )
+        assert item.expert_bytes == 0
 
 
 def test_bytes_are_elements_in_their_real_size() -> None:
@@ -155,7 +159,7 @@ def test_bytes_are_elements_in_their_real_size() -> None:
     packed = [replace(m, n_bytes=m.n_weights * 18 // 32) for m in SMALL.layers[0].matrices]
     work = pass_work(replace(SMALL, layers=(LayerShape(tuple(packed), None, 0),)), 1, 100, 1)
     assert ATTENTION not in work
-    assert work[FFN].held_bytes == work[FFN].held_elements * 18 // 32
+    assert work[FFN].stored_bytes == work[FFN].stored_elements * 18 // 32
 
 
 def test_flops_by_format_sum_to_all() -> None:
@@ -163,7 +167,7 @@ def test_flops_by_format_sum_to_all() -> None:
     mixed = replace(layer, matrices=(dense(FFN, 64, 128, "Q6_K"), dense(FFN, 128, 64, "Q4_K")))
     work = pass_work(replace(SMALL, layers=(layer, mixed)), 3, 10, 3)
     assert set(work[FFN].flops_by_format) == {"F16", "Q6_K", "Q4_K"}
-    assert all(sum(one.flops_by_format.values()) == one.flops for one in work.values())
+    assert all(sum(item.flops_by_format.values()) == item.flops for item in work.values())
 
 
 def a_mixture() -> ModelShape:
@@ -182,7 +186,7 @@ def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
     half = place(model, 10, with_memory(rest + model.expert_bytes // 2))
     assert half.experts is not None
     assert (half.streamed_bytes, half.storage_share) == (0, 0.0)
-    assert half.experts.held_bytes == model.expert_bytes // 2
+    assert half.experts.stored_bytes == model.expert_bytes // 2
     assert half.experts.hit_rate == pytest.approx(1 - math.exp(-2.75))
     missed = model.expert_bytes / 4 * math.exp(-2.75)
     assert half.experts.bytes_per_token == pytest.approx(missed)
@@ -191,32 +195,32 @@ def test_experts_have_what_the_rest_of_a_mixture_leaves() -> None:
     assert bound.tier_seconds(STORAGE) == pytest.approx(missed / storage, rel=0.01)
     none = place(model, 10, with_memory(rest - 1000))
     assert none.experts is not None
-    assert (none.streamed_bytes, none.experts.held_bytes) == (1000, 0)
+    assert (none.streamed_bytes, none.experts.stored_bytes) == (1000, 0)
     assert none.experts.bytes_per_token == model.expert_bytes / 4
     whole = place(model, 10, with_memory(rest + model.expert_bytes))
     assert whole.experts is not None
     assert (whole.experts.hit_rate, whole.experts.bytes_per_token) == (1.0, 0)
-    rates = [one.hit_rate for one in by_memory(model, 10)]
+    rates = [item.hit_rate for item in by_memory(model, 10)]
     assert rates == sorted(rates)
     assert len(set(rates)) == len(rates) > 3
 
 
 def test_experts_have_whole_slots_beside_what_the_process_takes() -> None:
     model = a_mixture()
-    one = model.largest_expert_bytes
-    assert (model.n_experts_in_all, model.expert_bytes) == (24, 24 * one)
+    item = model.largest_expert_bytes
+    assert (model.n_experts_in_all, model.expert_bytes) == (24, 24 * item)
     rest = model.weight_bytes - model.expert_bytes + 10 * model.kv_bytes_per_token
-    device = with_memory(int(rest + 12 * one))
-    for process_bytes in (0, 5 * int(one)):
-        found = place(replace(model, process_bytes=process_bytes), 10, device)
-        assert found.experts is not None
-        assert found.experts.held_bytes == 12 * one - process_bytes
-    first, *others = model.layers
+    device = with_memory(int(rest + 12 * item))
+    for process_bytes in (0, 5 * int(item)):
+        actual = place(replace(model, process_bytes=process_bytes), 10, device)
+        assert actual.experts is not None
+        assert actual.experts.stored_bytes == 12 * item - process_bytes
+    first, *remaining = model.layers
     doubled = tuple(replace(m, n_bytes=2 * m.n_bytes) if m.is_routed else m for m in first.matrices)
-    larger = replace(first, matrices=doubled, n_bytes=first.n_bytes + int(8 * one))
-    found = place(replace(model, layers=(larger, *others)), 10, device)
-    assert found.experts is not None
-    assert found.experts.hit_rate == pytest.approx(1 - math.exp(-5.5 * 6 / 24))
+    larger = replace(first, matrices=doubled, n_bytes=first.n_bytes + int(8 * item))
+    actual = place(replace(model, layers=(larger, *remaining)), 10, device)
+    assert actual.experts is not None
+    assert actual.experts.hit_rate == pytest.approx(1 - math.exp(-5.5 * 6 / 24))
 
 
 # --- where bytes lie --------------------------------------------------------------------------
@@ -228,7 +232,7 @@ def with_memory(n_bytes: int) -> DeviceSpec:
 
 def test_what_does_not_fit_is_streamed() -> None:
     context = 100
-    staying = SMALL.outer_bytes + context * SMALL.kv_bytes_per_token
+    staying = SMALL.non_layer_bytes + context * SMALL.kv_bytes_per_token
     assert SMALL.kv_bytes_per_token == 3 * 2 * 2 * 64
     whole = place(SMALL, context, with_memory(staying + SMALL.layer_bytes))
     assert (whole.streamed_bytes, whole.missing_bytes) == (0, 0)
@@ -240,7 +244,7 @@ def test_what_does_not_fit_is_streamed() -> None:
 
 
 def test_a_gpu_is_filled_first_then_the_host() -> None:
-    staying = SMALL.outer_bytes + 100 * SMALL.kv_bytes_per_token
+    staying = SMALL.non_layer_bytes + 100 * SMALL.kv_bytes_per_token
     device = replace(
         DEVICE,
         vram_bytes=staying + 50_000,
@@ -261,7 +265,7 @@ def bound(device: DeviceSpec, n_tokens: int = 1, context: int = 64) -> str:
 
 
 def test_each_tier_can_bind() -> None:
-    small = replace(with_memory(SMALL.outer_bytes), storage_bytes_per_second=1e8)
+    small = replace(with_memory(SMALL.non_layer_bytes), storage_bytes_per_second=1e8)
     assert bound(small) == STORAGE
     assert bound(DEVICE) == MEMORY
     assert bound(replace(DEVICE, flops_per_second={"F16": 1e6})) == COMPUTE
@@ -287,7 +291,7 @@ def test_a_pass_takes_its_slowest_tier_at_least(
     assert slowest <= cost.seconds * (1 + 1e-9)
     assert cost.seconds <= sum(cost.tier_seconds(tier) for tier in TIERS) * (1 + 1e-9)
     assert cost.bandwidth_seconds <= cost.seconds * (1 + 1e-9)
-    assert sum(cost.share(one) for one in cost.operators) == pytest.approx(1.0)
+    assert sum(cost.share(operator) for operator in cost.operators) == pytest.approx(1.0)
     # What is streamed takes its bytes over the bandwidth (SMALL has no vectors).
     assert cost.tier_seconds(STORAGE) == pytest.approx(placement.streamed_bytes / storage)
 

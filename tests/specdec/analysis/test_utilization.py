@@ -71,7 +71,7 @@ def test_rejected_tokens_do_not_count() -> None:
 def test_positions_of_beams_count_once_however_many_sequences_are_wanted() -> None:
     how = {"max_tokens": 12, "num_beams": 2, "ignore_eos": True}
     with specdec.load("pair:target", memory_budget="4GiB", num_beams=2) as llm:
-        one, two = (llm.generate([1, 2, 3], n=n, **how).stats for n in (1, 2))
+        item, two = (llm.generate([1, 2, 3], n=n, **how).stats for n in (1, 2))
         flops = llm.session.model_flops
-    assert one.generated_tokens == two.generated_tokens == 12
-    assert one.model_flops == two.model_flops == flops.of_tokens(11, 3 + 5)
+    assert item.generated_tokens == two.generated_tokens == 12
+    assert item.model_flops == two.model_flops == flops.of_tokens(11, 3 + 5)

@@ -37,13 +37,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def lines_of(*values: Any) -> list[Line]:
     data = [json.dumps(value).encode() for value in values]
-    return [Line(index + 1, 7, one, len(one)) for index, one in enumerate(data)]
+    return [Line(index + 1, 7, item, len(item)) for index, item in enumerate(data)]
 
 
 def answers_to(llm: LLM, *values: Any, rules: Rules = RULES) -> list[Answer]:
-    found: list[Answer] = []
-    answer_lines(llm, iter(lines_of(*values)), rules, found.append)
-    return found
+    actual: list[Answer] = []
+    answer_lines(llm, iter(lines_of(*values)), rules, actual.append)
+    return actual
 
 
 def record_of(llm: LLM, value: Any, rules: Rules = RULES) -> dict[str, Any]:
@@ -80,7 +80,9 @@ def test_a_sampled_record_has_the_seed_that_gives_it_again(llm: LLM) -> None:
     line = {"prompt": "abc", "temperature": 1, "n": 2, "logprobs": 1}
     record = record_of(llm, line)
     result = llm.generate("abc", max_tokens=6, temperature=1.0, n=2, seed=record["seed"])
-    assert [one["text"] for one in record["outputs"]] == [one.text for one in result.outputs]
+    assert [item["text"] for item in record["outputs"]] == [
+        output.text for output in result.outputs
+    ]
     assert record["usage"]["completion_tokens"] == 12
     assert len(record["logprobs"]) == len(record["top_logprobs"]) == len(record["token_ids"]) == 6
     assert record_of(llm, line) == record
@@ -97,17 +99,17 @@ def test_a_chat_is_answered_in_openais_format(llm: LLM) -> None:
     assert choice["message"] == {"role": "assistant", "content": result.text}
     assert choice["finish_reason"] == "length"
     content = choice["logprobs"]["content"]
-    assert [one["logprob"] for one in content] == list(result.logprobs or ())
-    data = b"".join(bytes(one["bytes"]) for one in content)
+    assert [item["logprob"] for item in content] == list(result.logprobs or ())
+    data = b"".join(bytes(item["bytes"]) for item in content)
     assert data.decode(errors="replace") == result.text
-    assert all(len(one["top_logprobs"]) in (2, 3) for one in content)
+    assert all(len(item["top_logprobs"]) in (2, 3) for item in content)
     assert body["usage"]["completion_tokens"] == 6
 
 
 def test_what_ends_an_answer_of_a_conversation_ends_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the server has it: a chat format's own stop texts."""
+    """As the server has it: a chat format's own stop sequences."""
     messages = [{"role": "user", "content": "hi"}]
     text = llm.generate(messages, max_tokens=6).text
     form = replace(llm.tokenizer.chat_format, stop=(text[2:4],))
@@ -120,17 +122,17 @@ def test_what_ends_an_answer_of_a_conversation_ends_it(
 def test_a_completion_is_answered_in_openais_format(llm: LLM) -> None:
     body = body_of(llm, COMPLETIONS, prompt="abc", temperature=1, n=2, seed=3, logprobs=2)
     result = llm.generate("abc", max_tokens=6, temperature=1.0, n=2, seed=3)
-    assert [one["text"] for one in body["choices"]] == [one.text for one in result.outputs]
-    assert [one["index"] for one in body["choices"]] == [0, 1]
+    assert [item["text"] for item in body["choices"]] == [output.text for output in result.outputs]
+    assert [item["index"] for item in body["choices"]] == [0, 1]
     assert len(body["choices"][0]["logprobs"]["tokens"]) == 6
     assert body["object"] == "text_completion"
 
 
 def test_what_is_wrong_with_one_line_is_its_record(llm: LLM) -> None:
     chat = {"custom_id": "c", "method": "POST", "url": CHAT, "body": {"messages": []}}
-    found = answers_to(llm, {"prompt": "a" * 100}, {"prompt": ""}, [], chat, {"prompt": "abc"})
-    assert [one.is_error for one in found] == [True, True, True, True, False]
-    records = [json.loads(one.record) for one in found]
+    actual = answers_to(llm, {"prompt": "a" * 100}, {"prompt": ""}, [], chat, {"prompt": "abc"})
+    assert [item.is_error for item in actual] == [True, True, True, True, False]
+    records = [json.loads(item.record) for item in actual]
     assert "100 tokens, which leaves no room in the context of 64" in records[0]["error"]["message"]
     assert records[0]["prompt"] == "a" * 100
     assert "empty" in records[1]["error"]["message"]
@@ -145,19 +147,19 @@ def test_what_is_wrong_with_one_line_is_its_record(llm: LLM) -> None:
 
 def test_each_request_has_its_result(llm: LLM) -> None:
     prompts = ["abc", "", "de", [5, 6], "a" * 100]
-    found = dict(llm.generate_each((one, SamplingParams(max_tokens=4)) for one in prompts))
-    assert sorted(found) == [0, 1, 2, 3, 4]
+    actual = dict(llm.generate_each((prompt, SamplingParams(max_tokens=4)) for prompt in prompts))
+    assert sorted(actual) == [0, 1, 2, 3, 4]
     for index in (0, 2, 3):
-        assert found[index].text == llm.generate(prompts[index], max_tokens=4).text  # type: ignore[union-attr]
-    assert isinstance(found[1], PromptError)
-    assert isinstance(found[4], PromptError)
+        assert actual[index].text == llm.generate(prompts[index], max_tokens=4).text  # type: ignore[union-attr]
+    assert isinstance(actual[1], PromptError)
+    assert isinstance(actual[4], PromptError)
 
 
 def test_a_request_that_is_no_pair_is_refused_alone(llm: LLM) -> None:
     requests: list[Any] = [3, ("abc",), "abc", ("abc", SamplingParams(max_tokens=1))]
-    found = dict(llm.generate_each(requests))
-    assert [isinstance(found[i], ConfigError) for i in range(4)] == [True, True, True, False]
-    assert "must be (prompt, sampling parameters)" in str(found[0])
+    actual = dict(llm.generate_each(requests))
+    assert [isinstance(actual[i], ConfigError) for i in range(4)] == [True, True, True, False]
+    assert "must be (prompt, sampling parameters)" in str(actual[0])
 
 
 def test_requests_are_drawn_as_there_is_room(llm: LLM) -> None:
@@ -177,18 +179,18 @@ def test_requests_are_drawn_as_there_is_room(llm: LLM) -> None:
 
 def test_many_requests_in_a_row_that_cannot_be_answered_do_not_end_the_others(llm: LLM) -> None:
     prompts = ["a" * 100] * 50 + ["abc"] + [""] * 50 + ["de"]
-    found = dict(llm.generate_each((one, SamplingParams(max_tokens=2)) for one in prompts))
-    assert sorted(found) == list(range(102))
-    assert [index for index in found if not isinstance(found[index], PromptError)] == [50, 101]
+    actual = dict(llm.generate_each((prompt, SamplingParams(max_tokens=2)) for prompt in prompts))
+    assert sorted(actual) == list(range(102))
+    assert [index for index in actual if not isinstance(actual[index], PromptError)] == [50, 101]
 
 
 def test_what_was_answered_is_not_held(llm: LLM) -> None:
     requests = (("abc", SamplingParams(max_tokens=1)) for _ in range(60))
     for index, _ in llm.generate_each(requests):
         if index == 50:
-            streams = [one for one in gc.get_objects() if type(one) is GenerationStream]
-            held = [one for one in streams if one._session is llm.session]
-            assert len(held) <= 2 * llm.session.options.parallel
+            streams = [item for item in gc.get_objects() if type(item) is GenerationStream]
+            pinned = [stream for stream in streams if stream._session is llm.session]
+            assert len(pinned) <= 2 * llm.session.options.parallel
 
 
 def test_what_concerns_all_requests_is_raised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ def lines_of(tmp_path: Path, data: bytes) -> list[tuple[int, bytes]]:
 
 
 def test_blank_lines_count_and_are_left_out(tmp_path: Path) -> None:
-    found = lines_of(tmp_path, b"\xef\xbb\xbfa\r\n\n \t\r\nb\n\nc")
-    assert found == [(1, b"a"), (4, b"b"), (6, b"c")]
+    actual = lines_of(tmp_path, b"\xef\xbb\xbfa\r\n\n \t\r\nb\n\nc")
+    assert actual == [(1, b"a"), (4, b"b"), (6, b"c")]
 
 
 def test_an_empty_file_has_none(tmp_path: Path) -> None:
@@ -36,30 +36,30 @@ def test_a_line_that_is_too_long_is_read_past(
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"short\n" + b"x" * 3_000_000 + b"\nshort\n" + b"y" * 10 + b"\n" + b"x" * 11)
-    found = list(read_lines(path, KEY))
-    assert [(one.number, one.data) for one in found] == [
+    actual = list(read_lines(path, KEY))
+    assert [(item.number, item.data) for item in actual] == [
         (1, b"short"),
         (2, b""),
         (3, b"short"),
         (4, b"y" * 10),
         (5, b""),
     ]
-    assert found[1].n_bytes > 3_000_000 - 1
-    assert found[0].digest == found[2].digest
-    assert len({one.digest for one in found}) == 4
+    assert actual[1].n_bytes > 3_000_000 - 1
+    assert actual[0].digest == actual[2].digest
+    assert len({item.digest for item in actual}) == 4
 
 
-@given(st.lists(st.binary(max_size=30).filter(lambda one: b"\n" not in one), max_size=20))
+@given(st.lists(st.binary(max_size=30).filter(lambda item: b"\n" not in item), max_size=20))
 def test_any_bytes_are_lines(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "in.jsonl"
     path.write_bytes(b"\n".join(contents))
-    stripped = [one.rstrip(b" \t\r\n") for one in contents]
+    stripped = [content.rstrip(b" \t\r\n") for content in contents]
     if stripped and stripped[0].startswith(b"\xef\xbb\xbf"):
         stripped[0] = stripped[0][3:]
-    found = [(line.number, line.data) for line in read_lines(path, KEY)]
-    assert found == [(index + 1, one) for index, one in enumerate(stripped) if one]
+    actual = [(line.number, line.data) for line in read_lines(path, KEY)]
+    assert actual == [(index + 1, item) for index, item in enumerate(stripped) if item]
 
 
 def test_a_digest_is_of_the_line_and_of_the_options(tmp_path: Path) -> None:

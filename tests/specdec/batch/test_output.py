@@ -21,19 +21,24 @@ from specdec.batch.lines import BatchError, Line
 
 
 def test_records_are_in_the_order_of_the_input(source: Path, out: Path) -> None:
-    figures = run(source, out, Machine(mixed))
+    measurements = run(source, out, Machine(mixed))
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["line"] for one in records] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [record["line"] for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert out.read_bytes() == whole(source)
-    assert (figures.n_lines, figures.n_answered, figures.n_before, figures.n_errors) == (8, 8, 0, 1)
-    assert (figures.n_prompt_tokens, figures.n_generated_tokens) == (16, 24)
+    assert (
+        measurements.n_lines,
+        measurements.n_answered,
+        measurements.n_before,
+        measurements.n_errors,
+    ) == (8, 8, 0, 1)
+    assert (measurements.n_prompt_tokens, measurements.n_generated_tokens) == (16, 24)
 
 
 def test_records_are_in_the_order_in_which_they_were_finished(source: Path, out: Path) -> None:
     machine = Machine(mixed)
     run(source, out, machine, FINISHED)
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["line"] for one in records] == machine.numbers == [3, 2, 1, 6, 5, 4, 8, 7]
+    assert [record["line"] for record in records] == machine.numbers == [3, 2, 1, 6, 5, 4, 8, 7]
 
 
 def test_nothing_else_is_left(source: Path, out: Path) -> None:
@@ -46,8 +51,10 @@ def test_an_input_without_lines_is_refused(tmp_path: Path, out: Path, text: str)
     source = tmp_path / "empty.jsonl"
     source.write_text(text, encoding="utf-8")
     n_bytes = len(text.encode())
-    told = rf"empty\.jsonl has no line to answer in its {n_bytes} bytes: give a file with a request"
-    with pytest.raises(BatchError, match=told):
+    reported = (
+        rf"empty\.jsonl has no line to answer in its {n_bytes} bytes: give a file with a request"
+    )
+    with pytest.raises(BatchError, match=reported):
         run(source, out)
     assert files_in(out.parent) == {"empty.jsonl"}
 
@@ -180,10 +187,10 @@ def test_no_room_for_the_output(source: Path, out: Path, monkeypatch: pytest.Mon
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    told = r"out\.jsonl\.whole: No space left on device; all answers are in"
+    reported = r"out\.jsonl\.whole: No space left on device; all answers are in"
     real = os.fsync
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(BatchError, match=told):
+    with pytest.raises(BatchError, match=reported):
         run(source, out)
     monkeypatch.setattr("os.fsync", real)
     assert files_in(source.parent) == {"in.jsonl", partial_of(out).name}

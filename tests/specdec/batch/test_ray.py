@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import expect_error, start
-from killed_batches import LOG_BYTES, partial_bytes
+from crashed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.lines import Line
 from specdec.batch.ray_cluster import _running_cluster
-from specdec.batch.ray_worker import Ended, Failed, Told, Wanted, Worker
+from specdec.batch.ray_worker import Ended, Failed, Reported, Requested, Worker
 from specdec.batch.request import Rules
 from specdec.cli.app import main
 from specdec.run_options import RunOptions
@@ -43,16 +43,16 @@ def test_a_worker_asks_for_lines_and_says_answers(model: Path) -> None:
     worker = Worker(RunOptions(model, ctx_size=64, threads=1), RULES, VERSION)
     for _ in range(2):  # once more with the same models
         lines = [Line(number, 7, b'{"prompt": "abc"}', 17) for number in (1, 2, 3)]
-        said, found = worker.start(), []
+        said, actual = worker.start(), []
         while said != Ended():
-            if said == Wanted():
+            if said == Requested():
                 said = worker.give(lines.pop(0) if lines else None)
             else:
-                assert isinstance(said, Told)
-                found.append(said.answer.key.number)
+                assert isinstance(said, Reported)
+                actual.append(said.answer.key.number)
                 n_tokens = said.stats.generated_tokens
                 said = worker.go_on()
-        assert sorted(found) == [1, 2, 3]
+        assert sorted(actual) == [1, 2, 3]
         assert n_tokens >= 3
     worker._llm.close()  # type: ignore[union-attr]
 
@@ -144,19 +144,19 @@ def on_ray(source: Path, model: Path, out: str) -> Iterator[subprocess.Popen[byt
         if process.poll() is None:
             started = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-            for one in started:
-                one.kill()
+            for item in started:
+                item.kill()
 
 
 def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
-    found = []
-    for one in psutil.Process(process.pid).children(recursive=True):
+    actual = []
+    for item in psutil.Process(process.pid).children(recursive=True):
         try:
-            if " ".join(one.cmdline()).startswith("ray::Worker"):
-                found.append(one.pid)
+            if " ".join(item.cmdline()).startswith("ray::Worker"):
+                actual.append(item.pid)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return actual
 
 
 @pytest.mark.ray
@@ -175,10 +175,10 @@ def test_a_worker_that_is_killed_loses_nothing(source: Path, model: Path) -> Non
         out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err.decode()
     assert out == b""
-    first, *others = err.decode().splitlines()
+    first, *rest = err.decode().splitlines()
     assert first.startswith("specdec: note: a worker on ")
     assert first.endswith("lines are given out again")
-    assert len(others) == 2  # lines with errors, figures
+    assert len(rest) == 2  # lines with errors, figures
     assert source.with_name("out.jsonl").read_bytes() == expected
     assert not partial.exists()
 

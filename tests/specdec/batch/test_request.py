@@ -88,8 +88,8 @@ def test_a_completion_of_openais() -> None:
 
 def test_a_format_of_openais_is_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    told = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    request = read(openai(response_format=told, logprobs=False))
+    reported = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    request = read(openai(response_format=reported, logprobs=False))
     assert json.loads(str(request.params.json_schema)) == schema
     assert read(openai(response_format={"type": "json_object"})).params.json_object
     assert read(openai(response_format={"type": "text"})).params.constraint is None
@@ -112,8 +112,8 @@ def test_a_message_may_have_no_content() -> None:
 
 
 def test_a_schema_may_be_missing() -> None:
-    told = {"type": "json_schema", "json_schema": {"name": "n"}}
-    assert read(openai(response_format=told)).params.json_object
+    reported = {"type": "json_schema", "json_schema": {"name": "n"}}
+    assert read(openai(response_format=reported)).params.json_object
 
 
 def test_seeds_are_of_the_run_and_of_the_line() -> None:

@@ -46,8 +46,8 @@ def test_an_end_after_any_line(source: Path, out: Path, n_before: int, order: st
             run(source, out, first, order)
         assert not out.exists()
         assert partial_of(out).exists() == (n_before > 0)
-    figures = run(source, out, second, order)
-    assert figures.n_before == (n_before if n_before < 8 else 0)
+    measurements = run(source, out, second, order)
+    assert measurements.n_before == (n_before if n_before < 8 else 0)
     assert sorted(first.numbers + second.numbers)[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
     records = out.read_bytes().splitlines(keepends=True)
     expected = whole(source, order).splitlines(keepends=True)
@@ -94,8 +94,8 @@ def test_kills_at_any_moment(
     for delay in delays:
         kill_after(delay, lambda: run(source, out, Machine(shuffled)))
     machine = Machine(shuffled)
-    figures = run(source, out, machine)
-    assert len(machine.numbers) == 20 - figures.n_before
+    measurements = run(source, out, machine)
+    assert len(machine.numbers) == 20 - measurements.n_before
     assert out.read_bytes() == whole(source)
     assert files_in(directory) == {"in.jsonl", "out.jsonl", "undisturbed.jsonl"}
 
@@ -135,9 +135,9 @@ def test_the_same_command_again_has_nothing_to_do(source: Path, out: Path) -> No
     run(source, out)
     before = out.read_bytes()
     machine = Machine()
-    figures = run(source, out, machine)
+    measurements = run(source, out, machine)
     assert machine.numbers == []
-    assert (figures.n_answered, figures.n_before) == (8, 8)
+    assert (measurements.n_answered, measurements.n_before) == (8, 8)
     assert out.read_bytes() == before
     assert not partial_of(out).exists()
 

@@ -48,8 +48,8 @@ def test_option_names_are_an_interface(
     own = {"run": ["-p", "--prompt", "-f", "--file", "--json"], "chat": [], "plan": ["--json"]}
     for command, more in own.items():
         words = set(help_of(capsys, command).replace(",", " ").split())
-        wanted = {*loading, *more, *(() if command == "plan" else sampling)}
-        assert wanted <= words, wanted - words
+        requested = {*loading, *more, *(() if command == "plan" else sampling)}
+        assert requested <= words, requested - words
         assert not words & {"--temp", "--n-predict", "--repeat-penalty"}  # accepted, not shown
 
 
@@ -118,11 +118,11 @@ def test_every_way_of_drafting_gives_the_same_text(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
     sampled = ["-p", "ab", "-n", "8", "--temperature", "0.8", "--seed", "3", "--json"]
-    texts = [
+    strings = [
         run_json(capsys, models.run_argv(*sampled, "--spec-type", kind))["token_ids"]
         for kind in ("none", "draft", "ngram", "draft,ngram")
     ]
-    assert texts.count(texts[0]) == len(texts)
+    assert strings.count(strings[0]) == len(strings)
 
 
 def test_prompt_from_stdin_and_file(

@@ -112,10 +112,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damage_is_named(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage, told = DAMAGES[name]
+    damage, reported = DAMAGES[name]
     damage(model)
     before = {path: path.read_bytes() for path in model.iterdir()}
-    expect_error(capsys, ["run", "-m", str(model), "-p", "x", "-n", "2"], *told)
+    expect_error(capsys, ["run", "-m", str(model), "-p", "x", "-n", "2"], *reported)
     assert {path: path.read_bytes() for path in model.iterdir()} == before
 
 

@@ -17,9 +17,9 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec.cli.app import main
-from specdec.planning.memory.division import Divider
+from specdec.planning.memory.memory_plan import MemoryPlanner
 from specdec.planning.plan import make_plan, open_pair
-from specdec.planning.search import Figures
+from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 CTX = 4096
@@ -37,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture
 def budget(pair: tuple[str, str]) -> int:
     plan = specdec.plan_run(*pair, ctx_size=CTX, memory_budget="4GiB")
-    assert plan.draft_residency is not None
+    assert plan.draft_placement is not None
     assert plan.smallest_budget_bytes > plan.smallest_without_draft_bytes
     return plan.smallest_without_draft_bytes
 
@@ -75,10 +75,10 @@ def test_the_json_of_a_run_names_the_budgets(
     pair: tuple[str, str], budget: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv("plan", pair, budget, "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["draft_device"] is None
-    assert found["smallest_budget_bytes"] == found["smallest_without_draft_bytes"] == budget
-    (note,) = found["notes"]
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["draft_device"] is None
+    assert actual["smallest_budget_bytes"] == actual["smallest_without_draft_bytes"] == budget
+    (note,) = actual["notes"]
     assert "the draft is left out" in note
 
 
@@ -111,10 +111,10 @@ def test_in_python_the_text_is_the_targets_own(
         assert llm.draft is None
         assert llm.spec.spec_type == ("ngram",)
         assert len(llm.plan.notes) == 1
-        found = llm.generate("abc", max_tokens=8, ignore_eos=True)
+        actual = llm.generate("abc", max_tokens=8, ignore_eos=True)
         plain = llm.generate("abc", max_tokens=8, ignore_eos=True, speculative=False)
-    assert found.token_ids == plain.token_ids
-    assert len(found.token_ids) == 8
+    assert actual.token_ids == plain.token_ids
+    assert len(actual.token_ids) == 8
 
 
 def test_one_that_was_chosen_automatically_is_left_out_too(
@@ -134,11 +134,11 @@ def test_of_a_gguf_pair_llama_cpps_buffers_count() -> None:
     pytest.importorskip("llama_cpp")
     options = RunOptions("pair:target.gguf", "pair:draft.gguf", ctx_size=2048, exact="off")
     pair, curve = open_pair(options), ComputeCurve.linear(1e-12, 1e-15)
-    figures = Figures(1e9, ModelCompute(curve, MIB), ModelCompute(curve, MIB))
-    smallest = Divider(*pair.sources, options, 400 * MIB).smallest_alone.host_bytes
-    plan = make_plan(options, pair, figures, smallest, "as asked", 400 * MIB)
-    assert plan.draft_residency is None
+    metrics = Measurements(1e9, ModelCompute(curve, MIB), ModelCompute(curve, MIB))
+    smallest = MemoryPlanner(*pair.sources, options, 400 * MIB).smallest_alone.host_bytes
+    plan = make_plan(options, pair, metrics, smallest, "as asked", 400 * MIB)
+    assert plan.draft_placement is None
     assert len(plan.notes) == 1
-    with_draft = make_plan(options, pair, figures, 4 * GIB, "as asked", 400 * MIB)
+    with_draft = make_plan(options, pair, metrics, 4 * GIB, "as asked", 400 * MIB)
     assert dict(with_draft.parts)["draft activations"] > 0
     assert with_draft.smallest_budget_bytes > smallest

@@ -96,11 +96,11 @@ def _write_and_close(descriptor: int, text: bytes) -> None:
 def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec.cli.commands import serve
 
-    told: list[bool] = []
+    reported: list[bool] = []
 
     class Serving:
         def __init__(self, *_: object, is_debug: bool) -> None:
-            told.append(is_debug)
+            reported.append(is_debug)
 
         def run(self) -> int:
             return 0
@@ -109,4 +109,4 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
     for value in ("1", "0"):
         monkeypatch.setenv("SPECDEC_DEBUG", value)
         assert main(["serve", "-m", "pair:target"]) == 0
-    assert told == [True, False]
+    assert reported == [True, False]

@@ -33,9 +33,9 @@ def chat(model: Path) -> int:
 def test_all_codes_are_documented() -> None:
     page = (DOCS / "cli.md").read_text()
     section = page[page.index("\n## Output and exit codes\n") : page.index("\n## specdec run\n")]
-    told = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    reported = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
     ours = {0, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, KILLED}
-    assert told == ours | {OF_PYTHON, OF_SIGTERM}
+    assert reported == ours | {OF_PYTHON, OF_SIGTERM}
 
 
 def test_ctrl_c_at_the_prompt_ends_the_conversation(

@@ -40,7 +40,7 @@ def test_options_of_the_server_are_in_its_table(field: dataclasses.Field) -> Non
     page = (DOCS / "server.md").read_text()
     flag = "`--" + field.name.replace("_", "-") + "`"
     (cells,) = (cells for cells in rows(page) if flag in re.findall("`[^`]*`", cells[0]))
-    told = field.metadata[Option]
-    shown = told.shown_default
+    reported = field.metadata[Option]
+    shown = reported.shown_default
     if flag != "`--api-key-file`":  # in one row with the key itself
         assert cells[-1] == (shown if isinstance(shown, str) else str(field.default))

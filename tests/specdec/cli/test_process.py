@@ -79,7 +79,7 @@ def test_enforced_run(models: Models) -> None:
     require_cgroup()
     argv = models.run_argv("-p", "a", "-n", "4", "--json", "--memory-budget", "1.1GB", "--enforce")
     out, err = start(argv).communicate(timeout=240)
-    # No whole number of pages: the kernel rounds the limit down, and the run goes by the limit.
+    # No whole number of pages: the kernel steps the limit down, and the run goes by the limit.
     assert 1_100_000_000 - 4096 < json.loads(out)["stats"]["memory_budget_bytes"] <= 1.1e9, err
     assert err == b""
 

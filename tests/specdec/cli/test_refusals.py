@@ -94,21 +94,21 @@ BEFORE_A_MODEL: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), BEFORE_A_MODEL, ids=[one for one, _ in BEFORE_A_MODEL]
+    ("options", "reported"), BEFORE_A_MODEL, ids=[item for item, _ in BEFORE_A_MODEL]
 )
 def test_a_mistake_in_the_options_of_a_run(
-    options: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: str, reported: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """By the option's name as it is typed, before a model is looked for: that may be a download."""
     file = tmp_path / "num_beams is 1"  # the name of a field in a text is no option
     file.write_text("[1]")
     argv = [word.replace("{file}", str(file)) for word in shlex.split(options)]
-    said = told.replace("{file}", str(file))
+    said = reported.replace("{file}", str(file))
     expect_error(capsys, ["run", "-m", "no/such/model", "-p", "x", *argv], said)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ("", "no prompt was given"),
         ("-p ''", "the prompt is empty: give some text"),
@@ -122,14 +122,14 @@ def test_a_mistake_in_the_options_of_a_run(
     ],
 )
 def test_a_mistake_that_the_model_shows(
-    options: str, told: str, capsys: pytest.CaptureFixture[str], models: Models
+    options: str, reported: str, capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
     argv = shlex.split(options.format(other=models.other_words))
-    expect_error(capsys, ["run", "-m", str(models.target), *argv], told)
+    expect_error(capsys, ["run", "-m", str(models.target), *argv], reported)
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         ("bogus", "bogus"),
         ("run -p a", "--model"),
@@ -177,14 +177,14 @@ def test_a_mistake_that_the_model_shows(
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_options_of_a_command(
-    argv: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    argv: str, reported: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "config.json").write_text("{")
     os.mkfifo(tmp_path / "pipe.json")
     words = argv.format(damaged=damaged, pipe=tmp_path / "pipe").split()
-    expect_error(capsys, words, told)
+    expect_error(capsys, words, reported)
     assert main(words) == 2
     assert "/pair/" not in capsys.readouterr().err  # an embedded model has the name it was given
 
@@ -197,23 +197,23 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
         (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
         (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "give --draft-model (-md)"),
     ]
-    told = run_without_torch("specdec.cli.app", *(["run", *argv] for argv, _ in refused))
-    for line, (_, part) in zip(told, refused, strict=True):
+    reported = run_without_torch("specdec.cli.app", *(["run", *argv] for argv, _ in refused))
+    for line, (_, part) in zip(reported, refused, strict=True):
         assert part in line
     options = ("--log", "--output-file")
-    told = run_without_torch(
+    reported = run_without_torch(
         "bench.__main__",
         *(["speedup", "-m", "pair:target", option, str(tmp_path)] for option in options),
     )
-    for line, option in zip(told, options, strict=True):
+    for line, option in zip(reported, options, strict=True):
         assert f"{option} {tmp_path}: Is a directory" in line
 
 
 NAMES = sorted(
-    "--" + (told.long or name).replace("_", "-").removeprefix("--")
+    "--" + (reported.long or name).replace("_", "-").removeprefix("--")
     for kind in (RunOptions, SamplingParams)
-    for name, told in options_of(kind).items()
-    if told.panel and name != "model"
+    for name, reported in options_of(kind).items()
+    if reported.panel and name != "model"
 )
 VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 """What a shell can hand over."""

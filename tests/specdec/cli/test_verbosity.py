@@ -11,8 +11,8 @@ RUN = ["run", "-m", "pair:target", "-p", "def f(x):", "-n", "3", "--chat-templat
 
 def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
     assert main([*RUN, *more]) == 0
-    found = capsys.readouterr()
-    return found.out, found.err
+    actual = capsys.readouterr()
+    return actual.out, actual.err
 
 
 def test_quiet_leaves_notes_and_verbose_shows_the_plan(

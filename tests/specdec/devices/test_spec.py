@@ -179,9 +179,9 @@ def test_what_profile_prints_is_a_device(
     machine = Machine()
     device = complete(find_device(write(tmp_path, printed)), machine)
     assert machine.asked == []
-    figures = json.loads(printed)
-    assert device.storage_bytes_per_second == figures["storage_bytes_per_second"]
-    assert device.flops("F32") == figures["flops_per_second"]["F32"] > 0
+    measurements = json.loads(printed)
+    assert device.storage_bytes_per_second == measurements["storage_bytes_per_second"]
+    assert device.flops("F32") == measurements["flops_per_second"]["F32"] > 0
     assert main(["profile", "-m", str(model)]) == 0
     assert "GFLOP/s in F32" in capsys.readouterr().out
 

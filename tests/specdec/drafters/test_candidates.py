@@ -32,9 +32,9 @@ from specdec.text.tokenizer import Tokenizer
 VOCAB = 40
 
 
-def logits(n_rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
+def logits(num_tokens: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return (3 * rng.standard_normal((n_rows, vocab))).astype(np.float32)
+    return (3 * rng.standard_normal((num_tokens, vocab))).astype(np.float32)
 
 
 def chances(scores: np.ndarray) -> np.ndarray:
@@ -43,10 +43,12 @@ def chances(scores: np.ndarray) -> np.ndarray:
 
 def test_without_a_target_they_are_the_drafts_probabilities() -> None:
     rows = logits(3)
-    for row, found in zip(rows, CandidateRanker(VOCAB).rank(rows, [4, 5, 6], 7), strict=True):
+    for row, actual in zip(rows, CandidateRanker(VOCAB).rank(rows, [4, 5, 6], 7), strict=True):
         expected = chances(row.astype(np.float64))
-        assert [token for token, _ in found] == np.argsort(-expected)[:7].tolist()
-        assert [chance for _, chance in found] == pytest.approx(np.sort(expected)[:-8:-1], abs=1e-5)
+        assert [token for token, _ in actual] == np.argsort(-expected)[:7].tolist()
+        assert [chance for _, chance in actual] == pytest.approx(
+            np.sort(expected)[:-8:-1], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
@@ -55,19 +57,19 @@ def test_they_are_ranked_with_the_targets_noise(temperature: float) -> None:
     sampler = Sampler(SamplingParams(temperature=temperature, seed=11), n_tokens=VOCAB)
     rows, positions = logits(4), [9, 30, 9, 31]
     ranker = CandidateRanker.for_target(sampler, VOCAB)
-    for row, position, found in zip(rows, positions, ranker.rank(rows, positions, 5), strict=True):
+    for row, position, actual in zip(rows, positions, ranker.rank(rows, positions, 5), strict=True):
         noise = temperature * gumbel_noise(11, position, VOCAB)
         expected = chances((row + noise) / SHARPNESS)
-        assert [token for token, _ in found] == np.argsort(-expected)[:5].tolist()
-        assert [c for _, c in found] == pytest.approx(np.sort(expected)[:-6:-1], abs=1e-4)
-        assert found[0][0] == sampler.choose([0] * position, row, position)
+        assert [token for token, _ in actual] == np.argsort(-expected)[:5].tolist()
+        assert [c for _, c in actual] == pytest.approx(np.sort(expected)[:-6:-1], abs=1e-4)
+        assert actual[0][0] == sampler.choose([0] * position, row, position)
 
 
 def test_ids_beyond_the_targets_are_no_candidates() -> None:
     rows = np.zeros((1, VOCAB), dtype=np.float32)
     rows[0, 30:] = 9.0
-    ((*found,),) = CandidateRanker(30).rank(rows, [0], VOCAB)
-    assert sorted(token for token, _ in found) == list(range(30))
+    ((*actual,),) = CandidateRanker(30).rank(rows, [0], VOCAB)
+    assert sorted(token for token, _ in actual) == list(range(30))
 
 
 FILTERS = st.builds(
@@ -85,13 +87,13 @@ FILTERS = st.builds(
 @given(params=FILTERS, seed=st.integers(0, 1000))
 def test_the_filters_are_the_pipelines(params: SamplingParams, seed: int) -> None:
     (row,) = logits(1, seed)
-    kept = LogitsPipeline(params)([0], row) > -np.inf
+    cached = LogitsPipeline(params)([0], row) > -np.inf
     floor = lowest_kept(row, params)
-    assert (row >= floor).tolist() == kept.tolist()
-    (found,) = CandidateRanker.for_target(Sampler(params, n_tokens=VOCAB), VOCAB).rank(
+    assert (row >= floor).tolist() == cached.tolist()
+    (actual,) = CandidateRanker.for_target(Sampler(params, n_tokens=VOCAB), VOCAB).rank(
         row[None], [5], VOCAB
     )
-    assert sorted(token for token, _ in found) == np.flatnonzero(kept).tolist()
+    assert sorted(token for token, _ in actual) == np.flatnonzero(cached).tolist()
 
 
 def test_a_nucleus_of_most_of_a_large_vocabulary_is_left_whole() -> None:
@@ -110,14 +112,14 @@ def test_a_nucleus_of_most_of_a_large_vocabulary_is_left_whole() -> None:
 def test_the_likeliest_are_found_in_stripes(n_tokens, width, n_banned, seed) -> None:
     rows = logits(3, seed, n_tokens)
     rows[:, :n_banned] = -np.inf
-    found = likeliest(rows, width)
-    assert found.shape == (3, width)
+    actual = likeliest(rows, width)
+    assert actual.shape == (3, width)
     best = np.sort(np.argsort(rows, axis=1)[:, -width:], axis=1)
-    values = np.take_along_axis(rows, found, axis=1)
+    values = np.take_along_axis(rows, actual, axis=1)
     assert np.array_equal(
         np.sort(values, axis=1), np.sort(np.take_along_axis(rows, best, axis=1), axis=1)
     )
-    assert all(len(set(row)) == width for row in found.tolist())
+    assert all(len(set(row)) == width for row in actual.tolist())
 
 
 def test_noise_is_kept_for_the_positions_in_use_only() -> None:
@@ -133,9 +135,9 @@ def test_noise_is_kept_for_the_positions_in_use_only() -> None:
 def test_texts_share_the_room_for_their_noise() -> None:
     """Else a list of prompts would take 32 rows of the vocabulary for each of them."""
     rows = NoiseRows(7)
-    texts = [TargetNoise(seed, 0.7, VOCAB, rows) for seed in range(5)]
+    sequences = [TargetNoise(seed, 0.7, VOCAB, rows) for seed in range(5)]
     for position in range(20):
-        for seed, noise in enumerate(texts):
+        for seed, noise in enumerate(sequences):
             expected = 0.7 * gumbel_noise(seed, position, VOCAB)
             assert noise.at(position) == pytest.approx(expected, abs=1e-5)
     assert len(rows) == 7

@@ -49,7 +49,7 @@ def promising(tree: GrownTree, depth: int, n_best: int | None) -> list[GrownNode
 )
 def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, width, n_grafted) -> None:
     tree = GrownTree(0, 10, [])
-    tree.root.offer(candidates_of(tree.root, seed))
+    tree.root.candidate_tree(candidates_of(tree.root, seed))
     other, node = DraftTree(0), 0
     for token in range(n_grafted):  # another drafter's chain hangs below a node that was not run
         node = other.add(node, token + 7, -0.2 * (1 + seed % 5))
@@ -73,8 +73,8 @@ def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, width, n
 def test_likely_nodes_are_run_without_the_unlikely() -> None:
     tree = GrownTree(0, 0, [(1, np.log(0.5)), (2, np.log(0.3)), (3, np.log(0.05))])
     frontier = Frontier(tree, 4)
-    assert [node.token_id for _, node in frontier.take(9, least_share=0.25)] == [1, 2]
-    assert [node.token_id for _, node in frontier.take(9, least_share=0.25)] == [3]
+    assert [node.token_id for _, node in frontier.take(9, min_share=0.25)] == [1, 2]
+    assert [node.token_id for _, node in frontier.take(9, min_share=0.25)] == [3]
     assert frontier.take(9) == []
 
 
@@ -83,7 +83,7 @@ def test_a_large_tree_takes_few_levels() -> None:
     runs = {}
     for n_nodes in (256, 1024):
         tree = GrownTree(0, 0, [])
-        tree.root.offer(candidates_of(tree.root, 1))
+        tree.root.candidate_tree(candidates_of(tree.root, 1))
         frontier, runs[n_nodes] = Frontier(tree, 32, WIDTH, n_nodes), 0
         while level := frontier.take(level_width(n_nodes)):
             runs[n_nodes] += 1
@@ -122,21 +122,21 @@ def test_children_come_likeliest_first(data: st.DataObject, width: int | None) -
     node = GrownNode(0, 0, 0.0, 0.0)
     for token, log_prob in before.items():
         node.child(token, log_prob)
-    node.offer(sorted(offered.items(), key=lambda pair: -pair[1]))
+    node.candidate_tree(sorted(offered.items(), key=lambda pair: -pair[1]))
     for token, log_prob in after.items():
         node.child(token, log_prob)
     expected = {**after, **offered, **before}
-    found = {child.token_id: child.log_prob for child in node.likeliest(width)}
-    assert list(found.values()) == sorted(found.values(), reverse=True)
-    assert found == {token: expected[token] for token in found}
-    assert len(found) == (len(expected) if width is None else min(width, len(expected)))
+    actual = {child.token_id: child.log_prob for child in node.likeliest(width)}
+    assert list(actual.values()) == sorted(actual.values(), reverse=True)
+    assert actual == {token: expected[token] for token in actual}
+    assert len(actual) == (len(expected) if width is None else min(width, len(expected)))
     draft = sorted((p for t, p in offered.items() if t not in before), reverse=True)[:width]
-    own = [found[token] for token in offered if token in found and token not in before]
+    own = [actual[token] for token in offered if token in actual and token not in before]
     assert sorted(own, reverse=True) == draft
 
 
 def test_candidates_that_were_not_looked_at_yet_are_not_lost() -> None:
     node = GrownNode(0, 0, 0.0, 0.0)
-    node.offer([(1, -0.1), (2, -0.2)])
+    node.candidate_tree([(1, -0.1), (2, -0.2)])
     with pytest.raises(AssertionError, match="said once"):
-        node.offer([(3, -0.1)])
+        node.candidate_tree([(3, -0.1)])

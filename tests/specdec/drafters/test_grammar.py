@@ -92,11 +92,11 @@ def test_other_proposals_lose_what_may_not_follow(begin, letters: Tokenizer) -> 
     )
     limits = TreeLimits(max_nodes=40, max_depth=40, width=2)
     whole = NgramDrafter().propose(text, limits)
-    kept = within_grammar(NgramDrafter(), state).propose(text, limits)
+    cached = within_grammar(NgramDrafter(), state).propose(text, limits)
     assert letters.decode(whole.token_ids[1:]).startswith('upation": "actor"')
-    longest = max(proposed(kept), key=len)
+    longest = max(proposed(cached), key=len)
     assert letters.decode(longest) == 'upation": "a'
-    for tokens in proposed(kept):
+    for tokens in proposed(cached):
         assert state.allows([*text, *tokens[:-1]], tokens[-1])
 
 
@@ -114,7 +114,7 @@ def test_candidates_are_those_that_may_follow(begin, letters: Tokenizer, tempera
     assert ranker.grammar is not sampler.grammar
     rows = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32)
     prefixes = [[7, *letters.encode(KEY)], [7, *letters.encode("x")], [7]]
-    choice, dead, only = ranker.rank(rows, [len(one) for one in prefixes], 8, prefixes)
+    choice, dead, only = ranker.rank(rows, [len(prefix) for prefix in prefixes], 8, prefixes)
     assert {token for token, _ in choice} == set(letters.encode("ao"))
     assert dead == []
     assert only == [(letters.encode("{")[0], pytest.approx(0.0))]

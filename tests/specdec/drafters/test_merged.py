@@ -50,11 +50,13 @@ def trees(draw: st.DrawFn, source: str) -> DraftTree:
 @given(trees("draft"), trees("ngram"))
 def test_every_node_is_there_once_with_all_who_proposed_it(a: DraftTree, b: DraftTree) -> None:
     merged = merge_trees([a, b])
-    found, of_a, of_b = by_tokens(merged), by_tokens(a), by_tokens(b)
-    assert set(found) == set(of_a) | set(of_b)
-    assert len(found) == merged.n_drafted
-    for tokens, node in found.items():
-        owners = [(one, nodes[tokens]) for one, nodes in ((a, of_a), (b, of_b)) if tokens in nodes]
+    actual, of_a, of_b = by_tokens(merged), by_tokens(a), by_tokens(b)
+    assert set(actual) == set(of_a) | set(of_b)
+    assert len(actual) == merged.n_drafted
+    for tokens, node in actual.items():
+        owners = [
+            (item, nodes[tokens]) for item, nodes in ((a, of_a), (b, of_b)) if tokens in nodes
+        ]
         assert merged.sources[node] == tuple(tree.sources[i][0] for tree, i in owners)
         assert merged.log_probs[node] == max(tree.log_probs[i] for tree, i in owners)
         path = merged.path(node)
@@ -149,9 +151,9 @@ def test_a_cut_round_counts_the_hits_that_reached_the_caller() -> None:
     for token, source in ((1, "ngram"), (2, "draft"), (3, ("draft", "ngram")), (4, "ngram")):
         node = tree.add(node, token, -0.1, source)
     recorder.record_first_token()
-    recorder.record_round(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True), n_emitted=3)
+    recorder.record_step(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True), n_emitted=3)
     assert recorder.stats().ngram_hits == 2
-    recorder.record_round(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True))
+    recorder.record_step(tree, Acceptance((0, 1, 2, 3, 4), 9, is_bonus=True))
     assert recorder.stats().ngram_hits == 2 + 3
 
 

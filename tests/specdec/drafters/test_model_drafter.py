@@ -71,7 +71,7 @@ def test_bounds(drafter):
 
 
 def test_accepted_nodes_keep_their_kv(backend, drafter):
-    """After a round only what the draft never ran is computed, and the next tree is the same."""
+    """After a step only what the draft never ran is computed, and the next tree is the same."""
     tree = drafter.propose(CONTEXT, TreeLimits(24, 6, 2))
     deepest = max(range(len(tree)), key=lambda i: tree.depths[i])
     path = tree.path(deepest)
@@ -95,7 +95,7 @@ def test_what_it_lacks_of_a_text_is_what_it_computes_next(backend):
         assert merged.n_lacking(CONTEXT) == len(CONTEXT)
         tree = merged.propose(CONTEXT, TreeLimits(24, 6, 2))
         drafter.observe(Acceptance((0,), 50, is_bonus=True), tree)
-        context = [*CONTEXT, 50, 51, 52]  # two rounds more, in which it rested
+        context = [*CONTEXT, 50, 51, 52]  # two steps more, in which it rested
         n_computed = drafter._text.n_committed
         # A window may jump with the next token, and half of it is computed anew.
         expected = len(context) - (n_computed if drafter._window.n_recent is None else 0)
@@ -122,7 +122,7 @@ def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
     run = backend.forward
 
     def noted(batch):
-        n_run.extend(len(one.token_ids) for one in batch if one.parents is not None)
+        n_run.extend(len(item.token_ids) for item in batch if item.parents is not None)
         return run(batch)
 
     monkeypatch.setattr(backend, "forward", noted)

@@ -22,7 +22,7 @@ def branches(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def true_continuation(tree: DraftTree, tokens: list[int]) -> Acceptance:
-    """The outcome of a round in which the target says `tokens`."""
+    """The outcome of a step in which the target says `tokens`."""
     return match_walk(tree, lambda node: tokens[tree.depths[node]])
 
 

@@ -38,39 +38,39 @@ def test_the_view(n_recent: int, n_tokens: int) -> None:
 @given(n_recent=st.integers(2, 40), n_tokens=st.integers(50, 200))
 def test_each_token_is_computed_about_twice(n_recent: int, n_tokens: int) -> None:
     """The view grows by the new token, or begins anew, half a window after the last time."""
-    window, before, n_rows, n_jumps = DraftWindow(n_recent), [], 0, 0
+    window, before, num_tokens, n_jumps = DraftWindow(n_recent), [], 0, 0
     for n in range(1, n_tokens + 1):
         view = window.view(range(n))
         is_jump = view[:-1] != before
-        n_rows += len(view) - N_SINKS if is_jump else 1
+        num_tokens += len(view) - N_SINKS if is_jump else 1
         n_jumps += is_jump
         before = view
     step = n_recent // 2
     assert n_jumps <= n_tokens / step
-    assert n_rows <= n_tokens + n_jumps * (n_recent - step + 1) + N_SINKS
+    assert num_tokens <= n_tokens + n_jumps * (n_recent - step + 1) + N_SINKS
 
 
 @given(
-    wanted=st.none() | st.integers(16, 600),
+    requested=st.none() | st.integers(16, 600),
     draft_max=st.integers(40, 600),
     ctx_size=st.integers(40, 600),
     n_nodes=st.integers(1, 300),
 )
 def test_it_fits_the_drafts_cache(
-    wanted: int | None, draft_max: int, ctx_size: int, n_nodes: int
+    requested: int | None, draft_max: int, ctx_size: int, n_nodes: int
 ) -> None:
-    room = draft_context_size(wanted, ctx_size, draft_max, n_nodes)
-    window = DraftWindow.fitting(wanted, room, ctx_size, n_nodes)
-    assert room <= min(ctx_size, draft_max)
+    capacity = draft_context_size(requested, ctx_size, draft_max, n_nodes)
+    window = DraftWindow.fitting(requested, capacity, ctx_size, n_nodes)
+    assert capacity <= min(ctx_size, draft_max)
     longest = max(len(window.view(range(n))) for n in range(1, ctx_size + 1))
-    assert longest <= room
-    if wanted is not None and room < min(ctx_size, draft_max):
-        assert window.n_recent == wanted
+    assert longest <= capacity
+    if requested is not None and capacity < min(ctx_size, draft_max):
+        assert window.n_recent == requested
     if window.n_recent is None:
-        assert room == ctx_size
+        assert capacity == ctx_size
     else:
         assert longest < ctx_size
-        assert longest < room or n_nodes == 0 or room == ctx_size
+        assert longest < capacity or n_nodes == 0 or capacity == ctx_size
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +86,13 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> None:
     with specdec.load(target, draft, draft_window=16, **OPTIONS) as llm:
         assert llm.draft is not None
-        held = []
+        pinned = []
         run = llm.draft.forward
 
         def record(batch):
             scores = run(batch)
-            held.extend(
-                (len(one.token_ids), one.kv.n_committed)
-                for one in batch
-                if one.parents is None
+            pinned.extend(
+                (len(item.token_ids), item.kv.n_committed) for item in batch if item.parents is None
             )
             return scores
 
@@ -103,8 +101,8 @@ def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> 
         plain = llm.generate("def f(x):", speculative=False, **LONG)
     assert result.token_ids == plain.token_ids
     assert result.stats.drafted_tokens > 0
-    assert max(n_held for _, n_held in held) <= N_SINKS + 16
-    assert sum(n_run for n_run, _ in held) < 3 * len(result.token_ids)
+    assert max(num_pinned for _, num_pinned in pinned) <= N_SINKS + 16
+    assert sum(n_run for n_run, _ in pinned) < 3 * len(result.token_ids)
 
 
 def test_a_window_as_long_as_the_text_changes_nothing(target: Path, draft: Path) -> None:
@@ -113,8 +111,8 @@ def test_a_window_as_long_as_the_text_changes_nothing(target: Path, draft: Path)
         with specdec.load(target, draft, draft_window=window, **OPTIONS) as llm:
             assert llm.session.draft_window.n_recent in (None, 250)
             results.append(llm.generate("def f(x):", **LONG))
-    figures = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
-    assert len(figures) == 1
+    measurements = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
+    assert len(measurements) == 1
 
 
 def drafted_after(llm: specdec.api.LLM, n_tokens: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
-from many_texts import load
+from many_sequences import load
 from tiny_pair import save_model
 
 import specdec
@@ -31,6 +31,6 @@ def small_llm(request: Any, small_target: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The pair of `many_texts`, for texts alone."""
+    """The pair of `many_texts`, for sequences alone."""
     with load(tmp_path_factory) as llm:
         yield llm

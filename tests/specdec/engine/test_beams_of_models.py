@@ -55,8 +55,8 @@ def random_config(rng: np.random.Generator) -> dict[str, Any]:
 
 def expected_beams(model, config: GenerationConfig, prompt: list[int]):
     config.return_dict_in_generate = config.output_scores = True
-    found = model.generate(torch.tensor([prompt]), generation_config=config)
-    return found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist()
+    actual = model.generate(torch.tensor([prompt]), generation_config=config)
+    return actual.sequences[:, len(prompt) :].tolist(), actual.sequences_scores.tolist()
 
 
 def assert_same_beams(ours, model, config: GenerationConfig, prompt: list[int]) -> None:
@@ -64,11 +64,11 @@ def assert_same_beams(ours, model, config: GenerationConfig, prompt: list[int]) 
     # A place that no finished sequence took holds the bare prompt there and is left out here.
     sequences = [s for s, score in zip(sequences, scores, strict=True) if score > -1e8]
     assert len(ours) == len(sequences)
-    for (found, score), wanted, wanted_score in zip(ours, sequences, scores, strict=False):
-        n_tokens = len(found.token_ids)
-        assert list(found.token_ids) == wanted[:n_tokens]
-        assert set(wanted[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
-        assert score == pytest.approx(wanted_score, rel=1e-4, abs=1e-4)
+    for (actual, score), requested, requested_score in zip(ours, sequences, scores, strict=False):
+        n_tokens = len(actual.token_ids)
+        assert list(actual.token_ids) == requested[:n_tokens]
+        assert set(requested[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
+        assert score == pytest.approx(requested_score, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -116,7 +116,7 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
     pytest.importorskip("llama_cpp")
     from backends.gguf.model import load_gguf_model
     from backends.llama.backend import LlamaBackend
-    from offload.residency.placement import Placement
+    from offload.placement.placement import Placement
 
     model = load_gguf_model(save_tiny_gguf(family, tmp_path / "model.gguf", seed=4))
     options: dict[str, Any] = {
@@ -127,7 +127,7 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
         "flash_attention": False,
     }
     plan = Placement(tuple(model.layers), 2)
-    loading = {"residency": plan, "load_mode": "stream"} if is_streamed else {"load_mode": "mmap"}
+    loading = {"placement": plan, "load_mode": "stream"} if is_streamed else {"load_mode": "mmap"}
     with (
         LlamaBackend(model, load_mode="mmap", **options) as plain,
         LlamaBackend(model, max_nodes=80, **loading, **options) as tree,
@@ -148,11 +148,13 @@ def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
                 length_penalty=0.7,
             )
             prompt = [3 + seed, 17, 5, 60]
-            found = search(tree, prompt, params, eos=tuple(range(2, VOCAB, 5)))
+            actual = search(tree, prompt, params, eos=tuple(range(2, VOCAB, 5)))
             expected = search(
                 TableBackend(rows, VOCAB), prompt, params, eos=tuple(range(2, VOCAB, 5))
             )
-            assert [one.token_ids for one, _ in found] == [one.token_ids for one, _ in expected]
+            assert [item.token_ids for item, _ in actual] == [
+                item.token_ids for item, _ in expected
+            ]
             np.testing.assert_allclose(
-                [score for _, score in found], [score for _, score in expected], atol=1e-3
+                [score for _, score in actual], [score for _, score in expected], atol=1e-3
             )

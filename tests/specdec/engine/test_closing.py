@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held_generation import PROMPT, Generation, Held
 from interrupting import interrupted
+from paused_generation import PROMPT, Generation, Pinned
 from stepping import Stepping
 
 import specdec
@@ -62,7 +62,7 @@ def test_nothing_runs_on_a_closed_model(small_llm: LLM) -> None:
 
 
 def test_closing_from_another_thread_ends_a_generation(small_llm: LLM) -> None:
-    processor = Held()
+    processor = Pinned()
     running = Generation(small_llm, processor)
     closing = threading.Thread(target=small_llm.close)
     closing.start()
@@ -99,7 +99,7 @@ def test_closing_in_the_middle_of_a_pass(small_llm: LLM, monkeypatch: pytest.Mon
         asked.set()
 
     monkeypatch.setattr(small_llm.target, "request_cancel", note)
-    processor = Held()
+    processor = Pinned()
     processor.reached.set()
     processor.may_go_on.set()
     running = Generation(small_llm, processor)
@@ -112,7 +112,7 @@ def test_closing_in_the_middle_of_a_pass(small_llm: LLM, monkeypatch: pytest.Mon
 
 def test_closing_inside_a_generation(small_llm: LLM) -> None:
     """From a logits processor, say: nobody can be waited for."""
-    processor = Held(then=small_llm.close)
+    processor = Pinned(then=small_llm.close)
     processor.may_go_on.set()
     with pytest.raises(ModelClosed):
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
@@ -172,12 +172,12 @@ def test_closing_in_a_signal_handler(
     small_llm: LLM, on_alarm: Any, error: type[Left] | None
 ) -> None:
     """In the main thread, which waits for a chunk; another one computes."""
-    held: list[int] = []
+    pinned: list[int] = []
     main = threading.main_thread().ident or 0
 
     def close(*_: object) -> None:
         small_llm.close()
-        held.append(small_llm.target.kv_bytes)
+        pinned.append(small_llm.target.kv_bytes)
         if error is not None:
             raise error
 
@@ -189,14 +189,14 @@ def test_closing_in_a_signal_handler(
     n_committed = len(PROMPT)
 
     def press(ids: Any, scores: Any) -> Any:
-        if len(ids[0]) > n_committed + 2 and not held:
+        if len(ids[0]) > n_committed + 2 and not pinned:
             signal.pthread_kill(main, signal.SIGALRM)
             is_closing()
         return scores
 
     with pytest.raises(error or ModelClosed):
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[press])
-    assert held == [0]
+    assert pinned == [0]
     with pytest.raises(ModelClosed):
         small_llm.generate(PROMPT)
 

@@ -61,10 +61,10 @@ def test_every_way_to_draft_gives_plain_constrained_decoding(
 ) -> None:
     options = {**sampling, "json_schema": PERSON, "max_tokens": 200}
     plain = llm.generate(PROMPT, speculative=False, **options)
-    found = llm.generate(PROMPT, spec=spec, **options)
-    assert found.token_ids == plain.token_ids
-    assert found.finish_reason == "stop"
-    assert conforms(json.loads(found.text), PERSON)
+    actual = llm.generate(PROMPT, spec=spec, **options)
+    assert actual.token_ids == plain.token_ids
+    assert actual.finish_reason == "stop"
+    assert conforms(json.loads(actual.text), PERSON)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -74,10 +74,10 @@ def test_a_whole_answer_always_conforms(
 ) -> None:
     sampling = GREEDY if is_greedy else {**SAMPLED, "seed": seed}
     options = {**sampling, "json_schema": schema, "max_tokens": 256}
-    found = llm.generate("x", **options)
-    assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
-    if found.finish_reason == "stop":
-        assert conforms(json.loads(found.text), schema)
+    actual = llm.generate("x", **options)
+    assert actual.token_ids == llm.generate("x", speculative=False, **options).token_ids
+    if actual.finish_reason == "stop":
+        assert conforms(json.loads(actual.text), schema)
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
@@ -85,27 +85,27 @@ def test_a_whole_answer_always_conforms(
 def test_the_rules_of_chains_keep_to_it(llm: LLM, acceptance: str, drafts: tuple[str, ...]) -> None:
     spec = SpecConfig(spec_type=drafts, acceptance=acceptance, num_draft_tokens=6)
     for seed in range(4):
-        found = llm.generate(
+        actual = llm.generate(
             PROMPT, spec=spec, json_schema=PERSON, max_tokens=200, temperature=1.0, seed=seed
         )
-        assert conforms(json.loads(found.text), PERSON)
+        assert conforms(json.loads(actual.text), PERSON)
 
 
 def test_the_lossy_rule_keeps_to_it(llm: LLM) -> None:
     spec = SpecConfig(num_draft_tokens=12, accept_threshold=1e-6)
     for seed in range(4):
-        found = llm.generate(
+        actual = llm.generate(
             PROMPT, spec=spec, json_schema=PERSON, max_tokens=200, temperature=1.0, seed=seed
         )
-        assert conforms(json.loads(found.text), PERSON)
+        assert conforms(json.loads(actual.text), PERSON)
 
 
 def test_a_drafter_of_ones_own_changes_nothing(llm: LLM) -> None:
     """Its tokens break the grammar nearly always."""
     options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.0}
     plain = llm.generate(PROMPT, speculative=False, seed=5, **options)
-    found = llm.generate(PROMPT, drafter=RandomDrafter(VOCAB), seed=5, **options)
-    assert found.token_ids == plain.token_ids
+    actual = llm.generate(PROMPT, drafter=RandomDrafter(VOCAB), seed=5, **options)
+    assert actual.token_ids == plain.token_ids
 
 
 def test_the_targets_distribution_is_masked_before_it_is_cut() -> None:
@@ -160,11 +160,11 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
 def test_keywords_of_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> None:
     for sampling in (GREEDY, {"temperature": 1.0, "seed": 3}):
         options = {"json_schema": schema, "max_tokens": 60, **sampling}
-        found = llm.generate("x", **options)
-        assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
-        assert found.finish_reason == "stop"
-        json.loads(found.text)
-        assert re.fullmatch(pattern, found.text)
+        actual = llm.generate("x", **options)
+        assert actual.token_ids == llm.generate("x", speculative=False, **options).token_ids
+        assert actual.finish_reason == "stop"
+        json.loads(actual.text)
+        assert re.fullmatch(pattern, actual.text)
 
 
 def test_a_constraint_is_never_dropped_in_silence() -> None:
@@ -186,10 +186,10 @@ def test_every_kind_of_constraint(llm: LLM) -> None:
 def test_any_object(llm: LLM) -> None:
     for seed in range(5):
         options: dict[str, Any] = {"json_object": True, "temperature": 1.0, "seed": seed}
-        found = llm.generate("x", **options)
-        assert found.token_ids == llm.generate("x", speculative=False, **options).token_ids
-        if found.finish_reason == "stop":
-            assert isinstance(json.loads(found.text), dict)
+        actual = llm.generate("x", **options)
+        assert actual.token_ids == llm.generate("x", speculative=False, **options).token_ids
+        if actual.finish_reason == "stop":
+            assert isinstance(json.loads(actual.text), dict)
 
 
 @pytest.mark.parametrize("n", [1, 5, 17])
@@ -201,9 +201,9 @@ def test_a_limit_cuts_the_text(llm: LLM, n: int) -> None:
 
 
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:
-    found = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200, stop=", ")
-    assert found.finish_reason == "stop"
-    assert found.text in ('{"occupation": "astronaut"', '{"occupation": "astronomer"')
+    actual = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200, stop=", ")
+    assert actual.finish_reason == "stop"
+    assert actual.text in ('{"occupation": "astronaut"', '{"occupation": "astronomer"')
 
 
 def test_several_sequences_each_keep_to_it(llm: LLM) -> None:
@@ -217,9 +217,9 @@ def test_several_sequences_each_keep_to_it(llm: LLM) -> None:
 
 def test_a_finished_text_ends_whatever_processors_say(llm: LLM) -> None:
     """`min_tokens` bans the end of a text, which is all that may follow here."""
-    found = llm.generate("x", regex="abc", min_tokens=9, max_tokens=20)
-    assert found.text == "abc"
-    assert found.token_ids[-1] == EOS
+    actual = llm.generate("x", regex="abc", min_tokens=9, max_tokens=20)
+    assert actual.text == "abc"
+    assert actual.token_ids[-1] == EOS
 
 
 def test_no_processor_brings_back_what_may_not_follow(llm: LLM) -> None:
@@ -244,28 +244,28 @@ def test_mistakes_are_found_before_anything_is_computed(llm: LLM) -> None:
 
 
 def test_other_tokens_may_end_the_text(llm: LLM) -> None:
-    found = llm.generate("x", regex="abc", eos_token_ids=(0,))
-    assert (found.text, found.token_ids[-1], found.finish_reason) == ("abc", 0, "stop")
+    actual = llm.generate("x", regex="abc", eos_token_ids=(0,))
+    assert (actual.text, actual.token_ids[-1], actual.finish_reason) == ("abc", 0, "stop")
 
 
 def test_without_drafts_a_pass_brings_one_token(mute: LLM) -> None:
-    found = mute.generate(PROMPT, json_schema=PERSON, max_tokens=200)
-    assert conforms(json.loads(found.text), PERSON)
-    assert found.stats.passes == len(found.token_ids) - 1
+    actual = mute.generate(PROMPT, json_schema=PERSON, max_tokens=200)
+    assert conforms(json.loads(actual.text), PERSON)
+    assert actual.stats.passes == len(actual.token_ids) - 1
 
 
 @pytest.mark.parametrize("spec", ["tree", "n-grams"])
 def test_forced_stretches_come_many_tokens_a_pass(llm: LLM, spec: str) -> None:
     """The grammar leaves one choice: between two words, in the middle."""
     schema = {"enum": ["a sentence that is forced: yes, as is all the rest of it", "no"]}
-    found = llm.generate("x", spec=SPECS[spec], json_schema=schema, seed=1, temperature=2.0)
-    n_rounds = -(-len(found.token_ids) // 13)
-    assert found.stats.passes <= n_rounds + 1
+    actual = llm.generate("x", spec=SPECS[spec], json_schema=schema, seed=1, temperature=2.0)
+    n_steps = -(-len(actual.token_ids) // 13)
+    assert actual.stats.passes <= n_steps + 1
 
 
 def test_no_draft_is_run_for_what_is_forced(llm: LLM) -> None:
-    """One run of a level for each round, and that of the prompt."""
-    found = llm.generate("x", regex="a text of which every letter is forced", max_tokens=80)
-    assert found.text == "a text of which every letter is forced"
-    assert found.stats.passes <= 4
-    assert found.stats.draft_runs <= 2 * found.stats.passes
+    """One run of a level for each step, and that of the prompt."""
+    actual = llm.generate("x", regex="a text of which every letter is forced", max_tokens=80)
+    assert actual.text == "a text of which every letter is forced"
+    assert actual.stats.passes <= 4
+    assert actual.stats.draft_runs <= 2 * actual.stats.passes

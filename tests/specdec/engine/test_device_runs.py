@@ -62,9 +62,9 @@ def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factor
         TorchBackend.resident(path) as plain,
         TorchBackend.resident(path) as plain_draft,
         on_device(path, engine()) as target,
-        on_device(path, one := engine(), all_there) as draft,
+        on_device(path, item := engine(), all_there) as draft,
     ):
-        if is_lossy and not isinstance(one, CpuEngine):
+        if is_lossy and not isinstance(item, CpuEngine):
             pytest.skip("a lossy text depends on the tree, and so on the last bits of its chances")
         if drafting == "random":
             text = run(target, PROMPT, 24, RandomDrafter(VOCAB), params, spec=SPEC)
@@ -87,7 +87,7 @@ def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
     spec = SpecConfig(("draft",), num_draft_tokens=5, acceptance=rule)
     params = SamplingParams(temperature=0.9, seed=4)
     target_path, draft_path = (checkpoint_factory("llama", seed=seed) for seed in (0, 1))
-    texts = []
+    sequences = []
     with (
         TorchBackend.resident(target_path) as plain,
         TorchBackend.resident(draft_path) as plain_draft,
@@ -98,5 +98,5 @@ def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
             rng = np.random.default_rng(7)
             chain = (Sampler(params, n_tokens=VOCAB), rng)
             made = ModelDrafter(backends[1], VOCAB, chain=chain)
-            texts.append(run(backends[0], PROMPT, 24, made, params, spec=spec, rng=rng))
-    assert texts[0] == texts[1]
+            sequences.append(run(backends[0], PROMPT, 24, made, params, spec=spec, rng=rng))
+    assert sequences[0] == sequences[1]

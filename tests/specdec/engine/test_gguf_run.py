@@ -45,8 +45,8 @@ def ids(model: str | Path, draft: str | None, *samplings: SamplingParams, **opti
 @pytest.fixture(scope="module")
 def plain(grown: Path) -> dict[SamplingParams, tuple[int, ...]]:
     """What the target says by itself, mapped from its file."""
-    texts = ids(grown, None, GREEDY, SAMPLED, load_mode="mmap", spec_type="none")
-    return dict(zip((GREEDY, SAMPLED), texts, strict=True))
+    sequences = ids(grown, None, GREEDY, SAMPLED, load_mode="mmap", spec_type="none")
+    return dict(zip((GREEDY, SAMPLED), sequences, strict=True))
 
 
 @pytest.mark.parametrize("draft", ["pair:draft.gguf", "pair:draft", None])
@@ -60,7 +60,7 @@ def test_a_streamed_target_says_the_same_within_its_budget(grown, plain, more_mi
     plan = specdec.plan_run(grown, "pair:draft.gguf", **options)
     budget = plan.smallest_budget_bytes + more_mib * MIB
     with specdec.load(grown, "pair:draft.gguf", memory_budget=budget, **options) as llm:
-        assert llm.plan.residency.n_streamed_layers > 0
+        assert llm.plan.placement.n_streamed_layers > 0
         for sampling in (GREEDY, SAMPLED):
             result = llm.generate(PROMPT, sampling)
             assert result.token_ids == plain[sampling]
@@ -142,7 +142,7 @@ def test_a_refused_budget_names_the_caches_that_would_do_with_less(
     # What the process takes by itself is not the same twice, to a MiB or two.
     monkeypatch.setattr("specdec.planning.plan.measure_base", lambda: 100 * MIB)
     # It is a small model.
-    monkeypatch.setattr("specdec.planning.memory.division._SMALLEST_STEP_BYTES", 64 * KIB)
+    monkeypatch.setattr("specdec.planning.memory.memory_plan._SMALLEST_STEP_BYTES", 64 * KIB)
 
     def plan(budget: str, cache_type: str) -> None:
         types = {"cache_type_k": cache_type, "cache_type_v": cache_type}

@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         force_streaming(patch)
         loaded = specdec.load(target, draft, **size)
     with loaded:
-        assert loaded.plan.residency.n_streamed_layers == 3
+        assert loaded.plan.placement.n_streamed_layers == 3
         assert drafted_ahead(loaded.generate(PROMPT, max_tokens=N_TOKENS).stats)
         yield loaded
     assert not [t for t in threading.enumerate() if t.name.startswith("specdec-draft")]

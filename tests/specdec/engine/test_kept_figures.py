@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import specdec
-from offload.process import remembered
+from offload.process import disk_cache
 from specdec.metrics.stats import MeasuredPass
 
 
 @pytest.mark.parametrize(
-    ("times_planned", "n_passes", "has_held", "is_kept"),
+    ("times_planned", "n_passes", "has_pinned", "is_retained"),
     [
         (1.3, 20, False, True),
         (0.8, 20, False, True),
@@ -25,16 +25,16 @@ from specdec.metrics.stats import MeasuredPass
 )
 def test_figures_are_kept_while_passes_take_what_was_planned(
     small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    times_planned: float, n_passes: int, has_held: bool, is_kept: bool,
+    times_planned: float, n_passes: int, has_pinned: bool, is_retained: bool,
 ) -> None:  # fmt: skip
     figure = tmp_path / "figure.json"
-    monkeypatch.setattr(remembered, "_in_use", set())
-    remembered.remember_figure(figure, {}, "a figure")
+    monkeypatch.setattr(disk_cache, "_in_use", set())
+    disk_cache.save_cached_figure(figure, {}, "a figure")
     with specdec.load(small_target, ctx_size=64) as llm:
         planned = llm.plan.cost_model.seconds(4)
         # Held while they ran, whatever is held when the last one of them is over.
-        passes = [MeasuredPass(4, times_planned * planned, has_held=has_held)] * n_passes
+        passes = [MeasuredPass(4, times_planned * planned, has_pinned=has_pinned)] * n_passes
         llm.session._check_figures(
             [*passes, MeasuredPass(4, 100 * planned, is_drafting_ahead=True)]
         )
-    assert figure.exists() == is_kept
+    assert figure.exists() == is_retained

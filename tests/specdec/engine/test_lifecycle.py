@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forced_streaming import force_streaming
 from hanging_storage import HangingStorage
-from held_generation import PROMPT, Generation, Held, Reader
+from paused_generation import PROMPT, Generation, Pinned, Reader
 from stepping import Stepping
 
 import specdec
@@ -32,7 +32,7 @@ def test_a_generation_inside_a_generation_is_refused(small_llm: LLM) -> None:
 
 def test_a_second_thread_waits_for_the_pass_and_disturbs_nothing(small_llm: LLM) -> None:
     alone = small_llm.generate([9, 8], max_tokens=30).token_ids
-    processor = Held()
+    processor = Pinned()
     running = Generation(small_llm, processor)
     second = Reader(small_llm.stream([9, 8], max_tokens=30))
     processor.may_go_on.set()
@@ -49,7 +49,7 @@ def test_one_stream_in_two_threads(small_llm: LLM) -> None:
     for reader in readers:
         reader.join()
         assert reader.error is None
-    taken = [token for one in readers for chunk in one.chunks for token in chunk.token_ids]
+    taken = [token for item in readers for chunk in item.chunks for token in chunk.token_ids]
     assert sorted(taken) == sorted(stream.result.token_ids)
 
 
@@ -58,7 +58,7 @@ def test_a_stream_is_cancelled_by_another_thread(small_llm: LLM, beams: int) -> 
     """Between two passes: what was there already is the result."""
     options = {"max_tokens": 40, "num_beams": beams, "cache_prompt": False}
     expected = small_llm.generate(PROMPT, **options).token_ids
-    processor = Held()
+    processor = Pinned()
     stream = small_llm.stream(PROMPT, logits_processors=[processor], **options)
     reader = Reader(stream)
     processor.reached.wait()
@@ -108,7 +108,7 @@ def test_a_cancel_by_another_thread_ends_a_pass_that_would_not_end(
 
 def test_a_cancel_inside_of_the_generation_ends_it_with_the_pass(small_llm: LLM) -> None:
     streams: list[Any] = []
-    processor = Held(then=lambda: streams[0].cancel())
+    processor = Pinned(then=lambda: streams[0].cancel())
     processor.may_go_on.set()
     streams.append(small_llm.stream(PROMPT, max_tokens=20, logits_processors=[processor]))
     list(streams[0])
@@ -145,8 +145,8 @@ def test_statistics_begin_with_the_first_chunk(
     """A stream made early does not count what another generation read meanwhile."""
     force_streaming(monkeypatch)
     with specdec.load(small_target, ctx_size=256, spec_type="none") as llm:
-        early = llm.stream(PROMPT, max_tokens=4)
+        weight_prefetch = llm.stream(PROMPT, max_tokens=4)
         other = llm.generate(PROMPT, max_tokens=60).stats
-        assert early.result.stats.bytes_streamed == 0
-        list(early)
-        assert 0 < early.result.stats.bytes_streamed < other.bytes_streamed / 4
+        assert weight_prefetch.result.stats.bytes_streamed == 0
+        list(weight_prefetch)
+        assert 0 < weight_prefetch.result.stats.bytes_streamed < other.bytes_streamed / 4

@@ -43,21 +43,21 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many threads each pass had, of either library."""
-    found: list[int] = []
+    actual: list[int] = []
     run_model, decode = hf_backend.run_model, LlamaContext.decode
 
     def run_torch(*args: Any) -> torch.Tensor:
-        found.append(torch.get_num_threads())
+        actual.append(torch.get_num_threads())
         return run_model(*args)
 
     def run_llama(context: LlamaContext, batch: Batch) -> int:
         code = decode(context, batch)
-        found.append(context._library.llama_n_threads(context.handle))
+        actual.append(context._library.llama_n_threads(context.handle))
         return code
 
     monkeypatch.setattr(hf_backend, "run_model", run_torch)
     monkeypatch.setattr(LlamaContext, "decode", run_llama)
-    return found
+    return actual
 
 
 @pytest.mark.usefixtures("two_cpus")
@@ -75,10 +75,10 @@ def test_threads_follow_the_load_between_passes(
         llm.session.forget_prompt()
         monkeypatch.setattr(cpus, "free_cpus", lambda: next(free))
         threads_of_passes.clear()
-        found = llm.generate(PROMPT, max_tokens=20, logprobs=3)
+        actual = llm.generate(PROMPT, max_tokens=20, logprobs=3)
     assert set(threads_of_passes) == {1, 2}
-    assert found.token_ids == expected.token_ids
-    assert found.logprobs == expected.logprobs  # floats, to the bit
+    assert actual.token_ids == expected.token_ids
+    assert actual.logprobs == expected.logprobs  # floats, to the bit
 
 
 def test_threads_that_were_asked_for_stay(

@@ -42,12 +42,12 @@ def prompts(n=N_PROMPTS):
 
 
 @pytest.fixture(scope="module")
-def plain_texts(target):
+def plain_outputs(target):
     return [(prompt, run(target, prompt, N_TOKENS)) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])
-def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_texts):
+def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_outputs):
     make = {
         "self": lambda plain: ModelDrafter(twin, 96),
         "other model": lambda plain: ModelDrafter(other, 96),
@@ -55,7 +55,7 @@ def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_texts):
         "always wrong": lambda plain: ScriptedDrafter(plain, 96, wrong_at=0),
         "merged": lambda plain: MergedDrafter([ModelDrafter(other, 96), NgramDrafter()]),
     }[kind]
-    for prompt, plain in plain_texts:
+    for prompt, plain in plain_outputs:
         assert run(target, prompt, N_TOKENS, make(prompt + plain)) == plain
 
 
@@ -76,7 +76,7 @@ def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
 
 
 def test_a_perfect_draft_is_accepted_whole(target, twin):
-    """The draft's own KV is right, too: with itself as draft every round is accepted to the end."""
+    """The draft's own KV is right, too: with itself as draft every step is accepted to the end."""
     spec = SpecConfig(num_draft_tokens=4, tree_width=1, draft_depth=4)
     for prompt in prompts(10):
         own(target).rollback(0)
@@ -100,8 +100,8 @@ def test_rounds_end_where_the_draft_goes_wrong(wrong_at, target):
 @pytest.fixture(scope="module")
 def distinct_text(target):
     """A prompt whose text begins with nine tokens of which none repeats."""
-    texts = ((prompt, run(target, prompt, N_TOKENS)) for prompt in prompts(50))
-    return next((prompt, text) for prompt, text in texts if len(set(text[:9])) == 9)
+    sequences = ((prompt, run(target, prompt, N_TOKENS)) for prompt in prompts(50))
+    return next((prompt, text) for prompt, text in sequences if len(set(text[:9])) == 9)
 
 
 @pytest.mark.parametrize("offset", range(8))

@@ -1,4 +1,4 @@
-"""Beam searches beside each other and beside texts: each is what it is alone."""
+"""Beam searches beside each other and beside sequences: each is what it is alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from held_generation import Held, Reader
+from paused_generation import Pinned, Reader
 from stepping import Stepping
 from tiny_pair import save_model
 
@@ -31,15 +31,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-    found = llm.generate(prompt, params, speculative=False, cache_prompt=False).token_ids
+    actual = llm.generate(prompt, params, speculative=False, cache_prompt=False).token_ids
     llm.session.forget_prompt()
-    return found
+    return actual
 
 
 def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.engine._running
     assert not llm.session.engine.scheduler.running
-    assert not llm.session.texts._in_use
+    assert not llm.session.sequences._in_use
 
 
 def test_searches_of_many_threads(llm: LLM) -> None:
@@ -62,7 +62,7 @@ def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM
     with Stepping(llm) as steps:
         for stream in streams:
             steps.next(stream)
-        assert len(llm.session.texts._in_use) == 2
+        assert len(llm.session.sequences._in_use) == 2
         search.start()
     assert [chunk.token_ids for chunk in search] == [beams]
     for stream, tokens in zip(streams, expected, strict=True):
@@ -84,7 +84,7 @@ def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
         search.start()
     assert [chunk.token_ids for chunk in search] == [beams]
     after = llm.stats
-    assert after.prompt_rows - before.prompt_rows == len(prompt)
+    assert after.prefill_tokens - before.prefill_tokens == len(prompt)
     # Six rows make a pass half as long again as one row; every other pass is the text's.
     n_chunks = math.ceil(len(prompt) / 6)
     assert after.passes - before.passes >= n_chunks + SEARCH.max_tokens - 1
@@ -98,7 +98,7 @@ def test_a_text_waits_where_a_search_has_the_room(llm: LLM) -> None:
     prompts = [[token, 9] for token in (80, 81)]
     expected = [alone(llm, prompt, TEXT) for prompt in prompts]
     beams = alone(llm, LONG[::-1], SEARCH)
-    processor = Held()
+    processor = Pinned()
     search = llm.stream(LONG[::-1], SEARCH, logits_processors=[processor])
     searching = Reader(search)
     processor.reached.wait()

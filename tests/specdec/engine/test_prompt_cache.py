@@ -33,7 +33,7 @@ ASKED = {"max_tokens": 6, "ignore_eos": True, "logprobs": True}
 class Pair(NamedTuple):
     target: Path
     draft: Path
-    others: tuple[Path, Path]
+    rest: tuple[Path, Path]
     """Models of the same shape: only the weights' values differ."""
 
 
@@ -61,7 +61,7 @@ def llm(pair: Pair) -> Iterator[LLM]:
 class Opened(NamedTuple):
     target: OpenedModel
     draft: OpenedModel
-    others: tuple[OpenedModel, OpenedModel]
+    rest: tuple[OpenedModel, OpenedModel]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def opened(pair: Pair) -> Opened:
     def pair_of(target: Path, draft: Path) -> tuple[OpenedModel, OpenedModel]:
         return open_model(target, AS_TARGET), open_model(draft, BackendOptions())
 
-    return Opened(*pair_of(pair.target, pair.draft), pair_of(*pair.others))
+    return Opened(*pair_of(pair.target, pair.draft), pair_of(*pair.rest))
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> 
     """Of a generation that ended; not to be changed."""
     path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
-    PromptCache(path, opened.target, opened.draft).save(*kept(llm))
+    PromptCache(path, opened.target, opened.draft).save(*cached(llm))
     return path
 
 
-def kept(llm: LLM) -> tuple[Any, Any]:
-    return llm.session.texts, llm.session.draft_texts
+def cached(llm: LLM) -> tuple[Any, Any]:
+    return llm.session.sequences, llm.session.draft_prefix_cache
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
     with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as other:
-        assert other.session.texts.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        assert other.session.sequences.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
         check_same(other.generate([*PROMPT, 7], **ASKED), expected)
     with specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS) as other:
-        assert list(other.session.texts.newest.committed_ids) == [
+        assert list(other.session.sequences.newest.committed_ids) == [
             *PROMPT,
             7,
             *expected.token_ids[:-1],
@@ -120,22 +120,22 @@ def test_any_prompt_goes_on(llm: LLM, opened: Opened, file: Path, prompt: list[i
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate(prompt, **ASKED)
     llm.session.forget_prompt()
-    PromptCache(file, opened.target, opened.draft).restore(*kept(llm))
-    assert all(texts.newest.n_committed > len(PROMPT) // 2 for texts in kept(llm))
+    PromptCache(file, opened.target, opened.draft).restore(*cached(llm))
+    assert all(sequences.newest.n_committed > len(PROMPT) // 2 for sequences in cached(llm))
     check_same(llm.generate(prompt, **ASKED), expected)
 
 
 def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy: Path) -> None:
     llm.session.forget_prompt()
     prompt_cache, before = PromptCache(copy, opened.target, opened.draft), copy.stat().st_ino
-    prompt_cache.restore(*kept(llm))
-    prompt_cache.save(*kept(llm))
+    prompt_cache.restore(*cached(llm))
+    prompt_cache.save(*cached(llm))
     assert copy.stat().st_ino == before
     llm.generate([5, 6], **ASKED)
-    prompt_cache.save(*kept(llm))
+    prompt_cache.save(*cached(llm))
     saved = copy.stat().st_ino
     assert saved != before
-    prompt_cache.save(*kept(llm))
+    prompt_cache.save(*cached(llm))
     assert copy.stat().st_ino == saved
 
 
@@ -171,14 +171,14 @@ def test_an_error_in_the_block_saves_nothing(pair: Pair, copy: Path) -> None:
 
 def test_another_target_is_refused(opened: Opened, file: Path) -> None:
     with pytest.raises(PromptCacheError, match="another target model"):
-        PromptCache(file, opened.others[0], None)
+        PromptCache(file, opened.rest[0], None)
 
 
 def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None:
     llm.session.forget_prompt()
-    PromptCache(file, opened.target, opened.others[1]).restore(*kept(llm))
-    assert llm.session.texts.newest.n_committed == 35
-    assert llm.session.draft_texts.newest is None
+    PromptCache(file, opened.target, opened.rest[1]).restore(*cached(llm))
+    assert llm.session.sequences.newest.n_committed == 35
+    assert llm.session.draft_prefix_cache.newest is None
     result = llm.generate(PROMPT, **ASKED)
     assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
 
@@ -189,7 +189,7 @@ def test_a_context_that_is_too_short(
     llm.session.forget_prompt()
     monkeypatch.setattr(llm.target, "max_context", 32)
     with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
-        PromptCache(file, opened.target, None).restore(llm.session.texts, None)
+        PromptCache(file, opened.target, None).restore(llm.session.sequences, None)
 
 
 Forge = Callable[[dict[str, TensorShape], dict[str, bytes]], None]
@@ -248,8 +248,8 @@ def test_forged_files_are_refused(
     rewrite(file, tmp_path / "forged", forge)
     prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
-        prompt_cache.restore(*kept(llm))
-    assert llm.session.texts.newest is None
+        prompt_cache.restore(*cached(llm))
+    assert llm.session.sequences.newest is None
 
 
 def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Path) -> None:
@@ -257,8 +257,8 @@ def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Pa
     prompt_cache = PromptCache(copy, opened.target, opened.draft)
     os.truncate(copy, 0)
     with pytest.raises(PromptCacheError, match="was changed since it was read: remove it"):
-        prompt_cache.restore(*kept(llm))
-    assert llm.session.texts.newest is None
+        prompt_cache.restore(*cached(llm))
+    assert llm.session.sequences.newest is None
 
 
 def rewrite(file: Path, forged: Path, forge: Forge) -> None:
@@ -290,7 +290,9 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         llm.save_prompt_cache()
         rewrite(path, forged, forge)
         llm.session.forget_prompt()
-        PromptCache(forged, open_model(target, AS_TARGET), None).restore(llm.session.texts, None)
+        PromptCache(forged, open_model(target, AS_TARGET), None).restore(
+            llm.session.sequences, None
+        )
         with pytest.raises(SpecdecError, match="remove the prompt cache file"):
             llm.generate(PROMPT, **ASKED)
         llm.session.forget_prompt()

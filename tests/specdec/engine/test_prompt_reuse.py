@@ -33,8 +33,8 @@ def models(
     target = save_tiny_checkpoint(request.param, tmp_path_factory.mktemp("target"), vocab_size=259)
     save_tokenizer(target)
     draft = save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1)
-    with specdec.load(target, draft, **OPTIONS) as one, specdec.load(target, **OPTIONS) as other:
-        yield one, other
+    with specdec.load(target, draft, **OPTIONS) as item, specdec.load(target, **OPTIONS) as other:
+        yield item, other
 
 
 def check(llm: LLM, fresh: LLM, prompt: list[int], **options: object) -> int:
@@ -72,18 +72,18 @@ def test_any_history_of_prompts(
             for _ in range(data.draw(st.integers(0, 3))):
                 next(stream)
             stream.cancel()
-        kept = [list(text.committed_ids) for text in llm.session.texts.kept]
+        cached = [list(text.committed_ids) for text in llm.session.sequences.cached]
         n_reused = check(llm, fresh, prompt, speculative=speculative, **options)
-        assert n_reused == max((common_length(held, prompt[:-1]) for held in kept), default=0)
+        assert n_reused == max((common_length(pinned, prompt[:-1]) for pinned in cached), default=0)
 
 
 def test_a_conversation_computes_its_new_words_only(models: tuple[LLM, LLM]) -> None:
     llm, fresh = models
     prompt = [200, *TEXT]
-    for turn in range(3):
+    for slot_turn in range(3):
         n_reused = check(llm, fresh, prompt)
         # All but the last token of the answer, which was emitted and never run.
-        assert n_reused == (0 if turn == 0 else len(prompt) - 4)
+        assert n_reused == (0 if slot_turn == 0 else len(prompt) - 4)
         prompt += [*fresh.generate(prompt, max_tokens=8, ignore_eos=True).token_ids, 7, 8, 9]
 
 
@@ -95,7 +95,7 @@ def test_the_draft_keeps_its_own(models: tuple[LLM, LLM], monkeypatch: pytest.Mo
     run = llm.draft.forward
 
     def noted(batch: Any) -> Any:
-        runs.extend(len(one.token_ids) for one in batch if one.parents is None)
+        runs.extend(len(item.token_ids) for item in batch if item.parents is None)
         return run(batch)
 
     monkeypatch.setattr(llm.draft, "forward", noted)
@@ -113,12 +113,12 @@ def test_switched_off(models: tuple[LLM, LLM]) -> None:
 
 def check_caches(llm: LLM) -> None:
     """What is kept can be gone on with."""
-    for texts in (llm.session.texts, llm.session.draft_texts):
-        for text in texts.kept:  # type: ignore[union-attr]
-            held = list(text.committed_ids)
+    for sequences in (llm.session.sequences, llm.session.draft_prefix_cache):
+        for text in sequences.cached:  # type: ignore[union-attr]
+            pinned = list(text.committed_ids)
             text.prefill([11])
-            assert list(text.committed_ids) == [*held, 11]
-            text.rollback(len(held))
+            assert list(text.committed_ids) == [*pinned, 11]
+            text.rollback(len(pinned))
 
 
 def test_interrupts_anywhere(models: tuple[LLM, LLM]) -> None:

@@ -76,7 +76,10 @@ def test_beam_sampling_has_generates_distribution(reference_model, resident):
     often = [tokens for tokens, n in theirs.items() if n >= 25]
     assert len(often) > 3
     table = [
-        [*(counts[one] for one in often), sum(n for one, n in counts.items() if one not in often)]
+        [
+            *(counts[item] for item in often),
+            sum(n for item, n in counts.items() if item not in often),
+        ]
         for counts in (ours, theirs)
     ]
     assert stats.chi2_contingency(table).pvalue > REJECT_BELOW
@@ -101,21 +104,21 @@ def draw_pair(target, params: SamplingParams, rows: dict) -> tuple[int, ...]:
 
 
 def exact_pairs(model, config: GenerationConfig) -> dict[tuple[int, ...], float]:
-    one = GenerationConfig(
+    item = GenerationConfig(
         **{**config.to_diff_dict(), "output_scores": True, "return_dict_in_generate": True}
     )
-    one.max_new_tokens = 1
+    item.max_new_tokens = 1
 
     def next_probs(prompts: list[list[int]]) -> np.ndarray:
         with torch.no_grad():
-            scores = model.generate(torch.tensor(prompts), generation_config=one).scores[0]
+            scores = model.generate(torch.tensor(prompts), generation_config=item).scores[0]
         return scores.double().softmax(-1).numpy()
 
     first = next_probs([PROMPT])[0]
     alive = np.flatnonzero(first).tolist()
     second = next_probs([[*PROMPT, token] for token in alive])
     return {
-        (one, int(two)): float(first[one] * row[two])
-        for one, row in zip(alive, second, strict=True)
+        (item, int(two)): float(first[item] * row[two])
+        for item, row in zip(alive, second, strict=True)
         for two in np.flatnonzero(row)
     }

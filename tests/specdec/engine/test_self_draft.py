@@ -53,7 +53,7 @@ def backend(model: Path) -> Iterator[Backend]:
 
 
 def test_siblings_keep_apart(backend: Backend) -> None:
-    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as sibling:
+    with backend.sibling(max_context=64, max_nodes=8, max_num_tokens=8) as sibling:
         assert sibling.max_context == 64
         other = sibling.new_sequence()
         expected = own(backend).prefill(PROMPT)
@@ -73,21 +73,21 @@ def test_siblings_keep_apart(backend: Backend) -> None:
 
 def test_siblings_in_two_threads(backend: Backend) -> None:
     expected = own(backend).prefill(PROMPT)
-    with backend.sibling(max_context=64, max_nodes=8, max_rows=8) as other:
-        found: list[np.ndarray] = []
+    with backend.sibling(max_context=64, max_nodes=8, max_num_tokens=8) as other:
+        actual: list[np.ndarray] = []
 
-        def work(one: Backend) -> None:
+        def work(item: Backend) -> None:
             for _ in range(10):
-                own(one).rollback(0)
-                found.append(own(one).prefill(PROMPT))
+                own(item).rollback(0)
+                actual.append(own(item).prefill(PROMPT))
 
-        threads = [threading.Thread(target=work, args=(one,)) for one in (backend, other)]
+        threads = [threading.Thread(target=work, args=(item,)) for item in (backend, other)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(found) == 20
-    assert all(np.array_equal(one, expected) for one in found)
+    assert len(actual) == 20
+    assert all(np.array_equal(item, expected) for item in actual)
 
 
 def test_with_the_whole_text_in_its_window_it_is_always_right(model: Path) -> None:
@@ -104,7 +104,7 @@ def test_with_a_short_window_the_output_is_the_same(model: Path) -> None:
         plain = llm.generate(PROMPT, max_tokens=60, ignore_eos=True, speculative=False)
         assert result.token_ids == plain.token_ids
         assert result.stats.drafted_tokens > 0
-        assert llm.session.draft_texts.newest.n_committed <= 4 + 16 + 4
+        assert llm.session.draft_prefix_cache.newest.n_committed <= 4 + 16 + 4
 
 
 def test_it_is_planned_without_weights(model: Path) -> None:

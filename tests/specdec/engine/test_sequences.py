@@ -27,7 +27,7 @@ def test_the_prompt_of_several_sequences_is_computed_once(resident, monkeypatch)
     run, prompt = resident.target.forward, list(range(5, 45))
 
     def counting(batch):
-        computed.append([len(one.token_ids) for one in batch if one.parents is None])
+        computed.append([len(item.token_ids) for item in batch if item.parents is None])
         return run(batch)
 
     resident.session.forget_prompt()
@@ -39,12 +39,12 @@ def test_the_prompt_of_several_sequences_is_computed_once(resident, monkeypatch)
 
 def test_chunks_of_several_sequences_say_whose_they_are(resident):
     stream = resident.stream(PROMPT, n=3, temperature=1.0, max_tokens=6, seed=3)
-    texts, indices = ["", "", ""], []
+    sequences, indices = ["", "", ""], []
     for chunk in stream:
-        texts[chunk.index] += chunk.text
+        sequences[chunk.index] += chunk.text
         indices.append(chunk.index)
     assert set(indices) == {0, 1, 2}
-    assert texts == [output.text for output in stream.result.outputs]
+    assert sequences == [output.text for output in stream.result.outputs]
 
 
 def test_beams_come_whole_and_name_their_seed(resident):

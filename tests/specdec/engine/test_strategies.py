@@ -71,7 +71,7 @@ def streamed(reference_target, reference_draft):
     with pytest.MonkeyPatch.context() as patch:
         force_streaming(patch)
         with load_pair(reference_target, reference_draft) as llm:
-            assert llm.plan.residency.n_streamed_layers == 3
+            assert llm.plan.placement.n_streamed_layers == 3
             yield llm
 
 
@@ -101,9 +101,9 @@ def test_stop_strings_equal_generate(beams, reference_model, resident):
     odd = [t for t, text in letters.items() if not (text.isprintable() and text.isascii())]
     options = {"suppress_tokens": [*odd, *(t for t, text in letters.items() if not text)]}
     config = config_of({**options, "repetition_penalty": 1.5, **beams})
-    texts = [o.text for o in resident.generate(PROMPT, generation_config=config).outputs]
+    sequences = [o.text for o in resident.generate(PROMPT, generation_config=config).outputs]
     for start in (1, 4, 9):
-        config.stop_strings = [texts[0][start : start + 2], texts[-1][7:9]]
+        config.stop_strings = [sequences[0][start : start + 2], sequences[-1][7:9]]
         tokenizer = resident.tokenizer.hf_tokenizer
         expected = generate(reference_model, config, tokenizer=tokenizer)
         result = resident.generate(PROMPT, generation_config=config)

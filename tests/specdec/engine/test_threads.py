@@ -33,9 +33,9 @@ def test_readers(model: Path, n_threads: int, monkeypatch: pytest.MonkeyPatch) -
     force_streaming(monkeypatch)
     before = set(reader_threads())
     with specdec.load(model, io_threads=n_threads, spec_type="none", **SIZE) as llm:
-        assert llm.plan.residency.n_streamed_layers > 0
+        assert llm.plan.placement.n_streamed_layers > 0
         own = set(reader_threads()) - before  # beside those that load what stays in memory
-        assert sum(one.name.startswith("specdec-reader") for one in own) == n_threads
+        assert sum(item.name.startswith("specdec-reader") for item in own) == n_threads
 
 
 @pytest.mark.usefixtures("_torch_threads")

@@ -55,7 +55,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufToke
         yield tokenizer
 
 
-def random_text(tokenizer: GgufTokenizer, seed: int) -> list[int]:
+def random_tokens(tokenizer: GgufTokenizer, seed: int) -> list[int]:
     """Tokens drawn among those that may follow, each as likely as any other, to the end."""
     compiler, rng = GrammarCompiler(tokenizer.grammar_tokenizer), np.random.default_rng(seed)
     state = compiler.begin(CONSTRAINT, 0, tokenizer.eos_token_ids)
@@ -70,7 +70,7 @@ def test_a_random_text_of_sentencepiece_tokens_conforms(
     sentencepiece: GgufTokenizer, seed: int
 ) -> None:
     """Nothing without a text is in it: the unused token is called like a word that may follow."""
-    text = random_text(sentencepiece, seed)
+    text = random_tokens(sentencepiece, seed)
     assert UNUSED_ID not in text
     assert conforms(json.loads(sentencepiece.decode(text)), PERSON)
 
@@ -89,10 +89,10 @@ def test_a_checkpoint_and_its_gguf_allow_the_same(tmp_path: Path) -> None:
     ours = Tokenizer.from_pretrained(pair_path("pair:target"))
     with GgufTokenizer(pair_path("pair:target.gguf")) as theirs:
         states = [
-            GrammarCompiler(one.grammar_tokenizer).begin(CONSTRAINT, 0, ours.eos_token_ids)
-            for one in (ours, theirs)
+            GrammarCompiler(item.grammar_tokenizer).begin(CONSTRAINT, 0, ours.eos_token_ids)
+            for item in (ours, theirs)
         ]
-        text = random_text(theirs, seed=3)
+        text = random_tokens(theirs, seed=3)
         for i in range(len(text)):
             masks = [state.allowed(text[:i], ours.n_tokens) for state in states]
             assert np.array_equal(*masks)
@@ -107,7 +107,7 @@ def test_a_gguf_model_keeps_to_it_with_and_without_a_draft() -> None:
         for sampling in ({}, {"temperature": 1.0, "seed": 2}):
             options = {"json_schema": PERSON, "max_tokens": 120, **sampling}
             plain = llm.generate("person = ", speculative=False, **options)
-            found = llm.generate("person = ", **options)
-            assert found.token_ids == plain.token_ids
-            assert conforms(json.loads(found.text), PERSON)
-            assert found.stats.passes < plain.stats.passes
+            actual = llm.generate("person = ", **options)
+            assert actual.token_ids == plain.token_ids
+            assert conforms(json.loads(actual.text), PERSON)
+            assert actual.stats.passes < plain.stats.passes

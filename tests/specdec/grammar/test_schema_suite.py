@@ -48,15 +48,15 @@ def test_two_hundred_schemas_are_taken_and_the_others_refused_in_one_line() -> N
 
 def test_complete_answers_are_valid_and_all_are_plain_decodings(llm: LLM) -> None:
     some = suite.spread(TAKEN, 20)
-    found = [
+    actual = [
         suite.answer(llm, schema, 32, sampling)
         for schema in some
         for sampling in (suite.GREEDY, suite.SAMPLED)
     ]
-    assert {one.is_narrowed for one in found} == {False, True}
-    assert [one for one in found if one.token_ids != one.plain_ids] == []
-    assert [one for one in found if one.is_valid is False] == []
-    assert sum(one.is_valid is True for one in found) > 30
+    assert {item.is_narrowed for item in actual} == {False, True}
+    assert [item for item in actual if item.token_ids != item.plain_ids] == []
+    assert [item for item in actual if item.is_valid is False] == []
+    assert sum(item.is_valid is True for item in actual) > 30
 
 
 @pytest.mark.parametrize(

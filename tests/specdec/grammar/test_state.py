@@ -34,7 +34,7 @@ CONSTRAINTS = [
 
 @cache
 def words() -> Tokenizer:
-    """4096 byte-pair tokens: most texts can be written in many ways."""
+    """4096 byte-pair tokens: most sequences can be written in many ways."""
     return Tokenizer.from_pretrained(pair_path("pair:target"))
 
 
@@ -51,25 +51,25 @@ def allowed(state: GrammarState, text: list[int]) -> list[int]:
     return np.flatnonzero(state.allowed([*PROMPT, *text], words().n_tokens)).tolist()
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[one.kind for one in CONSTRAINTS])
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[item.kind for item in CONSTRAINTS])
 @given(data=st.data())
 @settings(max_examples=25)
 def test_the_mask_does_not_depend_on_the_way(constraint: Constraint, data: st.DataObject) -> None:
-    """Back and forth between random texts that keep to the grammar and some that do not."""
-    moved, texts = begin(constraint), [[]]
+    """Back and forth between random sequences that keep to the grammar and some that do not."""
+    moved, sequences = begin(constraint), [[]]
     for _ in range(12):
-        text = data.draw(st.sampled_from(texts))
+        text = data.draw(st.sampled_from(sequences))
         mask = allowed(moved, text)
         assert mask == allowed(begin(constraint), text)
         if not mask or data.draw(st.booleans()):
             moved.forced([*PROMPT, *text], 4096)
             moved.allows([*PROMPT, *text], data.draw(st.integers(0, 4095)))
             continue
-        texts.append([*text, data.draw(st.sampled_from(mask))])
-        texts.append([*text, data.draw(st.integers(0, 4095))])
+        sequences.append([*text, data.draw(st.sampled_from(mask))])
+        sequences.append([*text, data.draw(st.integers(0, 4095))])
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[one.kind for one in CONSTRAINTS])
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[item.kind for item in CONSTRAINTS])
 @given(data=st.data())
 @settings(max_examples=25)
 def test_forced_tokens_are_those_that_alone_may_follow(

@@ -11,13 +11,13 @@ from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
-from backends.attention.batch import BLOCK_ROWS
+from backends.attention.batch import BLOCK_SIZE
 from specdec.api import LLM
 from specdec.metrics.recorder import Totals
 from specdec.metrics.stats import EngineStats, sum_of
 from specdec.policy.cost_model import CostModel
 
-PROMPT = [7 + i % 60 for i in range(2 * BLOCK_ROWS + 5)]
+PROMPT = [7 + i % 60 for i in range(2 * BLOCK_SIZE + 5)]
 OPTIONS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 
 
@@ -30,36 +30,36 @@ def load(tmp_path: Path, **more: Any) -> LLM:
 def test_all_together_are_the_sum_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(tmp_path, kv_tokens=1024) as llm:
         assert llm.stats.passes == 0
-        n_rows: list[int] = []
+        num_tokens: list[int] = []
         run = llm.target.forward
 
         def noted(batch: Any) -> Any:
-            n_rows.append(sum(len(one.token_ids) for one in batch))
+            num_tokens.append(sum(len(item.token_ids) for item in batch))
             return run(batch)
 
         monkeypatch.setattr(llm.target, "forward", noted)
         results = llm.generate([PROMPT, PROMPT, [5, 6, 7]], **OPTIONS)
         results.append(llm.generate([80, 81], n=2, temperature=0.9, seed=1, **OPTIONS))
-        found, each = llm.stats, [one.stats for one in results]
-        assert found.requests == found.first_tokens == 4
+        actual, each = llm.stats, [result.stats for result in results]
+        assert actual.requests == actual.first_tokens == 4
         for name in (
             "prompt_tokens reused_prompt_tokens generated_tokens drafted_tokens accepted_tokens "
             "ngram_hits queue_seconds"
         ).split():
-            assert getattr(found, name) == pytest.approx(sum(getattr(one, name) for one in each))
-        assert found.first_token_seconds == pytest.approx(
-            sum(one.time_to_first_token for one in each)
+            assert getattr(actual, name) == pytest.approx(sum(getattr(item, name) for item in each))
+        assert actual.first_token_seconds == pytest.approx(
+            sum(item.time_to_first_token for item in each)
         )
-        assert found.text_passes == sum(one.passes for one in each)
-        assert found.passes == len(n_rows), "passes that texts share count once"
-        assert found.pass_rows == sum(n_rows)
+        assert actual.sequence_passes == sum(item.passes for item in each)
+        assert actual.passes == len(num_tokens), "passes that sequences share count once"
+        assert actual.batch_tokens == sum(num_tokens)
         n_of_second = 2  # sequence of the last prompt, which is too short to wait for
-        n_computed = found.prompt_tokens - found.reused_prompt_tokens + n_of_second
-        assert found.prompt_rows == n_computed
-        assert found.tokens_per_pass == found.generated_tokens / len(n_rows)
-        assert (found.texts_running, found.texts_waiting) == (0, 0)
-        assert found.memory_budget_bytes == llm.plan.budget_bytes
-    assert llm.stats.generated_tokens == found.generated_tokens  # also of a closed model
+        n_computed = actual.prompt_tokens - actual.reused_prompt_tokens + n_of_second
+        assert actual.prefill_tokens == n_computed
+        assert actual.tokens_per_pass == actual.generated_tokens / len(num_tokens)
+        assert (actual.sequences_running, actual.sequences_waiting) == (0, 0)
+        assert actual.memory_budget_bytes == llm.plan.budget_bytes
+    assert llm.stats.generated_tokens == actual.generated_tokens  # also of a closed model
 
 
 def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
         text = llm.target.new_sequence()
         text.prefill(PROMPT)
         before = llm.target.kv_use
-        other = text.fork(2 * BLOCK_ROWS)
-        assert before == (3 * BLOCK_ROWS, 0)
-        assert llm.target.kv_use == (3 * BLOCK_ROWS, 2 * BLOCK_ROWS)
-        n_bytes = llm.target.kv_bytes * 2 * BLOCK_ROWS // llm.target.n_kv_allocated
+        other = text.fork(2 * BLOCK_SIZE)
+        assert before == (3 * BLOCK_SIZE, 0)
+        assert llm.target.kv_use == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        n_bytes = llm.target.kv_bytes * 2 * BLOCK_SIZE // llm.target.n_kv_allocated
         assert llm.stats.kv_shared_bytes == n_bytes
         other.close()
         text.close()
@@ -81,12 +81,12 @@ def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
         llm.session.engine.scheduler.kv.cost = CostModel(0.0, 0.0, 1.0)  # files are quicker
         llm.generate([[20, 21], [30, 31], [40, 41]], max_tokens=180, ignore_eos=True)
-        found = llm.stats
-        assert found.set_aside > 0
-        assert found.restored == found.set_aside
-        assert found.restored_tokens >= BLOCK_ROWS * found.set_aside
-        assert found.prompt_rows == found.recomputed_tokens + found.prompt_tokens
-        assert found.generated_tokens == 3 * 180
+        actual = llm.stats
+        assert actual.preempted > 0
+        assert actual.swapped_in == actual.preempted
+        assert actual.swapped_in_tokens >= BLOCK_SIZE * actual.preempted
+        assert actual.prefill_tokens == actual.recomputed_tokens + actual.prompt_tokens
+        assert actual.generated_tokens == 3 * 180
 
 
 def test_texts_that_run_and_wait_are_told(tmp_path: Path) -> None:
@@ -96,20 +96,20 @@ def test_texts_that_run_and_wait_are_told(tmp_path: Path) -> None:
             for stream in streams:
                 stream.start()
             steps.next(streams[0])
-            assert (llm.stats.texts_running, llm.stats.texts_waiting) == (1, 2)
+            assert (llm.stats.sequences_running, llm.stats.sequences_waiting) == (1, 2)
             steps.cancel(*streams)
-        assert (llm.stats.texts_running, llm.stats.texts_waiting) == (0, 0)
+        assert (llm.stats.sequences_running, llm.stats.sequences_waiting) == (0, 0)
         assert llm.stats.requests == 3
 
 
 def test_beams_count_their_passes(tmp_path: Path) -> None:
     with load(tmp_path, num_beams=2) as llm:
         result = llm.generate([5, 6, 7], num_beams=2, max_tokens=5, ignore_eos=True)
-        found = llm.stats
-        assert found.passes == 1 + result.stats.passes
-        assert found.pass_rows == 3 + 2 * result.stats.passes
-        assert result.stats.pass_rows == 2 * result.stats.passes
-        assert {one.num_tokens for one in result.stats.pass_times} == {2}
+        actual = llm.stats
+        assert actual.passes == 1 + result.stats.passes
+        assert actual.batch_tokens == 3 + 2 * result.stats.passes
+        assert result.stats.batch_tokens == 2 * result.stats.passes
+        assert {time.num_tokens for time in result.stats.pass_times} == {2}
 
 
 def test_what_a_beam_search_waited_is_told(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_the_sum_of_several_machines() -> None:
     totals.add(passes=2, pass_seconds=0.5)
     totals.add_accepted(2)
     totals.add_accepted(1)
-    one = totals.stats()
-    both = sum_of([one, EngineStats(passes=1, accepted_by_depth=(1, 1, 1))])
+    item = totals.stats()
+    both = sum_of([item, EngineStats(passes=1, accepted_by_depth=(1, 1, 1))])
     assert (both.passes, both.pass_seconds) == (3, 0.5)
     assert both.accepted_by_depth == (3, 2, 1)
     assert sum_of([]) == EngineStats()

@@ -35,7 +35,7 @@ def chain(n: int, source: str = "draft") -> DraftTree:
 
 
 def recorded() -> GenerationStats:
-    """Prefill 2 s; rounds of 4, 1 and 3 tokens that take 1 s, 1 s and 2 s."""
+    """Prefill 2 s; steps of 4, 1 and 3 tokens that take 1 s, 1 s and 2 s."""
     clock = Clock()
     recorder = StatsRecorder(prompt_tokens=5, clock=clock)
     clock.now += 2.0
@@ -49,7 +49,7 @@ def recorded() -> GenerationStats:
             clock.now += 0.25 * seconds
         with recorder.verifying():
             clock.now += 0.75 * seconds
-        recorder.record_round(tree, Acceptance(path, 9, is_bonus=len(path) == len(tree)))
+        recorder.record_step(tree, Acceptance(path, 9, is_bonus=len(path) == len(tree)))
     return recorder.stats()
 
 
@@ -74,7 +74,7 @@ def test_figures_of_a_generation() -> None:
 
 
 def test_acceptance_by_depth() -> None:
-    """Rounds: all three right; the first wrong; two right and the third wrong."""
+    """Steps: all three right; the first wrong; two right and the third wrong."""
     stats = recorded()
     assert stats.tried_by_depth == (3, 2, 2)
     assert stats.accepted_by_depth == (2, 2, 1)
@@ -82,12 +82,12 @@ def test_acceptance_by_depth() -> None:
 
 def test_a_guess_beyond_the_length_is_not_wrong() -> None:
     recorder = StatsRecorder()
-    recorder.record_round(chain(3), Acceptance((0, 1), next_token=2, is_bonus=False))
+    recorder.record_step(chain(3), Acceptance((0, 1), next_token=2, is_bonus=False))
     assert recorder.stats().tried_by_depth == (1,)
 
 
-def run_pass(recorder: StatsRecorder, clock: Clock, seconds: float, n_rows: int = 4) -> None:
-    with recorder.verifying(n_rows):
+def run_pass(recorder: StatsRecorder, clock: Clock, seconds: float, num_tokens: int = 4) -> None:
+    with recorder.verifying(num_tokens):
         clock.now += seconds
     recorder.record_outcome(was_ahead=True)  # no drafting beside it: neither hit nor miss
 
@@ -98,12 +98,12 @@ def run_pass_beside(
     seconds: float,
     draft_seconds: float,
     *,
-    n_rows: int = 4,
+    num_tokens: int = 4,
     is_hit: bool = True,
 ) -> None:
     """Drafting begins half a second into the pass."""
     began = clock.now
-    with recorder.verifying(n_rows, is_drafting_ahead=True):
+    with recorder.verifying(num_tokens, is_drafting_ahead=True):
         clock.now += seconds
     clock.now = began + 0.5
     with recorder.drafting_ahead():
@@ -134,10 +134,10 @@ def test_slowdown_compares_passes_of_the_same_size() -> None:
     run_pass(recorder, clock, 3.0)
     run_pass_beside(recorder, clock, 2.5, 1.0)
     run_pass_beside(recorder, clock, 3.5, 1.0)
-    run_pass(recorder, clock, 1.0, n_rows=9)
-    run_pass_beside(recorder, clock, 2.0, 1.0, n_rows=9)
-    run_pass_beside(recorder, clock, 99.0, 1.0, n_rows=5)  # never measured alone
-    run_pass(recorder, clock, 99.0, n_rows=6)
+    run_pass(recorder, clock, 1.0, num_tokens=9)
+    run_pass_beside(recorder, clock, 2.0, 1.0, num_tokens=9)
+    run_pass_beside(recorder, clock, 99.0, 1.0, num_tokens=5)  # never measured alone
+    run_pass(recorder, clock, 99.0, num_tokens=6)
     stats = recorder.stats()
     assert stats.slowed_pass_seconds == pytest.approx(2.5 + 3.5 + 2.0)
     assert stats.unslowed_pass_seconds == pytest.approx(2.0 + 2.0 + 1.0)
@@ -156,7 +156,7 @@ def test_slowdown_is_0_where_it_is_unknown(is_beside: bool) -> None:
 
 
 def test_every_token_after_the_first_comes_from_a_pass() -> None:
-    """Unless a round is cut: generated − 1 = passes × mean acceptance length."""
+    """Unless a step is cut: generated − 1 = passes × mean acceptance length."""
     stats = recorded()
     assert stats.generated_tokens - 1 == pytest.approx(stats.passes * stats.mean_acceptance_length)
 
@@ -189,7 +189,7 @@ def test_only_the_first_token() -> None:
 def test_a_round_cut_by_a_stop_string() -> None:
     recorder = StatsRecorder()
     recorder.record_first_token()
-    recorder.record_round(chain(3), Acceptance((0, 1, 2, 3), 9, is_bonus=True), n_emitted=2)
+    recorder.record_step(chain(3), Acceptance((0, 1, 2, 3), 9, is_bonus=True), n_emitted=2)
     stats = recorder.stats()
     assert stats.generated_tokens == 3
     assert stats.accepted_tokens == 2  # what a stop string cut off never reached the caller
@@ -224,7 +224,7 @@ def test_times_of_passes_in_order_beside_the_plain_figures() -> None:
     clock = Clock()
     recorder = StatsRecorder(clock=clock)
     run_pass(recorder, clock, 1.0)
-    run_pass_beside(recorder, clock, 2.5, 1.0, n_rows=9)
+    run_pass_beside(recorder, clock, 2.5, 1.0, num_tokens=9)
     stats = recorder.stats()
     assert stats.pass_times == (MeasuredPass(4, 1.0), MeasuredPass(9, 2.5, is_drafting_ahead=True))
     assert "pass_times" not in stats.to_dict()  # one for each pass: too many to show

@@ -13,7 +13,7 @@ from tiny_pair import save_model
 import specdec
 from specdec.cli.app import main
 from specdec.models.drafts import best_draft, drafts_for
-from specdec.models.found import found_models
+from specdec.models.local_models import local_models
 from specdec.models.names import ModelNotFound, resolve_model
 
 
@@ -58,9 +58,9 @@ def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: 
     for name in ("tiny-Q4_0.gguf", *parts):
         (model / name).write_bytes(b"GGUF")
     add(hub, "me/several", model)
-    found = {one.name: one.n_bytes for one in found_models()}
-    assert found == {"me/several:big-Q8_0-00001-of-00002.gguf": 8, "me/several:tiny-Q4_0.gguf": 4}
-    for name in found:
+    actual = {item.name: item.n_bytes for item in local_models()}
+    assert actual == {"me/several:big-Q8_0-00001-of-00002.gguf": 8, "me/several:tiny-Q4_0.gguf": 4}
+    for name in actual:
         assert resolve_model(name).name == name.partition(":")[2]
 
 
@@ -68,8 +68,8 @@ def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     add(hub, "me/draft", resolve_model("pair:draft"))
     add(hub, "me/same", resolve_model("pair:target"))
     add(hub, "me/other", save_model(hub.parent / "tiny", seed=1))
-    fitting = drafts_for("pair:target", found_models())
-    assert [one.name for one in fitting] == ["pair:draft", "me/draft", "me/same"]
+    fitting = drafts_for("pair:target", local_models())
+    assert [item.name for item in fitting] == ["pair:draft", "me/draft", "me/same"]
     assert best_draft("pair:target") in ("pair:draft", "me/draft")  # of equal size
 
 
@@ -96,7 +96,7 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in sorted(copies):
         add(hub, name, resolve_model("pair:draft"))
     assert main(["rm", "me/draft", "--yes"]) == 0
-    assert {one.name for one in found_models()} == copies - {"me/draft"}
+    assert {model.name for model in local_models()} == copies - {"me/draft"}
     assert not (hub / "models--me--draft").exists()
     assert "are free again" in capsys.readouterr().out
     assert main(["rm", "me/draft", "--yes"]) == 2
@@ -109,7 +109,7 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "told"),
+    ("answer", "code", "reported"),
     [
         ("n\n", 0, "me/draft is kept"),
         ("\n", 0, "me/draft is kept"),
@@ -122,13 +122,13 @@ def test_rm_asks(
     capsys: pytest.CaptureFixture[str],
     answer: str,
     code: int,
-    told: str,
+    reported: str,
 ) -> None:
     add(hub, "me/draft", resolve_model("pair:draft"))
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert main(["rm", "me/draft"]) == code
-    assert told in capsys.readouterr().err
-    assert [one.name for one in found_models()] == ["me/draft"]
+    assert reported in capsys.readouterr().err
+    assert [model.name for model in local_models()] == ["me/draft"]
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["rm", "me/draft"]) == 0
-    assert found_models() == []
+    assert local_models() == []

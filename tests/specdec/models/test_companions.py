@@ -15,7 +15,7 @@ from tiny_pair import save_model
 from backends.contract.backend import UnsupportedModel
 from backends.gguf.model import load_gguf_model
 from specdec.models.drafts import drafts_for
-from specdec.models.found import found_models
+from specdec.models.local_models import local_models
 from specdec.models.names import ModelNotFound, resolve_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode()
@@ -80,7 +80,7 @@ def add_repository(home: Path, name: str, files: dict[str, bytes]) -> Path:
 def test_a_companion_beside_a_model_is_not_meant(home: Path, name: str) -> None:
     folder = fill(home / "model", {name: COMPANIONS[name], "model-F16.gguf": MODEL})
     assert resolve_model(folder) == folder / "model-F16.gguf"
-    assert [one.name for one in found_models(folder)] == [str(folder / "model-F16.gguf")]
+    assert [model.name for model in local_models(folder)] == [str(folder / "model-F16.gguf")]
 
 
 def test_all_companions_beside_a_split_model(home: Path) -> None:
@@ -88,7 +88,7 @@ def test_all_companions_beside_a_split_model(home: Path) -> None:
         fill(home / "model", COMPANIONS), gb.model_metadata(), [{}, gb.model_tensors()]
     )
     assert resolve_model(home / "model") == parts[0]
-    assert [one.name for one in found_models(home / "model")] == [str(parts[0])]
+    assert [model.name for model in local_models(home / "model")] == [str(parts[0])]
 
 
 def test_several_models_are_ambiguous_without_the_companions(home: Path) -> None:
@@ -114,15 +114,15 @@ def test_a_repository_of_the_hub(home: Path) -> None:
     files = {**COMPANIONS, "tiny-F16.gguf": MODEL, "tiny-Q8_0.gguf": MODEL}
     snapshot = add_repository(home, "me/tiny", files)
     assert resolve_model("me/tiny:F16") == snapshot / "tiny-F16.gguf"
-    found = [one.name for one in found_models()]
-    assert found == ["me/tiny:tiny-F16.gguf", "me/tiny:tiny-Q8_0.gguf"]
+    actual = [model.name for model in local_models()]
+    assert actual == ["me/tiny:tiny-F16.gguf", "me/tiny:tiny-Q8_0.gguf"]
     with pytest.raises(ModelNotFound, match="2 other GGUF files: mmproj-F16.gguf is a projector"):
         resolve_model("me/tiny:mmproj")
 
 
 def test_a_model_in_a_folder_of_its_repository_keeps_its_name(home: Path) -> None:
     snapshot = add_repository(home, "me/tiny", {"F16/tiny-F16.gguf": MODEL, "a-Q8.gguf": MODEL})
-    names = [one.name for one in found_models()]
+    names = [model.name for model in local_models()]
     assert sorted(names) == ["me/tiny:a-Q8.gguf", "me/tiny:tiny-F16.gguf"]
     assert resolve_model("me/tiny:tiny-F16.gguf") == snapshot / "F16" / "tiny-F16.gguf"
 
@@ -148,12 +148,12 @@ def test_checkpoints_that_are_no_language_models_are_not_listed(home: Path, kind
     files = {**FOLDERS[kind], weights: b"weights"}
     add_repository(home, "me/other", files)
     add_repository(home, "me/llama", {"config.json": text(LLAMA), "model.safetensors": b"w"})
-    assert [one.name for one in found_models(fill(home / "mine", files))] == ["me/llama"]
+    assert [model.name for model in local_models(fill(home / "mine", files))] == ["me/llama"]
 
 
 def test_a_checkpoint_whose_weights_were_not_fetched_is_not_listed(home: Path) -> None:
     fill(home / "mine", {"config.json": text(LLAMA), "model.safetensors": POINTER})
-    assert found_models(home / "mine") == []
+    assert local_models(home / "mine") == []
 
 
 @pytest.mark.parametrize("kind", ["diffusers", "adapter"])
@@ -173,7 +173,7 @@ def llama_cpp(home: Path) -> Path:
 @pytest.mark.parametrize("place", [lm_studio, llama_cpp])
 def test_folders_of_other_programs(home: Path, place: Callable[[Path], Path]) -> None:
     folder = fill(place(home), {**COMPANIONS, "model.gguf": MODEL})
-    assert [one.name for one in found_models()] == [str(folder / "model.gguf")]
+    assert [model.name for model in local_models()] == [str(folder / "model.gguf")]
 
 
 def add_to_ollama(home: Path, name: str, *contents: bytes) -> list[Path]:
@@ -195,7 +195,7 @@ def test_ollamas_models(home: Path) -> None:
     projector = COMPANIONS["mmproj-F16.gguf"]
     _, model = add_to_ollama(home, "seeing", projector, MODEL)
     (embedder,) = add_to_ollama(home, "embedder", COMPANIONS["embed-F16.gguf"])
-    assert [one.name for one in found_models()] == ["ollama:seeing:latest"]
+    assert [item.name for item in local_models()] == ["ollama:seeing:latest"]
     assert resolve_model("ollama:seeing") == model
     assert resolve_model("ollama:embedder") == embedder  # and is refused by name
 
@@ -203,5 +203,5 @@ def test_ollamas_models(home: Path) -> None:
 def test_drafts_are_no_companions(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = save_model(home / "tiny", seed=1)
     fill(llama_cpp(home), COMPANIONS)
-    assert drafts_for(str(target), found_models()) == []
+    assert drafts_for(str(target), local_models()) == []
     assert not [record for record in caplog.records if "F16" in record.message]

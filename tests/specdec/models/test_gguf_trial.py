@@ -21,12 +21,12 @@ pytest.importorskip("llama_cpp")
 from backends.gguf.model import load_gguf_model
 from backends.llama import trial
 from offload.formats.gguf_header import GgufError
-from offload.process.remembered import cache_folder
+from offload.process.disk_cache import cache_folder
 
 pytestmark = pytest.mark.gguf
 PROMPT = "h\u00e9llo ~ the\n \u4e2d \x01 "
 SMALL = ["-n", "2", "--ctx-size", "64", "--spec-type", "none"]
-OTHERS = sorted(set(BROKEN) - HARMLESS - set(EACH_PLACE))
+REST = sorted(set(BROKEN) - HARMLESS - set(EACH_PLACE))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[object]:
     return [*fast, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.parametrize("name", some_slow(EACH_PLACE, OTHERS))
+@pytest.mark.parametrize("name", some_slow(EACH_PLACE, REST))
 def test_what_is_broken_in_one_way(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
     """Each place in llama.cpp that ends a process under all commands, other ways there once."""
     path = BROKEN[name].write(tmp_path / "broken.gguf")
@@ -97,7 +97,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     well = load_gguf_model(TinyModel("bpe").write(tmp_path / "a.gguf"))
     copy = load_gguf_model(TinyModel("bpe").write(tmp_path / "b.gguf"))
     bad = load_gguf_model(BROKEN["bpe without merges"].write(tmp_path / "bad.gguf"))
-    found = trial.try_model(well)
+    actual = trial.try_model(well)
     with pytest.raises(trial.LlamaError, match=r"bad\.gguf.*cannot find tokenizer merges"):
         trial.try_model(bad)
 
@@ -105,15 +105,15 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("it was asked again")
 
     monkeypatch.setattr(subprocess, "Popen", nobody)
-    assert trial.try_model(well) == trial.try_model(copy) == found
+    assert trial.try_model(well) == trial.try_model(copy) == actual
     with pytest.raises(trial.LlamaError, match=r"bad\.gguf.*cannot find tokenizer merges"):
         trial.try_model(bad)
     moved = load_gguf_model(BROKEN["bpe without merges"].write(tmp_path / "moved.gguf"))
     with pytest.raises(AssertionError, match="asked again"):  # what was said names another file
         trial.try_model(moved)
     for rubbish in ("", "[]", '{"refusal": 1}', '{"refusal": ""}', '{"refusal": "x", "path": 1}'):
-        for kept in cache_folder().glob("gguf-*.json"):
-            kept.write_text(rubbish)
+        for cached in cache_folder().glob("gguf-*.json"):
+            cached.write_text(rubbish)
         with pytest.raises(AssertionError, match="asked again"):
             trial.try_model(well)
 

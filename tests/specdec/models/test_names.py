@@ -129,8 +129,8 @@ def test_a_hub_id_of_a_model_in_a_folder_of_its_repository(tmp_path: Path) -> No
     folder.mkdir()
     for number in (1, 2):
         (folder / f"tiny-Q6_K-{number:05d}-of-00002.gguf").write_bytes(b"GGUF")
-    found = resolve_model("someone/tiny-GGUF:Q6_K")
-    assert found == folder / "tiny-Q6_K-00001-of-00002.gguf"
+    actual = resolve_model("someone/tiny-GGUF:Q6_K")
+    assert actual == folder / "tiny-Q6_K-00001-of-00002.gguf"
 
 
 @pytest.mark.parametrize(

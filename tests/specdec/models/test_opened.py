@@ -15,17 +15,20 @@ from specdec.models.opened import open_model
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "is_said"), [(VOCAB, False), (VOCAB + 25, False), (VOCAB + 30, True), (4096, True)]
+    ("num_tokens", "is_said"),
+    [(VOCAB, False), (VOCAB + 25, False), (VOCAB + 30, True), (4096, True)],
 )
 def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, n_rows: int, is_said: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_tokens: int, is_said: bool
 ) -> None:
     """Of another model, perhaps; a few rows of padding are usual."""
-    model = save_model(tmp_path / "model", seed=1, vocab_size=n_rows)
+    model = save_model(tmp_path / "model", seed=1, vocab_size=num_tokens)
     with caplog.at_level(logging.WARNING, "specdec"):
         open_model(model, BackendOptions())
-    is_told = f"the tokenizer of {model} has {VOCAB} tokens, the model {n_rows}: " in caplog.text
-    assert is_told == is_said
+    is_reported = (
+        f"the tokenizer of {model} has {VOCAB} tokens, the model {num_tokens}: " in caplog.text
+    )
+    assert is_reported == is_said
 
 
 BESIDE_WEIGHTS = (

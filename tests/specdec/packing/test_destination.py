@@ -79,7 +79,7 @@ def test_every_file_and_folder_reaches_the_disk(
 
     monkeypatch.setattr(os, "fsync", fsync)
     path = pack(plain, tmp_path / "packed").path
-    assert {one.stat().st_ino for one in (*path.iterdir(), path, tmp_path)} <= synced
+    assert {item.stat().st_ino for item in (*path.iterdir(), path, tmp_path)} <= synced
 
 
 def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

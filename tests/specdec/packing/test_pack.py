@@ -32,9 +32,9 @@ def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
     assert report.n_bytes < report.source_bytes
     expected = logits(plain, is_streamed=False)
     for is_streamed in (False, True):
-        found = logits(tmp_path / "packed", is_streamed)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        actual = logits(tmp_path / "packed", is_streamed)
+        for item, other in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(item, other)
 
 
 def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> None:
@@ -42,14 +42,14 @@ def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> N
     plain = save_packable("llama", tmp_path / "plain", vocab_size=390)
     change_tensors(plain, lambda name, x: x if "layers" in name else x.float())
     pack(plain, tmp_path / "packed")
-    n_outer, n_plain, n_packed = (
+    num_non_layer, n_plain, n_packed = (
         sum(r.n_bytes for r in WeightIndex.from_directory(path).values() if r.dtype == dtype)
         for path, dtype in ((plain, "F32"), (plain, "BF16"), (tmp_path / "packed", "BF16"))
     )
-    assert n_packed < n_outer < n_plain
+    assert n_packed < num_non_layer < n_plain
     expected = logits(plain, is_streamed=False)
-    for one, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for item, other in zip(logits(tmp_path / "packed", False), expected, strict=True):
+        np.testing.assert_array_equal(item, other)
 
 
 @pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
@@ -61,13 +61,13 @@ def test_a_packed_model_is_a_model_like_any_other(
     report = pack(pair_path("pair:target"), tmp_path / "packed")
     assert report.n_bytes < 0.79 * report.source_bytes
     assert not report.not_packed
-    texts = []
+    sequences = []
     for model in ("pair:target", tmp_path / "packed"):
         with monkeypatch.context() as patch:
             force_streaming(patch)
             with load(str(model), draft_model="pair:draft", memory_budget="2GiB") as llm:
-                texts.append(llm.generate("def add(a, b):", max_tokens=24).text)
-    assert texts[0] == texts[1]
+                sequences.append(llm.generate("def add(a, b):", max_tokens=24).text)
+    assert sequences[0] == sequences[1]
     plain, packed = (HfSource(p, BackendOptions()) for p in (pair_path("pair:target"), report.path))
     assert plain.fingerprint() != packed.fingerprint()
 
@@ -126,13 +126,13 @@ def test_the_plan_knows_packed_sizes_and_the_buffer(tmp_path: Path) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     pack(plain, tmp_path / "packed")
     own, other = (HfSource(tmp_path / name, BackendOptions()) for name in ("packed", "plain"))
-    n_own, n_other = (sum(layer.n_bytes for layer in one.layers) for one in (own, other))
+    n_own, n_other = (sum(layer.n_bytes for layer in item.layers) for item in (own, other))
     assert n_own < 0.8 * n_other
     decoding = Decoder(own.model.packed_modules, 1)
     try:
         assert decoding.n_bytes <= own.model.decode_buffer_bytes
         assert own.model.decode_buffer_bytes < max(layer.n_bytes for layer in other.layers)
-        assert own.outer_bytes - other.outer_bytes == own.model.decode_buffer_bytes
+        assert own.non_layer_bytes - other.non_layer_bytes == own.model.decode_buffer_bytes
     finally:
         decoding.close()
     assert own.can_use_gpu
@@ -154,7 +154,7 @@ def test_decoding_counts_as_arithmetic(tmp_path: Path, monkeypatch: pytest.Monke
     )
     growth = packed.per_byte.seconds(8) - 0.5
     assert 1.25 * plain.per_byte.seconds(8) < growth < 1.35 * plain.per_byte.seconds(8)
-    assert packed.outer_seconds(8) == plain.outer_seconds(8)
+    assert packed.non_layer_seconds(8) == plain.non_layer_seconds(8)
 
 
 def test_decoding_takes_as_long_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +175,5 @@ def test_the_last_piece_of_a_packed_matrix_is_tried(
     pack(save_packable("llama", tmp_path / "plain", intermediate_size=168), tmp_path / "packed")
     monkeypatch.setattr(decoder, "PIECE_BYTES", 128 * 64 * 2)
     for name, n_outputs in (("plain", {168}), ("packed", {128, 40})):
-        found = set(products_of(load_hf_model(tmp_path / name)))
-        assert {one.n_out for one in found if one.n_in == 64} & {168, 128, 40} == n_outputs
+        actual = set(products_of(load_hf_model(tmp_path / name)))
+        assert {item.n_out for item in actual if item.n_in == 64} & {168, 128, 40} == n_outputs

@@ -24,23 +24,23 @@ from specdec.packing import pack as packing
 from specdec.packing.pack import pack
 
 
-def told_without_torch(source: Path | str, out: Path) -> str:
-    (told,) = run_without_torch("specdec.cli.app", ["pack", "-m", str(source), "-o", str(out)])
-    return told
+def reported_without_torch(source: Path | str, out: Path) -> str:
+    (reported,) = run_without_torch("specdec.cli.app", ["pack", "-m", str(source), "-o", str(out)])
+    return reported
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("fp32", torch.float32)])
 def test_other_formats_are_refused(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     plain = save_packable("llama", tmp_path / "plain", dtype)
-    told = told_without_torch(plain, tmp_path / "a" / "b" / "packed")
-    assert f"plain holds {name} weights, and bf16 alone is packed" in told
-    assert "use it as it is, or pack the bf16 checkpoint of this model" in told
+    reported = reported_without_torch(plain, tmp_path / "a" / "b" / "packed")
+    assert f"plain holds {name} weights, and bf16 alone is packed" in reported
+    assert "use it as it is, or pack the bf16 checkpoint of this model" in reported
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
 
 
 def test_mixtures_are_refused(tmp_path: Path) -> None:
     plain, out = save_tiny_checkpoint("mixtral", tmp_path / "plain"), tmp_path / "a" / "packed"
-    assert "plain is a mixture of experts" in told_without_torch(plain, out)
+    assert "plain is a mixture of experts" in reported_without_torch(plain, out)
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
 
 
@@ -49,7 +49,7 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (plain / "config.json").write_text(json.dumps(config))
-    assert "plain is quantised, in fewer bytes" in told_without_torch(plain, out)
+    assert "plain is quantised, in fewer bytes" in reported_without_torch(plain, out)
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
 
 
@@ -75,7 +75,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         pack(tmp_path / "packed", tmp_path / "again")
     with pytest.raises(PackError, match="is there already"):
         pack(plain, tmp_path / "packed")
-    assert "is GGUF" in told_without_torch("pair:target.gguf", tmp_path / "again")
+    assert "is GGUF" in reported_without_torch("pair:target.gguf", tmp_path / "again")
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "packed"}
 
 

@@ -45,7 +45,7 @@ def test_a_wheel_holds_the_pair() -> None:
     from hatchling.builders.wheel import WheelBuilder
 
     root = Path(__file__).resolve().parents[3]
-    held = {one.distribution_path for one in WheelBuilder(str(root)).recurse_included_files()}
+    pinned = {item.distribution_path for item in WheelBuilder(str(root)).recurse_included_files()}
     files = [name.removeprefix("pair:") for name in PAIR_GGUF_NAMES]
     files += [f"{name.removeprefix('pair:')}/model.safetensors" for name in PAIR_NAMES]
-    assert {f"specdec/pair/{file}" for file in files} <= held
+    assert {f"specdec/pair/{file}" for file in files} <= pinned

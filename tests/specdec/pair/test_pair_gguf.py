@@ -32,8 +32,8 @@ def test_logits_equal_the_checkpoints(name: str) -> None:
     folder = pair_path(name.removesuffix(".gguf"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(gguf_logits(path, ids), wanted, atol=1e-2 * wanted.std())
+        requested = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(gguf_logits(path, ids), requested, atol=1e-2 * requested.std())
 
 
 def test_the_files_are_made_from_the_checkpoints(tmp_path: Path) -> None:
@@ -43,11 +43,11 @@ def test_the_files_are_made_from_the_checkpoints(tmp_path: Path) -> None:
     for made in write_pair(tmp_path):
         new, ours = (gguf.GGUFReader(path) for path in (made, pair_path(f"pair:{made.name}")))
         assert contents(new) == contents(ours)
-        tensors, wanted = ({t.name: t for t in reader.tensors} for reader in (new, ours))
-        assert tensors.keys() == wanted.keys()
+        tensors, requested = ({t.name: t for t in reader.tensors} for reader in (new, ours))
+        assert tensors.keys() == requested.keys()
         for name, tensor in tensors.items():
-            assert tensor.tensor_type == wanted[name].tensor_type
-            np.testing.assert_array_equal(tensor.data, wanted[name].data, name)
+            assert tensor.tensor_type == requested[name].tensor_type
+            np.testing.assert_array_equal(tensor.data, requested[name].data, name)
 
 
 def contents(reader: gguf.GGUFReader) -> dict[str, object]:

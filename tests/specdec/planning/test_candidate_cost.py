@@ -34,5 +34,7 @@ def test_a_level_is_a_pass_and_the_ranking_of_its_rows(
     compute = measure_draft(draft)
     candidate_cost.measure_candidates.cache_clear()
     head_seconds = draft.head_bytes * 1e-6
-    for n_rows in (1, 4, 32):
-        assert compute.outer_seconds(n_rows) == pytest.approx(head_seconds + 0.1 * n_rows)
+    for num_tokens in (1, 4, 32):
+        assert compute.non_layer_seconds(num_tokens) == pytest.approx(
+            head_seconds + 0.1 * num_tokens
+        )

@@ -33,8 +33,8 @@ def plan_argv(models: Models, *more: str) -> list[str]:
 
 def json_of(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict[str, Any]:
     assert main([*argv, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    actual: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return actual
 
 
 @pytest.mark.parametrize("exact", ["auto", "on"])
@@ -85,10 +85,10 @@ def test_a_run_that_cannot_be_exact_is_told(
 ) -> None:
     argv = models.run_argv("-p", "ab", "-n", "4", "--json")
     note = "note: the text may not be plain decoding's to the bit: its sums are odd"
-    for more, is_told in (((), True), (("--exact", "off"), False)):
+    for more, is_reported in (((), True), (("--exact", "off"), False)):
         assert main([*argv, *more]) == 0
         out, err = capsys.readouterr()
-        assert (note in err) == is_told
+        assert (note in err) == is_reported
         assert json.loads(out)["stats"]["is_exact"] is False
 
 

@@ -16,15 +16,15 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import BackendOptions, ModelCompute
 from backends.hf.source import HfSource
-from offload.residency.experts import ExpertRoom, LayerExperts, least_slots, slot_bytes
+from offload.placement.experts import ExpertCachePlan, LayerExperts, min_slots, slot_bytes
 from specdec.models.names import resolve_model
 from specdec.planning import plan
 from specdec.planning.gpu import on_gpu
-from specdec.planning.memory.placer import CpuPlacer
+from specdec.planning.memory.placement_planner import CpuPlacementPlanner
 from specdec.planning.pass_simulation import PassSimulation
 from specdec.planning.plan import measure_experts, plan_run
 from specdec.planning.plan_report import expert_line
-from specdec.policy.shared_pass import Offer, choose_nodes
+from specdec.policy.shared_pass import CandidateTree, choose_nodes
 from specdec.verification.tree import DraftTree
 
 COMPUTE = ModelCompute(ComputeCurve.linear(1e-12, 1e-13), 0)
@@ -36,8 +36,8 @@ def source(checkpoint_factory) -> HfSource:
 
 
 @pytest.fixture
-def placer(source) -> CpuPlacer:
-    return CpuPlacer(source, "auto")
+def placement_planner(source) -> CpuPlacementPlanner:
+    return CpuPlacementPlanner(source, "auto")
 
 
 def test_experts_are_no_part_of_the_layers(source) -> None:
@@ -47,56 +47,58 @@ def test_experts_are_no_part_of_the_layers(source) -> None:
     assert [(len(x.tensors), len(x.tensors[0]), x.n_used) for x in experts] == [(12, 3, 3)] * 3
 
 
-def test_all_experts_are_held_where_there_is_room(placer) -> None:
-    placed = placer.place(placer.all_bytes, 0)
-    assert placed.experts is not None
-    assert placed.experts.holds_all
-    assert placed.n_moving_layers == 0
-    assert placed.host_bytes == placer.all_bytes
-    assert placer.parts(placed).host["expert cache"] == placed.experts.n_bytes
+def test_all_experts_are_held_where_there_is_room(placement_planner) -> None:
+    placement = placement_planner.place(placement_planner.all_bytes, 0)
+    assert placement.experts is not None
+    assert placement.experts.holds_all
+    assert placement.n_moving_layers == 0
+    assert placement.host_bytes == placement_planner.all_bytes
+    assert placement_planner.parts(placement).host["expert cache"] == placement.experts.n_bytes
 
 
-def test_the_cache_has_what_dense_weights_leave(placer, source) -> None:
-    one = slot_bytes(source.experts)
+def test_the_cache_has_what_dense_weights_leave(placement_planner, source) -> None:
+    item = slot_bytes(source.experts)
     for n_missing in (1, 10, 20):
-        n_bytes = placer.all_bytes - n_missing * one
-        placed = placer.place(n_bytes, 0)
-        assert placed.experts is not None
-        assert placed.n_streamed_layers == 0
-        assert placed.experts.n_slots == 36 - n_missing
-        assert placed.host_bytes <= n_bytes
-        assert placed.n_moving_layers == 3
+        n_bytes = placement_planner.all_bytes - n_missing * item
+        placement = placement_planner.place(n_bytes, 0)
+        assert placement.experts is not None
+        assert placement.n_streamed_layers == 0
+        assert placement.experts.n_slots == 36 - n_missing
+        assert placement.host_bytes <= n_bytes
+        assert placement.n_moving_layers == 3
 
 
-def test_the_least_is_a_ring_and_the_experts_of_one_row(placer, source) -> None:
-    least = placer.least_bytes(0)
-    placed = placer.place(least, 0)
-    assert placed.experts is not None
-    assert placed.experts.n_slots >= least_slots(source.experts) == 3
-    assert placed.host_bytes <= least
+def test_the_least_is_a_ring_and_the_experts_of_one_row(placement_planner, source) -> None:
+    minimum = placement_planner.min_bytes(0)
+    placement = placement_planner.place(minimum, 0)
+    assert placement.experts is not None
+    assert placement.experts.n_slots >= min_slots(source.experts) == 3
+    assert placement.host_bytes <= minimum
 
 
-def test_a_larger_cache_reads_less_and_is_faster(placer, source) -> None:
+def test_a_larger_cache_reads_less_and_is_faster(placement_planner, source) -> None:
     """Storage of 1 MB/s: reads are all that counts."""
-    one, seconds, read = slot_bytes(source.experts), [], []
+    item, seconds, read = slot_bytes(source.experts), [], []
     for n_missing in (30, 20, 10, 0):
-        placed = placer.place(placer.all_bytes - n_missing * one, 0)
-        model = PassSimulation(placed, COMPUTE, 1e6)
+        placement = placement_planner.place(placement_planner.all_bytes - n_missing * item, 0)
+        model = PassSimulation(placement, COMPUTE, 1e6)
         seconds.append(model.seconds(1))
-        read.append(placed.streamed_bytes)
+        read.append(placement.streamed_bytes)
         assert model.seconds(8) > model.seconds(1)
         if n_missing:
-            assert placed.streamed_bytes / 1e6 == pytest.approx(seconds[-1], rel=0.01)
+            assert placement.streamed_bytes / 1e6 == pytest.approx(seconds[-1], rel=0.01)
             assert model.cost_model().seconds(8) > 1.5 * model.cost_model().seconds(1)
     assert seconds == sorted(seconds, reverse=True)
     assert read == sorted(read, reverse=True)
     assert read[-1] == 0
 
 
-def test_missing_experts_take_longer_than_their_bytes(placer) -> None:
+def test_missing_experts_take_longer_than_their_bytes(placement_planner) -> None:
     """Storage of 1 MB/s, and as long again for each byte."""
-    placed = placer.place(placer.all_bytes - 20 * slot_bytes(placer.source.experts), 0)
-    read_only = PassSimulation(placed, COMPUTE, 1e6)
+    placement = placement_planner.place(
+        placement_planner.all_bytes - 20 * slot_bytes(placement_planner.source.experts), 0
+    )
+    read_only = PassSimulation(placement, COMPUTE, 1e6)
     model = replace(read_only, expert_seconds_per_byte=1e-6)
     assert model.expert_bytes_per_second == pytest.approx(5e5)
     assert model.seconds(1) == pytest.approx(2 * read_only.seconds(1), rel=0.01)
@@ -113,41 +115,43 @@ def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> Non
     assert measure_experts(source, 1 << 40, 1e9) == 0.0
 
 
-@pytest.mark.parametrize("n_texts", [1, 4])
-def test_a_node_costs_the_experts_that_it_adds(placer, n_texts: int) -> None:
-    """Also in a pass that texts share. Storage of 1 MB/s: reads are all that counts."""
-    one = slot_bytes(placer.source.experts)
-    placed = placer.place(placer.all_bytes - 20 * one, 0)
-    assert placed.experts is not None
-    cost = PassSimulation(placed, COMPUTE, 1e6).cost_model()
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_a_node_costs_the_experts_that_it_adds(placement_planner, num_seqs: int) -> None:
+    """Also in a pass that sequences share. Storage of 1 MB/s: reads are all that counts."""
+    item = slot_bytes(placement_planner.source.experts)
+    placement = placement_planner.place(placement_planner.all_bytes - 20 * item, 0)
+    assert placement.experts is not None
+    cost = PassSimulation(placement, COMPUTE, 1e6).cost_model()
 
-    def read_seconds(n_rows: int) -> float:
-        return sum(placed.experts.read_bytes(i, n_rows) for i in range(3)) / 1e6
+    def read_seconds(num_tokens: int) -> float:
+        return sum(placement.experts.read_bytes(i, num_tokens) for i in range(3)) / 1e6
 
     added = (read_seconds(16) - read_seconds(1)) / 15  # a plan's cost is a line
     tree = DraftTree(0)
     tree.add(0, 1, 0.0)
     for share in (0.9, 1.1):  # of its probability is what the node costs
-        sure, hopeless = (Offer(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0))
-        kept, _ = choose_nodes([sure, *[hopeless] * (n_texts - 1)], cost)
-        assert [len(nodes) for nodes in kept] == [1 + (share < 1), *[1] * (n_texts - 1)]
+        sure, hopeless = (
+            CandidateTree(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0)
+        )
+        cached, _ = choose_nodes([sure, *[hopeless] * (num_seqs - 1)], cost)
+        assert [len(nodes) for nodes in cached] == [1 + (share < 1), *[1] * (num_seqs - 1)]
 
 
 def test_what_a_pass_is_expected_to_miss(source) -> None:
-    room = ExpertRoom(source.experts, 18)
+    expert_cache = ExpertCachePlan(source.experts, 18)
     experts = source.experts[0]
     assert isinstance(experts, LayerExperts)
     assert experts.n_hit(1) == 3
     assert experts.n_hit(2) == pytest.approx(3 * 2**0.7)
     assert experts.n_hit(100) == 12
-    assert room.hit_rate == pytest.approx(1 - math.exp(-2.75))
-    one_layer = 3 * experts.n_bytes / 12 * (1 - room.hit_rate)
-    assert room.bytes_per_token == pytest.approx(3 * one_layer)
+    assert expert_cache.hit_rate == pytest.approx(1 - math.exp(-2.75))
+    one_layer = 3 * experts.n_bytes / 12 * (1 - expert_cache.hit_rate)
+    assert expert_cache.bytes_per_token == pytest.approx(3 * one_layer)
     # Neighbours share hardly anything that the cache has not; but no pass misses more than it asks.
-    assert room.read_bytes(0, 8) == pytest.approx(one_layer * 8**0.93)
-    assert ExpertRoom(source.experts, 1).read_bytes(0, 4) == experts.used_bytes(4)
-    assert "18 of 36 experts in memory" in expert_line(room)
-    assert "94% of those asked for" in expert_line(room)
+    assert expert_cache.read_bytes(0, 8) == pytest.approx(one_layer * 8**0.93)
+    assert ExpertCachePlan(source.experts, 1).read_bytes(0, 4) == experts.used_bytes(4)
+    assert "18 of 36 experts in memory" in expert_line(expert_cache)
+    assert "94% of those asked for" in expert_line(expert_cache)
 
 
 @pytest.fixture
@@ -163,10 +167,10 @@ def with_tokenizer(tmp_path: Path) -> Path:
 def test_a_mixture_is_planned_by_name(with_tokenizer: Path) -> None:
     plan = plan_run(with_tokenizer, memory_budget="2GiB")
     assert any("36 of 36 experts in memory" in line for line in plan.lines())
-    found = plan.to_dict()
-    assert found["n_experts"] == found["n_expert_slots"] == 36
-    assert found["expected_expert_bytes_per_token"] == 0
-    assert found["memory"]["expert cache"] == 36 * found["expert_slot_bytes"]
+    actual = plan.to_dict()
+    assert actual["n_experts"] == actual["n_expert_slots"] == 36
+    assert actual["expected_expert_bytes_per_token"] == 0
+    assert actual["memory"]["expert cache"] == 36 * actual["expert_slot_bytes"]
 
 
 def test_a_gpu_is_refused_in_one_line(source) -> None:
@@ -175,8 +179,8 @@ def test_a_gpu_is_refused_in_one_line(source) -> None:
 
 
 def test_a_draft_changes_nothing_of_a_mixtures_text(with_tokenizer: Path) -> None:
-    texts = []
+    sequences = []
     for draft in (None, "pair:draft"):
         with specdec.load(with_tokenizer, draft, memory_budget="2GiB", exact="on") as llm:
-            texts.append(llm.generate("def main():", max_tokens=16, temperature=0).text)
-    assert texts[0] == texts[1]
+            sequences.append(llm.generate("def main():", max_tokens=16, temperature=0).text)
+    assert sequences[0] == sequences[1]

@@ -16,15 +16,15 @@ from backends.contract.self_draft import SharedSource
 from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory
-from offload.residency.placement import LayerWeights
+from offload.placement.placement import LayerWeights
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import candidate_cost
-from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placed
-from specdec.planning.memory.division import Divider, Shape
+from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placement
+from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
 from specdec.planning.plan import make_plan
-from specdec.planning.search import Figures
+from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)
@@ -60,24 +60,26 @@ def test_the_cpu_is_the_default():
 
 
 def test_all_that_is_free_is_taken_or_what_was_asked_for():
-    found = find_gpu(options(device="cuda"), pair())
-    assert (found.vram_bytes, found.vram_source) == (6 * GIB, "what is free on Test GPU")
-    found = find_gpu(options(device="cuda", vram_budget="2GiB"), pair())
-    assert (found.vram_bytes, found.vram_source) == (2 * GIB, "as asked")
+    actual = find_gpu(options(device="cuda"), pair())
+    assert (actual.vram_bytes, actual.vram_source) == (6 * GIB, "what is free on Test GPU")
+    actual = find_gpu(options(device="cuda", vram_budget="2GiB"), pair())
+    assert (actual.vram_bytes, actual.vram_source) == (2 * GIB, "as asked")
     with pytest.raises(ConfigError, match="give at most that"):
         find_gpu(options(device="cuda", vram_budget="7GiB"), pair())
 
 
 def test_the_budget_is_the_whole_processs(monkeypatch):
     """Another model of it has 5 GiB: all of the budget but those is left for this one."""
-    memory = CudaMemory("Test GPU", 8 * GIB, GIB, held_bytes=5 * GIB)
+    memory = CudaMemory("Test GPU", 8 * GIB, GIB, pinned_bytes=5 * GIB)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
-    found = find_gpu(options(device="cuda"), pair())
-    assert (found.vram_bytes, found.base_bytes) == (6 * GIB, 5 * GIB + 512 * MIB)
-    divider = Divider(TARGET, None, options(device="cuda", draft=None, ctx_size=64), GIB, found)
-    division = divider.divide(8 * GIB, Shape(8))
-    assert dict(division.vram.table())["base"] == 5 * GIB + 512 * MIB
-    assert division.smallest.vram_bytes > 5 * GIB + 512 * MIB
+    actual = find_gpu(options(device="cuda"), pair())
+    assert (actual.vram_bytes, actual.base_bytes) == (6 * GIB, 5 * GIB + 512 * MIB)
+    memory_planner = MemoryPlanner(
+        TARGET, None, options(device="cuda", draft=None, ctx_size=64), GIB, actual
+    )
+    memory_plan = memory_planner.divide(8 * GIB, Shape(8))
+    assert dict(memory_plan.vram.table())["base"] == 5 * GIB + 512 * MIB
+    assert memory_plan.smallest.vram_bytes > 5 * GIB + 512 * MIB
 
 
 @pytest.mark.parametrize(
@@ -85,13 +87,13 @@ def test_the_budget_is_the_whole_processs(monkeypatch):
     [("auto", True, True), ("cpu", True, False), ("cuda", False, True)],
 )
 def test_where_the_draft_may_run(where, on_cpu, on_gpu):
-    found = find_gpu(options(device="cuda", draft_device=where), pair())
-    assert (found.cpu_draft is DRAFT, found.draft is DRAFT) == (on_cpu, on_gpu)
+    actual = find_gpu(options(device="cuda", draft_device=where), pair())
+    assert (actual.cpu_draft is DRAFT, actual.draft is DRAFT) == (on_cpu, on_gpu)
 
 
 def test_a_draft_that_cannot_use_the_gpu_stays_on_the_cpu():
-    found = find_gpu(options(device="cuda"), pair(draft=CPU_ONLY))
-    assert (found.cpu_draft, found.draft) == (CPU_ONLY, None)
+    actual = find_gpu(options(device="cuda"), pair(draft=CPU_ONLY))
+    assert (actual.cpu_draft, actual.draft) == (CPU_ONLY, None)
     with pytest.raises(UnsupportedModel, match="runs on the CPU only"):
         find_gpu(options(device="cuda", draft_device="cuda"), pair(draft=CPU_ONLY))
 
@@ -100,9 +102,9 @@ def test_a_target_that_drafts_for_itself_does_so_where_it_is():
     own = PaperModel("t", 4, MIB, can_use_gpu=True)
     both = pair(own, SharedSource(own))
     asked = options(device="cuda", draft="self:window=512")
-    found = find_gpu(asked, both)
-    assert found.cpu_draft is None
-    assert isinstance(found.draft, SharedSource)
+    actual = find_gpu(asked, both)
+    assert actual.cpu_draft is None
+    assert isinstance(actual.draft, SharedSource)
     with pytest.raises(ConfigError, match="where it is"):
         find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
 
@@ -124,10 +126,10 @@ def test_bf16_on_a_card_without_it_is_told(monkeypatch):
         )
         both = pair(target, None)
         gpu = find_gpu(asked, both)
-        figures = Figures(
+        measurements = Measurements(
             1e9, PaperModel("t", 1, 1, curve=CURVE).measure_compute(), None, None, 1e9
         )
-        plan = make_plan(asked, both, figures, 8 * GIB, "as asked", GIB, gpu)
+        plan = make_plan(asked, both, measurements, 8 * GIB, "as asked", GIB, gpu)
         assert len(plan.warnings) == n_warnings
         assert all(w.startswith("Old GPU has no arithmetic for bf16") for w in plan.warnings)
 
@@ -161,20 +163,20 @@ def test_a_draft_ranks_its_candidates_wherever_it_runs(monkeypatch):
     storage = SimpleNamespace(storage_bytes_per_second=1e9)
     monkeypatch.setattr("specdec.planning.gpu.measure_storage", lambda path: storage)
     monkeypatch.setattr(PaperModel, "weight_file", None)
-    figures = measure_with_gpu(both, gpu_for(options(device="cuda"), both, GIB, "as asked"))
-    assert figures.target.per_pass is None
-    for one in (figures.draft, figures.gpu_draft):
-        assert one.outer_seconds(2) == pytest.approx(5.0 + 1e-9 * draft.head_bytes)
+    measurements = measure_with_gpu(both, gpu_for(options(device="cuda"), both, GIB, "as asked"))
+    assert measurements.target.per_pass is None
+    for item in (measurements.draft, measurements.gpu_draft):
+        assert item.non_layer_seconds(2) == pytest.approx(5.0 + 1e-9 * draft.head_bytes)
 
 
 def test_models_are_loaded_where_the_plan_says():
     on_gpu = PaperModel("t", 4, MIB, can_use_gpu=True)
     gpu = gpu_for(options(device="cuda"), pair(on_gpu), GIB, "as asked")
-    opened = OpenedPair(*(OpenedModel(one, None, None, ()) for one in (TARGET, CPU_ONLY)))
+    opened = OpenedPair(*(OpenedModel(item, None, None, ()) for item in (TARGET, CPU_ONLY)))
     for device, draft in (("cpu", CPU_ONLY), ("cuda", DRAFT)):
-        found = placed(opened, gpu, device)
-        assert (found.target.source, found.draft.source) == (on_gpu, draft)
-    assert placed(opened, None, "cpu") is opened
+        actual = placement(opened, gpu, device)
+        assert (actual.target.source, actual.draft.source) == (on_gpu, draft)
+    assert placement(opened, None, "cpu") is opened
 
 
 def test_a_run_without_a_gpu_says_so_in_one_line(capsys, monkeypatch, tmp_path):

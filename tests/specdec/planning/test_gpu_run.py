@@ -41,9 +41,11 @@ def test_the_tokens_are_those_of_the_cpu(models, monkeypatch, draft_device):
     expected = generate(*models)
     limits = install_fake_gpu(monkeypatch)
     force_tiers(monkeypatch)
-    found = generate(*models, device="cuda", vram_budget="2GiB", draft_device=draft_device, **FIXED)
-    assert found.token_ids == expected.token_ids
-    stats = found.stats
+    actual = generate(
+        *models, device="cuda", vram_budget="2GiB", draft_device=draft_device, **FIXED
+    )
+    assert actual.token_ids == expected.token_ids
+    stats = actual.stats
     assert stats.bytes_streamed > 0
     assert stats.bytes_copied_to_device >= stats.bytes_streamed
     assert (stats.vram_peak_bytes, stats.vram_budget_bytes) == (PEAK_BYTES, 2 * 2**30)
@@ -55,17 +57,17 @@ def test_the_tokens_are_those_of_the_cpu(models, monkeypatch, draft_device):
 
 def test_a_model_that_fits_stays_on_the_gpu(models, monkeypatch):
     install_fake_gpu(monkeypatch)
-    found = generate(*models, device="auto")
-    assert found.token_ids == generate(*models).token_ids
-    assert found.stats.bytes_copied_to_device == found.stats.bytes_streamed == 0
+    actual = generate(*models, device="auto")
+    assert actual.token_ids == generate(*models).token_ids
+    assert actual.stats.bytes_copied_to_device == actual.stats.bytes_streamed == 0
 
 
 def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
     install_fake_gpu(monkeypatch)
     own = f"{SELF_DRAFT}window=32"
-    found = generate(models[0], own, device="cuda", **FIXED)
-    assert found.token_ids == generate(models[0], None).token_ids
-    assert found.stats.accepted_tokens > 0
+    actual = generate(models[0], own, device="cuda", **FIXED)
+    assert actual.token_ids == generate(models[0], None).token_ids
+    assert actual.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
@@ -90,8 +92,8 @@ def test_every_way_of_generating_gives_the_cpus_tokens(
     expected = outputs()
     install_fake_gpu(monkeypatch)
     force_tiers(monkeypatch)
-    found = outputs(device="cuda", draft_device=draft_device)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    actual = outputs(device="cuda", draft_device=draft_device)
+    assert [item.token_ids for item in actual] == [item.token_ids for item in expected]
 
 
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
@@ -112,9 +114,9 @@ def test_a_text_goes_on_from_its_file_and_after_a_cancel(
         expected = llm.generate(PROMPT, cache_prompt=False, **asked)
     for where in (gpu, {"exact": "off"}):
         with specdec.load(*models, **saving, **where) as llm:
-            found = llm.generate(PROMPT, **asked)
-            assert found.token_ids == expected.token_ids
-            assert found.stats.reused_prompt_tokens > 0
+            actual = llm.generate(PROMPT, **asked)
+            assert actual.token_ids == expected.token_ids
+            assert actual.stats.reused_prompt_tokens > 0
     with pytest.raises(specdec.SpecdecError, match="or another --exact"):
         specdec.load(*models, **saving)
 
@@ -161,10 +163,10 @@ def test_too_little_vram_is_refused_with_what_would_do(models, monkeypatch, caps
 def test_a_real_gpu_gives_the_same_tokens_within_its_budget(models, monkeypatch, draft_device):
     expected = generate(*models)
     force_tiers(monkeypatch)
-    found = generate(*models, device="cuda", vram_budget="2GiB", draft_device=draft_device)
-    assert found.token_ids == expected.token_ids
-    assert found.stats.bytes_copied_to_device >= found.stats.bytes_streamed > 0
-    assert 0 < found.stats.vram_peak_bytes <= found.stats.vram_budget_bytes
+    actual = generate(*models, device="cuda", vram_budget="2GiB", draft_device=draft_device)
+    assert actual.token_ids == expected.token_ids
+    assert actual.stats.bytes_copied_to_device >= actual.stats.bytes_streamed > 0
+    assert 0 < actual.stats.vram_peak_bytes <= actual.stats.vram_budget_bytes
 
 
 @pytest.mark.cuda

@@ -17,10 +17,10 @@ from backends.contract.self_draft import SharedSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
-from specdec.planning.memory.division import Divider, Gpu
+from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner
 from specdec.planning.plan import OpenedPair, make_plan
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Figures
+from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
@@ -36,7 +36,7 @@ class Paper(PaperModel):
         super().__init__(name, *sizes, curve=CURVE, can_use_gpu=True, **more)
         self._scratch_bytes = scratch
 
-    def scratch_bytes(self, ctx_size: int, max_rows: int, max_nodes: int) -> int:
+    def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return self._scratch_bytes
 
 
@@ -78,7 +78,7 @@ CASES = {
     "weights in VRAM": Case(draft(4, 32 * MIB), {}, "VRAM", ("cuda",)),
     "KV in VRAM": Case(draft(kv=100_000), {"ctx_size": 4096}, "VRAM", ("cuda",)),
     "compute buffers in VRAM": Case(draft(scratch=200 * MIB), {}, "VRAM", ("cuda",)),
-    "several texts in VRAM": Case(
+    "several sequences in VRAM": Case(
         draft(kv=100_000), {"ctx_size": 512, "kv_tokens": 8192}, "VRAM", ("cuda",)
     ),
     "host memory beside a GPU": Case(draft(4, 32 * MIB), {}, "memory", ("cpu",)),
@@ -90,8 +90,8 @@ def plan_case(case: Case, total_bytes: int, vram_bytes: int = 0, **more: Any) ->
     options, gpu = asked(case, **more), gpu_of(case, vram_bytes)
     pair: Any = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=case.draft))
     compute = TARGET.measure_compute()
-    figures = Figures(1e9, compute, compute, compute, 10e9)
-    return make_plan(options, pair, figures, total_bytes, "as asked", BASE_BYTES, gpu)
+    measurements = Measurements(1e9, compute, compute, compute, 10e9)
+    return make_plan(options, pair, measurements, total_bytes, "as asked", BASE_BYTES, gpu)
 
 
 def asked(case: Case, **more: Any) -> RunOptions:
@@ -105,25 +105,27 @@ def gpu_of(case: Case, vram_bytes: int) -> Gpu | None:
     return Gpu(vram_bytes, "as asked", TARGET, *where)
 
 
-def divider(case: Case, vram_bytes: int = 0, **more: Any) -> Divider:
-    return Divider(TARGET, case.draft, asked(case, **more), BASE_BYTES, gpu_of(case, vram_bytes))
+def memory_planner(case: Case, vram_bytes: int = 0, **more: Any) -> MemoryPlanner:
+    return MemoryPlanner(
+        TARGET, case.draft, asked(case, **more), BASE_BYTES, gpu_of(case, vram_bytes)
+    )
 
 
 def too_little(case: Case) -> tuple[int, int]:
     """(memory, VRAM) in which the target alone has room, and no draft."""
-    vram = divider(case, PLENTY).smallest_alone.vram_bytes if "cuda" in case.gpu else PLENTY
+    vram = memory_planner(case, PLENTY).smallest_alone.vram_bytes if "cuda" in case.gpu else PLENTY
     if case.ledger == "VRAM":
         return PLENTY, vram
-    return divider(case, vram).smallest_alone.host_bytes, vram
+    return memory_planner(case, vram).smallest_alone.host_bytes, vram
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_offered_draft_is_left_out_with_one_note_that_names_the_figures(name: str) -> None:
     case = CASES[name]
     total, vram = too_little(case)
-    plan, own = plan_case(case, total, vram), divider(case, vram)
+    plan, own = plan_case(case, total, vram), memory_planner(case, vram)
     assert plan.chosen.draft is None
-    assert plan.draft_residency is None
+    assert plan.draft_placement is None
     (note,) = plan.notes
     assert note.startswith(f"the draft is left out: the {case.ledger} budget of ")
     for smallest in (own.smallest, own.smallest_alone):
@@ -141,7 +143,7 @@ def test_an_offered_draft_is_left_out_with_one_note_that_names_the_figures(name:
 def test_a_demanded_draft_is_refused_and_both_budgets_are_named(name: str) -> None:
     case = CASES[name]
     total, vram = too_little(case)
-    own = divider(case, vram, **DEMANDED)
+    own = memory_planner(case, vram, **DEMANDED)
     with pytest.raises(BudgetExceeded) as refused:
         plan_case(case, total, vram, **DEMANDED)
     assert refused.value.ledger == case.ledger
@@ -153,7 +155,7 @@ def test_a_demanded_draft_is_refused_and_both_budgets_are_named(name: str) -> No
 @pytest.mark.parametrize("name", CASES)
 def test_with_the_budget_that_the_note_names_the_draft_is_planned(name: str) -> None:
     case = CASES[name]
-    smallest, is_vram = divider(case, PLENTY, **DEMANDED).smallest, case.ledger == "VRAM"
+    smallest, is_vram = memory_planner(case, PLENTY, **DEMANDED).smallest, case.ledger == "VRAM"
     total, vram = (PLENTY, smallest.vram_bytes) if is_vram else (smallest.host_bytes, PLENTY)
     plan = plan_case(case, total, vram, **DEMANDED)
     assert plan.chosen.draft is not None
@@ -164,7 +166,7 @@ def test_what_has_no_room_for_the_target_either_is_refused_and_both_budgets_are_
     case = CASES["weights"]
     with pytest.raises(BudgetExceeded) as refused:
         plan_case(case, 400 * MIB)
-    own = divider(case)
+    own = memory_planner(case)
     assert refused.value.smallest_budget_bytes == own.smallest_alone.host_bytes
     with_draft = f"with the draft it is {own.smallest.host_bytes // MIB} MiB"
     assert with_draft in str(refused.value)
@@ -189,7 +191,7 @@ def test_an_offered_draft_is_never_why_a_run_is_refused(
     sizes: tuple[int, int, int], scratch: int, more_mib: int, options: dict[str, Any]
 ) -> None:
     case = Case(draft(sizes[0], sizes[1] * MIB, sizes[2], scratch=scratch), options)
-    total = divider(case).smallest_alone.host_bytes + more_mib * MIB
+    total = memory_planner(case).smallest_alone.host_bytes + more_mib * MIB
     plan = plan_case(case, total)
     assert len(plan.notes) == (1 if plan.chosen.draft is None else 0)
     if any("no room" in note for note in plan.notes):
@@ -202,15 +204,15 @@ def plan_for_itself(total_bytes: int, **options: Any) -> RunPlan:
         SimpleNamespace(source=TARGET), SimpleNamespace(source=SharedSource(TARGET))
     )
     asked_for = RunOptions("t", "self:window=64", ctx_size=256, **options)
-    figures = Figures(1e9, TARGET.measure_compute(), TARGET.measure_compute())
-    return make_plan(asked_for, own, figures, total_bytes, "as asked", BASE_BYTES)
+    measurements = Measurements(1e9, TARGET.measure_compute(), TARGET.measure_compute())
+    return make_plan(asked_for, own, measurements, total_bytes, "as asked", BASE_BYTES)
 
 
 def test_a_target_that_streams_does_not_draft_for_itself() -> None:
     plan = plan_for_itself(600 * MIB)
-    assert plan.draft_residency is None
+    assert plan.draft_placement is None
     (note,) = plan.notes
     assert note.startswith("the draft is left out: t is not held in memory")
-    assert plan_for_itself(2 * GIB).draft_residency is not None
+    assert plan_for_itself(2 * GIB).draft_placement is not None
     with pytest.raises(ConfigError, match="read once for each level of a tree"):
         plan_for_itself(600 * MIB, **DEMANDED)

@@ -10,7 +10,7 @@ from tiered import plan_tiers
 
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
-from offload.residency.plan import plan_residency
+from offload.placement.plan import plan_placement
 from offload.units import GIB, MIB
 from specdec.planning.pass_simulation import PassSimulation
 
@@ -22,7 +22,7 @@ HEAD_BYTES = 10 * MIB
 def model(
     available_bytes: int, curve: ComputeCurve, storage: float = 1e9, n_slots: int = 3
 ) -> PassSimulation:
-    plan = plan_residency(LAYERS, available_bytes, n_slots=n_slots)
+    plan = plan_placement(LAYERS, available_bytes, n_slots=n_slots)
     return PassSimulation(plan, ModelCompute(curve, HEAD_BYTES), storage)
 
 
@@ -33,26 +33,26 @@ def linear(fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
 
 
 def test_a_streamed_pass_takes_as_long_as_its_reads():
-    one = model(40 * MIB, linear(0.001, 0.0001))
-    streamed = one.placement.streamed_bytes
+    item = model(40 * MIB, linear(0.001, 0.0001))
+    streamed = item.placement.streamed_bytes
     assert streamed > 0
-    assert one.seconds(1) == pytest.approx(streamed / 1e9)
-    assert one.times(1).stall_seconds == pytest.approx(streamed / 1e9 - 0.0011)
+    assert item.seconds(1) == pytest.approx(streamed / 1e9)
+    assert item.times(1).stall_seconds == pytest.approx(streamed / 1e9 - 0.0011)
 
 
 def test_many_rows_take_as_long_as_their_arithmetic():
-    one = model(40 * MIB, linear(0.1, 0.1))
-    assert one.seconds(100) == pytest.approx(10.1)
-    assert one.times(100).stall_seconds == pytest.approx(0.0, abs=1e-9)
+    item = model(40 * MIB, linear(0.1, 0.1))
+    assert item.seconds(100) == pytest.approx(10.1)
+    assert item.times(100).stall_seconds == pytest.approx(0.0, abs=1e-9)
 
 
 def test_reads_that_slow_the_arithmetic_count_while_they_run():
     n_bytes = LAYER_BYTES + HEAD_BYTES
     slowed = ComputeCurve((1,), (1 / n_bytes,), (2 / n_bytes,))
-    one = model(40 * MIB, slowed)
-    read_seconds = one.placement.streamed_bytes / 1e9
+    item = model(40 * MIB, slowed)
+    read_seconds = item.placement.streamed_bytes / 1e9
     # Of the second of arithmetic, half of the reading's time is lost.
-    assert one.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
+    assert item.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,31 +60,31 @@ def test_reads_that_slow_the_arithmetic_count_while_they_run():
     available=st.integers(28, 110),
     fixed=st.floats(1e-4, 1.0),
     per_row=st.floats(1e-5, 0.1),
-    n_rows=st.integers(1, 128),
+    num_tokens=st.integers(1, 128),
 )
-def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_row, n_rows):
-    one = model(available * MIB, linear(fixed, per_row))
-    cost = one.cost_model()
-    assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.1)
+def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_row, num_tokens):
+    item = model(available * MIB, linear(fixed, per_row))
+    cost = item.cost_model()
+    assert cost.seconds(num_tokens) == pytest.approx(item.seconds(num_tokens), rel=0.1)
 
 
-@pytest.mark.parametrize("most_seconds", [0.12, 0.25, 1.0])
-def test_what_only_the_largest_passes_take_is_not_held_against_smaller_ones(most_seconds: float):
+@pytest.mark.parametrize("max_seconds", [0.12, 0.25, 1.0])
+def test_what_only_the_largest_passes_take_is_not_held_against_smaller_ones(max_seconds: float):
     """Reads hide 64 rows; of 128 the arithmetic takes `most_seconds`."""
     n_bytes = LAYER_BYTES + HEAD_BYTES
-    figures = tuple(seconds / n_bytes for seconds in (0.01, 0.02, 0.05, most_seconds))
-    one = model(40 * MIB, ComputeCurve((1, 16, 64, 128), figures, figures))
-    assert one.seconds(64) == pytest.approx(one.seconds(1))
-    cost = one.cost_model()
-    for n_rows in (1, 32, 64, 128):
-        assert cost.seconds(n_rows) == pytest.approx(one.seconds(n_rows), rel=0.01)
+    measurements = tuple(seconds / n_bytes for seconds in (0.01, 0.02, 0.05, max_seconds))
+    item = model(40 * MIB, ComputeCurve((1, 16, 64, 128), measurements, measurements))
+    assert item.seconds(64) == pytest.approx(item.seconds(1))
+    cost = item.cost_model()
+    for num_tokens in (1, 32, 64, 128):
+        assert cost.seconds(num_tokens) == pytest.approx(item.seconds(num_tokens), rel=0.01)
     assert cost.num_free_tokens >= 64
 
 
 def test_moving_what_has_arrived_is_work_too():
-    plan = plan_residency(LAYERS, 40 * MIB, n_slots=3)
-    one = PassSimulation(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
-    assert one.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
+    plan = plan_placement(LAYERS, 40 * MIB, n_slots=3)
+    item = PassSimulation(plan, ModelCompute(linear(0.1, 0.1), HEAD_BYTES, 1e-9), 1e9)
+    assert item.seconds(100) == pytest.approx(10.1 + plan.streamed_bytes * 1e-9)
 
 
 def test_what_comes_after_the_layers_is_the_same_on_a_gpu():
@@ -98,5 +98,5 @@ def test_what_comes_after_the_layers_is_the_same_on_a_gpu():
     assert on_gpu.placement.n_moving_layers == 0
     layers = LAYER_BYTES / (LAYER_BYTES + HEAD_BYTES) * 0.4
     assert on_gpu.seconds(3) == pytest.approx(layers + (2 + 3) + (5 + 1.5))
-    on_cpu = PassSimulation(plan_residency(LAYERS, GIB), compute, 1e9)
+    on_cpu = PassSimulation(plan_placement(LAYERS, GIB), compute, 1e9)
     assert on_cpu.seconds(3) == pytest.approx(on_gpu.seconds(3))

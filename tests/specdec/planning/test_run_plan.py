@@ -14,14 +14,14 @@ import specdec
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.budget import MemoryBudget
-from offload.residency.plan import plan_residency
+from offload.placement.plan import plan_placement
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.division import Division, Shape, Smallest
-from specdec.planning.outlook.machines import Machines
-from specdec.planning.outlook.together import plan_together
+from specdec.planning.memory.memory_plan import MemoryPlan, Shape, Smallest
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Figures, predict
+from specdec.planning.search import Measurements, predict
+from specdec.planning.what_if.machines import Machines
+from specdec.planning.what_if.together import plan_together
 
 LAYERS = PaperModel("t", 8, MIB // 2).layers
 CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))
@@ -30,9 +30,9 @@ CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))
 def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: object) -> RunPlan:
     """A target of 8 MiB on storage of 10 MiB/s."""
     divisions = [
-        Division(
+        MemoryPlan(
             MemoryBudget(2 * GIB, GIB, 0),
-            plan_residency(LAYERS, available_bytes, n_slots=n_slots),
+            plan_placement(LAYERS, available_bytes, n_slots=n_slots),
             None,
             128,
             Shape(4),
@@ -41,8 +41,11 @@ def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: obj
         )
         for n_slots in (2, 3)
     ]
-    figures = Figures(10 * MIB, ModelCompute(CURVE, 10 * MIB), None)
-    weighed = tuple(predict(one, figures, SpecConfig(num_draft_tokens=4)) for one in divisions)
+    measurements = Measurements(10 * MIB, ModelCompute(CURVE, 10 * MIB), None)
+    weighed = tuple(
+        predict(memory_plan, measurements, SpecConfig(num_draft_tokens=4))
+        for memory_plan in divisions
+    )
     return RunPlan("as asked", weighed[0], weighed, **more)
 
 
@@ -69,7 +72,7 @@ def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
 
 def test_why_the_chosen_row_is_not_the_first_one_is_said() -> None:
     plan = make_plan(6 * MIB)
-    ranked = sorted(plan.alternatives, key=lambda one: -one.tokens_per_second)
+    ranked = sorted(plan.alternatives, key=lambda item: -item.tokens_per_second)
     for chosen in ranked:
         text = "\n".join(replace(plan, chosen=chosen).lines())
         assert ("room for larger trees may cost 1 %" in text) == (chosen is not ranked[0])
@@ -78,7 +81,7 @@ def test_why_the_chosen_row_is_not_the_first_one_is_said() -> None:
 def test_the_json_holds_what_was_weighed() -> None:
     plan = make_plan(6 * MIB, warnings=("beware",))
     values = json.loads(json.dumps(plan.to_dict()))
-    assert [one["n_slots"] for one in values["weighed"]] == [2, 3]
+    assert [value["n_slots"] for value in values["weighed"]] == [2, 3]
     assert values["chosen"] == 0
     chosen = values["weighed"][0]
     assert chosen["streamed_bytes_per_pass"] == values["streamed_bytes_per_pass"]
@@ -89,8 +92,8 @@ def test_the_json_holds_what_was_weighed() -> None:
 
 def test_what_holds_no_model_is_a_figure_of_its_own() -> None:
     plan = make_plan(6 * MIB)
-    budget = plan.chosen.division.budget
-    held = [
+    budget = plan.chosen.memory_plan.budget
+    pinned = [
         budget.reserve(name, 100 * MIB)
         for name in ("draft pinned layers", "ring", "target KV cache", "draft embeddings and head")
     ]
@@ -99,7 +102,7 @@ def test_what_holds_no_model_is_a_figure_of_its_own() -> None:
     assert "neither weights nor KV cache: 1.61 GiB, 80% of it" in plan.lines()
     activations.release()
     assert plan.to_dict()["overhead_bytes"] == 2 * GIB - 400 * MIB
-    held[0].release()
+    pinned[0].release()
     assert plan.to_dict()["overhead_bytes"] == 2 * GIB - 300 * MIB
 
 
@@ -134,25 +137,25 @@ def test_several_texts_share_what_a_pass_reads() -> None:
     assert many.plain_tokens_per_second == many.tokens_per_second == 16 / plan.pass_seconds(16)
     assert many.plain_tokens_per_second > 4 * plan.plain_tokens_per_second
     (line,) = many.lines()
-    assert "16 texts at once: predicted" in line
+    assert "16 sequences at once: predicted" in line
     assert "draft tokens" not in line
     draft = make_plan(GIB).chosen.target  # in memory: quick
     drafted = replace(plan, chosen=replace(plan.chosen, draft=draft, depth=4))
-    one, many = plan_together(drafted, 1, 8), plan_together(drafted, 16, 8)
-    assert one.tree_tokens > 0
-    assert one.tokens_per_second > one.plain_tokens_per_second == plan.plain_tokens_per_second
+    item, many = plan_together(drafted, 1, 8), plan_together(drafted, 16, 8)
+    assert item.tree_tokens > 0
+    assert item.tokens_per_second > item.plain_tokens_per_second == plan.plain_tokens_per_second
     assert many.tokens_per_second >= many.plain_tokens_per_second
-    assert many.tree_tokens <= one.tree_tokens, "rows of sixteen texts are dear"
+    assert many.tree_tokens <= item.tree_tokens, "rows of sixteen sequences are dear"
 
 
 def test_several_machines_are_several_times_one() -> None:
     plan = make_plan(6 * MIB)
-    found = Machines(4, plan)
-    assert found.tokens_per_second == 4 * plan.predicted_tokens_per_second
-    rate = plan.residency.streamed_bytes / plan.pass_seconds(1)
-    assert found.storage_bytes_per_second == 4 * rate
-    first, second = found.lines()
-    assert f"{found.tokens_per_second:.2f} tokens/s together" in first
+    actual = Machines(4, plan)
+    assert actual.tokens_per_second == 4 * plan.predicted_tokens_per_second
+    rate = plan.placement.streamed_bytes / plan.pass_seconds(1)
+    assert actual.storage_bytes_per_second == 4 * rate
+    first, second = actual.lines()
+    assert f"{actual.tokens_per_second:.2f} tokens/s together" in first
     assert "a single text is no faster" in first
     assert f"a network disk that all of them read would have to give {4 * rate / 1e9:.2f}" in second
     assert len(Machines(4, make_plan(GIB)).lines()) == 1  # nothing is read

@@ -11,8 +11,8 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.division import Divider
-from specdec.planning.search import Alternative, Figures, Search
+from specdec.planning.memory.memory_plan import MemoryPlanner
+from specdec.planning.search import Alternative, Measurements, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,
@@ -40,12 +40,12 @@ def weigh(
     **options: object,
 ) -> tuple[Alternative, list[Alternative]]:
     asked = RunOptions("t", None if draft is None else "d", ctx_size=256, **options)
-    figures = Figures(
+    measurements = Measurements(
         storage,
         PaperModel("t", 1, 1, curve=compute).measure_compute(),
         None if draft is None else PaperModel("d", 1, 1, curve=compute).measure_compute(),
     )
-    search = Search(Divider(target, draft, asked, base_bytes=BASE_BYTES), figures)
+    search = Search(MemoryPlanner(target, draft, asked, base_bytes=BASE_BYTES), measurements)
     return search.best(total_bytes), search.alternatives
 
 
@@ -55,11 +55,11 @@ SMALL_DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100)
 
 def test_where_rows_are_free_there_is_room_for_the_largest_tree():
     chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
-    assert chosen.division.n_drafted == 128
+    assert chosen.memory_plan.n_drafted == 128
     assert chosen in weighed
-    plain = [one for one in weighed if one.draft is None]
+    plain = [item for item in weighed if item.draft is None]
     assert len(plain) == 1
-    assert plain[0].division.n_drafted == 0
+    assert plain[0].memory_plan.n_drafted == 0
     assert plain[0].tokens_per_second < chosen.tokens_per_second
     assert chosen.target.placement.n_slots > 0
 
@@ -68,14 +68,14 @@ def test_where_rows_cost_a_pass_the_tree_is_small():
     slow = ComputeCurve.linear(1e-10, 2e-10)
     chosen, _ = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=slow)
     assert chosen.n_tree <= 8
-    assert chosen.division.n_drafted <= 4 * 8
+    assert chosen.memory_plan.n_drafted <= 4 * 8
 
 
 def test_nothing_weighed_is_much_faster_than_what_is_chosen():
     for total in (1, 2):
         for storage in (2e8, 4e9):
             chosen, weighed = weigh(BIG, SMALL_DRAFT, total * GIB, storage=storage)
-            best = max(one.tokens_per_second for one in weighed)
+            best = max(item.tokens_per_second for item in weighed)
             assert chosen.tokens_per_second > 0.95 * best
 
 
@@ -85,29 +85,29 @@ def test_room_costs_little_while_unused_memory_holds_layers(total_mib: int):
     draft = PaperModel("d", 4, 8 * MIB, kv_bytes_per_token=100_000)
     curve = ComputeCurve.linear(1e-10, 2e-12)
     chosen, weighed = weigh(BIG, draft, total_mib * MIB, compute=curve, storage=2e8)
-    least = next(one for one in weighed if one.division.n_drafted == 8)
-    assert chosen.speeds[1] >= 0.99 * least.speeds[1]
+    minimum = next(item for item in weighed if item.memory_plan.n_drafted == 8)
+    assert chosen.speeds[1] >= 0.99 * minimum.speeds[1]
 
 
 def test_no_division_is_listed_twice():
     _, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
-    names = [one.name for one in weighed]
+    names = [item.name for item in weighed]
     assert len(names) == len(set(names))
 
 
 def test_what_the_user_fixed_stays():
     chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB, num_draft_tokens=5, prefetch_depth=4)
-    assert (chosen.n_tree, chosen.division.n_drafted) == (5, 5)
+    assert (chosen.n_tree, chosen.memory_plan.n_drafted) == (5, 5)
     assert chosen.target.placement.n_slots == 4
-    assert {one.target.placement.n_slots for one in weighed} == {4}
+    assert {item.target.placement.n_slots for item in weighed} == {4}
     chosen, weighed = weigh(BIG, None, 2 * GIB, spec_type="none")
-    assert all(one.division.n_drafted == 0 for one in weighed)
+    assert all(item.memory_plan.n_drafted == 0 for item in weighed)
     assert chosen.tokens_per_pass == 1
 
 
 def test_a_target_that_fits_has_no_ring_to_choose():
     chosen, weighed = weigh(PaperModel("t", 4, 4 * MIB), SMALL_DRAFT, 2 * GIB)
-    assert {one.target.placement.n_slots for one in weighed} == {0}
+    assert {item.target.placement.n_slots for item in weighed} == {0}
     assert chosen.target.placement.streamed_bytes == 0
 
 
@@ -115,18 +115,18 @@ LARGE_DRAFT = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100)  # 2.3 GiB
 
 
 def speed_alone(weighed: list[Alternative]) -> float:
-    (plain,) = (one for one in weighed if one.draft is None and not one.division.n_drafted)
+    (plain,) = (item for item in weighed if item.draft is None and not item.memory_plan.n_drafted)
     return plain.tokens_per_second
 
 
 def test_a_draft_that_costs_more_than_it_brings_is_left_out():
     chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB)
-    with_draft = [one for one in weighed if one.draft is not None]
-    best = max(one.tokens_per_second for one in with_draft)
+    with_draft = [item for item in weighed if item.draft is not None]
+    best = max(item.tokens_per_second for item in with_draft)
     assert speed_alone(weighed) > 1.05 * best
     assert chosen.draft is None
-    assert chosen.division.n_drafted >= 8, "n-grams go on drafting"
-    assert len({one.name for one in weighed}) == len(weighed)
+    assert chosen.memory_plan.n_drafted >= 8, "n-grams go on drafting"
+    assert len({item.name for item in weighed}) == len(weighed)
 
 
 def test_a_draft_that_costs_little_memory_is_kept_even_where_drafting_should_not_pay():
@@ -166,7 +166,7 @@ def test_what_streams_is_never_predicted_much_slower_than_without_a_draft(
         chosen, weighed = weigh(BIG, draft, int(total_gib * GIB), storage=storage)
     except BudgetExceeded:
         return
-    if any(one.draft is not None for one in weighed):
+    if any(item.draft is not None for item in weighed):
         assert chosen.tokens_per_second > 0.95 * speed_alone(weighed)
 
 
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget():
         weigh(BIG, SMALL_DRAFT, 100 * MIB)
     smallest = failure.value.smallest_budget_bytes
     chosen, _ = weigh(BIG, SMALL_DRAFT, smallest + 16 * MIB)
-    assert chosen.division.smallest.host_bytes <= smallest + 16 * MIB
+    assert chosen.memory_plan.smallest.host_bytes <= smallest + 16 * MIB
 
 
 @given(st.integers(0, 300), st.integers(0, 40))
@@ -197,12 +197,12 @@ def test_the_levels_of_the_likeliest_tree(width: int):
     """Against all nodes of that many levels, sorted."""
     right = ASSUMED_LEVEL_ACCEPTANCE
     ranks = [right * (1 - right) ** rank for rank in range(width)]
-    level, found = [1.0], []
+    level, actual = [1.0], []
     for depth in range(1, 8):
         level = [parent * chance for parent in level for chance in ranks][:5000]
-        found += [(chance, -depth) for chance in level]
+        actual += [(chance, -depth) for chance in level]
     for n_drafted in range(1, 8):
-        best = sorted(found, reverse=True)[:n_drafted]
+        best = sorted(actual, reverse=True)[:n_drafted]
         assert likely_levels(n_drafted, width) == max(-depth for _, depth in best)
     assert likely_levels(0, width) == 0
 
@@ -222,7 +222,7 @@ def test_levels_are_enough_for_a_number_that_the_user_fixed(n: int, width: int, 
     """However long a level takes; up to the deepest."""
     spec = SpecConfig(num_draft_tokens=n, tree_width=width)
     depth = best_depth(spec, 32, 1.0, level)
-    room = sum(width**k for k in range(1, depth + 1))
-    assert room >= n or depth == 32
+    expert_cache = sum(width**k for k in range(1, depth + 1))
+    assert expert_cache >= n or depth == 32
     free = best_depth(SpecConfig(tree_width=width), 32, 1.0, level)
     assert depth == free or sum(width**k for k in range(1, depth)) < n  # no deeper than needed

@@ -53,10 +53,10 @@ def test_probabilities_fall_along_every_path_whatever_was_seen(seen, tree: Draft
     calibration = Calibration()
     for observed, emitted in seen:
         calibration.observe(observed, emitted)
-    found = calibration.path_probabilities(tree)
-    assert found[0] == 1.0
+    actual = calibration.path_probabilities(tree)
+    assert actual[0] == 1.0
     for i in range(1, len(tree)):
-        assert 0.0 < found[i] < found[tree.parents[i]]
+        assert 0.0 < actual[i] < actual[tree.parents[i]]
 
 
 @pytest.mark.parametrize(("sharpness", "bias"), [(0.5, -1.0), (1.5, 1.0), (0.3, -3.0)])

@@ -53,7 +53,9 @@ def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between(
     for _ in range(5):
         for n in (1, 32):
             cost.observe(n, 2.0 * cost.planned_seconds(n))
-    assert [cost.seconds(n) for n in range(1, 41)] == pytest.approx([2.0 * one for one in planned])
+    assert [cost.seconds(n) for n in range(1, 41)] == pytest.approx(
+        [2.0 * item for item in planned]
+    )
 
 
 def test_a_size_of_its_own_is_not_drowned_by_many_passes_of_another(cost: CostModel) -> None:
@@ -106,11 +108,11 @@ def test_the_largest_pass_within_a_time(
 ) -> None:
     for num_tokens, taken in passes:
         cost.observe(num_tokens, taken)
-    most = cost.max_num_tokens(seconds)
-    if most:
-        assert cost.seconds(most) <= seconds * (1 + 1e-6)
-    larger = [n for n in range(most + 1, MAX_MEASURED_TOKENS + 1) if n < most + 50 or n % 37 == 0]
-    assert all(cost.seconds(n) > seconds for n in [*larger, most + 2, 2 * most + 2])
+    limit = cost.max_num_tokens(seconds)
+    if limit:
+        assert cost.seconds(limit) <= seconds * (1 + 1e-6)
+    larger = [n for n in range(limit + 1, MAX_MEASURED_TOKENS + 1) if n < limit + 50 or n % 37 == 0]
+    assert all(cost.seconds(n) > seconds for n in [*larger, limit + 2, 2 * limit + 2])
 
 
 def test_of_a_copy_nothing_is_measured(cost: CostModel) -> None:
@@ -126,12 +128,12 @@ def test_what_is_kept_holds_under_another_plan(
     for num_tokens, seconds in passes:
         cost.observe(num_tokens, seconds)
     same, other = replace(cost), CostModel(2.0, 0.4, 0.1)
-    same.restore(cost.kept().tolist())
-    other.restore(cost.kept().tolist())
-    assert same.kept() == pytest.approx(other.kept(), abs=1e-6)
+    same.restore(cost.cached().tolist())
+    other.restore(cost.cached().tolist())
+    assert same.cached() == pytest.approx(other.cached(), abs=1e-6)
     if len(passes) == 1:
         num_tokens = 1 << (passes[0][0].bit_length() - 1)  # one of the sizes that are learnt
         cost, other = replace(cost), replace(other)
         cost.observe(num_tokens, passes[0][1])
-        other.restore(cost.kept().tolist())
+        other.restore(cost.cached().tolist())
         assert other.seconds(num_tokens) == pytest.approx(passes[0][1])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from exact_rules import Case, chain_error, table_rows
 
-from bench.worlds.world import Clock
+from bench.scenarios.scenario import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
-from specdec.policy.experience import Experience
-from specdec.policy.shared_round import observe_together, trim_together
+from specdec.policy.shared_step import observe_together, trim_together
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
 from specdec.verification.tree import DraftTree
@@ -27,8 +27,10 @@ DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 def new_policy(
     config: SpecConfig, cost: CostModel, draft_cost: CostModel | None = None, **keywords: Any
 ) -> DraftPolicy:
-    experience = Experience(cost, draft_cost, min(cost.num_free_tokens - 1, MAX_AUTO_NODES))
-    return DraftPolicy(config, experience, 1000, **keywords)
+    acceptance_statistics = AcceptanceStatistics(
+        cost, draft_cost, min(cost.num_free_tokens - 1, MAX_AUTO_NODES)
+    )
+    return DraftPolicy(config, acceptance_statistics, 1000, **keywords)
 
 
 def test_an_explicit_number_is_not_changed():
@@ -38,19 +40,19 @@ def test_an_explicit_number_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    ("context", "wanted", "depth"),
+    ("context", "requested", "depth"),
     [(10, 64, 32), (10, 5, 4), (10, 1, 0), (95, 64, 5), (100, 64, 0)],
 )
-def test_depth_stays_within_context_and_tokens_wanted(context, wanted, depth):
+def test_depth_stays_within_context_and_tokens_wanted(context, requested, depth):
     cost = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
-    policy = DraftPolicy(SpecConfig(), Experience(cost, None, 99), 100)
-    assert policy.limits(context, wanted, 1000).max_depth == depth
+    policy = DraftPolicy(SpecConfig(), AcceptanceStatistics(cost, None, 99), 100)
+    assert policy.limits(context, requested, 1000).max_depth == depth
 
 
 def test_a_tree_has_no_more_nodes_than_the_target_has_room_for():
     policy = new_policy(SpecConfig(), FREE)
-    assert policy.limits(10, 64, node_room=9).max_nodes == 8
-    assert policy.limits(10, 64, node_room=1).max_nodes == 0
+    assert policy.limits(10, 64, num_free_slots=9).max_nodes == 8
+    assert policy.limits(10, 64, num_free_slots=1).max_nodes == 0
 
 
 def test_a_slow_draft_is_asked_for_fewer_levels():
@@ -78,9 +80,9 @@ def test_running_the_prompt_is_not_held_against_the_draft():
     node = tree.add(0, 1, -0.1)
     tree.n_runs = tree.n_run_nodes = 1
     clock.now += 100.0  # as long as eleven passes
-    (kept,) = trim_together([policy], [tree])
-    clock.now += FREE.seconds(len(kept))
-    observe_together([policy], [Acceptance((0, node), 99, True)], [kept])
+    (cached,) = trim_together([policy], [tree])
+    clock.now += FREE.seconds(len(cached))
+    observe_together([policy], [Acceptance((0, node), 99, True)], [cached])
     assert policy.limits(12, 64, 1000).max_nodes
 
 
@@ -94,24 +96,24 @@ def test_a_fixed_depth_is_kept():
 def test_each_way_of_accepting_learns_for_itself() -> None:
     """A lower threshold takes more of the same draft's tokens."""
     cost, clock = CostModel(0.0, 1.0, 0.1), Clock()
-    experience = Experience(cost, DRAFT, 8)
+    acceptance_statistics = AcceptanceStatistics(cost, DRAFT, 8)
     likely = DraftTree(0)
     likely.add(0, 1, -0.1)
 
-    def n_kept(threshold: float | None, n_rounds: int = 1) -> int:
-        """Of a likely tree, after rounds in which such trees failed."""
+    def num_retained(threshold: float | None, n_steps: int = 1) -> int:
+        """Of a likely tree, after steps in which such trees failed."""
         config = SpecConfig(accept_threshold=threshold)
-        policy = DraftPolicy(config, experience, 1000, clock=clock)
-        for _ in range(n_rounds):
+        policy = DraftPolicy(config, acceptance_statistics, 1000, clock=clock)
+        for _ in range(n_steps):
             policy.limits(10, 64, 1000)
-            (kept,) = trim_together([policy], [likely])
-            clock.now += cost.seconds(len(kept))
-            observe_together([policy], [Acceptance((0,), 99, False)], [kept])
-        return kept.n_drafted
+            (cached,) = trim_together([policy], [likely])
+            clock.now += cost.seconds(len(cached))
+            observe_together([policy], [Acceptance((0,), 99, False)], [cached])
+        return cached.n_drafted
 
-    assert n_kept(0.1) == 1
-    assert n_kept(0.1, n_rounds=40) == 0
-    assert (n_kept(0.1), n_kept(None), n_kept(0.5)) == (0, 1, 1)
+    assert num_retained(0.1) == 1
+    assert num_retained(0.1, n_steps=40) == 0
+    assert (num_retained(0.1), num_retained(None), num_retained(0.5)) == (0, 1, 1)
 
 
 # --- the part of a tree that is verified ---------------------------------------------------------

@@ -39,12 +39,12 @@ def test_what_another_process_saw_counts_as_little_as_what_was_expected() -> Non
     for _ in range(100):
         known.add(3.0, 6.0)
     again = FadingMean(LASTING, (1.0, 2.0), 4.0)
-    again.restore(known.kept())
+    again.restore(known.cached())
     assert again.means == pytest.approx(known.means)
-    assert again.kept()[0] == pytest.approx(4.0)
+    assert again.cached()[0] == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize("kept", [None, [1.0], [0.0, 1.0], [-1.0, 1.0], [1.0, float("nan")], "x"])
-def test_a_broken_one_is_refused(kept: object) -> None:
+@pytest.mark.parametrize("cached", [None, [1.0], [0.0, 1.0], [-1.0, 1.0], [1.0, float("nan")], "x"])
+def test_a_broken_one_is_refused(cached: object) -> None:
     with pytest.raises(ValueError):
-        FadingMean(LASTING, (1.0,)).restore(kept)
+        FadingMean(LASTING, (1.0,)).restore(cached)

@@ -18,7 +18,7 @@ def note(
 
 
 def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = ROUNDS) -> dict:
-    """Rounds of fixed (tokens, seconds) for each mode; how much time each one got."""
+    """Steps of fixed (tokens, seconds) for each mode; how much time each one got."""
     spent = {False: 0.0, True: 0.0}
     for _ in range(n):
         mode = choice.next_uses_draft(costs.get(True, (1.0, 1.0))[1] - 1.0)
@@ -70,14 +70,14 @@ ROUND_LISTS = st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_si
 
 
 @given(st.floats(1.0, 20.0), ROUND_LISTS)
-def test_a_draft_never_overdraws_its_regret_budget(promised: float, rounds) -> None:
+def test_a_draft_never_overdraws_its_regret_budget(promised: float, steps) -> None:
     """Whatever it promises and however long it did well; plain passes take a second.
 
-    Beyond it are the share that time adds, and what the last round overdraws.
+    Beyond it are the share that time adds, and what the last step overdraws.
     """
     choice = DraftChoice((promised, 1.0), 1.0)
     balance, all_seconds = 0.0, 0.0
-    for offered in rounds:
+    for offered in steps:
         mode = choice.next_uses_draft(0.1)
         tokens, seconds = offered if mode else (1, 1.0)
         note(choice, mode, tokens, seconds)
@@ -88,7 +88,7 @@ def test_a_draft_never_overdraws_its_regret_budget(promised: float, rounds) -> N
 
 def budget(choice: DraftChoice) -> float:
     """Tokens that trials may still lose."""
-    return float(choice.kept()["budget"])
+    return float(choice.cached()["budget"])
 
 
 def test_a_loss_is_charged_to_the_budget_and_a_gain_added() -> None:
@@ -122,14 +122,14 @@ def test_without_a_draft_model_there_is_nothing_to_choose() -> None:
 
 
 def test_a_draft_that_was_measured_in_a_bad_hour_is_tried_again() -> None:
-    """A round with it seems to cost five tokens, until one is run: time pays for that one."""
+    """A step with it seems to cost five tokens, until one is run: time pays for that one."""
     choice = DraftChoice((6.0, 2.0), 1.0)
-    n_rounds, costs = 0, 5.0
+    n_steps, costs = 0, 5.0
     while not choice.next_uses_draft(costs):
         note(choice, False, 1, 1.0)
-        n_rounds += 1
-        assert n_rounds < 300
-    assert n_rounds > 100
+        n_steps += 1
+        assert n_steps < 300
+    assert n_steps > 100
 
 
 # --- the exploration budget ----------------------------------------------------------------------
@@ -139,11 +139,11 @@ def test_a_draft_comes_back_after_the_machine_stood_still() -> None:
     """However long that was: a few hundred tokens, not thousands."""
     choice = DraftChoice((6.0, 2.0), 1.0)
     note(choice, True, 1, 5000.0)
-    n_rounds = 0
+    n_steps = 0
     while not choice.next_uses_draft(0.1):
         note(choice, False, 1, 1.0)
-        n_rounds += 1
-        assert n_rounds < 400
+        n_steps += 1
+        assert n_steps < 400
 
 
 @given(st.integers(2, 500), st.floats(0.0, 1.0))

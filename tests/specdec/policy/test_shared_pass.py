@@ -1,4 +1,4 @@
-"""Which nodes of several texts' trees share a pass: against every other choice."""
+"""Which nodes of several sequences' trees share a pass: against every other choice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.policy.cost_model import CostModel
-from specdec.policy.shared_pass import Offer, choose_nodes
+from specdec.policy.shared_pass import CandidateTree, choose_nodes
 from specdec.verification.tree import DraftTree
 
-MAX_ROWS = 24
+MAX_NUM_TOKENS = 24
 
 
 @st.composite
@@ -26,8 +26,8 @@ def proposals(draw: st.DrawFn, n_nodes: int = 4) -> DraftTree:
     return tree
 
 
-def offers_of(trees: list[DraftTree], rate: float) -> list[Offer]:
-    return [Offer(tree, np.exp(np.array(tree.path_log_probs)), rate) for tree in trees]
+def offers_of(trees: list[DraftTree], rate: float) -> list[CandidateTree]:
+    return [CandidateTree(tree, np.exp(np.array(tree.path_log_probs)), rate) for tree in trees]
 
 
 @given(
@@ -39,8 +39,8 @@ def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n
     """Tokens - λ * seconds, over all prefix-closed sets of nodes of every text."""
     cost = CostModel(0.0, 1.0, per_row)
     rate = 0.7
-    kept, _ = choose_nodes(offers_of(trees, rate), cost, n_other)
-    seconds = cost.table(MAX_ROWS)
+    cached, _ = choose_nodes(offers_of(trees, rate), cost, n_other)
+    seconds = cost.table(MAX_NUM_TOKENS)
 
     def value(sets: tuple[tuple[int, ...], ...]) -> float:
         probs = sum(
@@ -48,13 +48,13 @@ def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n
             for tree, nodes in zip(trees, sets, strict=True)
             for i in nodes
         )
-        n_rows = n_other + len(trees) + sum(map(len, sets))
-        return probs - rate * float(seconds[n_rows - 1])
+        num_tokens = n_other + len(trees) + sum(map(len, sets))
+        return probs - rate * float(seconds[num_tokens - 1])
 
-    found = tuple(tuple(indices[1:]) for indices in kept)
+    actual = tuple(tuple(indices[1:]) for indices in cached)
     best = max(value(sets) for sets in itertools.product(*map(closed_sets, trees)))
-    assert value(found) == pytest.approx(best, abs=1e-9)
-    assert all(nodes in closed_sets(tree) for tree, nodes in zip(trees, found, strict=True))
+    assert value(actual) == pytest.approx(best, abs=1e-9)
+    assert all(nodes in closed_sets(tree) for tree, nodes in zip(trees, actual, strict=True))
 
 
 def closed_sets(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -74,13 +74,13 @@ def test_a_sure_text_gets_the_rows_that_a_hopeless_one_does_not() -> None:
         node = sure.add(node, token, math.log(0.95))
         hopeless.add(0, token, math.log(0.01))
     cost = CostModel(0.0, 1.0, 0.1)
-    kept, _ = choose_nodes(offers_of([hopeless, sure], 2.0), cost)
-    assert kept == [[0], [0, 1, 2, 3, 4, 5, 6]]
+    cached, _ = choose_nodes(offers_of([hopeless, sure], 2.0), cost)
+    assert cached == [[0], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_no_pass_has_more_tokens_than_are_measured() -> None:
     tree = DraftTree(0)
     for token in range(40):
         tree.add(0, token, math.log(0.02))
-    kept, _ = choose_nodes(offers_of([tree], 0.5), CostModel(1.0, 0.0, 1e-9), 1024 - 16)
-    assert len(kept[0]) == 16
+    cached, _ = choose_nodes(offers_of([tree], 0.5), CostModel(1.0, 0.0, 1e-9), 1024 - 16)
+    assert len(cached[0]) == 16

@@ -59,10 +59,10 @@ def test_enough_beams_find_the_best_sequence_of_all(seed, vocab, length, data):
         return sum(np.log(rows((0, *tokens[:i]))[t]) for i, t in enumerate(tokens))
 
     everything = sorted(itertools.product(range(vocab), repeat=length), key=lambda s: -log_p(s))
-    found = search(TableBackend(rows, vocab), [0], params)
+    actual = search(TableBackend(rows, vocab), [0], params)
     best = [log_p(sequence) / length for sequence in everything[:n]]
-    assert [score for _, score in found] == pytest.approx(best[: len(found)], rel=1e-4, abs=1e-6)
-    assert found[0][0].token_ids == everything[0] or best[0] == pytest.approx(
+    assert [score for _, score in actual] == pytest.approx(best[: len(actual)], rel=1e-4, abs=1e-6)
+    assert actual[0][0].token_ids == everything[0] or best[0] == pytest.approx(
         log_p(everything[1]) / length, rel=1e-5
     )
 
@@ -76,11 +76,15 @@ def test_the_cache_holds_the_tree_of_the_running_beams_and_no_more(seed, beams, 
     )
     prompt = [0, 1]
     for beams_now in steps(target, prompt, params, (0,), 12):
-        texts = {beam.token_ids[:-1] for beam in beams_now._search.running}  # the last is pending
+        sequences = {
+            beam.token_ids[:-1] for beam in beams_now._search.running
+        }  # the last is pending
         shared = 0
-        while len({text[: shared + 1] for text in texts}) == 1 and shared < min(map(len, texts)):
+        while len({text[: shared + 1] for text in sequences}) == 1 and shared < min(
+            map(len, sequences)
+        ):
             shared += 1
-        prefixes = {text[:i] for text in texts for i in range(shared + 1, len(text) + 1)}
+        prefixes = {text[:i] for text in sequences for i in range(shared + 1, len(text) + 1)}
         assert own(target).n_committed == len(prompt) + shared
         assert len(target.table) == len(prefixes)
 
@@ -96,8 +100,8 @@ def test_a_tree_that_outgrows_its_room_is_refused_before_the_pass():
 def test_beams_end_where_nothing_can_follow():
     """All tokens but the end are ruled out: one sequence ends, no second one exists."""
     params = SamplingParams(num_beams=3, n=3, max_tokens=8, suppress_tokens=(0, 2, 3))
-    found = search(TableBackend(table_rows(4, 3), 4), [0], params, eos=(1,))
-    assert [one.token_ids for one, _ in found][0] == (1,)
+    actual = search(TableBackend(table_rows(4, 3), 4), [0], params, eos=(1,))
+    assert [item.token_ids for item, _ in actual][0] == (1,)
 
 
 def test_early_stopping_bounds_the_search():
@@ -111,19 +115,19 @@ def test_early_stopping_bounds_the_search():
             state: BeamSearch[tuple[int, ...]] = BeamSearch(
                 rules,
                 (),
-                lambda one, token: (*one, token),
-                lambda one: one[-1] == 0 or len(one) == 30,
+                lambda item, token: (*item, token),
+                lambda item: item[-1] == 0 or len(item) == 30,
                 by_score,
             )
             steps = 0
             while not state.is_over:
-                log_p = [np.log(rows(one)) for one in state.running]
+                log_p = [np.log(rows(item)) for item in state.running]
                 state.advance(np.array(log_p, dtype=np.float32))
                 steps += 1
             n_steps.append(steps)
         lengths[early_stopping] = n_steps
     pairs = zip(lengths[True], lengths[False], lengths["never"], strict=True)
-    assert all(one <= two <= three for one, two, three in pairs)
+    assert all(item <= two <= three for item, two, three in pairs)
     assert sum(lengths[True]) < sum(lengths[False]) < sum(lengths["never"])
 
 
@@ -138,7 +142,7 @@ def test_beams_of_a_large_vocabulary_are_ranked_row_by_row(is_drawn: bool) -> No
     rank = drawn if is_drawn else by_score
     rng = np.random.default_rng(0)
     state: BeamSearch[tuple[int, ...]] = BeamSearch(
-        BeamRules(n_beams), (), lambda one, token: (*one, token), lambda _: False, rank
+        BeamRules(n_beams), (), lambda item, token: (*item, token), lambda _: False, rank
     )
     tracemalloc.start()
     try:
@@ -162,7 +166,7 @@ def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) 
     def drawn(scores, which):
         return scores + gumbel_at(seed, 9, which)
 
-    for rank, wanted in (
+    for rank, requested in (
         (by_score, best_continuations(flat, k)),
         (drawn, best_continuations(drawn(flat, np.arange(flat.size)), k)),
     ):
@@ -174,7 +178,7 @@ def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) 
         state.running = list(range(0, n_beams * vocab, vocab))
         state._grow = lambda beam, token, asked=asked: asked.append(beam + token) or 0
         state.advance(rows)
-        assert asked == wanted.tolist()
+        assert asked == requested.tolist()
 
 
 def test_beams_need_neither_torch_nor_transformers():

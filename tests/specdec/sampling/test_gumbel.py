@@ -190,8 +190,10 @@ def test_perfect_and_hopeless_drafts_change_nothing(params: SamplingParams) -> N
 def test_twenty_repeats_of_a_seed_are_identical() -> None:
     target = MarkovTarget(6, seed=3)
     params = SamplingParams(temperature=1.0, seed=99)
-    texts = {tuple(decode(target, Sampler(params, n_tokens=6), 30, no_draft)) for _ in range(20)}
-    assert len(texts) == 1
+    sequences = {
+        tuple(decode(target, Sampler(params, n_tokens=6), 30, no_draft)) for _ in range(20)
+    }
+    assert len(sequences) == 1
 
 
 def test_without_a_seed_every_sampler_draws_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Answers of which a tiny model writes none: calls of tools, found in texts that were made up."""
+"""Answers of which a tiny model writes none: calls of tools, found in sequences that were made up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Letters:
     n_tokens = 0x110000
 
     def encode(self, text: str) -> list[int]:
-        return [ord(one) for one in text]
+        return [ord(item) for item in text]
 
     def decode(self, token_ids: Any) -> str:
         return "".join(map(chr, token_ids))
@@ -58,8 +58,8 @@ def choices_of(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
     answer = ChatAnswer("m", job(**more), Letters())
     events = list(answer.first_events())
     for i in range(0, len(text), size):
-        piece = text[i : i + size]
-        events += answer.events(AsyncChunk(piece, tuple(map(ord, piece))), 0)
+        read_chunk = text[i : i + size]
+        events += answer.events(AsyncChunk(read_chunk, tuple(map(ord, read_chunk))), 0)
     events += answer.last_events(result(text).outputs[0], 0)
     return [sent(event)["choices"][0] for event in events]
 
@@ -74,8 +74,8 @@ def test_calls_of_a_whole_answer() -> None:
         assert call["type"] == "function"
         assert call["function"]["name"] == "add"
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
-    one = sent(ChatAnswer("m", job(tools=("add",), most_calls=1), Letters()).whole([result(text)]))
-    assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+    item = sent(ChatAnswer("m", job(tools=("add",), max_calls=1), Letters()).whole([result(text)]))
+    assert len(item["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_without_tools_a_call_is_text() -> None:
@@ -87,8 +87,8 @@ def test_without_tools_a_call_is_text() -> None:
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_calls_of_a_stream(size: int) -> None:
     choices = choices_of(f"Wait.\n{CALL}", size, tools=("add",))
-    assert "".join(one["delta"].get("content", "") for one in choices) == "Wait."
-    (call,) = [call for one in choices for call in one["delta"].get("tool_calls", [])]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Wait."
+    (call,) = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
     assert (call["index"], call["function"]["name"]) == (0, "add")
     assert choices[-1] == {
         "index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"
@@ -99,7 +99,7 @@ def test_calls_of_a_stream(size: int) -> None:
 def test_a_stream_that_only_looks_like_a_call(size: int) -> None:
     text = '{"name": "rm"} <tool'
     choices = choices_of(text, size, tools=("add",))
-    assert "".join(one["delta"].get("content", "") for one in choices) == text
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == text
     assert choices[-1]["finish_reason"] == "stop"
 
 
@@ -133,9 +133,9 @@ def test_a_cut_by_the_context_is_told() -> None:
 def test_offsets_of_a_stream_go_on() -> None:
     answer = CompletionAnswer("m", job(n_copies=2), Letters())
     for choice in (1, 0):
-        found = []
-        for piece in ("aé", "中b"):
-            ids = tuple(map(ord, piece))
-            (event,) = answer.events(AsyncChunk(piece, ids, logprobs=(0.0, 0.0)), choice)
-            found += sent(event)["choices"][0]["logprobs"]["text_offset"]
-        assert found == [0, 1, 2, 3]
+        actual = []
+        for read_chunk in ("aé", "中b"):
+            ids = tuple(map(ord, read_chunk))
+            (event,) = answer.events(AsyncChunk(read_chunk, ids, logprobs=(0.0, 0.0)), choice)
+            actual += sent(event)["choices"][0]["logprobs"]["text_offset"]
+        assert actual == [0, 1, 2, 3]

@@ -54,8 +54,8 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
     start, *rest = get(make_app(service, None), "/metrics")
     assert start["status"] == 500
     assert (b"content-type", b"application/json") in start["headers"]
-    told = json.loads(b"".join(one.get("body", b"") for one in rest))
-    assert told["error"]["type"] == "server_error"
+    reported = json.loads(b"".join(item.get("body", b"") for item in rest))
+    assert reported["error"]["type"] == "server_error"
     log = capsys.readouterr().err
     assert "RuntimeError at fail" in log
     assert "prompt" not in log

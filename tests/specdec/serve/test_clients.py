@@ -75,10 +75,10 @@ def test_idle_connections_beyond_the_limit_are_closed(served_model: Path) -> Non
             assert time.monotonic() < end, "they are open"
         closed = select.select(idle, [], [], 0)[0]
         assert [raw.recv(1) for raw in closed] == [b""] * 4
-        kept = next(raw for raw in idle if raw not in closed)
-        kept.settimeout(60)
-        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in kept.recv(4096)
+        cached = next(raw for raw in idle if raw not in closed)
+        cached.settimeout(60)
+        cached.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in cached.recv(4096)
 
 
 def test_forty_at_once_before_a_queue_of_12(served_model: Path) -> None:
@@ -88,18 +88,18 @@ def test_forty_at_once_before_a_queue_of_12(served_model: Path) -> None:
     with Server(served_model, *more) as server, ExitStack() as stack:
         server.ready()
         raws = [
-            stack.enter_context(server.post_raw(COMPLETIONS, {**body, "prompt": one}))
-            for one in prompts
+            stack.enter_context(server.post_raw(COMPLETIONS, {**body, "prompt": prompt}))
+            for prompt in prompts
         ]
-        told = [answer_of(raw) for raw in raws]
-        let_in = [i for i, (status, _) in enumerate(told) if status == 200]
-        assert {status for status, _ in told} == {200, 429}
+        reported = [answer_of(raw) for raw in raws]
+        let_in = [i for i, (status, _) in enumerate(reported) if status == 200]
+        assert {status for status, _ in reported} == {200, 429}
         assert len(let_in) >= 12
         for first in range(0, len(let_in), 8):
             some = let_in[first : first + 8]
             _, alone = server.post(COMPLETIONS, {**body, "prompt": [prompts[i] for i in some]})
-            texts = [choice["text"] for choice in alone["choices"]]
-            assert [told[i][1]["choices"][0]["text"] for i in some] == texts
+            strings = [choice["text"] for choice in alone["choices"]]
+            assert [reported[i][1]["choices"][0]["text"] for i in some] == strings
         assert server.metric("specdec_requests_inside") == 0
 
 
@@ -113,11 +113,11 @@ def answer_of(raw: socket.socket) -> tuple[int, Any]:
 def test_many_at_once_are_not_mixed_up(server: Server) -> None:
     prompts = [f"number {i}: " for i in range(12)]
     body = {"max_tokens": 10, "temperature": 0}
-    alone = [server.post(COMPLETIONS, {**body, "prompt": one})[1] for one in prompts]
-    found: dict[int, Any] = {}
+    alone = [server.post(COMPLETIONS, {**body, "prompt": prompt})[1] for prompt in prompts]
+    actual: dict[int, Any] = {}
 
     def ask(i: int) -> None:
-        found[i] = server.post(COMPLETIONS, {**body, "prompt": prompts[i]})[1]
+        actual[i] = server.post(COMPLETIONS, {**body, "prompt": prompts[i]})[1]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -125,7 +125,7 @@ def test_many_at_once_are_not_mixed_up(server: Server) -> None:
     for thread in threads:
         thread.join()
     for i, answer in enumerate(alone):
-        assert found[i]["choices"] == answer["choices"]
+        assert actual[i]["choices"] == answer["choices"]
 
 
 def test_a_request_has_its_time(served_model: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_request_has_its_time(served_model: Path) -> None:
             text = b""
             while not text.endswith(b"0\r\n\r\n"):
                 text += raw.recv(65536)
-        told = events(text.decode().replace("\r\n", "\n"))
-        assert told[-1]["error"]["type"] == "timeout_error"
+        reported = events(text.decode().replace("\r\n", "\n"))
+        assert reported[-1]["error"]["type"] == "timeout_error"
         server.wait_until_free()
 
 

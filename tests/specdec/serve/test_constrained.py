@@ -118,9 +118,9 @@ def test_a_forced_call(client: Any, choice: Any) -> None:
     assert json.loads(call.function.arguments)["colour"] in ("red", "green")
     events = [event.choices[0] for event in chat(client, **options, stream=True)]
     assert events[-1].finish_reason == "tool_calls"
-    (told,) = [one for event in events for one in event.delta.tool_calls or []]
-    assert told.function.name == "paint"
-    assert told.function.arguments == call.function.arguments
+    (reported,) = [item for event in events for item in event.delta.tool_calls or []]
+    assert reported.function.name == "paint"
+    assert reported.function.arguments == call.function.arguments
     assert not any(event.delta.content for event in events)
 
 

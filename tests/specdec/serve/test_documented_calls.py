@@ -47,9 +47,9 @@ def test_a_call_is_answered(served_pair: Server, text: str) -> None:
     if "/metrics" in text:
         assert "specdec_passes_total" in answer
     elif '"stream": true' in text:
-        *told, last = events(answer)
+        *reported, last = events(answer)
         assert last["usage"]["completion_tokens"] > 0
-        assert "".join(one["choices"][0]["delta"].get("content", "") for one in told)
+        assert "".join(item["choices"][0]["delta"].get("content", "") for item in reported)
     elif "json_schema" in text:
         assert set(json.loads(json.loads(answer)["choices"][0]["message"]["content"])) == {"name"}
     else:

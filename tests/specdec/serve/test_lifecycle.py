@@ -37,9 +37,9 @@ def test_the_state_is_told_from_the_start(served_model: Path) -> None:
         server.ready()
         assert server.get("/health") == (200, '{"status":"ready"}')
         assert server.end() == 0
-        told = "".join(server.lines)
-        assert str(served_model) not in told
-        assert told.count("\n") == 2, told
+        reported = "".join(server.lines)
+        assert str(served_model) not in reported
+        assert reported.count("\n") == 2, reported
 
 
 def test_a_model_whose_file_was_cut_is_told_of_and_not_of_one_request(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_sigterm_lets_a_text_end_and_no_other_begin(served_model: Path) -> None:
             time.sleep(0.02)
         assert mortal.post(COMPLETIONS, SHORT)[0] == 503
         text = b""
-        while piece := raw.recv(65536):
-            text += piece
+        while read_chunk := raw.recv(65536):
+            text += read_chunk
         assert b'"finish_reason":"length"' in text
         assert b"[DONE]" in text
         assert mortal.process.wait(30) == 0
@@ -99,8 +99,8 @@ def test_a_text_that_takes_too_long_is_ended(served_model: Path) -> None:
         with begun(server.ready(), max_tokens=16000) as raw:
             assert server.end() == 0
             text = b""
-            while piece := raw.recv(65536):
-                text += piece
+            while read_chunk := raw.recv(65536):
+                text += read_chunk
         assert b"shutting down" in text
 
 

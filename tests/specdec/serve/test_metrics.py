@@ -14,28 +14,28 @@ from specdec.serve.metrics import Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    found = {}
+    actual = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             labels = "".join(f" {value}" for value in sample.labels.values())
-            found[sample.name + labels] = sample.value
-    return found
+            actual[sample.name + labels] = sample.value
+    return actual
 
 
 def test_the_models_figures_are_asked_for_and_not_counted_again() -> None:
-    told = [EngineStats()]
-    metrics = Metrics(AdmissionLimiter(4), lambda: told[0])
+    reported = [EngineStats()]
+    metrics = Metrics(AdmissionLimiter(4), lambda: reported[0])
     assert samples(metrics)["specdec_passes_total"] == 0
-    told[0] = EngineStats(
-        passes=3, drafted_tokens=7, kv_shared_bytes=4096, set_aside=2, accepted_by_depth=(5, 1)
+    reported[0] = EngineStats(
+        passes=3, drafted_tokens=7, kv_shared_bytes=4096, preempted=2, accepted_by_depth=(5, 1)
     )
     metrics.add_sequence(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
-    found = samples(metrics)
-    assert found["specdec_passes_total"] == 3
-    assert found["specdec_generated_tokens_total"] == 0
-    assert found["specdec_spec_decode_num_draft_tokens_total"] == 7
-    assert found["specdec_spec_decode_num_accepted_tokens_per_pos_total 0"] == 5
-    assert found["specdec_spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
-    assert found["specdec_kv_shared_bytes"] == 4096
-    assert found["specdec_set_aside_total"] == 2
-    assert found["specdec_time_to_first_token_seconds_count"] == 1
+    actual = samples(metrics)
+    assert actual["specdec_passes_total"] == 3
+    assert actual["specdec_generated_tokens_total"] == 0
+    assert actual["specdec_spec_decode_num_draft_tokens_total"] == 7
+    assert actual["specdec_spec_decode_num_accepted_tokens_per_pos_total 0"] == 5
+    assert actual["specdec_spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
+    assert actual["specdec_kv_shared_bytes"] == 4096
+    assert actual["specdec_set_aside_total"] == 2
+    assert actual["specdec_time_to_first_token_seconds_count"] == 1

@@ -229,19 +229,19 @@ def test_metadata_are_few(server: Server, metadata: dict[str, str]) -> None:
 
 
 def test_log_probabilities_are_bounded(served_model: Path) -> None:
-    """Eight texts of 2 000 tokens with 20 each took 168 MiB beside the plan."""
+    """Eight sequences of 2 000 tokens with 20 each took 168 MiB beside the plan."""
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "temperature": 0}
     with Server(served_model, "--max-logprobs", "60") as server:
         server.ready()
         too_many = chat | {"top_logprobs": 2, "max_tokens": 21}
-        status, told = server.post("/v1/chat/completions", too_many)
+        status, reported = server.post("/v1/chat/completions", too_many)
         assert status == 400
-        assert "63 log-probabilities" in told["error"]["message"]
+        assert "63 log-probabilities" in reported["error"]["message"]
         fits = chat | {"top_logprobs": 2, "max_tokens": 10, "n": 2}
         assert server.post("/v1/chat/completions", fits)[0] == 200
-        status, told = server.post("/v1/chat/completions", chat | {"top_logprobs": 2})
+        status, reported = server.post("/v1/chat/completions", chat | {"top_logprobs": 2})
         assert status == 200
-        assert told["usage"]["completion_tokens"] <= 20
+        assert reported["usage"]["completion_tokens"] <= 20
 
 
 def test_a_number_that_python_does_not_print(server: Server) -> None:
@@ -290,10 +290,10 @@ def test_wrong_types_are_never_the_servers_fault(locked: Server, wrong: dict[str
 
 def test_the_server_wrote_down_nothing_of_all_this(locked: Server) -> None:
     """Last in the file: no path, prompt or key of a request is in its log."""
-    told = "".join(locked.lines)
-    assert "error" not in told
-    assert "Traceback" not in told
-    assert "s3cret" not in told
+    reported = "".join(locked.lines)
+    assert "error" not in reported
+    assert "Traceback" not in reported
+    assert "s3cret" not in reported
 
 
 @pytest.mark.parametrize("depth", [100, 250, 500, 900, 980, 1500, 10_000])

@@ -65,12 +65,12 @@ def test_a_chat_as_a_stream(client: Any) -> None:
 def test_events_with_figures_so_far(client: Any) -> None:
     """llama.cpp's field; the page shows them while the text comes."""
     stream = chat(client, max_tokens=40, stream=True, extra_body={"timings_per_token": True})
-    told = [event.timings for event in stream if hasattr(event, "timings")]
-    assert len(told) > 3
-    for before, after in zip(told, told[1:], strict=False):
+    reported = [event.timings for event in stream if hasattr(event, "timings")]
+    assert len(reported) > 3
+    for before, after in zip(reported, reported[1:], strict=False):
         assert before["passes"] <= after["passes"]
         assert before["draft_n_accepted"] <= after["draft_n_accepted"]
-    assert told[-1]["predicted_n"] == 40
+    assert reported[-1]["predicted_n"] == 40
     assert all(not hasattr(event, "timings") for event in chat(client, stream=True))
 
 
@@ -84,14 +84,14 @@ def test_only_an_assistants_message_may_lack_content(client: Any) -> None:
 
 def test_several_texts_of_one_seed(client: Any) -> None:
     options = {"temperature": 1.0, "seed": 7, "n": 3}
-    texts = [choice.message.content for choice in chat(client, **options).choices]
-    assert len(set(texts)) == 3
+    strings = [choice.message.content for choice in chat(client, **options).choices]
+    assert len(set(strings)) == 3
     again = chat(client, **options, stream=True)
     streamed = {0: "", 1: "", 2: ""}
     for event in again:
         for choice in event.choices:
             streamed[choice.index] += choice.delta.content or ""
-    assert list(streamed.values()) == texts
+    assert list(streamed.values()) == strings
     assert chat(client, **{**options, "n": 1, "seed": -5}).choices[0].message.content
 
 
@@ -117,19 +117,19 @@ def test_log_probabilities(client: Any) -> None:
     answer = chat(client, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
     assert len(content) == 8
-    for one in content:
-        assert one.logprob <= 0
-        assert len(one.top_logprobs) == 3
-        assert one.token.encode() == bytes(one.bytes) or one.token.startswith("bytes:\\x")
-    joined = b"".join(bytes(one.bytes) for one in content)
+    for item in content:
+        assert item.logprob <= 0
+        assert len(item.top_logprobs) == 3
+        assert item.token.encode() == bytes(item.bytes) or item.token.startswith("bytes:\\x")
+    joined = b"".join(bytes(item.bytes) for item in content)
     assert joined.decode(errors="replace") == answer.choices[0].message.content
     assert content[0].top_logprobs[0].logprob == content[0].logprob  # greedy
     streamed = [
-        one
+        item
         for event in chat(client, logprobs=True, top_logprobs=3, stream=True)
         for choice in event.choices
         if choice.logprobs
-        for one in choice.logprobs.content
+        for item in choice.logprobs.content
     ]
     assert streamed == content
     assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
@@ -150,11 +150,11 @@ def test_completions(client: Any) -> None:
     stream = client.completions.create(
         model="tiny", prompt=["def ", "abc"], max_tokens=6, temperature=0, stream=True
     )
-    texts = ["", ""]
+    strings = ["", ""]
     for event in stream:
         for choice in event.choices:
-            texts[choice.index] += choice.text
-    assert texts[0] == text
+            strings[choice.index] += choice.text
+    assert strings[0] == text
 
 
 def test_several_prompts_of_a_stream_come_together(client: Any) -> None:
@@ -293,10 +293,10 @@ def test_tokens_of_a_completion(client: Any) -> None:
         model="tiny", prompt="é", max_tokens=30, temperature=1, seed=1, logprobs=5
     )
     (choice,) = answer.choices
-    found = choice.logprobs
-    ends = [*found.text_offset[1:], len(choice.text)]
+    actual = choice.logprobs
+    ends = [*actual.text_offset[1:], len(choice.text)]
     for token, start, end, top in zip(
-        found.tokens, found.text_offset, ends, found.top_logprobs, strict=True
+        actual.tokens, actual.text_offset, ends, actual.top_logprobs, strict=True
     ):
         assert token in top
         assert len(top) in (5, 6)

@@ -43,12 +43,12 @@ def test_events_tell_what_had_been_drafted(server: Server) -> None:
         text = b""
         while not text.endswith(b"0\r\n\r\n"):
             text += raw.recv(65536)
-    told = events(text.decode().replace("\r\n", "\n"))
-    drafts = [event["draft"] for event in told if "draft" in event]
+    reported = events(text.decode().replace("\r\n", "\n"))
+    drafts = [event["draft"] for event in reported if "draft" in event]
     assert sum(draft["n_tokens"] for draft in drafts) == 30
-    n_accepted = told[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    n_accepted = reported[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert 0 <= n_accepted - sum(draft["n_accepted"] for draft in drafts) <= 1  # cut at the end
-    for event in told:
+    for event in reported:
         if "draft" in event:
             content = event["choices"][0]["delta"]["content"]
             assert event["draft"]["n_accepted_characters"] <= len(content)
@@ -75,18 +75,18 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     opened = context.new_page()
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda told: note_error(told, problems))
-    opened.on("request", lambda one: one.url.startswith(server.url) or problems.append(one.url))
+    opened.on("console", lambda reported: note_error(reported, problems))
+    opened.on("request", lambda item: item.url.startswith(server.url) or problems.append(item.url))
     opened.goto(server.url)
     yield opened
     context.close()
     assert not problems
 
 
-def note_error(told: Any, problems: list[str]) -> None:
+def note_error(reported: Any, problems: list[str]) -> None:
     """Of the script and its rules; that an answer was a 400, say, is what a test asks for."""
-    if told.type == "error" and "Failed to load resource" not in told.text:
-        problems.append(told.text)
+    if reported.type == "error" and "Failed to load resource" not in reported.text:
+        problems.append(reported.text)
 
 
 def send(page: Any, text: str) -> None:
@@ -202,7 +202,7 @@ def contrast(first: str, second: str) -> float:
     """Of WCAG 2, from 1 to 21."""
 
     def luminance(colour: str) -> float:
-        values = [int(one) / 255 for one in re.findall(r"\d+", colour)[:3]]
+        values = [int(item) / 255 for item in re.findall(r"\d+", colour)[:3]]
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

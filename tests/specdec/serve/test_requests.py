@@ -43,16 +43,16 @@ FORMAT = {"type": "json_schema", "json_schema": {"schema": {}}}
 )
 def test_a_mistake_is_told_by_the_fields_name(body: dict[str, Any], param: str) -> None:
     """Pydantic's names for the kinds that a value may be of were part of it."""
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as reported:
         read_request(json.dumps(body).encode(), ChatRequest)
-    assert (told.value.status, told.value.param) == (400, param)
-    assert told.value.message.startswith(param)
+    assert (reported.value.status, reported.value.param) == (400, param)
+    assert reported.value.message.startswith(param)
 
 
 def test_a_prompt_of_two_kinds() -> None:
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as reported:
         read_request(b'{"prompt": [1, "a"]}', CompletionRequest)
-    assert told.value.param in ("prompt.0", "prompt.1")
+    assert reported.value.param in ("prompt.0", "prompt.1")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000])

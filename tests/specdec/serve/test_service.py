@@ -123,7 +123,7 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
     ]
 
     async def work() -> None:
-        waiting = [asyncio.create_task(service.job(body(), one, llm)) for one in tried]
+        waiting = [asyncio.create_task(service.job(body(), item, llm)) for item in tried]
         while not trial._RUNNING:
             await asyncio.sleep(0.01)
         service.cancel_all()
@@ -152,16 +152,16 @@ def test_a_body_is_dropped_once_it_is_read() -> None:
     """Parsed, 32 of a megabyte each took 350 MiB until their answers ended."""
     service = Service(ServeOptions(), "m", print)
     bodies = BodyLimiter(100)
-    held = RequestBody(bodies)
-    held.add(b"x" * 60)
+    pinned = RequestBody(bodies)
+    pinned.add(b"x" * 60)
     llm: Any = None
 
     async def work() -> None:
         read = endpoint(lambda content, llm: bytes(content))
-        assert await service.job(held, read, llm) == b"x" * 60
+        assert await service.job(pinned, read, llm) == b"x" * 60
 
     asyncio.run(asyncio.wait_for(work(), 30))
-    assert (bodies.num_bytes, len(held.content)) == (0, 0)
+    assert (bodies.num_bytes, len(pinned.content)) == (0, 0)
 
 
 def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.wait([second])
         del second
         gc.collect()
-        assert [one() is not None for one in made] == [True, False]
+        assert [item() is not None for item in made] == [True, False]
         may_end.set()
         assert await first == 1
 
@@ -228,8 +228,8 @@ def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() ->
     """It was refused for 16 tokens, OpenAI's default, for which it had not asked."""
     tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
     llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
-    for most, expected in ((8, 8), (100, 16)):
-        limits = ServeOptions(max_output_tokens=most)
+    for limit, expected in ((8, 8), (100, 16)):
+        limits = ServeOptions(max_output_tokens=limit)
         job = completion_job(CompletionRequest(prompt="x"), llm, limits)
         assert job.params.max_tokens == expected
 

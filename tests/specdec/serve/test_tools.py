@@ -1,4 +1,4 @@
-"""Calls of tools are found in whole texts and in pieces; everything else stays text."""
+"""Calls of tools are found in whole sequences and in pieces; everything else stays text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Zürich"}}'
 
 
-def parse(text: str, most: int | None = None, size: int | None = None):
+def parse(text: str, limit: int | None = None, size: int | None = None):
     """(text for the reader, [(name, arguments), ...]), pushed in pieces of `size`."""
-    parser = ToolCallParser(NAMES, most)
+    parser = ToolCallParser(NAMES, limit)
     size = size or max(len(text), 1)
     shown = "".join(parser.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = parser.finish()
@@ -66,7 +66,7 @@ def test_what_is_found(name: str, size: int | None) -> None:
 
 
 def test_no_more_calls_than_wanted() -> None:
-    assert parse(f"{HERMES}{HERMES}", most=1) == ("", [ADD])
+    assert parse(f"{HERMES}{HERMES}", limit=1) == ("", [ADD])
 
 
 def test_every_call_has_its_own_id() -> None:
@@ -83,6 +83,6 @@ def test_every_call_has_its_own_id() -> None:
 )
 def test_pieces_do_not_matter_and_text_without_calls_is_whole(parts: list[str], size: int) -> None:
     text = "".join(parts)
-    found = parse(text, size=size)
-    assert found == parse(text)
-    assert found[1] or found[0] == text
+    actual = parse(text, size=size)
+    assert actual == parse(text)
+    assert actual[1] or actual[0] == text

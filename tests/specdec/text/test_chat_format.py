@@ -58,13 +58,13 @@ def test_a_model_without_a_template_is_given_a_transcript(tmp_path: Path) -> Non
 
 
 def test_tools_reach_a_template_that_knows_them(tmp_path: Path) -> None:
-    texts = []
+    strings = []
     for tokenizer in tokenizers(tmp_path, {"chat_template": OWN}):
         assert tokenizer.has_chat_template
         assert tokenizer.chat_format.knows_tools
-        texts.append(tokenizer.decode(tokenizer.encode_chat(TALK[:1], [TOOL])))
+        strings.append(tokenizer.decode(tokenizer.encode_chat(TALK[:1], [TOOL])))
         assert tokenizer.decode(tokenizer.encode_chat(TALK[:1])) == "[system] Be brief."
-    assert texts[0] == texts[1] == json.dumps([TOOL]) + "[system] Be brief."
+    assert strings[0] == strings[1] == json.dumps([TOOL]) + "[system] Be brief."
 
 
 def test_another_template_takes_the_place_of_the_own(tmp_path: Path) -> None:

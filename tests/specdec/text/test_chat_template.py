@@ -15,7 +15,7 @@ from specdec.pair import pair_path
 from specdec.text import chat_template
 from specdec.text.chat_format import NAMED, ChatTemplateError
 from specdec.text.chat_template import render_chat
-from specdec.text.template_worker import MOST_CHARACTERS
+from specdec.text.template_worker import MAX_CHARACTERS
 from specdec.text.tokenizer import Tokenizer
 
 TALK = [
@@ -71,7 +71,7 @@ def test_a_template_without_end_is_ended(template: str) -> None:
 
 
 def test_a_text_that_is_too_long() -> None:
-    with pytest.raises(ChatTemplateError, match=f"more than {MOST_CHARACTERS}"):
+    with pytest.raises(ChatTemplateError, match=f"more than {MAX_CHARACTERS}"):
         render_chat("{{ 'x' * 20000000 }}", TALK, {})
 
 
@@ -104,17 +104,17 @@ def test_the_process_is_kept_and_replaced_when_it_is_lost() -> None:
 
 
 def test_threads_get_their_own_texts() -> None:
-    texts: dict[int, str] = {}
+    strings: dict[int, str] = {}
 
     def ask(i: int) -> None:
-        texts[i] = render_chat(f"{i} {{{{ messages | length }}}}", TALK[: i % 4], {})
+        strings[i] = render_chat(f"{i} {{{{ messages | length }}}}", TALK[: i % 4], {})
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert texts == {i: f"{i} {i % 4}" for i in range(16)}
+    assert strings == {i: f"{i} {i % 4}" for i in range(16)}
 
 
 def test_the_working_directory_lends_no_modules(
@@ -130,7 +130,7 @@ def test_the_working_directory_lends_no_modules(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
 def test_a_fork_has_a_process_of_its_own() -> None:
-    """Both read from one pipe, and had each other's texts."""
+    """Both read from one pipe, and had each other's sequences."""
     assert render_chat("a", TALK, {}) == "a"
     first, is_right = number(), False
     child = os.fork()

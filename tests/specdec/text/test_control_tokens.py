@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
 from specdec.text.chat_template import render_chat
 from specdec.text.contract import TokenizerError
-from specdec.text.control_tokens import AddedToken, MarkedContents, NoMarkLeft, Piece
+from specdec.text.control_tokens import AddedToken, MarkedContents, NoMarkLeft, ReadChunk
 from specdec.text.conversation import end_of_turn
 from specdec.text.tokenizer import Tokenizer
 
@@ -92,8 +92,8 @@ def test_contents_are_text_whatever_the_template(
 ) -> None:
     template = None if name is None else TEMPLATES[name]
     messages = [
-        {"role": "user", "content": one, "name": other, "calls": [{"a": {other: [one]}}]}
-        for one, other in talk
+        {"role": "user", "content": item, "name": other, "calls": [{"a": {other: [item]}}]}
+        for item, other in talk
     ]
     ours, theirs = encoded(kind, template, messages), expected(kind, template, messages)
     if kind not in ("unigram", "gguf-spm-merging"):
@@ -173,23 +173,23 @@ def test_whitespace_that_belongs_to_a_control_token() -> None:
     assert end.strips_right
     tokenizer.chat_format = ChatFormat("<|im_start|>\n {{ messages[0].content }}<|im_end|>\nhe")
     ids = tokenizer.encode_chat([{"role": "user", "content": "a</s>"}])
-    text = [tokenizer.encode(one, parse_special=False, add_special_tokens=False)
-            for one in ("a</s>", "he")]  # fmt: skip
+    text = [tokenizer.encode(item, parse_special=False, add_special_tokens=False)
+            for item in ("a</s>", "he")]  # fmt: skip
     assert ids == [start.token_id, *text[0], end.token_id, *text[1]]
 
 
 def test_pieces_begin_and_end_with_the_templates_own_tokens() -> None:
     added = {"<a>": AddedToken(0, True), "<b>": AddedToken(1, True), "<t>": AddedToken(2, False)}
     marked = MarkedContents(added, ["1<a>2", "3"])
-    one, other = marked.value
-    assert marked.pieces(f"<a>x{one}y<b>{other}<a>") == [
-        Piece("<a>", True), Piece("x1<a>2y", False), Piece("<b>3<a>", True)
+    item, other = marked.value
+    assert marked.pieces(f"<a>x{item}y<b>{other}<a>") == [
+        ReadChunk("<a>", True), ReadChunk("x1<a>2y", False), ReadChunk("<b>3<a>", True)
     ]  # fmt: skip
     assert MarkedContents(added, ["<t>", {"role": "user"}]).value == ["<t>", {"role": "user"}]
     # Parts of messages that would make one together.
     marked = MarkedContents(added, ["x<", "b>"])
     assert marked.pieces("".join(marked.value) + "<b>") == [
-        Piece("x<b>", False), Piece("<b>", True)
+        ReadChunk("x<b>", False), ReadChunk("<b>", True)
     ]  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_a_message_may_hold_private_characters_but_not_all() -> None:
     added = {"<a>": AddedToken(0, True)}
     for used in ("\ue000", "\\ue000", "\ue000\\ue001\ue002"):
         marked = MarkedContents(added, f"{used}<a>", template="\ue003")
-        assert marked.pieces(marked.value + "\ue003") == [Piece(f"{used}<a>\ue003", False)]
+        assert marked.pieces(marked.value + "\ue003") == [ReadChunk(f"{used}<a>\ue003", False)]
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(NoMarkLeft, match="all 6400 private-use characters"):
         MarkedContents(added, everything + "<a>")
@@ -230,9 +230,9 @@ def test_the_token_that_ends_a_turn(template: str | None, end: str | None) -> No
 
 def test_a_vocabulary_of_very_many_and_very_long_control_tokens() -> None:
     """Files of models are untrusted: finding these takes no more memory than they do."""
-    texts = [f"<|{'x' * (i % 50)}{i}|>" for i in range(50_000)] + ["<" * 500_000 + ">"]
-    added = {text: AddedToken(i, True) for i, text in enumerate(texts)}
-    marked = MarkedContents(added, f"a{texts[7]}b")
-    assert marked.pieces(texts[9] + marked.value) == [
-        Piece(texts[9], True), Piece(f"a{texts[7]}b", False)
+    strings = [f"<|{'x' * (i % 50)}{i}|>" for i in range(50_000)] + ["<" * 500_000 + ">"]
+    added = {text: AddedToken(i, True) for i, text in enumerate(strings)}
+    marked = MarkedContents(added, f"a{strings[7]}b")
+    assert marked.pieces(strings[9] + marked.value) == [
+        ReadChunk(strings[9], True), ReadChunk(f"a{strings[7]}b", False)
     ]  # fmt: skip

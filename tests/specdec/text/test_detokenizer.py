@@ -52,7 +52,7 @@ def byte_fallback():
     """Llama's way: ▁ for spaces, bytes for the unknown, the first space of a text dropped."""
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{i:02X}>" for i in range(256)]]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "▁a", "▁he", "llo", "lo", "▁w", "or"]
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    vocab = {read_chunk: i for i, read_chunk in enumerate(dict.fromkeys(pieces))}
     merges = [("▁", "a"), ("▁", "w"), ("o", "r"), ("l", "o")]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -74,7 +74,7 @@ def byte_fallback():
 
 BYTE_LEVEL, BYTE_FALLBACK = Plain(byte_level()), Plain(byte_fallback())
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["gpt2", "llama"])
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30)
+strings = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30)
 tricky = st.text(st.sampled_from("a é€😀👩‍🚀ß \n中."), max_size=30)
 
 
@@ -85,7 +85,7 @@ def pieces_of(tokenizer, token_ids: Sequence[int], prompt_ids: Sequence[int] = (
 
 @BOTH
 @settings(deadline=None)
-@given(text=st.one_of(texts, tricky))
+@given(text=st.one_of(strings, tricky))
 def test_pieces_make_up_the_text(tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids) == text
@@ -96,9 +96,9 @@ def test_pieces_make_up_the_text(tokenizer, text: str) -> None:
 @given(text=tricky)
 def test_no_piece_ends_in_half_a_character(tokenizer, text: str) -> None:
     shown = ""
-    for piece in pieces_of(tokenizer, tokenizer.encode(text)):
-        shown += piece
-        assert UNFINISHED not in piece
+    for read_chunk in pieces_of(tokenizer, tokenizer.encode(text)):
+        shown += read_chunk
+        assert UNFINISHED not in read_chunk
         assert text.startswith(shown)
 
 
@@ -152,9 +152,9 @@ def test_a_long_run_of_emoji_is_decoded_in_small_windows() -> None:
 def characterwise(stops: Sequence[str], text: str) -> tuple[str, str | None]:
     """The definition: read character by character, stop at the first complete stop string."""
     for end in range(1, len(text) + 1):
-        found = [s for s in stops if text[:end].endswith(s)]
-        if found:
-            longest = max(found, key=len)
+        actual = [s for s in stops if text[:end].endswith(s)]
+        if actual:
+            longest = max(actual, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
@@ -166,13 +166,13 @@ short = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
 @given(st.lists(short, max_size=3), st.lists(st.text(st.sampled_from("ab"), max_size=5)))
 def test_stop_strings_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str]) -> None:
     finder = StopStrings(stops)
-    shown, found = "", None
-    for piece in pieces:
-        match = finder.push(piece)
+    shown, actual = "", None
+    for read_chunk in pieces:
+        match = finder.push(read_chunk)
         shown += match.text
-        found = match.stop
+        actual = match.stop
     shown += finder.flush()
-    assert (shown, found) == characterwise(stops, "".join(pieces))
+    assert (shown, actual) == characterwise(stops, "".join(pieces))
 
 
 @pytest.mark.parametrize("stop", ["STOP", "\n\n", "</s>", "é€😀"])
@@ -195,8 +195,8 @@ def test_held_back_text_comes_out_when_it_was_no_stop() -> None:
 
 
 @pytest.mark.parametrize("stop", ["value", "n v", " 10)", "é€", "€"])
-@pytest.mark.parametrize("round_size", [1, 2, 3, 7, 100])
-def test_stream_says_which_token_completed_the_stop(stop: str, round_size: int) -> None:
+@pytest.mark.parametrize("step_size", [1, 2, 3, 7, 100])
+def test_stream_says_which_token_completed_the_stop(stop: str, step_size: int) -> None:
     text = f"def main(): return é€ {stop} and more text"
     token_ids = BYTE_LEVEL.encode(text)
     expected_text, _ = characterwise([stop], text)
@@ -205,8 +205,8 @@ def test_stream_says_which_token_completed_the_stop(stop: str, round_size: int) 
     )
     stream = TextStream(BYTE_LEVEL, stop=[stop])
     shown, n_tokens = "", 0
-    for start in range(0, len(token_ids), round_size):
-        update = stream.push(token_ids[start : start + round_size])
+    for start in range(0, len(token_ids), step_size):
+        update = stream.push(token_ids[start : start + step_size])
         shown += update.text
         n_tokens += update.n_tokens
         if update.stop:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specdec.text.detokenizer import CONTEXT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer
 
 # The finished tokens of a window were its pending ones before; one more asks for a cut.
-MOST_TOKENS = 2 * (MAX_PENDING_TOKENS + 1)
+MAX_TOKENS = 2 * (MAX_PENDING_TOKENS + 1)
 SPECIAL = -1
 
 
@@ -83,7 +83,7 @@ def test_any_bytes_and_special_tokens(vocabulary: list[bytes], data: st.DataObje
     token_ids = data.draw(runs([*range(len(vocabulary)), SPECIAL]))
     decoder = BytesDecoder(vocabulary)
     assert pieces(decoder, token_ids) == BytesDecoder(vocabulary).decode(token_ids)
-    assert decoder.longest <= MOST_TOKENS
+    assert decoder.longest <= MAX_TOKENS
 
 
 WORDS = [" a", " b"]
@@ -113,7 +113,7 @@ def test_byte_fallback_with_special_tokens(parts: list[list[int]]) -> None:
     token_ids = [token for part in parts for token in part]
     decoder = FallbackDecoder(FALLBACK)
     assert pieces(decoder, token_ids) == FallbackDecoder(FALLBACK).decode(token_ids)
-    assert decoder.longest <= MOST_TOKENS
+    assert decoder.longest <= MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_the_work_grows_with_the_length_only(
     text = pieces(decoder, token_ids, prompt)
     whole = decoder_type(FALLBACK)
     assert whole.decode(prompt) + text == whole.decode([*prompt, *token_ids])
-    assert decoder.longest <= MOST_TOKENS
-    assert decoder.n_decoded <= 2 * MOST_TOKENS * len(token_ids)
+    assert decoder.longest <= MAX_TOKENS
+    assert decoder.n_decoded <= 2 * MAX_TOKENS * len(token_ids)
 
 
 def test_replacement_characters_do_not_wait_for_the_end() -> None:

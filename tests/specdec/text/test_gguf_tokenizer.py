@@ -72,9 +72,9 @@ def lines_of_python() -> list[str]:
 
 
 def assert_same(ours: GgufTokenizer, theirs: Tokenizer, text: str) -> None:
-    wanted = theirs.encode(text)
-    assert ours.encode(text) == wanted, repr(text)
-    assert ours.decode(wanted) == theirs.decode(wanted), repr(text)
+    requested = theirs.encode(text)
+    assert ours.encode(text) == requested, repr(text)
+    assert ours.decode(requested) == theirs.decode(requested), repr(text)
 
 
 def test_lines_of_python(ours: GgufTokenizer, theirs: Tokenizer) -> None:
@@ -137,9 +137,9 @@ def test_members_agree(ours: GgufTokenizer, theirs: Tokenizer) -> None:
 
 
 def test_vocabularies_are_equal(ours: GgufTokenizer, theirs: Tokenizer) -> None:
-    wanted = Vocabulary.from_tokenizer(theirs.hf_tokenizer, 4096)
-    assert ours.vocabulary() == wanted
-    result = compare_vocabularies(ours.vocabulary(), wanted)
+    requested = Vocabulary.from_tokenizer(theirs.hf_tokenizer, 4096)
+    assert ours.vocabulary() == requested
+    result = compare_vocabularies(ours.vocabulary(), requested)
     assert (result.problem, result.notes, result.n_equal) == (None, (), 4096)
 
 

@@ -12,8 +12,8 @@ from specdec.text.vocabulary import Vocabulary, VocabularyMismatch, compare_voca
 SPECIAL = {"bos": 0, "eos": 1, "pad": None}
 
 
-def vocabulary(*tokens: str | None, n_rows: int = 0, added: Collection[int] = ()) -> Vocabulary:
-    return Vocabulary(tokens, n_rows or len(tokens), SPECIAL, frozenset(added))
+def vocabulary(*tokens: str | None, num_tokens: int = 0, added: Collection[int] = ()) -> Vocabulary:
+    return Vocabulary(tokens, num_tokens or len(tokens), SPECIAL, frozenset(added))
 
 
 BASE = vocabulary("<s>", "</s>", "a", "b", "c", added=(0, 1))
@@ -41,13 +41,13 @@ def test_the_first_differing_token_is_named() -> None:
 
 
 def test_padding_rows_are_a_note() -> None:
-    result = compare_vocabularies(replace(BASE, n_rows=8), replace(BASE, n_rows=16))
+    result = compare_vocabularies(replace(BASE, num_tokens=8), replace(BASE, num_tokens=16))
     assert result.problem is None
     assert "embedding rows: 8 in the target, 16 in the draft" in result.notes
 
 
 def test_a_draft_whose_embedding_is_too_short_is_refused() -> None:
-    result = compare_vocabularies(BASE, replace(BASE, tokens=BASE.tokens[:4], n_rows=4))
+    result = compare_vocabularies(BASE, replace(BASE, tokens=BASE.tokens[:4], num_tokens=4))
     assert result.problem is not None
     assert "ids up to 4" in result.problem
     assert "ends at 3" in result.problem
@@ -55,15 +55,15 @@ def test_a_draft_whose_embedding_is_too_short_is_refused() -> None:
 
 def test_tokens_that_the_target_has_no_row_for_are_never_emitted() -> None:
     """A tokenizer may have had tokens added that no model was made larger for."""
-    longer = replace(BASE, n_rows=len(BASE.tokens) - 1)
+    longer = replace(BASE, num_tokens=len(BASE.tokens) - 1)
     assert compare_vocabularies(longer, longer).problem is None
-    assert compare_vocabularies(longer, replace(longer, n_rows=3)).problem is not None
+    assert compare_vocabularies(longer, replace(longer, num_tokens=3)).problem is not None
 
 
 @pytest.mark.parametrize(("extra_in", "word"), [("draft", "never proposed"), ("target", "no text")])
 def test_tokens_in_one_model_only_are_a_note(extra_in: str, word: str) -> None:
-    longer = vocabulary(*BASE.tokens, "<tool>", n_rows=8, added=(0, 1, 5))
-    shorter = replace(BASE, n_rows=8)
+    longer = vocabulary(*BASE.tokens, "<tool>", num_tokens=8, added=(0, 1, 5))
+    shorter = replace(BASE, num_tokens=8)
     pair = (shorter, longer) if extra_in == "draft" else (longer, shorter)
     result = compare_vocabularies(*pair)
     assert result.problem is None
@@ -98,8 +98,8 @@ def test_from_tokenizer_leaves_holes_open() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 1, "</s>": 3}
 
-    vocab = Vocabulary.from_tokenizer(Tokenizer(), n_rows=64)
+    vocab = Vocabulary.from_tokenizer(Tokenizer(), num_tokens=64)
     assert vocab.tokens == ("a", "b", None, "</s>")
     assert vocab.special == {"bos": None, "eos": 3, "pad": None}
     assert 3 in vocab.added
-    assert vocab.n_rows == 64
+    assert vocab.num_tokens == 64

@@ -61,8 +61,8 @@ def test_each_token_is_the_targets_own_or_the_likeliest_drafted_one(
     outcome = match_walk(tree, lenient(tree, choose, probs, threshold))
     for node, token in zip(outcome.path, outcome.emitted(tree), strict=True):
         own, p = choose(node), probs(node)
-        drafted = {one: p[one] for one in tree.children(node) if one < VOCAB}
-        enough = {one for one, chance in drafted.items() if chance >= threshold}
+        drafted = {item: p[item] for item in tree.children(node) if item < VOCAB}
+        enough = {item for item, chance in drafted.items() if chance >= threshold}
         if own in drafted or not enough:
             assert token == own
         else:
@@ -102,7 +102,7 @@ def test_a_low_threshold_takes_what_is_drafted_but_nothing_banned(params: Sampli
     drafter = ScriptedDrafter(script, VOCAB)
     target = TableBackend(ROWS, VOCAB)
     text = run(target, [1, 2], 30, drafter, params, spec=lossy(1e-12))
-    assert sum(token == 3 for token in text) >= 24  # a round of seven ends with one of its own
+    assert sum(token == 3 for token in text) >= 24  # a step of seven ends with one of its own
     banned = params.replace(suppress_tokens=(3,))
     assert 3 not in run(target, [1, 2], 30, drafter, banned, spec=lossy(1e-12))
 

@@ -82,7 +82,8 @@ def test_one_token_is_the_rejection_rule() -> None:
         tree = chain_of((token,), case.draft)
         block, rejection = (
             sorted(
-                (one.emitted(tree), round(weight, 12)) for one, weight in outcomes(walk, tree, case)
+                (item.emitted(tree), round(weight, 12))
+                for item, weight in outcomes(walk, tree, case)
             )
             for walk in (block_walk, rejection_walk)
         )
@@ -93,8 +94,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
     case = make_case(4, 3, seed=2, kind="same")
     assert expected_accepted(block_walk, case) == pytest.approx(3.0, abs=EXACT)
     tree = chain_of((1, 2, 0), case.draft)
-    assert {one.n_accepted for one, _ in outcomes(block_walk, tree, case)} == {3}
-    assert all(one.is_bonus for one, _ in outcomes(block_walk, tree, case))
+    assert {item.n_accepted for item, _ in outcomes(block_walk, tree, case)} == {3}
+    assert all(item.is_bonus for item, _ in outcomes(block_walk, tree, case))
 
 
 def test_nothing_behind_an_impossible_token_is_computed() -> None:

@@ -24,9 +24,9 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, vocab: int = 4) -> DraftTree:
 def small_tree() -> DraftTree:
     """root 9 -> (1 -> 3, 2)"""
     tree = DraftTree(9)
-    one = tree.add(0, 1, math.log(0.6))
+    item = tree.add(0, 1, math.log(0.6))
     tree.add(0, 2, math.log(0.3), "ngram")
-    tree.add(one, 3, math.log(0.4))
+    tree.add(item, 3, math.log(0.4))
     return tree
 
 
@@ -102,10 +102,10 @@ def test_structure_holds(tree: DraftTree) -> None:
 def test_best_subset_is_the_best_prefix_closed_one(tree: DraftTree, n: int) -> None:
     best = tree.best_subset(n)
     assert best.n_drafted == min(n, tree.n_drafted)
-    kept = set(tree.best_indices(n))
-    assert all(tree.parents[i] in kept for i in kept if i)
+    cached = set(tree.best_indices(n))
+    assert all(tree.parents[i] in cached for i in cached if i)
     assert {best.tokens_on_path(i) for i in range(len(best))} == {
-        tree.tokens_on_path(i) for i in kept
+        tree.tokens_on_path(i) for i in cached
     }
 
     def value(indices: object) -> float:
@@ -113,7 +113,7 @@ def test_best_subset_is_the_best_prefix_closed_one(tree: DraftTree, n: int) -> N
 
     for other in itertools.combinations(range(1, len(tree)), best.n_drafted):
         if all(tree.parents[i] in (0, *other) for i in other):
-            assert value(other) <= value(kept - {0}) + 1e-9
+            assert value(other) <= value(cached - {0}) + 1e-9
 
 
 def test_a_tree_of_1024_nodes() -> None:

@@ -25,14 +25,14 @@ def analyzed(capsys: pytest.CaptureFixture[str], model: Path, *more: str) -> dic
 
 def test_all_phases_by_default(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     value = analyzed(capsys, model, "-c", "50")
-    sizes = {name: (one["n_tokens"], one["ctx_size"]) for name, one in value["phases"].items()}
+    sizes = {name: (item["n_tokens"], item["ctx_size"]) for name, item in value["phases"].items()}
     assert sizes == {"decode": (1, 50), "verify": (16, 50), "prefill": (50, 50)}
     assert value["kv_bytes"] == 50 * value["kv_bytes_per_token"] > 0
     for phase in value["phases"].values():
         operators = phase["operators"]
-        assert sum(one["share"] for one in operators.values()) == pytest.approx(1.0)
-        for key in ("count", "flops", "memory_operations", "bytes", "held_bytes"):
-            assert phase["total"][key] == sum(one[key] for one in operators.values())
+        assert sum(operator["share"] for operator in operators.values()) == pytest.approx(1.0)
+        for key in ("count", "flops", "memory_operations", "bytes", "stored_bytes"):
+            assert phase["total"][key] == sum(operator[key] for operator in operators.values())
     decode = value["phases"]["decode"]
     assert value["plain_tokens_per_second_limit"] == pytest.approx(1 / decode["seconds"])
     assert value["bandwidth_tokens_per_second_limit"] >= value["plain_tokens_per_second_limit"]
@@ -49,7 +49,7 @@ def test_all_logits_of_a_tree_are_wanted_and_one_of_a_prompt(
     capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     phases = analyzed(capsys, model, "-c", "50")["phases"]
-    flops = {name: one["operators"]["head"]["flops"] for name, one in phases.items()}
+    flops = {name: item["operators"]["head"]["flops"] for name, item in phases.items()}
     assert flops["verify"] == 16 * flops["decode"]
     assert flops["prefill"] == flops["decode"] > 0
 

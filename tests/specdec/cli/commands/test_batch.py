@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Models, expect_error, save_models, start
-from killed_batches import LOG_BYTES, partial_bytes
+from crashed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.journal import Journal
@@ -54,7 +54,12 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
     assert " tokens a pass of " in notes[2]
     assert len(notes) == 3
     records = [json.loads(line) for line in source.with_name("out.jsonl").read_text().splitlines()]
-    assert [one.get("usage", {}).get("completion_tokens") for one in records] == [5, 2, None, None]
+    assert [record.get("usage", {}).get("completion_tokens") for record in records] == [
+        5,
+        2,
+        None,
+        None,
+    ]
     assert records[3]["response"]["body"]["usage"]["completion_tokens"] == 5
 
 
@@ -172,10 +177,12 @@ def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == b""
-    told = err.decode().splitlines()
-    assert told[-1] == "specdec: interrupted"
-    n_answered = int(told[0].removeprefix("specdec: note: ").split()[0])
-    assert told[0].endswith("of 3000 lines are answered; the same command goes on with the others")
+    reported = err.decode().splitlines()
+    assert reported[-1] == "specdec: interrupted"
+    n_answered = int(reported[0].removeprefix("specdec: note: ").split()[0])
+    assert reported[0].endswith(
+        "of 3000 lines are answered; the same command goes on with the others"
+    )
     with closing(sqlite3.connect(partial)) as database:
         assert database.execute("SELECT count(*) FROM records").fetchone() == (n_answered,)
 
@@ -187,6 +194,6 @@ def test_plan_tells_what_several_machines_do(
     assert main(argv) == 0
     assert "3 machines like this one, 3 times its lines: " in capsys.readouterr().out
     assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    one = found["predicted_tokens_per_second"]
-    assert found["machines"]["tokens_per_second"] == pytest.approx(3 * one)
+    actual = json.loads(capsys.readouterr().out)
+    item = actual["predicted_tokens_per_second"]
+    assert actual["machines"]["tokens_per_second"] == pytest.approx(3 * item)

@@ -20,7 +20,7 @@ def test_a_packed_copy_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "21 tensors packed, 9 others as they were; every weight compared" in out
     argv = ["pack", "-m", str(plain), "-o", str(tmp_path / "again"), "--no-verify", "--json"]
     assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["path"] == str(tmp_path / "again")
-    assert found["n_packed"] == 21
-    assert not found["is_verified"]
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["path"] == str(tmp_path / "again")
+    assert actual["n_packed"] == 21
+    assert not actual["is_verified"]

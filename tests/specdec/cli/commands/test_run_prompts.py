@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "target", seed=1))
 
 
-def told(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> list[dict[str, Any]]:
+def reported(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> list[dict[str, Any]]:
     assert main(["run", "-m", model, *SHORT, "--json", *more]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -28,9 +28,9 @@ def test_several_prompts_are_answered_with_one_load(
     capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a").write_text("abc")
-    both = told(capsys, model, "-p", "abc", "-p", "xyz")
-    assert [len(one["token_ids"]) for one in both] == [4, 4]
-    assert told(capsys, model, "-f", str(tmp_path / "a"))[0]["text"] == both[0]["text"]
+    both = reported(capsys, model, "-p", "abc", "-p", "xyz")
+    assert [len(item["token_ids"]) for item in both] == [4, 4]
+    assert reported(capsys, model, "-f", str(tmp_path / "a"))[0]["text"] == both[0]["text"]
     assert main(["run", "-m", model, *SHORT, "-p", "abc", "-p", "xyz"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("=== 1 of 2 ===\n" + both[0]["text"])
@@ -40,16 +40,16 @@ def test_several_prompts_are_answered_with_one_load(
 def test_a_turn_is_given_as_the_template_has_it(
     capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    (plain,) = told(capsys, model, "-p", "hi", "--chat")
+    (plain,) = reported(capsys, model, "-p", "hi", "--chat")
     assert plain["stats"]["prompt_tokens"] == len("User: hi\nAssistant:")
-    (told_before,) = told(capsys, model, "-p", "hi", "--system", "Be brief.")
-    assert told_before["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
-    (chatml,) = told(capsys, model, "-p", "hi", "--chat", "--chat-template", "chatml")
+    (reported_before,) = reported(capsys, model, "-p", "hi", "--system", "Be brief.")
+    assert reported_before["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
+    (chatml,) = reported(capsys, model, "-p", "hi", "--chat", "--chat-template", "chatml")
     assert chatml["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
 
 
 def test_log_probabilities(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    (answer,) = told(capsys, model, "-p", "hi", "--logprobs", "2")
+    (answer,) = reported(capsys, model, "-p", "hi", "--logprobs", "2")
     (output,) = answer["outputs"]
     assert len(output["logprobs"]) == 4
     for token, logprob, likeliest in zip(
@@ -57,5 +57,5 @@ def test_log_probabilities(capsys: pytest.CaptureFixture[str], model: str) -> No
     ):
         assert likeliest[0] == [token, logprob]  # greedy
         assert len(likeliest) == 2
-    (answer,) = told(capsys, model, "-p", "hi", "--logprobs", "0")
+    (answer,) = reported(capsys, model, "-p", "hi", "--logprobs", "0")
     assert answer["outputs"][0]["top_logprobs"] is None

@@ -56,14 +56,14 @@ def test_constraints_come_from_files(
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"enum": [["one", 2]]}\n')
     grammar.write_text('start: "yes" | "no"\n')
-    for more, texts in (
+    for more, strings in (
         (["--json-schema", str(schema)], ['["one", 2]']),
         (["--grammar", str(grammar)], ["yes", "no"]),
         (["--regex", "(ab){3}"], ["ababab"]),
     ):
         assert main(models.run_argv("-p", "x", "-n", "20", "--json", *more)) == 0
         value = json.loads(capsys.readouterr().out)
-        assert value["text"] in texts
+        assert value["text"] in strings
         assert value["finish_reason"] == "stop"
 
 
@@ -74,14 +74,14 @@ def test_a_constraint_is_refused_before_a_model_is_opened(
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "objectx"}')
     run = ["run", "-m", "no/such/model", "-p", "x"]
-    told = f"error: --json-schema {schema} cannot be kept to: Invalid type: objectx"
-    expect_error(capsys, [*run, "--json-schema", str(schema)], told)
+    reported = f"error: --json-schema {schema} cannot be kept to: Invalid type: objectx"
+    expect_error(capsys, [*run, "--json-schema", str(schema)], reported)
     for text, wrong in (("{", "is no JSON: "), ("[1]", "is [1], must be an object")):
         schema.write_text(text)
-        told = f"error: --json-schema {schema} {wrong}"
-        expect_error(capsys, [*run, "--json-schema", str(schema)], told)
-    told = f"error: --grammar {schema} cannot be kept to: "
-    expect_error(capsys, [*run, "--grammar", str(schema)], told)
+        reported = f"error: --json-schema {schema} {wrong}"
+        expect_error(capsys, [*run, "--json-schema", str(schema)], reported)
+    reported = f"error: --grammar {schema} cannot be kept to: "
+    expect_error(capsys, [*run, "--grammar", str(schema)], reported)
     expect_error(capsys, [*run, "--json-schema", str(tmp_path / "none")], "none")
     expect_error(capsys, [*run, "--regex", "[a"], "error: --regex cannot be kept to")
     expect_error(capsys, [*run, "--regex", "a", "--grammar", str(schema)], "leave the others out")

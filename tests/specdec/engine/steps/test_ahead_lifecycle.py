@@ -178,13 +178,13 @@ def test_closing_while_both_are_at_work(tmp_path: Path, monkeypatch: pytest.Monk
 
         run = llm.target.forward
 
-        def until_told(batch: Any) -> Any:
+        def until_reported(batch: Any) -> Any:
             if batch[0].parents is None:
                 return run(batch)
             cancelled.wait()
             raise BackendError("the pass was cancelled")
 
-        monkeypatch.setattr(llm.target, "forward", until_told)
+        monkeypatch.setattr(llm.target, "forward", until_reported)
         monkeypatch.setattr(llm.target, "request_cancel", cancelled.set)
         errors: list[BaseException] = []
 

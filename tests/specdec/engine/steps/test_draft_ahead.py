@@ -22,8 +22,8 @@ from backends.contract.backend import Backend
 from backends.hf.backend import TorchBackend
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
+from specdec.drafters.batched_drafting import run_steps
 from specdec.drafters.candidates import CandidateRanker
-from specdec.drafters.lockstep import run_steps
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
@@ -63,7 +63,7 @@ class RoomyTable(TableBackend):
 
     def forward(self, batch: Any) -> Any:
         for added in batch:
-            assert added.parents is None or len(added.token_ids) <= added.kv.node_room
+            assert added.parents is None or len(added.token_ids) <= added.kv.num_free_slots
         return super().forward(batch)
 
 
@@ -77,23 +77,23 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     params=st.sampled_from([GREEDY, SAMPLED]),
     spec=SPECS,
     levels=LEVELS,
-    room=st.sampled_from([None, 4, 9, 30]),
-    others=st.sampled_from(["", "ngram", "random"]),
+    capacity=st.sampled_from([None, 4, 9, 30]),
+    rest=st.sampled_from(["", "ngram", "random"]),
 )
 def test_the_text_is_plain_decodings(
     share: float,
     params: SamplingParams,
     spec: SpecConfig,
     levels: list[int],
-    room: Any,
-    others: str,
+    capacity: Any,
+    rest: str,
 ) -> None:
     plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
-    draft = RoomyTable(LIKE_TARGET[share], room)
+    draft = RoomyTable(LIKE_TARGET[share], capacity)
     ranker = CandidateRanker.for_target(Sampler(params, n_tokens=VOCAB), VOCAB)
     drafter: Any = ModelDrafter(draft, VOCAB, ranker=ranker)
-    if others:
-        other = NgramDrafter() if others == "ngram" else RandomDrafter(VOCAB)
+    if rest:
+        other = NgramDrafter() if rest == "ngram" else RandomDrafter(VOCAB)
         drafter = MergedDrafter([drafter, other])
     ahead = SteppedAhead(levels)
     target = TableBackend(TARGET, VOCAB)
@@ -140,7 +140,7 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
 
 
 class NotingTable(TableBackend):
-    """A draft's cache that notes the texts whose last token is run inside of `drafting_ahead`."""
+    """A draft's cache that notes the sequences whose last token is run inside of `drafting_ahead`."""
 
     def __init__(self, rows: Any) -> None:
         super().__init__(rows, VOCAB)
@@ -169,10 +169,10 @@ class NotingDrafter(ModelDrafter):
 AHEAD = SpecConfig(num_draft_tokens=4, draft_depth=3, draft_ahead="on")
 
 
-def rounds(
-    table: NotingTable, n_levels: int, n_rounds: int = 12, spec: SpecConfig = AHEAD
+def steps(
+    table: NotingTable, n_levels: int, n_steps: int = 12, spec: SpecConfig = AHEAD
 ) -> tuple[ModelDrafter, list[int], GenerationStats, int]:
-    """Drafter, text and figures after so many rounds, and in how many the draft had run the next
+    """Drafter, text and figures after so many steps, and in how many the draft had run the next
     root ahead."""
     drafter, recorder = NotingDrafter(table), StatsRecorder()
     made = make_controller(
@@ -184,7 +184,7 @@ def rounds(
     )
     made.start(PROMPT)
     n_ready = 0
-    for _ in range(n_rounds):
+    for _ in range(n_steps):
         made.step(99)
         n_ready += tuple(made.context) in table.run_ahead
     return drafter, made.context, recorder.stats(), n_ready
@@ -193,7 +193,7 @@ def rounds(
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("n_levels", [0, 1, 5])
 def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: int) -> None:
-    _, _, stats, n_ready = rounds(NotingTable(LIKE_TARGET[share]), n_levels)
+    _, _, stats, n_ready = steps(NotingTable(LIKE_TARGET[share]), n_levels)
     assert stats.draft_ahead_hits + stats.draft_ahead_misses == 12
     assert stats.draft_ahead_hits == n_ready
     if n_levels == 0:
@@ -203,9 +203,9 @@ def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: in
 
 
 def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
-    """A target that drafts for itself: after the first round a proposal has nothing left to run."""
+    """A target that drafts for itself: after the first step a proposal has nothing left to run."""
     table, spec = NotingTable(TARGET), dataclasses.replace(AHEAD, tree_width=1)
-    drafter, context, _, _ = rounds(table, 20, 1, spec)
+    drafter, context, _, _ = steps(table, 20, 1, spec)
     table.is_ahead = True  # what runs from here on is noted, too
     table.run_ahead.clear()
     assert drafter.propose(context, limits_after(context, spec)).n_drafted == 3
@@ -213,7 +213,7 @@ def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
 
 
 def test_off_drafts_nothing_ahead() -> None:
-    _, _, stats, _ = rounds(
+    _, _, stats, _ = steps(
         NotingTable(TARGET), 5, spec=dataclasses.replace(AHEAD, draft_ahead="off")
     )
     assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (0, 0)

@@ -12,12 +12,12 @@ from specdec.engine.draft_worker import DraftWorker
 
 @pytest.fixture
 def ahead() -> Iterator[DraftWorker]:
-    others = set(threading.enumerate())
+    rest = set(threading.enumerate())
     thread = DraftWorker()
     yield thread
     thread.close()
     thread.close()
-    assert set(threading.enumerate()) <= others
+    assert set(threading.enumerate()) <= rest
 
 
 class Work:
@@ -89,11 +89,11 @@ def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: DraftWorker) -> None:
 
 def test_it_ends_where_it_rests_and_begins_again(ahead: DraftWorker) -> None:
     """A thread that once computed has workers, which slow every product of others."""
-    others = set(threading.enumerate())
+    rest = set(threading.enumerate())
     assert is_usable(ahead)
-    assert set(threading.enumerate()) > others
+    assert set(threading.enumerate()) > rest
     ahead.close()
-    assert set(threading.enumerate()) == others
+    assert set(threading.enumerate()) == rest
     assert is_usable(ahead)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that enter beside texts that decode: how long passes get, and who comes first."""
+"""Prompts that enter beside sequences that decode: how long passes get, and who comes first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from many_texts import LONG, PROMPTS, alone, load, params
+from many_sequences import LONG, PROMPTS, alone, load, params
 from stepping import Stepping
 
 from specdec.api import LLM
@@ -21,12 +21,12 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
     once."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         batches: list[list[int]] = []
-        n_rows: list[int] = []
+        num_tokens: list[int] = []
         run = llm.target.forward
 
         def noted(batch: Any) -> Any:
-            batches.append([len(one.token_ids) for one in batch if one.parents is None])
-            n_rows.append(sum(len(one.token_ids) for one in batch))
+            batches.append([len(item.token_ids) for item in batch if item.parents is None])
+            num_tokens.append(sum(len(item.token_ids) for item in batch))
             return run(batch)
 
         monkeypatch.setattr(llm.target, "forward", noted)
@@ -37,10 +37,10 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
             steps.next(decoding)
             assert batches == [[2]]
             batches.clear()
-            n_rows.clear()
+            num_tokens.clear()
             late = llm.stream(LONG, params(0.0))
             steps.next(late)
-            assert n_rows == [6] * 14
+            assert num_tokens == [6] * 14
             # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
             assert batches[:14] == [[5]] * 14
             assert len(batches) == 14
@@ -63,7 +63,7 @@ def test_its_draft_enters_in_chunks_beside_it(
         run = llm.draft.forward
 
         def noted(batch: Any) -> Any:
-            batches.append([len(one.token_ids) for one in batch if one.parents is None])
+            batches.append([len(item.token_ids) for item in batch if item.parents is None])
             return run(batch)
 
         monkeypatch.setattr(llm.draft, "forward", noted)
@@ -75,8 +75,8 @@ def test_its_draft_enters_in_chunks_beside_it(
             late = llm.stream(LONG, params(0.0))
             assert steps.rest(late)
         assert late.result.token_ids == alone(fresh, (2, 0.0, None))
-        entered = [n_rows for batch in batches for n_rows in batch]
-        assert [n_rows for n_rows in entered if n_rows > 2][:13] == [5] * 13
+        entered = [num_tokens for batch in batches for num_tokens in batch]
+        assert [num_tokens for num_tokens in entered if num_tokens > 2][:13] == [5] * 13
         # The other one had no drafts meanwhile, and its draft catches up.
         assert max(entered) < 2 * 14
         decoding.cancel()
@@ -109,7 +109,7 @@ def test_a_prompt_enters_by_what_passes_were_measured_to_take(
 ) -> None:
     """And by the same figures as trees grow and sequences are swapped out."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
-        scheduler, cost = llm.session.engine.scheduler, llm.session.experience.cost
+        scheduler, cost = llm.session.engine.scheduler, llm.session.acceptance_statistics.cost
         assert scheduler.cost is scheduler.kv.cost is cost
         assert cost is not llm.plan.cost_model
         cost = CostModel(0.0, 0.05, 0.01)
@@ -123,13 +123,13 @@ def test_a_prompt_enters_by_what_passes_were_measured_to_take(
 def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees leave room for the rows of texts that enter beside them."""
+    """Trees leave room for the rows of sequences that enter beside them."""
     with load(tmp_path_factory, kv_tokens=900, parallel=4, num_draft_tokens=4) as llm:
-        n_rows: list[int] = []
+        num_tokens: list[int] = []
         run = llm.target.forward
 
         def noted(batch: Any) -> Any:
-            n_rows.append(sum(len(rows.logit_positions) for rows in batch))
+            num_tokens.append(sum(len(rows.logit_positions) for rows in batch))
             return run(batch)
 
         monkeypatch.setattr(llm.target, "forward", noted)
@@ -142,7 +142,7 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
         for stream in streams:
             stream.start()
         next(streams[2])
-        assert max(n_rows) <= llm.session._factory.max_beams == 11
+        assert max(num_tokens) <= llm.session._factory.max_beams == 11
 
 
 def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:

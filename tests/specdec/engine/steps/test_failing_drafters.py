@@ -124,7 +124,7 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     assert other.result.token_ids == expected
     assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
     assert not llm.session.engine._running
-    assert not llm.session.texts._in_use
+    assert not llm.session.sequences._in_use
 
 
 def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
@@ -133,7 +133,7 @@ def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     failing.cancel()
     assert failing.result.finish_reason == "cancelled"
     assert not llm.session.engine._running
-    assert not llm.session.texts._in_use
+    assert not llm.session.sequences._in_use
 
 
 def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:

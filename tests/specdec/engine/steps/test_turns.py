@@ -1,4 +1,4 @@
-"""Whoever waits for something between two rounds gets it, though rounds go on."""
+"""Whoever waits for something between two steps gets it, though steps go on."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield loaded
 
 
-def texts_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
+def sequences_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
     """How many share each pass from now on."""
-    found: list[int] = []
+    actual: list[int] = []
     run = llm.target.forward
 
     def noted(batch: Any) -> Any:
-        found.append(len(batch))
+        actual.append(len(batch))
         return run(batch)
 
     patch.setattr(llm.target, "forward", noted)
-    return found
+    return actual
 
 
 class Meanwhile:
@@ -58,7 +58,7 @@ class Meanwhile:
         self.n_calls += 1
         if self.n_calls == 5:
             self._thread.start()
-            self._thread.join(0.05)  # it has come to where it waits for this round's end
+            self._thread.join(0.05)  # it has come to where it waits for this step's end
         if self.n_calls == N_TOKENS - 5:
             self.was_done_before_the_end = self._done.wait(SOON_SECONDS)
         return scores
@@ -88,17 +88,17 @@ def test_a_cancel_of_what_never_began_returns(llm: LLM) -> None:
 def test_what_runs_between_rounds_comes_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate([80, 81], max_tokens=1)  # so that there is something to forget
     meanwhile = Meanwhile(llm.session.forget_prompt)
-    rounds: list[int] = []
-    drop = llm.session.texts.drop_oldest
+    steps: list[int] = []
+    drop = llm.session.sequences.drop_oldest
 
     def noted() -> bool:
-        rounds.append(meanwhile.n_calls)
+        steps.append(meanwhile.n_calls)
         return drop()
 
-    monkeypatch.setattr(llm.session.texts, "drop_oldest", noted)
+    monkeypatch.setattr(llm.session.sequences, "drop_oldest", noted)
     meanwhile.read(llm)
     assert meanwhile.was_done_before_the_end
-    assert rounds[0] == 5
+    assert steps[0] == 5
 
 
 def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
@@ -107,8 +107,8 @@ def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
     with Stepping(llm) as steps:
         other = llm.stream([80, 81], LONG)
         steps.next(other)
-        n_texts = texts_of_passes(llm, monkeypatch)
+        num_seqs = sequences_of_passes(llm, monkeypatch)
         del other
         gc.collect()
         steps.rest(llm.stream([5, 6, 7], max_tokens=3, ignore_eos=True))
-    assert n_texts == [1, 1, 1]
+    assert num_seqs == [1, 1, 1]

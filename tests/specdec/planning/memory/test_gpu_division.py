@@ -12,10 +12,10 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.memory.division import Divider, Gpu, Shape, Smallest
-from specdec.planning.search import Alternative, Figures, Search
+from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner, Shape, Smallest
+from specdec.planning.search import Alternative, Measurements, Search
+from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
-from specdec.policy.experience import Experience
 from specdec.run_options import RunOptions
 
 BASE_BYTES = 300 * MIB
@@ -35,15 +35,15 @@ def gpu(vram_bytes: int, target: PaperModel, draft: PaperModel | None, where: st
     return Gpu(vram_bytes, "as asked", target, on_cpu, on_gpu)
 
 
-def divider(
+def memory_planner(
     vram_bytes: int,
     target: PaperModel = BIG,
     draft: PaperModel | None = SMALL,
     where: str = "cuda",
     **options: object,
-) -> Divider:
+) -> MemoryPlanner:
     asked = RunOptions("t", None if draft is None else "d", ctx_size=1024, **options)
-    return Divider(target, draft, asked, BASE_BYTES, gpu(vram_bytes, target, draft, where))
+    return MemoryPlanner(target, draft, asked, BASE_BYTES, gpu(vram_bytes, target, draft, where))
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,15 +58,19 @@ def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where):
     draft = paper("d", sizes[2], sizes[3] * MIB, kv)
     shape = Shape(8, draft_device=where)
     with pytest.raises(BudgetExceeded, match="VRAM budget") as failure:
-        divider(1, target, draft, where).divide(GIB, shape)
+        memory_planner(1, target, draft, where).divide(GIB, shape)
     vram = failure.value.smallest_budget_bytes + (more[0] + 4 * sizes[1]) * MIB
-    one = divider(vram, target, draft, where)
+    item = memory_planner(vram, target, draft, where)
     with pytest.raises(BudgetExceeded, match="memory budget") as failure:
-        one.divide(1, shape)
+        item.divide(1, shape)
     # The smallest budgets are those of the default ring.
     total = failure.value.smallest_budget_bytes + (more[1] + 2 * sizes[1]) * MIB
-    division = one.divide(total, shape)
-    plan, on_gpu, host = division.target, dict(division.vram.table()), dict(division.budget.table())
+    memory_plan = item.divide(total, shape)
+    plan, on_gpu, host = (
+        memory_plan.target,
+        dict(memory_plan.vram.table()),
+        dict(memory_plan.budget.table()),
+    )
     assert plan.is_on_device
     assert sum(on_gpu.values()) == vram
     assert sum(host.values()) == total
@@ -75,33 +79,33 @@ def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where):
     assert host["pinned layers"] + host["ring"] == plan.host_bytes
     assert ("draft KV cache" in on_gpu) == (where == "cuda")
     assert ("draft KV cache" in host) == (where == "cpu")
-    assert division.draft.n_moving_layers == 0 or where == "cpu"
+    assert memory_plan.draft.n_moving_layers == 0 or where == "cpu"
 
 
 def test_the_smallest_budgets_work_and_less_does_not():
-    least = divider(1)
+    minimum = memory_planner(1)
     with pytest.raises(BudgetExceeded, match="but the VRAM budget has") as failure:
-        least.divide(4 * GIB, Shape(8, draft_device="cuda"))
+        minimum.divide(4 * GIB, Shape(8, draft_device="cuda"))
     vram = failure.value.smallest_budget_bytes
-    one = divider(vram)
-    smallest = one.smallest.host_bytes
-    division = one.divide(smallest, Shape(8, draft_device="cuda"))
-    assert division.smallest == Smallest(smallest, vram)
-    for too_small in (divider(vram - 32 * MIB), one):
-        budget = 4 * GIB if too_small is not one else smallest - 32 * MIB
+    item = memory_planner(vram)
+    smallest = item.smallest.host_bytes
+    memory_plan = item.divide(smallest, Shape(8, draft_device="cuda"))
+    assert memory_plan.smallest == Smallest(smallest, vram)
+    for too_small in (memory_planner(vram - 32 * MIB), item):
+        budget = 4 * GIB if too_small is not item else smallest - 32 * MIB
         with pytest.raises(BudgetExceeded):
             too_small.divide(budget, Shape(8, draft_device="cuda"))
 
 
 def test_with_ram_nothing_is_read_and_more_vram_needs_less_of_the_host():
     shape = Shape(8, draft_device="cuda")
-    needed = [divider(n * GIB, load_mode="ram").smallest.host_bytes for n in (2, 3, 8)]
+    needed = [memory_planner(n * GIB, load_mode="ram").smallest.host_bytes for n in (2, 3, 8)]
     assert needed == sorted(needed, reverse=True)
     assert needed[0] - needed[1] == pytest.approx(GIB, rel=0.1)
-    division = divider(2 * GIB, load_mode="ram").divide(needed[0], shape)
-    assert division.target.streamed_bytes == 0
+    memory_plan = memory_planner(2 * GIB, load_mode="ram").divide(needed[0], shape)
+    assert memory_plan.target.streamed_bytes == 0
     with pytest.raises(BudgetExceeded):
-        divider(2 * GIB, load_mode="ram").divide(needed[0] - 64 * MIB, shape)
+        memory_planner(2 * GIB, load_mode="ram").divide(needed[0] - 64 * MIB, shape)
 
 
 # --- what is weighed ------------------------------------------------------------------------------
@@ -111,29 +115,29 @@ def weigh(
     where: str, *, cpu: ComputeCurve = FAST, cuda: ComputeCurve = FAST, vram: int = 2 * GIB
 ) -> tuple[Alternative, list[Alternative]]:
     asked = RunOptions("t", "d", ctx_size=256, spec_type="draft,ngram")  # it is not left out
-    figures = Figures(
+    measurements = Measurements(
         1e9,
         PaperModel("t", 1, 1, curve=FAST).measure_compute(),
         PaperModel("d", 1, 1, curve=cpu).measure_compute(),
         PaperModel("d", 1, 1, curve=cuda).measure_compute(),
         10e9,
     )
-    one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(vram, BIG, SMALL, where))
-    search = Search(one, figures)
+    item = MemoryPlanner(BIG, SMALL, asked, BASE_BYTES, gpu(vram, BIG, SMALL, where))
+    search = Search(item, measurements)
     return search.best(4 * GIB), search.alternatives
 
 
 def test_the_draft_goes_where_it_is_faster():
-    assert weigh("cpu cuda", cpu=SLOW)[0].division.shape.draft_device == "cuda"
-    assert weigh("cpu cuda", cuda=SLOW)[0].division.shape.draft_device == "cpu"
-    assert weigh("cpu", cpu=SLOW)[0].division.shape.draft_device == "cpu"
+    assert weigh("cpu cuda", cpu=SLOW)[0].memory_plan.shape.draft_device == "cuda"
+    assert weigh("cpu cuda", cuda=SLOW)[0].memory_plan.shape.draft_device == "cpu"
+    assert weigh("cpu", cpu=SLOW)[0].memory_plan.shape.draft_device == "cpu"
 
 
 def test_a_draft_that_has_no_room_on_the_gpu_stays_on_the_cpu():
-    vram = divider(1, where="cpu").smallest.vram_bytes
+    vram = memory_planner(1, where="cpu").smallest.vram_bytes
     chosen, weighed = weigh("cpu cuda", cpu=SLOW, vram=vram)
-    assert chosen.division.shape.draft_device == "cpu"
-    assert {one.division.shape.draft_device for one in weighed} == {"cpu", None}
+    assert chosen.memory_plan.shape.draft_device == "cpu"
+    assert {item.memory_plan.shape.draft_device for item in weighed} == {"cpu", None}
 
 
 def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
@@ -144,9 +148,11 @@ def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
     assert "draft on the GPU" in chosen.name
     assert "on the GPU" in chosen.name.split(", ")[-1]
     asked = RunOptions("t", None, ctx_size=256)
-    one = Divider(BIG, None, asked, BASE_BYTES, gpu(GIB, BIG, None, ""))
-    figures = Figures(1e9, PaperModel("t", 1, 1, curve=FAST).measure_compute(), None, None, 10e9)
-    streamed = Search(one, figures).best(3 * GIB // 2)
+    item = MemoryPlanner(BIG, None, asked, BASE_BYTES, gpu(GIB, BIG, None, ""))
+    measurements = Measurements(
+        1e9, PaperModel("t", 1, 1, curve=FAST).measure_compute(), None, None, 10e9
+    )
+    streamed = Search(item, measurements).best(3 * GIB // 2)
     read = streamed.target.placement.streamed_bytes
     assert read > GIB
     assert streamed.target.seconds(1) == pytest.approx(read / 1e9, rel=0.02)
@@ -157,7 +163,7 @@ def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
 
 def weigh_by_rows(seconds_per_row: float) -> Alternative:
     """A GPU whose arithmetic takes so long for each byte and row; copies take 0.1 s."""
-    figures = Figures(
+    measurements = Measurements(
         1e9,
         PaperModel("t", 1, 1, curve=ComputeCurve.linear(1e-12, seconds_per_row)).measure_compute(),
         None,
@@ -165,35 +171,35 @@ def weigh_by_rows(seconds_per_row: float) -> Alternative:
         20e9,
     )
     asked = RunOptions("t", "d", ctx_size=256)
-    one = Divider(BIG, SMALL, asked, BASE_BYTES, gpu(3 * GIB, BIG, SMALL, "cuda"))
-    return Search(one, figures).best(8 * GIB)
+    item = MemoryPlanner(BIG, SMALL, asked, BASE_BYTES, gpu(3 * GIB, BIG, SMALL, "cuda"))
+    return Search(item, measurements).best(8 * GIB)
 
 
 def test_trees_are_as_large_as_copies_hide_them():
     """Beside copies a row costs nothing until arithmetic overtakes them."""
     free, dear = weigh_by_rows(1e-15), weigh_by_rows(1e-12)
-    assert free.division.n_drafted >= 4 * MAX_AUTO_NODES
+    assert free.memory_plan.n_drafted >= 4 * MAX_AUTO_NODES
     assert free.target.seconds(1 + MAX_DRAFT_TOKENS) == pytest.approx(
         free.target.seconds(1), rel=0.05
     )
-    assert dear.division.n_drafted <= MAX_AUTO_NODES
+    assert dear.memory_plan.n_drafted <= MAX_AUTO_NODES
     assert dear.target.seconds(1 + MAX_DRAFT_TOKENS) > 2 * dear.target.seconds(1)
 
 
 def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
     alternative = weigh_by_rows(1e-15)
     costs = alternative.target.cost_model(), alternative.draft.cost_model()
-    experience = Experience(*costs, alternative.division.n_drafted)
-    policy = DraftPolicy(SpecConfig(("draft",)), experience, 4096)
-    assert policy.n_nodes == alternative.division.n_drafted >= 4 * MAX_AUTO_NODES
+    acceptance_statistics = AcceptanceStatistics(*costs, alternative.memory_plan.n_drafted)
+    policy = DraftPolicy(SpecConfig(("draft",)), acceptance_statistics, 4096)
+    assert policy.n_nodes == alternative.memory_plan.n_drafted >= 4 * MAX_AUTO_NODES
 
 
 def parts(where: str, n_drafted: int, **options: object) -> tuple[dict[str, int], dict[str, int]]:
     """(of the host, of the GPU)"""
-    division = divider(4 * GIB, where=where, **options).divide(
+    memory_plan = memory_planner(4 * GIB, where=where, **options).divide(
         8 * GIB, Shape(n_drafted, draft_device=where)
     )
-    return dict(division.budget.table()), dict(division.vram.table())
+    return dict(memory_plan.budget.table()), dict(memory_plan.vram.table())
 
 
 def test_logits_of_a_gpu_come_to_the_host():

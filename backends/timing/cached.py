@@ -1,0 +1,69 @@
+"""Measured curves, kept from run to run: measuring takes seconds, and starts should not.
+
+A read limit in force (`offload.storage.read_limit`) is not the machine's: under one, what is timed
+beside reads is neither kept nor recalled. What was timed while other programs computed is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backends.contract.cached_checks import processor
+from backends.contract.curve import ComputeCurve
+from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.other_processes import beside_other_processes
+from offload.storage.read_limit import read_limit_in_force
+
+_PREFIX = "times-"
+
+
+def forget_curves() -> None:
+    """Those of all models: what is asked for next is measured."""
+    for path in cache_folder().glob(f"{_PREFIX}*.json"):
+        path.unlink(missing_ok=True)
+
+
+def cached_curve(
+    what: str, measure: Callable[[], ComputeCurve], reading: Path | None = None
+) -> ComputeCurve:
+    """What `measure` found within the last month on this machine, or finds now.
+
+    Args:
+        what: all that the figures depend on: versions, threads, shapes.
+        reading: a file that is read meanwhile; its device is a part of the machine.
+    """
+    if reading is not None and read_limit_in_force(reading) is not None:
+        return measure()
+    device = None if reading is None else reading.stat().st_dev
+    machine = f"{what} {device} {os.cpu_count()} {processor()}"
+    digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+    path = cache_folder() / f"{_PREFIX}{digest}.json"
+    known = _read(load_cached_figure(path) or {})
+    if known is not None:
+        return known
+    with beside_other_processes() as rest:
+        curve = measure()
+    if not rest.are_busy:
+        kinds = {
+            "rows": curve.num_tokens,
+            "alone": curve.alone,
+            "beside_reads": curve.beside_reads,
+        }
+        save_cached_figure(path, kinds, "how fast this machine computes")
+    return curve
+
+
+def _read(figure: Mapping[str, Any]) -> ComputeCurve | None:
+    """None for anything that is not a curve of seconds."""
+    try:
+        rows, *kinds = (tuple(figure[key]) for key in ("rows", "alone", "beside_reads"))
+        alone, beside_reads = (tuple(map(float, kind)) for kind in kinds)
+        curve = ComputeCurve(tuple(map(int, rows)), alone, beside_reads)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    is_sane = all(0.0 < seconds < 3600.0 for seconds in (*alone, *beside_reads))
+    return curve if is_sane else None

@@ -1,0 +1,177 @@
+"""Models that are on this machine already, where other programs keep theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.process.home import home_folder
+from specdec.models.kinds import no_model
+from specdec.pair import GGUF_SUFFIX
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo, CachedRevisionInfo
+
+OLLAMA_PREFIX = "ollama:"
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_REGISTRY = "registry.ollama.ai"
+SPLIT = re.compile(r"-(?P<number>\d{5})(?P<end>-of-\d{5}\.gguf)$")
+"""The end of the name of one file of a split GGUF model."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """name: what -m takes for it."""
+
+    name: str
+    kind: str
+    n_bytes: int
+    keeper: str
+    """The program whose folder it is in."""
+
+
+def local_models(folder: Path | None = None) -> list[LocalModel]:
+    """All that can be run, of every keeper, and of a folder of the user's."""
+    result = [*_of_hub(), *_of_ollama(), *_of_folders(_program_folders())]
+    if folder is not None:
+        result += _of_folders({"folder": [folder]})
+    return result
+
+
+def ollama_blob(name: str) -> Path | None:
+    """The GGUF file of `NAME[:TAG]`; None where Ollama has no such model here."""
+    path, _, tag = name.partition(":")
+    parts = path.split("/")
+    if not all(parts) or {".", ".."} & {*parts, tag} or "/" in tag:
+        return None
+    before = {1: (_REGISTRY, "library"), 2: (_REGISTRY,)}.get(len(parts), ())
+    manifest = _ollama_folder() / "manifests" / Path(*before, *parts) / (tag or "latest")
+    return _model_blob(manifest) if manifest.is_file() else None
+
+
+def _ollama_folder() -> Path:
+    return Path(os.environ.get("OLLAMA_MODELS") or home_folder() / ".ollama" / "models")
+
+
+def _of_ollama() -> Iterator[LocalModel]:
+    manifests = _ollama_folder() / "manifests"
+    for path in sorted(manifests.rglob("*")):
+        blob = _model_blob(path) if path.is_file() else None
+        if blob is None or not blob.is_file() or no_model(blob) is not None:
+            continue
+        registry, *parts, tag = path.relative_to(manifests).parts
+        own = parts[1:] if (registry, *parts[:1]) == (_REGISTRY, "library") else parts
+        words = own if registry == _REGISTRY else [registry, *parts]
+        name = f"{OLLAMA_PREFIX}{'/'.join(words)}:{tag}"
+        yield LocalModel(name, "GGUF", blob.stat().st_size, "Ollama")
+
+
+def _model_blob(manifest: Path) -> Path | None:
+    """The file with the weights; None of what is no manifest.
+
+    Projectors may stand in a layer of the same type: the first model is meant, or where there is
+    none the first file, which is refused by name.
+    """
+    try:
+        layers = json.loads(manifest.read_bytes())["layers"]
+        blobs = [_blob(layer) for layer in layers if layer["mediaType"] == _MODEL_LAYER]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    models = (blob for blob in blobs if len(blobs) > 1 and no_model(blob) is None)
+    return next(models, blobs[0] if blobs else None)
+
+
+def _blob(layer: dict[str, Any]) -> Path:
+    digest = str(layer.get("digest")).replace(":", "-")
+    return _ollama_folder() / "blobs" / Path(digest).name
+
+
+def _of_hub() -> Iterator[LocalModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, ValueError):  # not there, or a file
+        return
+    for repo in sorted(repos, key=lambda item: item.repo_id):
+        if repo.repo_type != "model":
+            continue
+        revisions = sorted(repo.revisions, key=lambda item: item.last_modified)
+        files = {_name_of(file, rev): file for rev in revisions for file in rev.files}
+        yield from _of_repository(repo.repo_id, files)
+
+
+def _name_of(file: CachedFileInfo, revision: CachedRevisionInfo) -> str:
+    """The path within the repository: several folders may have a file of the same name."""
+    return file.file_path.relative_to(revision.snapshot_path).as_posix()
+
+
+def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[LocalModel]:
+    """A GGUF model goes by its file's name: there may be several.
+
+    files: by their names, those of the latest revision where several have one.
+    """
+    sizes = {name: file.size_on_disk for name, file in files.items()}
+    weights = [n for file, n in sizes.items() if file.endswith(".safetensors") and "/" not in file]
+    folder = files["config.json"].file_path.parent if "config.json" in files else None
+    if weights and folder is not None and no_model(folder) is None:
+        yield LocalModel(name, "safetensors", sum(weights), "Hugging Face")
+    for file in sorted(sizes):
+        split = SPLIT.search(file)
+        if not file.endswith(GGUF_SUFFIX) or (split is not None and int(split["number"]) > 1):
+            continue
+        if no_model(files[file].file_path) is not None:
+            continue
+        stem, end = (file, "") if split is None else (file[: split.start()], split["end"])
+        parts = [
+            size for item, size in sizes.items() if item.startswith(stem) and item.endswith(end)
+        ]
+        yield LocalModel(f"{name}:{Path(file).name}", "GGUF", sum(parts), "Hugging Face")
+
+
+def _program_folders() -> dict[str, list[Path]]:
+    home = home_folder()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return {
+        "LM Studio": [home / ".lmstudio" / "models", cache / "lm-studio" / "models"],
+        "llama.cpp": [Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp")],
+    }
+
+
+def _of_folders(folders: dict[str, list[Path]]) -> Iterator[LocalModel]:
+    for keeper, paths in folders.items():
+        for folder in paths:
+            for path in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
+                parts = _parts(path)
+                if parts and no_model(path) is None:
+                    yield LocalModel(str(path), "GGUF", _n_bytes(parts), keeper)
+            for path in sorted(folder.rglob("config.json")):
+                weights = list(path.parent.glob("*.safetensors"))
+                if weights and no_model(path.parent) is None:
+                    yield LocalModel(str(path.parent), "safetensors", _n_bytes(weights), keeper)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a GGUF model; none of a later file of a split one, by which -m does not go."""
+    split = SPLIT.search(path.name)
+    if not path.is_file() or (split is not None and int(split["number"]) > 1):
+        return []
+    if split is None:
+        return [path]
+    stem, end = path.name[: split.start()], split["end"]
+    return [
+        item
+        for item in path.parent.glob(f"*{end}")
+        if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}{re.escape(end)}", item.name)
+    ]
+
+
+def _n_bytes(files: list[Path]) -> int:
+    """Of those that are there: a link may lead to a blob that was removed."""
+    return sum(file.stat().st_size for file in files if file.is_file())

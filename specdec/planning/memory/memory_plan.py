@@ -1,0 +1,343 @@
+"""Divides a memory budget between two models.
+
+The budget is the whole process's. From it come off, in this order: what the process takes already
+(measured), headroom for what libraries allocate, the embeddings, heads, KV caches and activations
+of both models. What is left holds layers. The draft's come first, because drafting reads them once
+for every level of a tree; what of them does not fit streams. The target gets the rest: a ring of
+slots through which its layers stream, and as many pinned tensors as fit. Which draft there is, and
+room for which tree, is a `Shape`, and `specdec.planning.search` chooses it.
+
+With a GPU there are two ledgers. What is computed there is in its own, of VRAM, which is divided
+first; layers for which it has no room are the host's to hold or to stream, in pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from backends.contract.source import ModelSource
+from offload.budget import MEMORY, BudgetExceeded, MemoryBudget, format_up
+from offload.placement.placement import Placement
+from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
+from offload.units import MIB
+from specdec.config import MAX_DRAFT_TOKENS
+from specdec.planning.memory.parts import Parts, parts_of_run
+from specdec.planning.memory.pinnable import PinnableMemory, foresee
+from specdec.planning.memory.placement_planner import (
+    CpuPlacementPlanner,
+    GpuPlacementPlanner,
+    PlacementPlanner,
+    WholeGpuPlacementPlanner,
+)
+from specdec.policy.draft_policy import MAX_AUTO_NODES
+from specdec.run_options import CPU, CUDA, RunOptions
+
+DEFAULT_CTX_SIZE = 2048
+HEADROOM_BYTES = 192 * MIB
+"""Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
+SMALL_TREE = 8
+"""Draft tokens that every automatic plan has room for."""
+_SMALLEST_STEP_BYTES = 16 * MIB
+"""The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
+_MIN_ADVISED_CTX = 256
+VRAM_HEADROOM_BYTES = 256 * MIB
+"""Workspaces of matrix products, and what the allocator steps up."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What divisions of the same memory differ in."""
+
+    n_drafted: int
+    """Draft tokens of the largest tree that there is room for."""
+    draft_device: str | None = CPU
+    """None: the draft is left out."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that the target runs on."""
+
+    vram_bytes: int
+    """What the process may take of its memory."""
+    vram_source: str
+    """Where that figure comes from."""
+    target: ModelSource
+    """As it runs there."""
+    cpu_draft: ModelSource | None = None
+    """The draft as it would run beside the GPU; None where it must not."""
+    draft: ModelSource | None = None
+    """The draft as it would run there; None where it cannot."""
+    host_bytes: int = 0
+    """What its libraries take of host memory and the process does not take yet."""
+    pinned_bytes: int = 0
+    """What other models of the process have of its memory."""
+    warnings: tuple[str, ...] = ()
+    """What the user of a plan should know of it."""
+
+    @property
+    def base_bytes(self) -> int:
+        """Of `vram_bytes`: taken before anything of this run."""
+        return CUDA_CONTEXT_BYTES + self.pinned_bytes
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest budgets that work, in bytes."""
+
+    host_bytes: int
+    vram_bytes: int = 0
+    """0 without a GPU."""
+
+    def of(self, ledger: str) -> int:
+        """The budget of one ledger, named as errors name it."""
+        return self.vram_bytes if ledger == VRAM else self.host_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the memory is divided."""
+
+    budget: MemoryBudget
+    target: Placement
+    draft: Placement | None
+    ctx_size: int
+    shape: Shape
+    smallest: Smallest
+    """The smallest budgets that work for this: with the draft if it has one."""
+    smallest_alone: Smallest
+    """The smallest budgets that work without a draft model."""
+    vram: MemoryBudget | None = None
+    """The GPU's ledger, if the target runs there."""
+    pinnable: PinnableMemory = PinnableMemory()
+    """What is lent of it to the target's layers while it decodes."""
+
+    @property
+    def n_drafted(self) -> int:
+        """Draft tokens of the largest tree that there is room for."""
+        return self.shape.n_drafted
+
+
+class MemoryPlanner:
+    """Divides budgets for one pair of models and one set of options.
+
+    Args:
+        target, draft: as they run on the CPU.
+        base_bytes: what the process takes already.
+        gpu: where the target runs instead, and perhaps the draft.
+    """
+
+    def __init__(
+        self,
+        target: ModelSource,
+        draft: ModelSource | None,
+        options: RunOptions,
+        base_bytes: int,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.options = options
+        self._gpu = gpu
+        how = options.load_mode, options.prefetch_depth
+        self._target: PlacementPlanner = (
+            CpuPlacementPlanner(target, *how)
+            if gpu is None
+            else GpuPlacementPlanner(gpu.target, *how)
+        )
+        self._drafts: dict[str, PlacementPlanner] = {}
+        """By device."""
+        cpu_draft = draft if gpu is None else gpu.cpu_draft
+        if cpu_draft is not None:
+            self._drafts[CPU] = CpuPlacementPlanner(cpu_draft, "auto")
+        if gpu is not None and gpu.draft is not None:
+            self._drafts[CUDA] = WholeGpuPlacementPlanner(gpu.draft, "ram")
+        self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
+        self._base_bytes = base_bytes + (0 if gpu is None else gpu.host_bytes)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model that memory could be set aside for."""
+        return bool(self._drafts)
+
+    @property
+    def draft_devices(self) -> tuple[str, ...]:
+        """Where the draft may run; (CPU,) without a draft too."""
+        return tuple(self._drafts) or (CPU,)
+
+    @property
+    def min_drafted(self) -> int:
+        """Draft tokens that every plan has room for: those asked for, or a small tree."""
+        spec = self.options.spec
+        if not spec.spec_type:
+            return 0
+        return SMALL_TREE if spec.num_draft_tokens is None else spec.num_draft_tokens
+
+    @property
+    def max_drafted(self) -> int:
+        """Draft tokens that there may be room for."""
+        if not self.options.spec.spec_type or self.options.spec.num_draft_tokens is not None:
+            return self.min_drafted
+        limit = MAX_AUTO_NODES if self._gpu is None else MAX_DRAFT_TOKENS
+        return min(limit, self._target.source.max_tree_leaves or limit)
+
+    def divide(self, total_bytes: int, shape: Shape) -> MemoryPlan:
+        """Reserve every part by name.
+
+        Raises BudgetExceeded with the smallest budget that works for such a shape, and what a run
+        without the draft would need (or with it, if the shape leaves it out).
+        """
+        parts, smallest = self._parts(self._ctx_size, shape), self._smallest_of(shape)
+        vram = self._divide_vram(parts, shape)
+        needed = self._needed(parts, shape, vram)
+        if needed > total_bytes:
+            advice = self._advice(needed, shape, vram) + self._advice_on_draft(shape, MEMORY)
+            raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
+        budget = MemoryBudget(total_bytes, self._base_bytes, HEADROOM_BYTES)
+        _reserve(budget, None, parts)
+        draft_plan = self._place_draft(budget, vram, shape)
+        device_bytes = 0 if vram is None else vram.available_bytes
+        target_plan = self._target.place(budget.available_bytes, device_bytes)
+        _reserve(budget, vram, self._target.parts(target_plan))
+        source, table = self._target.source, dict(budget.table())
+        pinnable = foresee(
+            table, source, target_plan, self.options, self._ctx_size, shape.n_drafted
+        )
+        return MemoryPlan(
+            budget,
+            target_plan,
+            draft_plan,
+            self._ctx_size,
+            shape,
+            smallest,
+            self.smallest_alone,
+            vram,
+            pinnable,
+        )
+
+    @cached_property
+    def smallest(self) -> Smallest:
+        """The smallest budgets that work: with the smallest tree and the least of both models."""
+        return self._smallest([Shape(self.min_drafted, device) for device in self.draft_devices])
+
+    @cached_property
+    def smallest_alone(self) -> Smallest:
+        """The smallest budgets that work without the draft model."""
+        return self._smallest([Shape(self.min_drafted, None)])
+
+    def _smallest(self, shapes: Sequence[Shape]) -> Smallest:
+        needed, needed_vram = [], []
+        for shape in shapes:
+            parts = self._parts(self._ctx_size, shape)
+            if self._gpu is not None:
+                needed_vram.append(self._needed_vram(self._gpu, parts, shape))
+                if needed_vram[-1] > self._gpu.vram_bytes:
+                    continue
+            needed.append(self._needed(parts, shape, self._divide_vram(parts, shape)))
+        return Smallest(_rounded(min(needed, default=0)), _rounded(min(needed_vram, default=0)))
+
+    def _smallest_of(self, shape: Shape) -> Smallest:
+        return self.smallest if self._draft(shape) is not None else self.smallest_alone
+
+    def _draft(self, shape: Shape) -> PlacementPlanner | None:
+        return self._drafts.get(shape.draft_device or "")
+
+    def _place_draft(
+        self, budget: MemoryBudget, vram: MemoryBudget | None, shape: Shape
+    ) -> Placement | None:
+        draft = self._draft(shape)
+        if draft is None:
+            return None
+        left = budget.available_bytes - self._least_of_target(shape, vram)
+        device_bytes = draft.min_device_bytes()
+        plan = draft.place(left, device_bytes)
+        _reserve(budget, vram, draft.parts(plan), "draft ")
+        return plan
+
+    def _divide_vram(self, parts: Parts, shape: Shape) -> MemoryBudget | None:
+        """The GPU's ledger, with all but the layers. Raises BudgetExceeded where these do not fit
+        in their least form."""
+        if self._gpu is None:
+            return None
+        total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(self._gpu, parts, shape)
+        if needed > total_bytes:
+            smallest, advice = self._smallest_of(shape), self._advice_on_draft(shape, VRAM)
+            raise BudgetExceeded(
+                "this run", needed, total_bytes, smallest.vram_bytes, advice, ledger=VRAM
+            )
+        vram = MemoryBudget(total_bytes, self._gpu.base_bytes, VRAM_HEADROOM_BYTES, ledger=VRAM)
+        _reserve(None, vram, parts)
+        return vram
+
+    def _needed_vram(self, gpu: Gpu, parts: Parts, shape: Shape) -> int:
+        draft = self._draft(shape)
+        minimum = self._target.min_device_bytes()
+        minimum += draft.min_device_bytes() if draft else 0
+        return gpu.base_bytes + VRAM_HEADROOM_BYTES + sum(parts.gpu.values()) + minimum
+
+    def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
+        draft = self._draft(shape)
+        minimum = self._least_of_target(shape, vram)
+        minimum += draft.min_bytes(draft.min_device_bytes()) if draft else 0
+        return self._base_bytes + HEADROOM_BYTES + sum(parts.host.values()) + minimum
+
+    def _least_of_target(self, shape: Shape, vram: MemoryBudget | None) -> int:
+        """Of host memory, once the draft has its part of the GPU's."""
+        draft = self._draft(shape)
+        device_bytes = 0 if vram is None else vram.available_bytes
+        device_bytes -= draft.min_device_bytes() if draft else 0
+        return self._target.min_bytes(device_bytes)
+
+    def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
+        target, draft = self._target.source, self._draft(shape)
+        return parts_of_run(
+            target if cache_type is None else target.with_cache_type(cache_type),
+            None if draft is None else draft.source,
+            self.options,
+            ctx_size,
+            shape.n_drafted,
+            is_on_gpu=self._gpu is not None,
+            is_draft_on_gpu=shape.draft_device == CUDA,
+        )
+
+    def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:
+        """Which smaller context or KV format would help, and by how much."""
+
+        def with_change(ctx_size: int, cache_type: str | None = None) -> int:
+            return self._needed(self._parts(ctx_size, shape, cache_type), shape, vram)
+
+        result = []
+        half = self._ctx_size // 2
+        if half >= _MIN_ADVISED_CTX:
+            result.append((with_change(half), f"--ctx-size {half}"))
+        for cache_type in self._target.source.smaller_cache_types:
+            flags = f"--cache-type-k {cache_type} --cache-type-v {cache_type}"
+            result.append((with_change(self._ctx_size, cache_type), flags))
+        worth = [(n, flags) for n, flags in result if needed - n >= _SMALLEST_STEP_BYTES]
+        return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
+
+    def _advice_on_draft(self, shape: Shape, ledger: str) -> str:
+        """Smallest budget of the other choice: without the draft of a shape, or with it."""
+        if not self.has_draft:
+            return ""
+        with_draft, alone = self.smallest.of(ledger), self.smallest_alone.of(ledger)
+        if self._draft(shape) is None:
+            return f"; with the draft it is {format_up(with_draft)}" if with_draft else ""
+        return f"; without the draft it is {format_up(alone)}" if alone < with_draft else ""
+
+
+def _reserve(
+    host: MemoryBudget | None, vram: MemoryBudget | None, parts: Parts, prefix: str = ""
+) -> None:
+    """Set the parts aside; None: not of this ledger."""
+    for ledger, requested in ((host, parts.host), (vram, parts.gpu)):
+        for name, n_bytes in requested.items():
+            if ledger is not None:
+                ledger.reserve(prefix + name, n_bytes)
+
+
+def _rounded(n_bytes: int) -> int:
+    """Up, with a step to spare; 0 stays."""
+    if not n_bytes:
+        return 0
+    return (-(-n_bytes // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES

@@ -1,1 +1,0 @@
-"""Plans of other circumstances: several texts at once, several machines, another device."""

@@ -1,0 +1,1 @@
+"""Plans of other circumstances: several sequences at once, several machines, another device."""

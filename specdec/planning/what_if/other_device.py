@@ -1,0 +1,222 @@
+"""`specdec plan --on DEVICE`: the plan for another machine, and which part to improve there.
+
+What is known of the device takes the place of what would be measured here; what is not (a preset of
+a storage alone) is this machine's. The most useful upgrade is found by planning again with each
+figure doubled.
+
+A device with VRAM computes on its GPU: its profile tells of no other arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Unpack
+
+from backends.contract.curve import ComputeCurve
+from backends.contract.source import ModelCompute, ModelSource
+from backends.timing.measure import matrix_formats
+from offload.units import GIB, format_bytes, format_exactly
+from specdec.checks import check_type, refuse_unknown
+from specdec.devices.file import find_device
+from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
+from specdec.devices.this_machine import ThisMachine
+from specdec.models.opened import OpenedPair
+from specdec.planning.candidate_cost import measure_draft
+from specdec.planning.gpu import check_no_gpu_options, gpu_for
+from specdec.planning.memory.base import asked_budget, measure_base
+from specdec.planning.memory.memory_plan import Gpu
+from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
+from specdec.planning.run_plan import RunPlan
+from specdec.planning.search import Measurements
+from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
+
+_ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
+_NO_GAIN = 1.02
+_CUDA_HOST_BYTES = GIB
+"""Assumed: what the libraries of a GPU take of host memory; on the device itself it is measured."""
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A plan for a device, and what would make it faster."""
+
+    plan: RunPlan
+    device: DeviceSpec
+    upgrades: dict[str, float]
+    """Tokens per second with one figure doubled, the most useful first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.plan.to_dict(),
+            "device": self.device.to_dict(),
+            "upgrades": self.upgrades,
+        }
+
+    def lines(self) -> list[str]:
+        device = self.device
+        lines = [f"on {device.name}: storage {device.storage_bytes_per_second / 1e9:.2f} GB/s"]
+        if device.pcie_bytes_per_second:
+            lines[0] += f", copies to its GPU {device.pcie_bytes_per_second / 1e9:.2f} GB/s"
+        if device.from_this_machine:
+            names = ", ".join(name.replace("_", " ") for name in device.from_this_machine)
+            lines[0] += f"; of this machine: {names}"
+        lines += self.plan.lines()
+        if not self.plan.placement.n_moving_layers:  # then the plan's own lines tell no speed
+            speed = self.plan.predicted_tokens_per_second
+            lines.append(f"predicted {speed:.2f} tokens/s, with all weights in memory")
+        return [*lines, *self._upgrade_lines()]
+
+    def _upgrade_lines(self) -> list[str]:
+        now = self.plan.predicted_tokens_per_second
+        lines = [
+            f"twice the {name}: {speed:.2f} tokens/s ({speed / now:.2f}x)"
+            for name, speed in self.upgrades.items()
+        ]
+        best = next(iter(self.upgrades))
+        if self.upgrades[best] < _NO_GAIN * now:
+            return [*lines, "no single figure doubled would help"]
+        return [*lines, f"most useful upgrade: {best}"]
+
+
+def plan_on(
+    device_name: str,
+    model: str | Path,
+    draft_model: str | Path | None = None,
+    **options: Unpack[LoadKeywords],
+) -> DevicePlan:
+    """What `plan_run` would say on another device; a budget of "auto" is all of its memory.
+
+    Raises DeviceError and what `plan_run` raises.
+    """
+    check_type("on", device_name, str)
+    known = find_device(device_name)
+    refuse_unknown(options, RunOptions, "plan_on()")
+    asked = RunOptions(model, draft_model, **options)
+    pair = open_pair(asked)
+    target = pair.target.source
+    formats = matrix_formats(target.multiplied)
+    machine = ThisMachine(target.path, formats, asked.backend.n_threads)
+    device = complete(known, machine)
+    gpu = _gpu(device, asked, pair)
+    total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
+    if asked.memory_budget != AUTO:
+        whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
+        total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
+        source = "as asked"
+    measurements = _figures(device, machine, pair, gpu, total_bytes)
+    base_bytes = measure_base()
+
+    def plan_for(
+        changed: Measurements = measurements,
+        n_bytes: int = total_bytes,
+        other_gpu: Gpu | None = gpu,
+    ) -> RunPlan:
+        return make_plan(asked, pair, changed, n_bytes, source, base_bytes, other_gpu)
+
+    plan = plan_for()
+    storage = replace(
+        measurements, storage_bytes_per_second=2 * measurements.storage_bytes_per_second
+    )
+    doubled = {
+        "storage bandwidth": plan_for(storage),
+        f"memory budget ({format_bytes(2 * total_bytes)})": plan_for(n_bytes=2 * total_bytes),
+        "compute (arithmetic and memory bandwidth)": plan_for(_twice_as_fast(measurements)),
+    }
+    if gpu is not None:
+        link = replace(measurements, copy_bytes_per_second=2 * measurements.copy_bytes_per_second)
+        larger = replace(gpu, vram_bytes=2 * gpu.vram_bytes)
+        doubled["bandwidth to the GPU"] = plan_for(link)
+        doubled[f"VRAM ({format_bytes(larger.vram_bytes)})"] = plan_for(other_gpu=larger)
+    speeds = {name: item.predicted_tokens_per_second for name, item in doubled.items()}
+    return DevicePlan(plan, device, dict(sorted(speeds.items(), key=lambda item: -item[1])))
+
+
+def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
+    if not device.vram_bytes:
+        if options.device == CUDA:
+            raise DeviceError(
+                f"device is 'cuda', but {device.name} has no VRAM: leave it out, or name a device "
+                "with a GPU (gpu-8gb, gpu-24gb, or a file with vram_bytes)"
+            )
+        check_no_gpu_options(replace(options, device=CPU))
+        return None
+    if options.draft_device == CPU and pair.draft is not None:
+        raise DeviceError(
+            f"{device.name} tells of its GPU's arithmetic and not of its processor's: plan with "
+            "the draft on the GPU too (leave --draft-device out)"
+        )
+    on_gpu = replace(options, draft_device=CUDA)
+    n_bytes, source = device.vram_bytes, f"all VRAM of {device.name}"
+    if options.vram_budget != AUTO:
+        whose = f"the VRAM of {device.name}, {format_exactly(n_bytes)}"
+        n_bytes, source = asked_budget("VRAM", options.vram_budget, n_bytes, whose), "as asked"
+    return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
+
+
+def _figures(
+    device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
+) -> Measurements:
+    target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
+    beside_reads = gpu is None and must_stream(target, total_bytes)
+    compute, drafting = _compute(device, machine, target, target, beside_reads), None
+    if draft is not None:
+        is_here = _computes_here(device)
+        drafting = measure_draft(draft) if is_here else _compute(device, machine, draft, target)
+    storage = device.storage_bytes_per_second
+    if gpu is not None:
+        return Measurements(storage, compute, None, drafting, device.pcie_bytes_per_second or 0.0)
+    if compute.per_byte.is_slowed:
+        share = min(1.0, storage / machine.storage_bytes_per_second)
+        compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(share))
+    missing = _expert_seconds(machine, target, total_bytes)
+    return Measurements(storage, compute, drafting, expert_seconds_per_byte=missing)
+
+
+def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
+    """Beside the reads those of this machine: no profile of a device tells of them."""
+    if not any(target.experts):
+        return 0.0  # and what this machine's storage does need not be known
+    return measure_experts(target, total_bytes, machine.storage_bytes_per_second)
+
+
+def _computes_here(device: DeviceSpec) -> bool:
+    """Whether its arithmetic is not known: it is what is measured here."""
+    return set(device.from_this_machine) >= _ARITHMETIC
+
+
+def _compute(
+    device: DeviceSpec,
+    machine: Machine,
+    source: ModelSource,
+    target: ModelSource,
+    beside_reads: bool = False,
+) -> ModelCompute:
+    """The device's own, or where only its storage is known, what is measured here.
+
+    target: whose layers a source without any of its own shares.
+
+    Decoding moves bytes, so it is measured here and takes as much longer there as memory is slower.
+    """
+    if _computes_here(device):
+        return source.measure_compute(beside_reads)
+    whole = source if source.layers else target
+    n_bytes = layer_bytes(whole)
+    parts = [(1 / n_bytes, device.compute_curve(whole.multiplied))]
+    decode_seconds = whole.decode_seconds()
+    if decode_seconds:
+        slower = machine.dram_bytes_per_second / device.dram_bytes_per_second
+        parts.append((slower / n_bytes, ComputeCurve.linear(decode_seconds, 0.0)))
+    return ModelCompute(ComputeCurve.mixed(parts), source.head_bytes)
+
+
+def _twice_as_fast(measurements: Measurements) -> Measurements:
+    draft, gpu_draft = (
+        None if item is None else item.times(0.5)
+        for item in (measurements.draft, measurements.gpu_draft)
+    )
+    return replace(
+        measurements, target=measurements.target.times(0.5), draft=draft, gpu_draft=gpu_draft
+    )

@@ -1,0 +1,124 @@
+"""A step of all sequences that share a pass: what each of them verifies, and what it pays for that.
+
+Called in this order behind `DraftPolicy.limits`: `trim_together`, `should_draft_ahead`,
+`observe_together`. The time from `limits` to `trim_together` is drafting that nothing hid, the time
+from there to `observe_together` is the pass and what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.modes import Outcome
+from specdec.policy.shared_pass import choose_nodes
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
+
+_MAX_OUTLIER = 3.0
+"""Times as long as usual: a pass that took longer was held up, and counts as that much
+(bench/worlds: without, 0.86 of the speed in memory where a tenth of all passes is held up; with
+twice, passes that became four times as slow are taken for 3.5 times after 220 tokens)."""
+
+
+def trim_together(
+    policies: Sequence[DraftPolicy],
+    trees: Sequence[DraftTree],
+    num_other_tokens: int = 0,
+    max_nodes: int | None = None,
+) -> list[DraftTree]:
+    """The parts of the sequences' proposals that are worth verifying in one pass, as many trees.
+
+    n_other_rows: of prompts that enter beside them.
+    max_nodes: most draft tokens of the pass.
+    """
+    _note_drafting(policies, trees)
+    cached = list(trees)
+    weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
+    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
+    if weighed:
+        steps = [policies[i].step for i in weighed]
+        shapes = [policies[i].shape for i in weighed]
+        offers = [shape.candidate_tree(trees[i]) for i, shape in zip(weighed, shapes, strict=True)]
+        num_others = num_other_tokens + n_whole
+        n_left = None
+        if max_nodes is not None:
+            n_left = max_nodes - n_whole + len(trees) - len(weighed)
+        cost = policies[0].acceptance_statistics.cost
+        chosen, price = choose_nodes(offers, cost, num_others, n_left)
+        for i, shape, this, candidate_tree, indices in zip(
+            weighed, shapes, steps, offers, chosen, strict=True
+        ):
+            cached[i] = shape.cut(candidate_tree, indices, price, this.uses_draft)
+    for policy, tree in zip(policies, cached, strict=True):
+        if policy.is_chain and policy.config.num_draft_tokens is None:
+            policy.mode_statistics.note_retained(tree.n_drafted)
+        policy.step.num_tokens = num_other_tokens + sum(map(len, cached))
+    return cached
+
+
+def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
+    """How long the step's drafting took, and each text's share of it: the same for all that used
+    the draft, but that those pay alone for which it had to catch up."""
+    now, acceptance_statistics = policies[0].clock(), policies[0].acceptance_statistics
+    for policy, tree in zip(policies, trees, strict=True):
+        policy.step.drafted_at, policy.step.candidates = now, tree
+    used = [policy.step for policy in policies if policy.step.uses_draft]
+    if not used:
+        policies[0].step.draft_seconds = now - policies[0].step.began
+        return
+    n_runs = max(tree.n_runs for tree in trees)
+    seconds = usual = now - min(this.began for this in used)
+    behind = [this for this in used if this.is_catching_up]
+    if behind:  # that much is not what drafting usually takes
+        usual = min(seconds, n_runs * acceptance_statistics.run_seconds)
+    else:
+        acceptance_statistics.note_drafting(n_runs, seconds)
+    for this in used:
+        this.draft_seconds = usual / len(used)
+    for this in behind:
+        if not this.is_first:  # the prompt is not the draft's fault
+            this.catch_up_seconds = (seconds - usual) / len(behind)
+
+
+def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
+    """Whether to draft the sequences' next trees while these are verified.
+
+    By itself where the target streams: the processors that the draft needs wait for reads there.
+    """
+    for policy in policies:
+        this, requested = policy.step, policy.config.draft_ahead
+        pays = this.uses_draft and policy.acceptance_statistics.cost.streams
+        this.is_ahead = requested == "on" or (requested == "auto" and pays)
+    return any(policy.step.is_ahead for policy in policies)
+
+
+def observe_together(
+    policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
+) -> None:
+    """The round is over: the trees as verified, and their outcomes.
+
+    Of the pass each text pays for one row like all others, and for the rows that it has beyond
+    that. Sequences that choose by the same lessons are one outcome, their mean: the choice was made
+    once for all of them.
+    """
+    this, cost = policies[0].step, policies[0].acceptance_statistics.cost
+    seconds = policies[0].clock() - this.drafted_at
+    seconds = min(seconds, _MAX_OUTLIER * cost.seconds(this.num_tokens))
+    cost.observe(this.num_tokens, seconds)
+    num_seqs, n_more = len(policies), sum(tree.n_drafted for tree in trees)
+    # Prompts pay for themselves.
+    seconds *= cost.seconds(num_seqs + n_more) / cost.seconds(this.num_tokens)
+    minimum = min(seconds, cost.seconds(num_seqs)) if n_more else seconds
+    outcomes: dict[tuple[int, bool], list[tuple[DraftPolicy, Outcome]]] = {}
+    for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
+        extra = (seconds - minimum) * tree.n_drafted / n_more if n_more else 0.0
+        outcome = policy.learn(acceptance, tree, minimum / num_seqs + extra)
+        if outcome is not None:
+            key = id(policy.choice), policy.step.uses_draft
+            outcomes.setdefault(key, []).append((policy, outcome))
+    for (_, uses_draft), own in outcomes.items():
+        mean = Outcome(*np.mean([outcome for _, outcome in own], axis=0).tolist())
+        own[0][0].choice.record(uses_draft, mean, len(own))

@@ -1,0 +1,147 @@
+"""Texts that are set aside go on as if nothing had been, from a file or computed anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_models import save_tiny_gguf
+from stepping import Stepping
+from tiny_pair import save_model
+
+import specdec
+from backends.contract.backend import BackendError
+from specdec.api import LLM
+from specdec.policy.cost_model import CostModel
+
+PROMPTS = [[20 + i, 21 + i, *range(30, 50)] for i in range(4)]
+OPTIONS: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "logprobs": True, "seed": 3}
+SLOW = CostModel(0.0, 0.0, 1.0)
+"""A second for each row: a file is always quicker."""
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "torch":
+        return save_model(folder, seed=0)
+    pytest.importorskip("llama_cpp")
+    return save_tiny_gguf("llama", folder / "m.gguf")
+
+
+@pytest.fixture
+def llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """With room for all of the sequences only while they are short."""
+    with specdec.load(
+        model, ctx_size=192, kv_tokens=256, parallel=4, threads=1, num_draft_tokens=4
+    ) as loaded:
+        capacity = loaded.session.engine.scheduler.kv
+        monkeypatch.setattr(capacity, "cost", SLOW)
+        monkeypatch.setattr(capacity.files, "_find_folder", lambda: tmp_path)
+        yield loaded
+
+
+def check_equal(llm: LLM, temperature: float = 0.0) -> None:
+    results = llm.generate(PROMPTS, temperature=temperature, **OPTIONS)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        expected = llm.generate(prompt, temperature=temperature, cache_prompt=False, **OPTIONS)
+        assert result.token_ids == expected.token_ids
+        assert result.logprobs == expected.logprobs, "to the bit"
+    capacity = llm.session.engine.scheduler.kv
+    assert capacity.files.n_bytes == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_their_kv_comes_back_from_files(llm: LLM, temperature: float) -> None:
+    check_equal(llm, temperature)
+    actual = llm.stats
+    assert actual.preempted > 0
+    assert actual.swapped_in > 0
+    assert actual.swapped_in_tokens > len(PROMPTS[0]) * actual.swapped_in
+    assert actual.recomputed_tokens == 0, "nothing else was lost"
+
+
+def full(_: int, __: int, ___: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_where_the_disk_is_full_they_are_computed_anew(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    check_equal(llm)
+    assert llm.stats.preempted > 0
+    assert llm.stats.swapped_in == 0
+    assert llm.stats.recomputed_tokens > 0
+
+
+def test_where_rows_are_quicker_they_are_computed_anew(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.session.engine.scheduler.kv, "cost", CostModel(0.0, 0.0, 1e-6))
+    check_equal(llm)
+    assert llm.stats.preempted > 0
+    assert llm.stats.swapped_in == 0
+
+
+def test_a_file_that_cannot_be_read_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise BackendError("damaged")
+
+    monkeypatch.setattr(type(llm.target), "_load_prefix", broken)
+    check_equal(llm)
+    assert llm.stats.preempted > 0
+    assert llm.stats.swapped_in == 0
+
+
+def held_open(folder: Path) -> list[str]:
+    """Files below the folder that this process has open, though they have no name any more."""
+    links = []
+    for item in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(item))
+        except FileNotFoundError:
+            continue
+    return [link for link in links if link.startswith(str(folder))]
+
+
+def begin_all(llm: LLM, steps: Stepping) -> list[Any]:
+    """Five, one of which has been set aside."""
+    streams = [llm.stream([9 + i, *PROMPTS[0]], **OPTIONS) for i in range(5)]
+    for stream in streams:
+        stream.start()
+    while not llm.session.engine.scheduler.kv.files.n_bytes:
+        steps.step()
+    return streams
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_who_is_over_leaves_no_file(llm: LLM, tmp_path: Path, end: str) -> None:
+    with Stepping(llm) as steps:
+        streams = begin_all(llm, steps)
+        assert held_open(tmp_path)
+        assert not list(tmp_path.iterdir()), "a kill would leave it behind"
+        if end == "cancel":
+            steps.cancel(*streams)
+        else:
+            steps.close(llm)
+    assert not held_open(tmp_path)
+
+
+def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
+    """What others hold is shared with them again, which takes no room; a few rows are quicker."""
+    capacity = llm.session.engine.scheduler.kv
+    assert capacity._pays_off(100, num_shared=50, num_bytes=1000)
+    assert not capacity._pays_off(100, num_shared=51, num_bytes=1000)
+    capacity.cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
+    assert not capacity._pays_off(9, num_shared=0, num_bytes=1000)
+    assert capacity._pays_off(10, num_shared=0, num_bytes=1000)
+    assert not capacity._pays_off(10, num_shared=0, num_bytes=10**7)
+    text = llm.session.sequences.begin([5, 6, 7])
+    text.prefill([5, 6, 7])
+    assert llm.session.sequences.n_common([5, 6, 8, 9]) == 2
+    assert llm.session.sequences.n_common([5, 6, 8, 9], text) == 0
+    llm.session.sequences.drop(text)

@@ -1,0 +1,61 @@
+"""What the steps of a pair have taught is there when the pair is loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paused_generation import PROMPT
+
+import specdec
+from offload.process import disk_cache
+from specdec.engine import saved_statistics
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(saved_statistics, "load_cached", disk_cache.load_cached)
+    monkeypatch.setattr(saved_statistics, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_it_is_written_once_when_the_model_is_closed(small_target: Path, folder: Path) -> None:
+    with specdec.load(small_target, ctx_size=128) as llm:
+        text = llm.generate(PROMPT, max_tokens=24).token_ids
+        known = llm.session.acceptance_statistics.cached()
+        assert not list(folder.iterdir())
+    (file,) = folder.iterdir()
+    file_of_the_first = file.read_bytes()
+    with specdec.load(small_target, ctx_size=128) as llm:
+        actual = llm.session.acceptance_statistics.cached()
+        assert actual["mode_statistics"].keys() == known["mode_statistics"].keys()
+        assert llm.generate(PROMPT, max_tokens=24).token_ids == text
+    assert file.read_bytes() != file_of_the_first
+    file.unlink()
+    llm.close()
+    assert not list(folder.iterdir())
+
+
+def test_a_load_that_taught_nothing_writes_nothing(small_target: Path, folder: Path) -> None:
+    specdec.load(small_target, ctx_size=128).close()
+    assert not list(folder.iterdir())
+
+
+def test_another_model_is_another_pair(small_target: Path, tmp_path_factory, folder: Path) -> None:
+    from tiny_pair import save_model
+
+    for target in (small_target, save_model(tmp_path_factory.mktemp("other"), seed=1)):
+        with specdec.load(target, ctx_size=128) as llm:
+            llm.generate(PROMPT, max_tokens=8)
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"version": 1}', b"\xff" * 99])
+def test_a_broken_file_is_ignored(small_target: Path, folder: Path, content: bytes) -> None:
+    with specdec.load(small_target, ctx_size=128) as llm:
+        text = llm.generate(PROMPT, max_tokens=24).token_ids
+    (file,) = folder.iterdir()
+    file.write_bytes(content)
+    with specdec.load(small_target, ctx_size=128) as llm:
+        assert llm.generate(PROMPT, max_tokens=24).token_ids == text
+    assert file.read_bytes() != content

@@ -1,0 +1,147 @@
+"""What a pair's steps have taught goes to the next process, and a broken file does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.scenarios.scenario import MAX_NODES, Scenario, simulate
+from bench.scenarios.settings import SIX
+from specdec.config import SpecConfig
+from specdec.policy.acceptance_statistics import AcceptanceStatistics, acceptance_statistics_of
+from specdec.policy.cost_model import CostModel
+
+COST, DRAFT = CostModel(1.0, 0.2, 0.05), CostModel(0.02, 0.0, 1e-6)
+SCENARIO = SIX["streamed, greedy"]
+
+
+def fresh(scenario: Scenario, cached: Any = None) -> AcceptanceStatistics:
+    return acceptance_statistics_of(scenario.planned(), scenario.planned_draft(), MAX_NODES, cached)
+
+
+def learnt(scenario: Scenario, n_tokens: int = 200) -> Any:
+    """What the file has after a text."""
+    acceptance_statistics = fresh(scenario)
+    simulate(replace(scenario, seed=77), SpecConfig(), n_tokens, acceptance_statistics)
+    return json.loads(json.dumps(acceptance_statistics.cached()))
+
+
+def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() -> None:
+    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 32)
+    for _ in range(5):
+        acceptance_statistics.cost.observe(17, 3.0)
+        acceptance_statistics.note_drafting(4, 0.4)
+    cached = json.loads(json.dumps(acceptance_statistics.cached()))
+    other = acceptance_statistics_of(CostModel(2.0, 0.4, 0.1), DRAFT, 32, cached)
+    assert other.cost.seconds(17) == pytest.approx(3.0, rel=0.02)
+    assert other.run_seconds == pytest.approx(acceptance_statistics.run_seconds)
+
+
+def test_what_is_kept_counts_little_against_what_is_measured() -> None:
+    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 32)
+    for _ in range(50):
+        acceptance_statistics.cost.observe(17, 1.0)
+    again = acceptance_statistics_of(COST, DRAFT, 32, acceptance_statistics.cached())
+    for _ in range(8):
+        again.cost.observe(17, 3.0)
+    assert again.cost.seconds(17) > 2.3
+
+
+def test_a_text_that_is_known_changes_nothing_by_being_kept_twice() -> None:
+    cached = learnt(SCENARIO)
+    assert (
+        fresh(SCENARIO, cached).cached()["mode_statistics"].keys()
+        == cached["mode_statistics"].keys()
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=12,
+)
+
+
+@given(st.data())
+def test_a_broken_file_is_ignored(data: st.DataObject) -> None:
+    """Any part of it replaced by anything."""
+    cached = learnt_once()
+    place: Any = cached
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    outcome = simulate(SCENARIO, SpecConfig(), 20, fresh(SCENARIO, cached))
+    assert outcome.counts[-1] >= 20
+
+
+def learnt_once(_cache: list[str] = []) -> Any:  # noqa: B006 (kept on purpose)
+    if not _cache:
+        _cache.append(json.dumps(learnt(SCENARIO)))
+    return json.loads(_cache[0])
+
+
+@pytest.mark.parametrize(
+    "cached", [None, 7, [], {}, {"version": 3}, {"version": 4}, "x", float("nan")]
+)
+def test_anything_else_is_no_experience(cached: Any) -> None:
+    assert fresh(SCENARIO, cached).cached() == fresh(SCENARIO).cached()
+
+
+def test_another_version_is_not_used() -> None:
+    """Such as the one before, which had measured drafting ahead."""
+    cached = {**learnt_once(), "version": 3, "ahead": [[1.0, 0.1]] * 3}
+    assert fresh(SCENARIO, cached).cached() == fresh(SCENARIO).cached()
+
+
+@pytest.mark.parametrize("chain", [[8.0, 9.0], [8.0, -1.0], [0.0, 0.0]])
+def test_a_broken_share_of_chains_is_learnt_anew(chain: list[float]) -> None:
+    cached = learnt_once()
+    for mode_statistics in cached["mode_statistics"].values():
+        mode_statistics["chain"] = chain
+    acceptance_statistics = fresh(SCENARIO, cached)
+    simulate(SCENARIO, SpecConfig(), 20, acceptance_statistics)
+    (mode_statistics,) = acceptance_statistics.cached()["mode_statistics"].values()
+    assert mode_statistics["chain"] == pytest.approx([8.0, 8.0 * 0.85])
+
+
+def test_it_is_bounded() -> None:
+    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 1024)
+    simulate(SCENARIO, SpecConfig(), 100, acceptance_statistics)
+    (mode_statistics,) = acceptance_statistics.cached()["mode_statistics"].values()
+    many = {
+        **acceptance_statistics.cached(),
+        "mode_statistics": {str(i): mode_statistics for i in range(1000)},
+    }
+    assert len(json.dumps(acceptance_statistics_of(COST, DRAFT, 1024, many).cached())) < 100_000
+
+
+def first_steps(scenario: Scenario, seed: int, cached: Any, n_steps: int = 4) -> tuple[int, int]:
+    """(tokens of the first steps, tokens of fixed trees of 64 nodes in the same places)."""
+    item = replace(scenario, seed=seed)
+    outcome = simulate(item, SpecConfig(), 120, fresh(scenario, cached))
+    fixed = 0
+    for start in outcome.counts[:n_steps]:
+        fixed += (
+            simulate(item, SpecConfig(num_draft_tokens=64), 120, start=start, n_steps=1).counts[-1]
+            - start
+        )
+    return outcome.counts[n_steps], fixed
+
+
+@pytest.mark.parametrize("name", ["streamed, greedy", "streamed, sampled"])
+def test_the_first_rounds_bring_what_a_fixed_tree_of_64_nodes_brings(name: str) -> None:
+    scenario = SIX[name]
+    cached = learnt(scenario, 400)
+    for known, share in ((cached, 0.95), (None, 0.85)):
+        actual = np.sum([first_steps(scenario, seed, known) for seed in range(16)], axis=0)
+        assert actual[0] >= share * actual[1]
