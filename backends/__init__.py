@@ -1,1 +1,1 @@
-"""Models, tensors and KV caches behind one contract (`contract/backend.py`)."""
+"""Backends: models, tensors and KV caches behind one interface (`contract/backend.py`)."""

@@ -1,1 +1,1 @@
-"""Measurements, and the models to measure with; uses specdec like any other program."""
+"""Benchmarks, and the models that they need; uses specdec like any other program."""

@@ -1,4 +1,4 @@
-"""Entry of the `specdec-bench` command: as `specdec.cli.entry`, it imports next to nothing."""
+"""Entry point of `specdec-bench`; imports next to nothing, as `specdec.cli.entry` does."""
 
 from __future__ import annotations
 

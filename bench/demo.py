@@ -1,4 +1,4 @@
-"""The demonstration: a target of at least twice its budget, plain against speculative.
+"""Demonstration of plain and speculative decoding of a target of at least twice its budget.
 
 Grows the embedded target on this machine's own disk, runs it, shows both speeds, removes it.
 Nothing is downloaded.
@@ -36,7 +36,7 @@ MIN_TOKENS = 8
 CTX_SIZE = 256
 # Plain decoding reads the model once per token: on slow storage fewer tokens are shown.
 PLAIN_SECONDS = 90.0
-# The process that measures is larger than the one that plans ahead.
+# The measuring process takes more memory than the planning one.
 _MARGIN_BYTES = 48 * MIB
 _MIN_SIZE_TRIED = 500_000_000
 _SIZE_STEP_BYTES = 100_000_000
@@ -45,7 +45,7 @@ _MAX_SIZES_TRIED = 10
 
 @dataclass(frozen=True)
 class _Format:
-    """How a target is grown and drafted for in one format."""
+    """Names and dtype of target and draft in one format."""
 
     target_name: str
     draft: str
@@ -71,7 +71,7 @@ def run_demo(
     source: str = "pair:target",
     format: str = "hf",
 ) -> dict[str, Any]:
-    """Grow `source`, run it with its draft, clean up; steps go to stderr. See `run_speedup`."""
+    """Grow `source`, run it with its draft, clean up; progress on stderr. See `run_speedup`."""
     if format not in FORMATS:
         raise DemoError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
     form = FORMATS[format]
@@ -84,7 +84,7 @@ def run_demo(
             f"{format_bytes(n_bytes)}: give a larger --size or a smaller --memory-budget"
         )
     parent = directory if directory is not None else _cache_directory()
-    _check_room(parent, n_bytes)
+    _check_disk_space(parent, n_bytes)
     stand_in = StandIn(
         source, format, form.dtype, n_bytes, _vocab_size(source), form.draft, CTX_SIZE
     )
@@ -100,7 +100,7 @@ def run_demo(
         argv += ["--vocab-size", str(stand_in.vocab_size)]
         argv += ["--format", format, "--dtype", form.dtype]
         check_child(run_child("bench", argv, None), "synth")
-        os.sync()  # what is still being written would slow the reads
+        os.sync()  # pending writes would slow the reads
         return _run(target, form.draft, budget_bytes, enforce)
     finally:
         if folder is not None and not keep:
@@ -127,7 +127,7 @@ def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:
 
 
 def _min_size(stand_in: StandIn) -> int:
-    """The least size, in whole steps, whose automatic budget is enough."""
+    """Return the smallest size, in whole steps, whose automatic budget is enough."""
     n_bytes = _MIN_SIZE_TRIED
     for _ in range(_MAX_SIZES_TRIED):
         needed = smallest_budget(replace(stand_in, n_bytes=n_bytes))
@@ -137,7 +137,7 @@ def _min_size(stand_in: StandIn) -> int:
         n_steps = -(-(needed + _MARGIN_BYTES) * 20 // (9 * _SIZE_STEP_BYTES))
         if n_steps * _SIZE_STEP_BYTES <= n_bytes:
             return n_bytes
-        # What a budget must hold grows more slowly than the target.
+        # The smallest budget grows more slowly than the target.
         n_bytes = n_steps * _SIZE_STEP_BYTES
     raise DemoError(f"no --size works with {stand_in.source} and {stand_in.draft}")
 
@@ -157,13 +157,13 @@ def _run(target: Path, draft: str, budget_bytes: int, enforce: bool) -> dict[str
 
 
 def _vocab_size(source: str) -> int:
-    """The source's own: a large model's embedding and head alone would fill a small budget."""
+    """Return the source's vocabulary size: larger non-layer weights would fill a small budget."""
     config = json.loads((resolve_model(source) / "config.json").read_text(encoding="utf-8"))
     return int(config["vocab_size"])
 
 
 def _choose_n_tokens(target: Path) -> int:
-    """As many tokens as plain decoding gives in PLAIN_SECONDS."""
+    """Return the number of tokens that plain decoding generates in PLAIN_SECONDS."""
     from offload.ring.bandwidth import measure_storage
 
     speed = measure_storage(largest_weight_file(target), refresh=True).storage_bytes_per_second
@@ -173,7 +173,7 @@ def _choose_n_tokens(target: Path) -> int:
 
 
 def _can_enforce(budget_bytes: int) -> bool:
-    """Whether a memory cgroup can be made; says so either way."""
+    """Return whether a memory cgroup can be made, and print it."""
     from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
 
     try:
@@ -186,7 +186,7 @@ def _can_enforce(budget_bytes: int) -> bool:
     return True
 
 
-def _check_room(parent: Path, n_bytes: int) -> None:
+def _check_disk_space(parent: Path, n_bytes: int) -> None:
     existing = next(path for path in (parent, *parent.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise DemoError(f"{existing} is not a folder: name one with --dir")
@@ -200,20 +200,20 @@ def _check_room(parent: Path, n_bytes: int) -> None:
 
 
 def _make_folders(parent: Path) -> list[Path]:
-    """Make `parent` with what is missing above it; what was made, the deepest first."""
+    """Make `parent` and missing folders above it; return the new ones, the deepest first."""
     missing = [path for path in (parent, *parent.absolute().parents) if not path.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    with suppress(OSError):  # somebody put something there
+    with suppress(OSError):  # not empty
         for folder in folders:
             folder.rmdir()
 
 
 def _cache_directory() -> Path:
-    """Not the temporary folder: that one is often in memory, and storage is what is shown."""
+    """Return the cache folder; the temporary folder is often in memory, not on storage."""
     return cache_folder()
 
 

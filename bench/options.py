@@ -1,4 +1,4 @@
-"""Options that the commands of `specdec-bench` share, and checks of them before anything runs."""
+"""Shared options of the commands of `specdec-bench`, and checks of them before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.run_options import RunOptions
 
 
 class UsageMistake(SpecdecError):
-    """Options that do not go together."""
+    """Invalid options, or options that do not go together."""
 
 
 Prompts = Annotated[
@@ -30,7 +30,7 @@ Prompts = Annotated[
 NPrompts = Annotated[int, typer.Option("--n-prompts", min=1, help="Use the first so many.")]
 SpreadPrompts = Annotated[
     int,
-    typer.Option("--n-prompts", min=1, help="Use so many, the categories of the file in turn."),
+    typer.Option("--n-prompts", min=1, help="Use so many, by category in turn."),
 ]
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
@@ -47,12 +47,13 @@ StorageMbps = Annotated[
     typer.Option(
         "--storage-mbps",
         min=1,
-        help="Let the kernel hold reads to so many MB/s (blkio throttle; root).",
+        help="Limit reads to so many MB/s (blkio throttle; root).",
         show_default="as fast as the storage is",
     ),
 ]
 Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="table|json", help="What goes to stdout.")
+    str,
+    typer.Option("-o", "--output", metavar="table|json", help="Format of stdout."),
 ]
 OutputFile = Annotated[
     Path | None, typer.Option("--output-file", help="Also write the JSON report here.")
@@ -69,7 +70,7 @@ def check_output(output: str) -> None:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Now, and not after a run of an hour. Leaves nothing behind."""
+    """Raise UsageMistake now, and not after an hour, if a file cannot be written."""
     if path is None:
         return
     if not path.resolve().parent.is_dir():
@@ -86,21 +87,21 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def check_lossless(load: RunOptions, command: str) -> None:
-    """Where speeds stand beside those of programs and settings that change no text."""
+    """Raise UsageMistake for a lossy option in a comparison of lossless modes."""
     if load.accept_threshold is not None:
         raise UsageMistake(
-            f"--accept-threshold is lossy, and {command} compares ways to the target's own text: "
-            "leave it out, or measure it with speedup"
+            f"--accept-threshold is lossy, and {command} compares modes with the target's own "
+            "output: leave it out, or measure it with speedup"
         )
 
 
 def model_names(load: RunOptions) -> tuple[str, str | None]:
-    """Of the target and of its draft, as they were given."""
+    """Return the names of the target and of its draft, as they were given."""
     return str(load.model), None if load.draft_model is None else str(load.draft_model)
 
 
 def sampling_keywords(
     max_tokens: int, ignore_eos: bool, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Both decodings get the same seed, so that their tokens can be compared."""
+    """Return keywords of `LLM.generate`, with a fixed seed so that outputs can be compared."""
     return {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "seed": 0, **given}

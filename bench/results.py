@@ -1,7 +1,7 @@
-"""From records to figures. Pure functions: the tests feed them by hand.
+"""Results from records. Pure functions.
 
 Totals, not means of rates: tokens per second is all tokens after the first arrival over all seconds
-after it. Tokens that came together are charged an equal share of the time.
+after it. Tokens that arrived together share the time equally.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any
 
+from specdec.metrics.renamed import with_old_names
 from specdec.metrics.stats import (
     AVERAGED,
     BY_DEPTH,
@@ -34,7 +35,7 @@ def of_mode(records: Sequence[RecordDict], mode: str) -> list[RecordDict]:
 
 
 def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
-    """The stats of several generations as one, with the keys of a single one."""
+    """Return the stats of several generations as one, with the keys of a single one."""
     stats = [record["stats"] for record in records]
     total: dict[str, Any] = {key: sum(stat[key] for stat in stats) for key in SUMMED}
     total |= {key: max((stat[key] for stat in stats), default=0) for key in LARGEST}
@@ -45,7 +46,7 @@ def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
     n_scored = total["drafted_tokens"] + total["passes"]
     max_flops = total["decode_seconds"] * total["peak_flops_per_second"]
     n_rejected = total["drafted_tokens"] - total["accepted_tokens"]
-    return {
+    rates = {
         "tokens_per_second": ratio(n_decoded, total["decode_seconds"]),
         "time_per_output_token": ratio(total["decode_seconds"], n_decoded),
         "mean_acceptance_length": 1.0 + ratio(total["accepted_tokens"], total["passes"]),
@@ -55,28 +56,28 @@ def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
         "pass_slowdown": ratio(total["slowed_pass_seconds"], total["unslowed_pass_seconds"]),
         "expert_hit_rate": ratio(total["experts_found"], total["experts_asked"]),
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
-        **total,
     }
+    return with_old_names({**rates, **total})
 
 
 def lossy_mark(results: Mapping[str, Any]) -> str:
-    """What is written behind figures of text that is not the target's own; else nothing.
+    """Return the mark of results of lossy decoding, or "".
 
-    Results of versions that had no such option do not say.
+    Results of older versions, which had no such option, are lossless.
     """
     return "" if results.get("is_lossless", True) else f"  {LOSSY}"
 
 
 def sum_by_depth(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Element by element; a shorter one goes on with zeros."""
+    """Return sums element by element; shorter ones are padded with zeros."""
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def roofline_fraction(records: Sequence[RecordDict], bytes_per_pass: int) -> float | None:
-    """Shortest time that the storage allows / decode time taken, over all records.
+    """Return the shortest time that the storage allows / decode time taken, over all records.
 
-    The shortest time is the bytes that the decode passes stream, at the raw bandwidth that was
-    probed around each record. None where nothing is streamed.
+    The shortest time is that of the bytes that the decode passes stream, at the raw bandwidth
+    probed around each record. None if nothing is streamed.
     """
     if bytes_per_pass <= 0:
         return None
@@ -89,7 +90,7 @@ def roofline_fraction(records: Sequence[RecordDict], bytes_per_pass: int) -> flo
 
 
 def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, a missing one included; None when equal."""
+    """Return the index of the first token that differs or is missing; None if equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -99,19 +100,19 @@ def first_mismatch(left: Sequence[int], right: Sequence[int]) -> int | None:
 def compare_tokens(
     records: Sequence[RecordDict], reference: Sequence[RecordDict]
 ) -> dict[str, Any]:
-    """How far decodings agree with those of a reference, prompt by prompt.
+    """Compare outputs with those of a reference, prompt by prompt.
 
-    `token_match` is the share of tokens that come before a first mismatch, as far as both sequences go
-    (a slow program does fewer): 1.0 means that all of them are equal, None that none is shared.
+    `token_match` is the share of tokens before a first mismatch, over the common length (a slow
+    program decodes fewer): 1.0 means that all of them are equal, None that none is shared.
     """
-    requested = {record["prompt"]: record["token_ids"] for record in reference}
+    expected = {record["prompt"]: record["token_ids"] for record in reference}
     mismatches: dict[str, int] = {}
     n_shared = n_equal = n_tokens = 0
     for record in records:
         name, tokens = record["prompt"], record["token_ids"]
-        if name in requested:
-            n = min(len(tokens), len(requested[name]))
-            at = first_mismatch(tokens, requested[name])
+        if name in expected:
+            n = min(len(tokens), len(expected[name]))
+            at = first_mismatch(tokens, expected[name])
             n_shared += 1
             n_tokens += n
             n_equal += n if at is None else min(at, n)
@@ -129,11 +130,11 @@ def mean_bandwidth(records: Sequence[RecordDict]) -> float:
     return ratio(sum(values), len(values))
 
 
-# --- what was seen from outside, of any program ---------------------------------------------------
+# --- timings of any program -----------------------------------------------------------------------
 
 
 def summarise(records: Sequence[RecordDict], *, speculates: bool = False) -> dict[str, Any]:
-    """The figures of all prompts together; rates are None where nothing was decoded.
+    """Return the results of all prompts together; rates are None if nothing was decoded.
 
     tokens_per_second, time_to_first_token (mean, seconds), seconds_per_token_median and _p90,
     bytes_read_per_token (after the first arrival), mean_acceptance_length (tokens per pass; None
@@ -157,7 +158,7 @@ def summarise(records: Sequence[RecordDict], *, speculates: bool = False) -> dic
 
 
 def seconds_of_tokens(record: RecordDict) -> list[float]:
-    """Of every token after the first arrival."""
+    """Return the seconds of every token after the first arrival."""
     return [
         (now - before) / n
         for (before, _), (now, n) in pairwise(record["arrivals"])
@@ -166,7 +167,7 @@ def seconds_of_tokens(record: RecordDict) -> list[float]:
 
 
 def by_category(records: Sequence[RecordDict], *, speculates: bool = False) -> dict[str, Any]:
-    """`summarise` for every category; empty where the prompts have none."""
+    """Return `summarise` for every category; empty if the prompts have none."""
     names = sorted({record["category"] for record in records} - {""})
     return {
         name: summarise([r for r in records if r["category"] == name], speculates=speculates)
@@ -175,9 +176,9 @@ def by_category(records: Sequence[RecordDict], *, speculates: bool = False) -> d
 
 
 def acceptance_by_depth(stats: Iterable[Mapping[str, Any] | None]) -> list[dict[str, int]] | None:
-    """For depth 1, 2, ...: rounds that came to have a guess there, and those where it was right.
+    """Return, for depth 1, 2, ..., the steps that tried a token there, and those that accepted it.
 
-    None where no record holds it.
+    None if no record has it.
     """
     known = [stat for stat in stats if stat and stat.get("tried_by_depth")]
     tried, accepted = (sum_by_depth(item[name] for item in known) for name in BY_DEPTH)
@@ -186,17 +187,17 @@ def acceptance_by_depth(stats: Iterable[Mapping[str, Any] | None]) -> list[dict[
 
 
 def pairwise_ratios(runs: Mapping[str, Sequence[RecordDict]]) -> dict[str, dict[str, Any]]:
-    """name -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens of both.
+    """Return name -> other -> {ratio, n_prompts, n_tokens}: speed ratio on the tokens of both.
 
-    A slow program measures fewer prompts and fewer tokens of each; comparing it with another's mean
-    over all of them would compare sequences, not programs. So both are cut to the shorter, prompt by
-    prompt: to the same positions of the text, `n_tokens` in all. Pairs without any are left out.
+    A slow program decodes fewer prompts and fewer tokens of each; its mean over other tokens is
+    not comparable. So both are cut to the same positions of each output, `n_tokens` in all. Pairs
+    without common tokens are left out.
     """
     ratios: dict[str, dict[str, Any]] = {}
     for name, records in runs.items():
         ratios[name] = {}
-        for other, rest in runs.items():
-            pairs = list(_same_tokens(records, rest)) if name != other else []
+        for other, other_records in runs.items():
+            pairs = list(_same_tokens(records, other_records)) if name != other else []
             seconds = [sum(sum(pair[i]) for pair in pairs) for i in (0, 1)]
             if all(seconds):
                 ratios[name][other] = {
@@ -208,13 +209,13 @@ def pairwise_ratios(runs: Mapping[str, Sequence[RecordDict]]) -> dict[str, dict[
 
 
 def describe_ratio(result: Mapping[str, Any]) -> str:
-    """What a ratio is over; results of earlier versions do not know the tokens."""
+    """Return the numbers of prompts and tokens of a ratio; older results lack the tokens."""
     text = count_of(result["n_prompts"], "prompt")
     return f"{text}, {count_of(result['n_tokens'], 'token')}" if "n_tokens" in result else text
 
 
 def count_of(n: int, thing: str) -> str:
-    """1 prompt, 2 prompts."""
+    """Return a count with its noun: 1 prompt, 2 prompts."""
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
@@ -226,10 +227,10 @@ def _bytes_per_token(records: Sequence[RecordDict]) -> float | None:
 
 
 def _same_tokens(
-    records: Sequence[RecordDict], rest: Sequence[RecordDict]
+    records: Sequence[RecordDict], other_records: Sequence[RecordDict]
 ) -> Iterator[tuple[list[float], list[float]]]:
-    """Seconds of the same tokens in both, for every prompt that has some."""
-    theirs = {record["prompt"]: seconds_by_position(record) for record in rest}
+    """Yield the seconds of the same tokens in both, for every prompt that has some."""
+    theirs = {record["prompt"]: seconds_by_position(record) for record in other_records}
     for record in records:
         own, other = seconds_by_position(record), theirs.get(record["prompt"], {})
         shared = own.keys() & other.keys()
@@ -238,19 +239,19 @@ def _same_tokens(
 
 
 def seconds_by_position(record: RecordDict) -> dict[int, float]:
-    """Position in the generated text -> seconds, of every token after the first arrival."""
+    """Return position in the output -> seconds, for every token after the first arrival."""
     first = record["arrivals"][0][1] if record["arrivals"] else 0
     return dict(enumerate(seconds_of_tokens(record), start=first))
 
 
-# --- how much of what speculation promises arrives ------------------------------------------------
+# --- efficiency of speculation --------------------------------------------------------------------
 #
-# A pass of N rows that emits L tokens, in the place of L passes of one row, promises a speedup of
-# L * T(1) / T(N). What drafting, acceptance and the rest of the loop take is missing to it.
+# A pass of N tokens that emits L tokens, instead of L passes of one token, allows a speedup of at
+# most L * T(1) / T(N). Drafting, acceptance and the rest of the loop reduce it.
 
 
 def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[MeasuredPass]:
-    """Of all passes of `bench.process.results.Record`s, also of those read from JSON."""
+    """Return all passes of `bench.process.results.Record`s, also of those read from JSON."""
     return [
         MeasuredPass(int(item[0]), float(item[1]), bool(item[2]))
         for record in records
@@ -259,15 +260,15 @@ def pass_times_of(records: Iterable[Mapping[str, Any]]) -> list[MeasuredPass]:
 
 
 def median_pass_seconds(times: Iterable[MeasuredPass], num_tokens: int) -> float | None:
-    """Return that of passes with exactly so many tokens; None without any."""
+    """Return the median seconds of passes with exactly so many tokens; None without any."""
     seconds = [time.seconds for time in times if time.num_tokens == num_tokens]
     return median(seconds) if seconds else None
 
 
 def typical_pass_seconds(times: Iterable[MeasuredPass]) -> float | None:
-    """Of passes of several sizes: the mean of the medians of each size, weighted by its passes.
+    """Return the mean of the median seconds of each pass size, weighted by its number of passes.
 
-    A stray slow pass does not count, where there are others of its size. None without any pass.
+    An outlier does not count, if there are others of its size. None without any pass.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for time in times:
@@ -281,7 +282,7 @@ def typical_pass_seconds(times: Iterable[MeasuredPass]) -> float | None:
 def efficiency(
     speedup: float, tokens_per_pass: float, seconds_1: float | None, seconds_n: float | None
 ) -> float | None:
-    """speedup / (tokens per pass · T(1) / T(N)); None where a time is not known."""
+    """Return speedup / (tokens per pass · T(1) / T(N)); None if a time is unknown."""
     if not seconds_1 or not seconds_n:
         return None
     return ratio(speedup, tokens_per_pass * seconds_1 / seconds_n)

@@ -1,4 +1,4 @@
-"""A table of sequences, for the terminal here and for the page of `specdec-bench report`."""
+"""Table of strings, for the terminal and for the page of `specdec-bench report`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_PIPE_WIDTH = 1000  # nothing is wrapped where a program may read it
+_PIPE_WIDTH = 1000  # no wrapping if a program may read it
 _MANY_COLUMNS = 9
 Columns = tuple[tuple[str, str, str, float], ...]
-"""(heading, key of the figures, format, unit)."""
+"""(heading, key of the result, format, unit)."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row."""
+    """Table whose first column names the row."""
 
     heading: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     about: tuple[str, ...] = ()
-    """Lines above: what was measured."""
+    """Lines above: the measurement."""
     notes: tuple[str, ...] = ()
-    """Lines below: what comes of it."""
+    """Lines below: the conclusions."""
 
 
 def cell(value: float | None, form: str = "{:.2f}", unit: float = 1.0) -> str:
@@ -33,7 +33,7 @@ def cell(value: float | None, form: str = "{:.2f}", unit: float = 1.0) -> str:
 
 
 def cells(results: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
-    """One text for each column; "-" for what is not known."""
+    """Return one string for each column; "-" if unknown."""
     return tuple(cell(results.get(key), form, unit) for _, key, form, unit in columns)
 
 
@@ -42,13 +42,13 @@ def headings(columns: Columns) -> tuple[str, ...]:
 
 
 def labelled(pairs: Sequence[tuple[str, str]], width: int = 0) -> tuple[str, ...]:
-    """A line for each (label, text): sequences begin in column `width`, or after the widest label."""
+    """Return a line for each (label, text); texts begin in column `width` or after the labels."""
     width = width or max((len(label) for label, _ in pairs), default=0) + 1
     return tuple(f"{label:<{width}}{text}" for label, text in pairs)
 
 
 def text_of(tables: Iterable[Table]) -> str:
-    """For people; a few rows of many figures stand side by side."""
+    """Return tables for the terminal; a few rows of many columns are transposed."""
     blocks: list[str] = []
     for table in tables:
         rows = [table.columns, *table.rows]

@@ -1,9 +1,9 @@
-"""Who may have how much of the memory: reserved by name before it is allocated.
+"""A ledger of memory: parts are reserved by name before they are allocated.
 
-    total = base + headroom + what is reserved + what is available
+    total = base + headroom + reserved + available
 
-`base` is what the process took before anything of ours (interpreter, libraries), `headroom` what
-libraries will take beside it (scratch of matmuls, compute buffers); the caller measures both.
+`base` is what the process took before any reservation (interpreter, libraries), `headroom` is for
+what libraries allocate beside it (scratch of matmuls, compute buffers); the caller measures both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEMORY = "memory"
 
 
 class BudgetExceeded(SpecdecError):
-    """Something does not fit; names what asked, how much, what is left, and what would do.
+    """A reservation does not fit; names it, its size, what is left, and a budget that would do.
 
     ledger: which budget, MEMORY (of the host) or "VRAM".
     """
@@ -46,7 +46,7 @@ class BudgetExceeded(SpecdecError):
 
 
 def format_up(n_bytes: int) -> str:
-    """As `format_bytes`, but rounded up, so that the printed figure is enough when typed in.
+    """Format as `format_bytes` does, but rounded up, so that the figure is enough when typed in.
 
     Whole MiB, because two decimals of a GiB can be 5 MiB short.
     """
@@ -54,7 +54,7 @@ def format_up(n_bytes: int) -> str:
 
 
 class Reservation:
-    """A named part of a budget, held until `release` (or the end of a with-block)."""
+    """A named part of a budget, reserved until `release` (or the end of a with-block)."""
 
     def __init__(self, budget: MemoryBudget, name: str, n_bytes: int) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Reservation:
         self._budget = budget
 
     def release(self) -> None:
-        """Give the bytes back; releasing twice is allowed."""
+        """Release the bytes; releasing twice is allowed."""
         self._budget._release(self)
 
     def __enter__(self) -> Reservation:
@@ -75,7 +75,7 @@ class Reservation:
 class MemoryBudget:
     """The memory that the whole process may use; thread-safe.
 
-    ledger: which memory it is, for errors.
+    ledger: name of the memory, for errors.
 
     Raises:
         BudgetExceeded: base and headroom alone exceed the total.
@@ -103,12 +103,12 @@ class MemoryBudget:
 
     @property
     def available_bytes(self) -> int:
-        """What can still be reserved."""
+        """Bytes that can still be reserved."""
         with self._lock:
             return self._left()
 
     def reserve(self, name: str, n_bytes: int) -> Reservation:
-        """Set `n_bytes` aside under `name` (names need not be unique).
+        """Reserve `n_bytes` under `name` (names need not be unique).
 
         Raises:
             BudgetExceeded: fewer are left; nothing is reserved then.
@@ -125,7 +125,7 @@ class MemoryBudget:
             return reservation
 
     def table(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every part, what is left included; they sum to the total."""
+        """Return (name, bytes) of every part, what is left included; they sum to the total."""
         with self._lock:
             parts = [(r.name, r.n_bytes) for r in self._reservations]
             return [

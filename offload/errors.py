@@ -8,4 +8,4 @@ from __future__ import annotations
 
 
 class SpecdecError(Exception):
-    """What is wrong, the figure, and the remedy, in one line."""
+    """An error that a user may see: what is wrong, the figure, and the remedy, in one line."""

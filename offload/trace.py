@@ -1,4 +1,4 @@
-"""Who did what when: the events of a run, for a picture of what overlapped.
+"""Events of a run by thread and time, for a picture of what overlapped.
 
 Off unless `recording` is entered; a hook then costs one test. On, it appends one tuple to a list,
 which is safe between threads without a lock and takes about a microsecond.
@@ -23,7 +23,7 @@ _Blocks: TypeAlias = Callable[_P, AbstractContextManager[_T]]
 READ = "read"
 """One read from storage, in a reader's thread."""
 WAIT = "wait"
-"""A pass stood still until a layer was in memory."""
+"""A pass stalled until a layer was in memory."""
 LAYER = "layer"
 """A layer's weights were in use."""
 ROUTED = "routed"
@@ -48,7 +48,7 @@ class Trace:
     def __init__(self, max_events: int) -> None:
         self.events: list[Event] = []
         self.n_dropped = 0
-        """Events beyond the most that are kept."""
+        """Events beyond the maximum, which were not recorded."""
         self._max_events = max_events
 
     def add(self, event: Event) -> None:
@@ -64,7 +64,7 @@ _trace: Trace | None = None
 def record_since(
     started: float, kind: str, name: str, n_bytes: int = 0, path: Path | None = None
 ) -> float:
-    """What began at `started` ends now, in this thread; forgotten unless somebody records.
+    """Record an event from `started` until now, in this thread; does nothing without a recording.
 
     Returns the seconds it took.
     """
@@ -76,7 +76,7 @@ def record_since(
 
 
 def recorded(kind: str, name: str) -> Callable[[_Blocks[_P, _T]], _Blocks[_P, _T]]:
-    """Decorates a function that gives a context manager: each of its blocks is an event."""
+    """Decorate a function that returns a context manager: each of its blocks is an event."""
 
     def decorate(block: _Blocks[_P, _T]) -> _Blocks[_P, _T]:
         @wraps(block)
@@ -96,7 +96,7 @@ def recorded(kind: str, name: str) -> Callable[[_Blocks[_P, _T]], _Blocks[_P, _T
 
 @contextmanager
 def recording(max_events: int = MAX_EVENTS) -> Iterator[Trace]:
-    """Record what all threads do within the block; one recording at a time."""
+    """Record the events of all threads within the block; one recording at a time."""
     global _trace
     if _trace is not None:
         raise RuntimeError("somebody records already")

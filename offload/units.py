@@ -1,8 +1,8 @@
-"""Byte counts: in and out of text, and as progress.
+"""Byte counts: parsed from and formatted as text, and as progress.
 
 `GB` (10^9) and `GiB` (2^30) are different units and both are accepted. A bare `K`, `M`, `G` or `T`
 is binary, as it is in cgroup files, `dd` and `systemd`. Case does not matter. A text must have a
-unit: who writes 3.5 does not mean 4 bytes.
+unit: a user who writes 3.5 does not mean 4 bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_exactly(n_bytes: int) -> str:
-    """Bytes that can be typed in, and how much they are: "25276518400B (23.54 GiB)"."""
+    """Format bytes so that they can be typed in, with their size: "25276518400B (23.54 GiB)"."""
     return f"{n_bytes}B ({format_bytes(n_bytes)})"
 
 

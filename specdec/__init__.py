@@ -1,4 +1,4 @@
-"""Run a language model that is larger than the memory it may use, with exactly its own output.
+"""Run a language model that is larger than its memory budget, with exactly its own output.
 
     import specdec
 
@@ -16,7 +16,7 @@ import sys
 
 __version__ = "0.1.0"
 
-# The command line imports this before it can catch Ctrl-C: not even `typing` is worth its time.
+# The command line imports this before it can catch Ctrl-C, so even `typing` would take too long.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -55,17 +55,17 @@ _PUBLIC = {
 
 __all__ = ["__version__", *_PUBLIC]
 
-# What reading weights past the page cache within a budget needs, and other systems do not have.
+# Features for reading weights past the page cache within a budget, that other systems lack.
 _MISSING = {
     "darwin": ("macOS", "O_DIRECT, mremap(MREMAP_DONTUNMAP), memory cgroups and /proc"),
     "win32": ("Windows", "preadv, O_DIRECT, mremap, fcntl locks, POSIX signals, cgroups and /proc"),
 }
 _COMMANDS = {"specdec": "specdec", "specdec-bench": "specdec-bench", "bench": "specdec-bench"}
-"""Names of scripts and packages that are started, and what the user calls them."""
+"""Command names by the script or package that was started."""
 
 
 def _check_system(platform: str) -> None:
-    """Raise ImportError on a system that specdec does not run on, which says what is missing."""
+    """Raise ImportError on an unsupported system, with the features it lacks."""
     if platform != "linux":
         name, missing = _MISSING.get(platform, (platform, "parts of Linux that it is built on"))
         raise ImportError(
@@ -75,17 +75,17 @@ def _check_system(platform: str) -> None:
 
 
 def _check_neighbours(root: str) -> None:
-    """Raise ImportError unless `offload` and `backends` are the ones that lie in `root`.
+    """Raise ImportError unless `offload` and `backends` are the ones in `root`.
 
     Their names are generic: a folder of the same name in the working directory, or another
-    package, would be imported in their place and fail in a puzzling way much later.
+    package, would be imported in their place and fail much later.
     """
     for name in ("offload", "backends"):
         spec = _find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places:
-            result = spec.origin if spec else None
-            problem = f"{result} is in the way" if result else "it is missing"
+            origin = spec.origin if spec else None
+            problem = f"{origin} is in the way" if origin else "it is missing"
         elif os.path.realpath(places[0]) == os.path.join(root, name):
             continue
         else:
@@ -97,17 +97,17 @@ def _check_neighbours(root: str) -> None:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """importlib.util.find_spec of a top-level package, without its imports."""
+    """Return the spec of a top-level package, without the imports of importlib.util."""
     if name in sys.modules:
         return sys.modules[name].__spec__
-    result = (finder.find_spec(name, None) for finder in sys.meta_path)
-    return next((spec for spec in result if spec is not None), None)
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _command_name() -> str:
-    """The command that this process is, or nothing: it is a program that imports the package."""
+    """Return the name of this process's command, or "" in a program that imports the package."""
     started = sys.argv[0] if sys.argv else ""
-    if started == "-m":  # Python looks for a module yet, whose arguments are the last ones
+    if started == "-m":  # Python has not found the module yet, whose name precedes its arguments
         started = sys.orig_argv[-len(sys.argv)]
     folder, name = os.path.split(started)
     if name == "__main__.py":
@@ -116,7 +116,7 @@ def _command_name() -> str:
 
 
 def _check() -> None:
-    """Raise ImportError where the package cannot work. A command says so in one line, and ends."""
+    """Raise ImportError where the package cannot work; a command exits with a one-line error."""
     try:
         _check_system(sys.platform)
         _check_neighbours(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))

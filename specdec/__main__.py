@@ -1,4 +1,4 @@
-"""`python -m specdec`: the same as the `specdec` command."""
+"""Run the `specdec` command as `python -m specdec`."""
 
 from specdec.cli.entry import main
 

@@ -67,7 +67,7 @@ _OF_ONE_REQUEST = (
     SamplingError,
     TokenizerError,
 )
-"""Errors that another prompt with other options would not have met."""
+"""Errors that concern one request only."""
 
 
 def load(
@@ -85,8 +85,8 @@ def load(
             is on this machine (`best_draft` of specdec/models/drafts.py).
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
-        options: memory, device, how to draft; docs/api.md says what each one means, and so do the
-            fields of `specdec.run_options.RunOptions`.
+        options: memory, device, drafting: the fields of `specdec.run_options.RunOptions`, see
+            docs/api.md.
 
     Raises:
         SpecdecError: one line that names what is wrong and what to do.
@@ -99,8 +99,8 @@ def load(
 class LLM:
     """A loaded target with its draft.
 
-    Any number of threads may generate at a time: their sequences share passes, up to `parallel` of
-    them, and others wait for their turn. `close` may be called by any thread.
+    Any number of threads may generate at a time: up to `parallel` sequences share passes, others
+    wait. `close` may be called by any thread.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class LLM:
         progress: Any = None,
         prepare: Callable[[RunOptions], None] | None = None,
     ) -> None:
-        """See Session."""
         session = self.session = Session(options, progress, prepare)
         self.plan, self.spec = session.plan, session.options.spec
         self.tokenizer = session.tokenizer
@@ -117,13 +116,12 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and its continuation together."""
+        """Maximum tokens of a sequence, prompt included."""
         return self.target.max_context
 
     @property
     def stats(self) -> EngineStats:
-        """Figures of all generations since the models were loaded. Any thread may ask at any time;
-        after `close`, too."""
+        """Metrics of all generations since loading, from any thread, also after `close`."""
         return self.session.stats
 
     @overload
@@ -143,16 +141,13 @@ class LLM:
         """Generate to the end; the arguments are those of `stream`.
 
         Args:
-            prompt: one, or a list of them, which share passes; the results are in their order.
-            sampling: for all prompts, or a list with one for each.
+            prompt: one, or a list whose prompts share passes; results are in the same order.
+            sampling: parameters for all prompts, or a list with one for each.
 
-        Of several prompts an error of one ends all.
+        An error of one of several prompts ends all.
         """
-        if (
-            isinstance(prompt, (list, tuple))
-            and prompt
-            and isinstance(prompt[0], (str, list, tuple))
-        ):
+        is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+        if is_list and isinstance(prompt[0], (str, list, tuple)):
             return self._generate_many(prompt, sampling, **options)
         stream = self.stream(prompt, sampling, **options)
         for _ in stream:
@@ -162,36 +157,34 @@ class LLM:
     def generate_each(
         self, requests: Iterable[tuple[Prompt, SamplingParams]]
     ) -> Iterator[tuple[int, GenerationResult | SpecdecError]]:
-        """Generate for many prompts: (index of the request, its result) as each is finished.
+        """Generate for many prompts; yield (index of the request, its result) as each is finished.
 
-        Requests are drawn in the calling thread and only as there is room for them, so that they
-        may be without end; twice as many as share a pass, so that none of its rows stays empty.
-        What is wrong with one request (its prompt is too long, say) comes in place of its result;
-        what concerns all of them (storage that fails, a model that was closed) is raised.
+        Requests are taken in the calling thread, up to twice as many as share a pass, so that they
+        may be an endless iterator. An error of one request (its prompt is too long, say) is yielded
+        in place of its result; an error that concerns all of them (failing storage, a closed model)
+        is raised.
         """
         check_type("requests", requests, Iterable)
-        drawn, running = enumerate(requests), dict[int, GenerationStream]()
+        numbered, running = enumerate(requests), dict[int, GenerationStream]()
         changed = SimpleQueue[int]()
         is_at_end = False
         try:
             while running or not is_at_end:
                 while len(running) < 2 * self.session.options.parallel and not is_at_end:
-                    request = next(drawn, None)
-                    if request is None:
+                    if (next_request := next(numbered, None)) is None:
                         is_at_end = True
                         break
-                    index, asked = request
+                    index, request = next_request
                     try:
-                        running[index] = self.stream(*_checked_pair(asked))
+                        running[index] = self.stream(*_checked_pair(request))
                     except _OF_ONE_REQUEST as error:
                         yield index, error
                     else:
-                        running[index].start(
-                            is_streamed=False, on_output=partial(changed.put, index)
-                        )
+                        on_output = partial(changed.put, index)
+                        running[index].start(streams_output=False, on_output=on_output)
                 if running:
                     index = changed.get()
-                    stream = running.get(index)  # None: the last chunk of one that has ended
+                    stream = running.get(index)  # None: a late wake-up of a finished stream
                     if stream is not None and stream.is_over:
                         yield index, _outcome(running.pop(index))
         finally:
@@ -217,7 +210,7 @@ class LLM:
                 streams.append(self.stream(prompt, params, **options))
                 stack.callback(streams[-1].cancel)
             for stream in streams:
-                stream.start(is_streamed=False)
+                stream.start(streams_output=False)
             for stream in streams:
                 for _ in stream:
                     pass
@@ -237,28 +230,27 @@ class LLM:
         drafter: Drafter | None = None,
         **overrides: Any,
     ) -> GenerationStream:
-        """Iterate over chunks of text; `.result` holds everything once the iterator is exhausted.
+        """Iterate over chunks of text; `.result` is complete once the iterator is exhausted.
 
-        The chunks of several sequences (n=...) come in turns. Beam search
-        (num_beams=...) gives one chunk for each of its n sequences, at the end.
+        Chunks of several sequences (n=...) interleave. Beam search (num_beams=...) gives one chunk
+        for each of its n sequences, at the end.
 
         Args:
-            prompt: a text, a list of chat messages, or token ids. An answer in a conversation ends
-                with its turn, where a text ends with the model's end-of-sequence tokens.
-            sampling: how to choose tokens; greedy, 64 tokens when left out.
+            prompt: a string, a list of chat messages, or token ids. An answer in a conversation
+                ends with its turn, other output with the model's end-of-sequence tokens.
+            sampling: how to choose tokens; greedy, 64 tokens by default.
             generation_config: a transformers GenerationConfig, instead of `sampling`.
             speculative: False decodes plainly, one token per pass.
-            spec: how to draft, instead of what the models were loaded with.
-            logits_processors: further transformers LogitsProcessors for the target's rows.
-            cache_prompt: keep the KV of the tokens that this prompt and the text before it begin
-                with; False computes the whole prompt anew.
-            priority: of sequences that wait for room, larger ones enter first and are set aside last.
-            drafter: of your own, asked instead of those that the spec names.
+            spec: how to draft, instead of the configuration the models were loaded with.
+            logits_processors: transformers LogitsProcessors for the target's logits.
+            cache_prompt: reuse cached KV of the prompt's prefix; False recomputes the prompt.
+            priority: sequences of larger priority are scheduled first and preempted last.
+            drafter: your own, in place of the drafters that the spec names.
             overrides: single options of SamplingParams, such as max_tokens=128.
 
         Raises:
             PromptError: empty, or longer than the context; ConfigError: contradictory options;
-            ModelClosed, ModelElsewhere, CalledFromInside (from the iterator, too).
+            ModelClosed, ModelElsewhere, CalledFromInside (also from the iterator).
         """
         check_type("sampling", sampling, SamplingParams, type(None))
         check_type("spec", spec, SpecConfig, type(None))
@@ -269,11 +261,8 @@ class LLM:
         check_type("logits_processors", logits_processors, Sequence)
         for processor in logits_processors:
             if not callable(processor):
-                raise ConfigError(
-                    "one of ",
-                    FieldName("logits_processors"),
-                    f" is {processor!r}, must be Callable",
-                )
+                name = FieldName("logits_processors")
+                raise ConfigError("one of ", name, f" is {processor!r}, must be Callable")
         params = _sampling_params(sampling, generation_config, overrides)
         self.session.check_open()
         if spec is not None:
@@ -298,22 +287,20 @@ class LLM:
         return GenerationStream(self.session, request)
 
     def save_prompt_cache(self) -> None:
-        """Write the KV of the last prompt and its text to the `prompt_cache_file`.
+        """Write the KV of the last prompt and its answer to the `prompt_cache_file`.
 
-        Done at the end of a `with` block that ends without an error, too.
+        A `with` block that ends without an error does this, too.
 
         Raises:
-            PromptCacheError: the file cannot be written; ConfigError: none was named.
-            ModelClosed.
+            PromptCacheError: the file cannot be written; ConfigError: none was named; ModelClosed.
         """
         self.session.save_prompt_cache()
 
     def close(self) -> None:
         """Free the models. Idempotent.
 
-        Another thread's generation ends with ModelClosed; this waits for it. Where the engine's
-        thread calls this (in a logits processor, say), the models are freed behind its step. In a
-        fork of the process that loaded them, they are left to the process's end.
+        Wait for running generations, which end with ModelClosed. In the engine's thread (a logits
+        processor, say) the models are freed after the step. A fork leaves them to its exit.
         """
         self.session.close()
 
@@ -332,14 +319,14 @@ class LLM:
                 self.save_prompt_cache()
 
 
-def _checked_pair(asked: Any) -> tuple[Prompt, SamplingParams | None]:
-    if not isinstance(asked, (tuple, list)) or len(asked) != 2:
-        raise ConfigError(f"a request is {asked!r:.50}, must be (prompt, sampling parameters)")
-    return asked[0], asked[1]
+def _checked_pair(request: Any) -> tuple[Prompt, SamplingParams | None]:
+    if not isinstance(request, (tuple, list)) or len(request) != 2:
+        raise ConfigError(f"a request is {request!r:.50}, must be (prompt, sampling parameters)")
+    return request[0], request[1]
 
 
 def _outcome(stream: GenerationStream) -> GenerationResult | SpecdecError:
-    """Of a stream that is over; raises what concerns others as well."""
+    """Return the result or own error of a finished stream; raise errors that concern others too."""
     error = stream.take_error()
     if error is None:
         return stream.result
@@ -352,13 +339,8 @@ def _sampling_params(
     sampling: SamplingParams | None, generation_config: Any, overrides: Mapping[str, Any]
 ) -> SamplingParams:
     if sampling is not None and generation_config is not None:
-        raise ConfigError(
-            "give either ",
-            FieldName("sampling"),
-            " or ",
-            FieldName("generation_config"),
-            ", not both",
-        )
+        names = FieldName("sampling"), FieldName("generation_config")
+        raise ConfigError("give either ", names[0], " or ", names[1], ", not both")
     if generation_config is not None:
         sampling = SamplingParams.from_generation_config(generation_config)
     return (sampling or SamplingParams()).replace(**overrides)

@@ -1,4 +1,4 @@
-"""An LLM for asyncio programs: chunks come from the engine's thread to the event loop.
+"""AsyncLLM: an LLM for asyncio programs; chunks go from the engine's thread to the event loop.
 
 llm = AsyncLLM(specdec.load("TARGET", "DRAFT"))
 async for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
@@ -29,7 +29,7 @@ from specdec.text.prompts import Prompt
 
 @dataclass(frozen=True)
 class AsyncChunk(StreamChunk):
-    """What one step added, with what was asked for about its tokens."""
+    """Text and tokens that one step added, with the logprobs requested."""
 
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None
@@ -38,7 +38,7 @@ class AsyncChunk(StreamChunk):
 class AsyncLLM:
     """A loaded LLM for any number of tasks of one event loop.
 
-    The LLM stays its owner's: closing it ends what runs here.
+    The caller still owns the LLM: closing it ends all generations here.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -49,7 +49,7 @@ class AsyncLLM:
     ) -> GenerationResult:
         """Generate to the end; the arguments are those of `LLM.stream`.
 
-        Where the task is cancelled, so is the generation.
+        Cancelling the task cancels the generation.
         """
         async with self.stream(prompt, sampling, **options) as stream:
             async for _ in stream:
@@ -59,16 +59,16 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
-        """An async iterator over chunks; the arguments are those of `LLM.stream`, and what that
-        raises for them comes from `started` or from the first chunk asked for."""
+        """Return an async iterator over chunks; the arguments are those of `LLM.stream`, whose
+        errors are raised by `started` or with the first chunk."""
         return AsyncStream(lambda: self.llm.stream(prompt, sampling, **options))
 
 
 class AsyncStream:
     """Async iterator over `AsyncChunk`s, for one task.
 
-    It begins with the first chunk that is asked for. Whoever leaves it half read cancels it, or
-    uses `async with`.
+    It starts when the first chunk is requested. Cancelling the task that waits for a chunk cancels
+    it; a reader that stops early for another reason must cancel it or use `async with`.
     """
 
     def __init__(self, begin: Callable[[], GenerationStream]) -> None:
@@ -76,14 +76,21 @@ class AsyncStream:
         self._starting: asyncio.Future[GenerationStream] | None = None
         self._stream: GenerationStream | None = None
         self._has_output = asyncio.Event()
-        self._may_have_logprobs = True  # until a chunk has shown that nobody asked for them
-        self._n_tokens: Counter[int] = Counter()  # handed over of each sequence
+        self._may_have_logprobs = True  # until a chunk shows that none were requested
+        self._n_tokens: Counter[int] = Counter()  # yielded so far, by sequence
         self.is_cancelled = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> AsyncChunk:
+        try:
+            return await self._next()
+        except asyncio.CancelledError:  # as in an async generator, nothing follows it
+            self.cancel()
+            raise
+
+    async def _next(self) -> AsyncChunk:
         if not self.is_cancelled:
             await self.started()
         while not self.is_cancelled and self._stream is not None:
@@ -99,42 +106,42 @@ class AsyncStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a `result`, as yet of no token perhaps."""
+        """Whether there is a `result`, which may have no token yet."""
         return self._stream is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether no more is computed; chunks may be left."""
+        """Whether nothing more is computed; unread chunks may be left."""
         if self._stream is not None:
             return self._stream.is_over
         return self.is_cancelled if self._starting is None else self._starting.done()
 
     async def started(self) -> None:
-        """Return when the arguments have been found right; raises what is wrong with them."""
+        """Start it, and wait until its arguments have been checked. Raises their errors."""
         if self._starting is None:
             loop = asyncio.get_running_loop()
             self._starting = loop.run_in_executor(None, self._start, loop)
         await asyncio.shield(self._starting)
 
     async def ended(self) -> None:
-        """Return when nothing is computed for it any more, after `cancel` or at its end."""
+        """Wait until nothing is computed for it any more, after `cancel` or at its end."""
         if self._starting is not None:
-            with suppress(Exception):  # it is the reader's
+            with suppress(Exception):  # the reader gets it
                 await asyncio.shield(self._starting)
         while not self.is_over:
             if self.is_cancelled and self._stream is not None:
-                self._stream.cancel_soon()  # a request may have come before the pass had begun
+                self._stream.cancel_soon()  # again: the first call may have preceded the pass
             await asyncio.sleep(POLL_SECONDS)
 
     @property
     def result(self) -> GenerationResult:
-        """The text so far; complete once the iterator is exhausted."""
+        """Outputs and statistics so far; complete once the iterator is exhausted."""
         if self._stream is None:
             raise SpecdecError("the generation has not begun: there is no result yet")
         return self._stream.result
 
     def cancel(self) -> None:
-        """End it soon; of the event loop's thread. Does not wait, `ended` does."""
+        """Cancel it without waiting (see `ended`); call it in the event loop's thread."""
         if self.is_cancelled or self.is_over:
             return
         self.is_cancelled = True
@@ -154,7 +161,7 @@ class AsyncStream:
         self.cancel()
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> GenerationStream:
-        """Check and start it, in a thread of the loop's pool: a long prompt takes its time."""
+        """Check and start it, in a thread of the loop's pool: a long prompt takes time."""
         stream = self._begin()
 
         def wake() -> None:

@@ -1,4 +1,4 @@
-"""Checks that the configurations share: a wrong value is named with what would be accepted."""
+"""Checks that the configurations share; errors name the wrong value and the accepted ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from offload.errors import SpecdecError
 
 
 class FieldName(str):
-    """Name of a configuration's field within an error: interfaces may call it something else.
+    """Name of a configuration's field within an error; interfaces may replace it by their own name.
 
-    also: what other libraries call it.
+    also: name of the option in other libraries.
     """
 
     also: str
@@ -27,7 +27,7 @@ class FieldName(str):
         return made
 
     def reported(self, names: Mapping[str, str]) -> str:
-        """The name, or what stands for it in `names`."""
+        """Return the name, or its replacement in `names`."""
         return names.get(self, f"{self} ({self.also})" if self.also else self)
 
 
@@ -35,7 +35,7 @@ class ConfigError(SpecdecError, ValueError):
     """An option is unknown, out of range, not supported, or contradicts another one.
 
     Args:
-        parts: of the message, in their order. Fields that it is about are FieldNames.
+        parts: parts of the message, in order; fields that it names are FieldNames.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -47,11 +47,11 @@ class ConfigError(SpecdecError, ValueError):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that it is about, the wrong one first."""
+        """Fields that the message names, the wrong one first."""
         return tuple(part for part in self.parts if isinstance(part, FieldName))
 
     def reported(self, names: Mapping[str, str]) -> str:
-        """The message. names: other names of fields, by their own."""
+        """Return the message; names: replacements of field names."""
         return "".join(
             part.reported(names) if isinstance(part, FieldName) else part for part in self.parts
         )
@@ -79,16 +79,16 @@ def check(
     open_high: bool = False,
     part: str = "",
 ) -> None:
-    """Raise ConfigError unless value is None or a `kind` from low to high, both included or not.
+    """Raise ConfigError unless value is None or a `kind` from low to high, inclusive by default.
 
-    name: of the field. part: what of the field the value is, such as "a token id of ".
+    name: name of the field. part: the value's part in the field, such as "a token id of ".
     """
     if value is None:
         return
-    requested = (int, float) if kind is float else (kind,)
+    kinds = (int, float) if kind is float else (kind,)
     bounds = f"above {low}" if open_low else f"at least {low}"
     bounds += "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high}"
-    is_right_kind = isinstance(value, requested) and not isinstance(value, bool)
+    is_right_kind = isinstance(value, kinds) and not isinstance(value, bool)
     is_at_open_end = (open_low and value == low) or (open_high and value == high)
     if not is_right_kind or not low <= value <= high or is_at_open_end:
         noun = "an integer" if kind is int else "a number"
@@ -96,14 +96,14 @@ def check(
 
 
 def check_type(name: str, value: Any, *kinds: type, part: str = "") -> None:
-    """Raise ConfigError unless value is of one of `kinds`; True and False are no integers.
+    """Raise ConfigError unless value is of one of `kinds`; bools are not integers.
 
     name, part: as in `check`.
     """
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if not isinstance(value, kinds) or is_stray_bool:
-        requested = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {requested}")
+        accepted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(part, FieldName(name), f" is {value!r}, must be {accepted}")
 
 
 class UnknownOption(ConfigError, TypeError):
@@ -111,9 +111,9 @@ class UnknownOption(ConfigError, TypeError):
 
 
 def refuse_unknown(options: Mapping[str, Any], kind: type, called: str | None = None) -> None:
-    """Raise UnknownOption, with the nearest name, for what is no field of `kind`.
+    """Raise UnknownOption, with the nearest name, for an option that is no field of `kind`.
 
-    called: by what it is that has no such option; the kind's name if None.
+    called: name of `kind` in the message; its class name if None.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:

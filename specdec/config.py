@@ -1,6 +1,6 @@
-"""How to speculate: frozen, and validated once, when it is made, so that no later stage checks.
+"""SpecConfig: the options of speculation; frozen, and validated once, when made.
 
-An error names the option, the value it got and what would be accepted.
+An error names the option, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MIN_DRAFT_WINDOW = 16
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How drafts are made and accepted. Whatever is None is chosen by the policy at run time.
+    """Options of drafting and acceptance; those that are None are chosen by the policy.
 
     `acceptance="match"` samples the target's token first and follows it through the tree, so the
     output does not depend on the draft. `"rejection"` is the textbook rule for one sampled chain,
-    `"block"` judges such a chain as a whole. `accept_threshold` makes "match" accept draft
-    tokens to which the target gives at least this probability: lossy, and off unless asked for.
+    `"block"` verifies such a chain as a whole. `accept_threshold` makes "match" accept draft tokens
+    to which the target gives at least this probability: lossy, and off by default.
     """
 
     spec_type: tuple[str, ...] = SPEC_TYPES  # () = plain decoding
@@ -43,7 +43,7 @@ class SpecConfig:
     )
     tree_width: int | None = option(  # children of one node
         None,
-        "Most branches below one draft token.",
+        "Maximum branches below one draft token.",
         SPECULATION,
         at_least=1,
         at_most=MAX_DRAFT_TOKENS,
@@ -51,7 +51,7 @@ class SpecConfig:
     )
     draft_depth: int | None = option(
         None,
-        "Most levels of a tree.",
+        "Maximum levels of a tree.",
         at_least=1,
         at_most=MAX_DRAFT_TOKENS,
         shown_default=str(DEFAULT_DRAFT_DEPTH),
@@ -71,15 +71,15 @@ class SpecConfig:
         at_most=1.0,
         shown_default="off: the output is the target's own",
     )
-    draft_ahead: str = option(  # a drawn chain never is drafted ahead
+    draft_ahead: str = option(  # drawn chains are never drafted ahead
         "auto",
-        "Draft while the target's pass runs; auto does where the target streams.",
+        "Draft in parallel to the target's pass; auto does where the target streams.",
         SPECULATION,
         choices=DRAFT_AHEAD_MODES,
     )
     draft_window: int | None = option(
         None,
-        "Show the draft model only so many recent tokens of a long context.",
+        "Recent tokens of a long context that the draft model sees.",
         SPECULATION,
         at_least=MIN_DRAFT_WINDOW,
         shown_default="all of them",
@@ -107,25 +107,25 @@ class SpecConfig:
 
     @property
     def draws_chains(self) -> bool:
-        """Whether the rule needs one chain whose tokens were drawn from a known distribution."""
+        """Whether the rule verifies one chain whose tokens were drawn from a known distribution."""
         return self.acceptance in CHAIN_RULES
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the output is the target's own, as it always is without drafts."""
+        """Whether the output is distributed like the target's own; always without drafts."""
         return self.accept_threshold is None or not self.drafters
 
     @property
     def is_plain_decoding(self) -> bool:
         """Whether each token is the one that decoding without drafts would choose.
 
-        The rules of chains sample from the same distribution, with other random numbers.
+        The chain rules sample from the same distribution, but with other random numbers.
         """
         return not self.drafters or (self.is_lossless and not self.draws_chains)
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The kinds of draft in use: a drawn chain comes from one source, the model first."""
+        """Drafters in use; only the first one, the model if named, if chains are drawn."""
         return self.spec_type[:1] if self.draws_chains else self.spec_type
 
     @property
@@ -138,7 +138,7 @@ class SpecConfig:
 
 
 def parse_spec_type(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """("draft", "ngram") from "draft,ngram", a sequence of names, or None / "none" for ()."""
+    """Return a tuple such as ("draft", "ngram") for "draft,ngram" or names; () for None, "none"."""
     names = value.split(",") if isinstance(value, str) else value or ()
     check_type("spec_type", names, Sequence)
     for name in names:

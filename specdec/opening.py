@@ -1,4 +1,4 @@
-"""Files that a user names."""
+"""Opening of files that a user names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def open_now(path: Path) -> BinaryIO:
-    """Open a file to read it, a pipe too; one that nobody writes to is empty, and not waited for.
+    """Open a file or pipe to read it, without waiting for a writer: without one a pipe is empty.
 
     Raises OSError.
     """
@@ -17,5 +17,5 @@ def open_now(path: Path) -> BinaryIO:
         return os.open(name, flags | os.O_NONBLOCK)
 
     file = open(path, "rb", opener=opener)  # noqa: SIM115  # for the caller to close
-    os.set_blocking(file.fileno(), True)  # a writer that is there is waited for
+    os.set_blocking(file.fileno(), True)  # wait for the data of a writer that is there
     return file

@@ -1,8 +1,8 @@
-"""What a field of a configuration is to those who set it.
+"""Option: help, limits and command-line names of a configuration's field.
 
-An option of loading or of sampling is one field of a frozen dataclass, and all about it is written
-there: the command line makes its options of the fields, the configuration checks itself by them,
-and tests hold the documentation and the types of `specdec.load` against them.
+An option of loading or of sampling is one field of a frozen dataclass with all its metadata: the
+command line makes its options from the fields, the configuration checks itself by them, and tests
+compare the documentation and the types of `specdec.load` with them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ SERVER, LIMITS = "Server", "Limits"
 
 @dataclass(frozen=True)
 class Option:
-    """One option. The field has its name, type and default."""
+    """Metadata of one option; its name, type and default are the field's."""
 
     help: str
     panel: str = ""
-    """Of the help in which the command line shows it; without one it is of the Python API only."""
+    """Panel of the command line's help; without one the option is in the Python API only."""
     short: str = ""
     long: str = ""
-    """On the command line, where that is not the field's name."""
+    """Name on the command line, if it is not the field's name."""
     metavar: str | None = None
     choices: tuple[str, ...] = ()
     at_least: float | None = None
-    """With a limit the value is a number, an integer where the limit is one."""
+    """Inclusive lower limit; its type, int or float, is the value's."""
     above: float | None = None
-    """Instead of `at_least`, where the limit itself is too low."""
+    """Exclusive lower limit, instead of `at_least`."""
     at_most: float = math.inf
     shown_default: str | bool = True
-    """What the default means, where its value does not say it; False: nothing is shown."""
+    """Text shown in place of the default's value; False shows nothing."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a value that is none of the choices, no number, or out of range.
 
-        None stands for what is chosen later, and passes.
+        None is accepted: it means that the value is chosen later.
         """
         if self.choices and value is not None and value not in self.choices:
             known = ", ".join(self.choices)
@@ -54,7 +54,7 @@ class Option:
 
 
 def option(default: Any, help: str, panel: str = "", **more: Any) -> Any:
-    """A field of a configuration, its default MISSING where it must be given."""
+    """Return a dataclass field for an option; a default of MISSING makes it required."""
     return dataclasses.field(default=default, metadata={Option: Option(help, panel, **more)})
 
 
@@ -63,28 +63,28 @@ def required(help: str, panel: str = "", **more: Any) -> Any:
 
 
 def taken_from(kind: type[Any], name: str) -> Any:
-    """A field like that of another configuration: its default and all that is written there."""
-    (field,) = (item for item in dataclasses.fields(kind) if item.name == name)
+    """Return a field with the default and metadata of another configuration's field."""
+    (field,) = (other for other in dataclasses.fields(kind) if other.name == name)
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def check_options(configuration: Any) -> None:
     """Raise ConfigError for the first field whose value its option refuses.
 
-    None is one only where it is the default: what is chosen later.
+    None is accepted only where it is the default, for a value that is chosen later.
     """
     for field in dataclasses.fields(configuration):
-        reported, value = field.metadata.get(Option), getattr(configuration, field.name)
-        if reported is None:
+        metadata, value = field.metadata.get(Option), getattr(configuration, field.name)
+        if metadata is None:
             continue
         if value is None and field.default not in (None, MISSING):
             raise ConfigError(
                 FieldName(field.name), f" is None: leave it out for {field.default!r}"
             )
-        reported.check(field.name, value)
+        metadata.check(field.name, value)
 
 
 def options_of(kind: type[Any]) -> dict[str, Option]:
-    """The options among the fields of a configuration."""
+    """Return the options among the fields of a configuration, by name."""
     fields = dataclasses.fields(kind)
     return {field.name: field.metadata[Option] for field in fields if Option in field.metadata}

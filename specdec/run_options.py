@@ -1,4 +1,4 @@
-"""What a run is loaded with: the keywords of `specdec.load`, validated together."""
+"""RunOptions: the keywords of `specdec.load`, validated together."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 ON, OFF = "on", "off"
 DEVICES = (CPU, CUDA, AUTO)
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
-"""More are never faster, and thousands take the machine down."""
+"""Upper limit of compute threads: more are never faster, and thousands exhaust the machine."""
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
 DEFAULT_PARALLEL = 8
-"""Each takes a row of logits and of activations, and KV only while it is there."""
+"""Each sequence takes a row of logits and activations; it takes KV only while it runs."""
 MAX_PARALLEL = 256
 _SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The keywords of `specdec.load`: the fields of RunOptions without the models (a test)."""
+    """Keywords of `specdec.load`: the fields of RunOptions without the models (tested)."""
 
     chat_template: Path | str | None
     parse_special: bool
@@ -77,9 +77,9 @@ class LoadKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The models and what they may use, as they were asked for.
+    """Models and resources of a run, as requested.
 
-    Where a type is a union, its first one is what the command line takes.
+    The first type of a union is the one that the command line takes.
     """
 
     model: str | Path = required(
@@ -113,7 +113,7 @@ class RunOptions:
     )
     exact: str = option(
         AUTO,
-        "Let the text be plain decoding's to the bit, with any draft, tree and budget: auto where "
+        "Make the output plain decoding's to the bit, with any draft, tree and budget: auto where "
         "this machine can, on refuses where it cannot.",
         MODELS,
         choices=(AUTO, ON, OFF),
@@ -143,7 +143,7 @@ class RunOptions:
     )
     parallel: int = option(
         DEFAULT_PARALLEL,
-        "Most sequences that are computed together.",
+        "Maximum sequences that are computed together.",
         MEMORY,
         short="-np",
         at_least=1,
@@ -151,7 +151,7 @@ class RunOptions:
     )
     kv_tokens: int | None = option(
         None,
-        "Tokens of all sequences together that the KV caches have room for.",
+        "Capacity of the KV caches, in tokens of all sequences together.",
         MEMORY,
         at_least=1,
         shown_default="--ctx-size",
@@ -199,13 +199,13 @@ class RunOptions:
     )
     prompt_cache_file: Path | str | None = option(
         None,
-        "Restore the KV of the last prompt and its text from this file, and save it there.",
+        "Load the KV of the last prompt and its answer from this file, and save it there.",
         MEMORY,
         shown_default="none",
     )
     spec_type: str | Sequence[str] | None = option(
         None,
-        "Where draft tokens come from.",
+        "Sources of draft tokens.",
         SPECULATION,
         metavar="draft|ngram|draft,ngram|none",
         shown_default="draft,ngram; ngram without a draft model",
@@ -223,16 +223,16 @@ class RunOptions:
         SPECULATION,
         choices=DEVICES,
     )
-    num_beams: int = option(1, "Beams that memory is set aside for.", at_least=1, at_most=MAX_BEAMS)
+    num_beams: int = option(1, "Beams that memory is reserved for.", at_least=1, at_most=MAX_BEAMS)
     beam_span: int = option(
         DEFAULT_BEAM_SPAN,
-        "Tokens that beams may be apart: memory is set aside for so many of each.",
+        "Tokens that beams may be apart: memory is reserved for this many of each.",
         BEAMS,
         at_least=1,
     )
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what makes no sense, alone or together."""
+        """Raise ConfigError for invalid or contradictory options."""
         self._check_types()
         check_options(self)
         if "draft" in self.spec.spec_type and self.draft_model is None:
@@ -263,7 +263,7 @@ class RunOptions:
                 )
 
     def _check_types(self) -> None:
-        """Of names, which have no limits that would tell."""
+        """Check the types of options without limits or choices."""
         check_type("model", self.model, str, Path)
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
@@ -276,21 +276,21 @@ class RunOptions:
 
     @cached_property
     def spec(self) -> SpecConfig:
-        """How to draft."""
+        """Options of speculation, with defaults that depend on the models."""
         spec_type = self.spec_type
         if spec_type is None:
             spec_type = SPEC_TYPES if self.draft_model is not None else ("ngram",)
         if self.num_draft_tokens == 0:
-            spec_type = ()  # no tokens from anywhere: plain decoding, and no draft to load
+            spec_type = ()  # no draft tokens: plain decoding, and no draft to load
         values = self.keywords(field.name for field in fields(SpecConfig))
         values["draft_window"] = window_of_self(self.draft_model, self.draft_window)
         return SpecConfig(**{**values, "spec_type": spec_type})
 
     @property
     def draft(self) -> str | Path | None:
-        """The draft model to load; SELF_DRAFT: the target, with the window of `spec`.
+        """Draft model to load; SELF_DRAFT: the target, with the window of `spec`.
 
-        None where there is none, or it would not be used.
+        None if there is none, or if it would not be used.
         """
         if self.draft_model is None or "draft" not in self.spec.spec_type:
             return None
@@ -303,7 +303,7 @@ class RunOptions:
 
     @property
     def may_leave_out_draft(self) -> bool:
-        """The plan decides whether the draft model is worth its memory: nothing about it was fixed.
+        """Whether the plan decides if the draft model pays for its memory: no option fixes it.
 
         A target that drafts for itself takes next to no memory for it.
         """
@@ -313,34 +313,34 @@ class RunOptions:
 
     @property
     def requires_draft(self) -> bool:
-        """The draft model was asked for by name of its kind: a run without it is refused."""
+        """Whether `spec_type` requests the draft model, so that a run without it is refused."""
         return self.spec_type is not None and self.draft is not None
 
     def without_draft(self) -> RunOptions:
-        """The same run where the plan leaves the draft model out."""
-        rest = tuple(kind for kind in self.spec.spec_type if kind != "draft")
-        return replace(self, draft_model=None, spec_type=rest, draft_window=None)
+        """Return the options of the same run without its draft model."""
+        spec_type = tuple(kind for kind in self.spec.spec_type if kind != "draft")
+        return replace(self, draft_model=None, spec_type=spec_type, draft_window=None)
 
     def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """What `specdec.load` is called with; of `names` only, where some are given."""
-        requested = [field.name for field in fields(self)] if names is None else names
-        return {name: getattr(self, name) for name in requested}
+        """Return the options as keywords of `specdec.load`: all, or only `names`."""
+        chosen = [field.name for field in fields(self)] if names is None else names
+        return {name: getattr(self, name) for name in chosen}
 
     def target_nodes(self, n_drafted: int) -> int:
-        """Live nodes that the target needs room for: those of a pass, or the beams."""
+        """Return the target's capacity of live nodes: those of a pass, or the beams."""
         n_of_beams = self.num_beams * self.beam_span if self.num_beams > 1 else 0
         return max(self.max_target_tokens(n_drafted), n_of_beams)
 
     def max_target_tokens(self, n_drafted: int) -> int:
-        """Most nodes that one pass of the target scores: the pending token of each text, n_drafted
-        tokens and one more for each further text; or the beams."""
+        """Return the maximum nodes that one pass of the target scores: a pending token for each
+        sequence, n_drafted tokens and one more for each further sequence; or the beams."""
         return max(n_drafted + 2 * self.parallel - 1, self.num_beams)
 
     @property
     def max_num_seqs(self) -> int:
-        """That have KV at a time: as many are kept after their end as may share a pass."""
+        """Maximum sequences that have KV at a time: running ones, as many cached ones, and one."""
         return 2 * self.parallel + 1
 
     def all_tokens(self, ctx_size: int) -> int:
-        """Of all sequences together, that the KV caches have room for."""
+        """Return the capacity of the KV caches, in tokens of all sequences together."""
         return max(ctx_size, self.kv_tokens or 0)

@@ -1,1 +1,1 @@
-"""Who sees whom in a pass, and attention computed accordingly."""
+"""Attention: which keys each token of a pass sees, as layouts and masks, and the kernels."""

@@ -1,6 +1,6 @@
-"""Several sequences in one forward: each has a layout and blocks of its own in the KV cache.
+"""Several sequences in one forward pass, each with its own layout and blocks in the KV cache.
 
-The new rows of the sequences follow each other. So do, as far as masks are concerned, their keys:
+The new rows of the sequences are concatenated. So are, for the masks, their keys:
 
     rows   [ new rows of a | new rows of b ]
     keys   [ prefix of a, nodes of a | prefix of b, nodes of b ]
@@ -22,16 +22,16 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class SequencePart:
-    """What one sequence has in a forward.
+    """One sequence's part of a forward pass.
 
-    table int64 [blocks]: where in the cache the blocks of its rows lie, in order.
+    table int64 [blocks]: block table: the cache block of each of its blocks, in order.
     """
 
     layout: PassLayout
     table: np.ndarray
 
     def n_keys(self, end: int) -> int:
-        """Rows that are there once `end` of its new ones are."""
+        """Number of keys once the first `end` new rows are cached."""
         return self.layout.prefix + self.layout.first_new + end
 
 
@@ -39,8 +39,8 @@ class SequencePart:
 class PartRows:
     """New rows of one sequence among those start..end of a forward.
 
-    first_row: of them, counted from `start`.
-    first_key: of the sequence, among the keys of all.
+    first_row: index of its first row, counted from `start` of the forward.
+    first_key: index of the sequence's first key among the keys of all sequences.
     """
 
     part: SequencePart
@@ -52,13 +52,13 @@ class PartRows:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Who sees whom in one forward of several sequences."""
+    """Layout of one forward pass over several sequences: which keys each row sees."""
 
     parts: tuple[SequencePart, ...]
 
     @classmethod
     def of(cls, layout: PassLayout) -> BatchLayout:
-        """Of one sequence that has a cache to itself."""
+        """Create the batch of a single sequence that has the whole cache."""
         num_tokens = layout.prefix + layout.first_new + layout.n_new
         return cls((SequencePart(layout, np.arange(-(-num_tokens // BLOCK_SIZE))),))
 
@@ -71,7 +71,7 @@ class BatchLayout:
         return np.concatenate([part.layout.new_positions for part in self.parts])
 
     def rows(self, start: int, end: int) -> Iterator[PartRows]:
-        """What the sequences have of the new rows start..end, all of which are in their caches."""
+        """Yield each sequence's share of the new rows start..end, which are all cached."""
         first_row = first_key = 0
         for part in self.parts:
             a, b = (min(max(0, at - first_row), part.layout.n_new) for at in (start, end))
@@ -81,7 +81,7 @@ class BatchLayout:
             first_key += part.n_keys(b)
 
     def n_keys(self, end: int) -> int:
-        """Keys that exist once `end` new rows are cached."""
+        """Number of keys once `end` new rows are cached."""
         return sum(part.n_keys(n) for part, n in self.cached(end))
 
     def key_positions(self, end: int) -> np.ndarray:
@@ -89,21 +89,21 @@ class BatchLayout:
         return np.concatenate([part.layout.key_positions(n) for part, n in self.cached(end)])
 
     def allowed(self, start: int, end: int, window: int | None) -> np.ndarray:
-        """Bool [end - start, keys]: what the new rows start..end may look at."""
-        result = np.zeros((end - start, self.n_keys(end)), dtype=bool)
-        for of in self.rows(start, end):
-            own = of.part.layout.allowed(of.start, of.end, window)
-            rows = slice(of.first_row, of.first_row + len(own))
-            result[rows, of.first_key : of.first_key + own.shape[1]] = own
-        return result
+        """Return bool [end - start, keys]: whether a new row start..end sees a key."""
+        allowed = np.zeros((end - start, self.n_keys(end)), dtype=bool)
+        for share in self.rows(start, end):
+            own = share.part.layout.allowed(share.start, share.end, window)
+            rows = slice(share.first_row, share.first_row + len(own))
+            allowed[rows, share.first_key : share.first_key + own.shape[1]] = own
+        return allowed
 
     def padded(self, n_more: int) -> BatchLayout:
-        """With so many more rows behind, each as the last one is, whom no other row sees."""
-        *rest, last = self.parts
-        return BatchLayout((*rest, replace(last, layout=last.layout.padded(n_more))))
+        """Return the layout with `n_more` copies of the last row, which no other row sees."""
+        *remaining, last = self.parts
+        return BatchLayout((*remaining, replace(last, layout=last.layout.padded(n_more))))
 
     def cached(self, end: int) -> Iterator[tuple[SequencePart, int]]:
-        """Each sequence with how many of its new rows are among the first `end` of all."""
+        """Yield each sequence and how many of the first `end` new rows are its own."""
         first = 0
         for part in self.parts:
             yield part, min(max(0, end - first), part.layout.n_new)
@@ -111,13 +111,13 @@ class BatchLayout:
 
 
 def rows_in_pool(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Where in the cache these rows of a sequence lie, int64 [rows]."""
-    result: np.ndarray = table[rows // BLOCK_SIZE] * BLOCK_SIZE + rows % BLOCK_SIZE
-    return result
+    """Return the cache rows of these rows of a sequence, int64 [rows]."""
+    cache_rows: np.ndarray = table[rows // BLOCK_SIZE] * BLOCK_SIZE + rows % BLOCK_SIZE
+    return cache_rows
 
 
 def runs_of(rows: np.ndarray) -> list[tuple[int, int, int]]:
-    """(place among the rows, first of them, how many) of rows that follow each other."""
+    """Return (index in `rows`, first row, count) of each run of consecutive rows."""
     if not len(rows):
         return []
     starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]

@@ -1,4 +1,4 @@
-"""Which keys a row of a pass looks at, as blocks of positions (backends/attention/blocks.py)."""
+"""Masks for exact attention: the keys of each row in blocks (backends/attention/blocks.py)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def blocked_mask(
     *,
     is_of_cache: bool = False,
 ) -> BlockedMask:
-    """The keys that the new rows start..end of a pass may look at.
+    """Return the mask for the new rows start..end of a pass.
 
-    scratch: what the masks of a model share.
-    is_of_cache: keys will be all rows of the cache, and not those of the pass in order.
+    scratch: buffers shared by the masks of a model.
+    is_of_cache: keys are all rows of the cache instead of the keys of the pass in order.
     """
     groups = [
         group
@@ -57,16 +57,16 @@ def _groups_of_sequence(
     for a, b in _row_spans(allowed, blocks, max_keys):
         own, widths, hidden = _own_columns(allowed[a:b], blocks)
         shared = np.arange(first, whole)
-        # As they lie, where they follow each other; else along each path.
+        # Keys in cache order if they are consecutive, else along each path.
         is_run = np.array_equal(own[: len(blocks)], np.arange(len(blocks)))
         in_order = np.arange(first, whole + len(blocks)) if is_run else shared
-        places, picked = _in_cache(rows, in_order), _in_cache(rows, whole + own)
+        key_rows, picked = _in_cache(rows, in_order), _in_cache(rows, whole + own)
         if not is_of_cache:
-            places, picked = rows.first_key + in_order, rows.first_key + whole + own
+            key_rows, picked = rows.first_key + in_order, rows.first_key + whole + own
         yield RowGroup(
             rows.first_row + a,
             rows.first_row + b,
-            tuple(runs_of(places)),
+            tuple(runs_of(key_rows)),
             None if is_run else torch.from_numpy(picked),
             (*[BLOCK_KEYS] * (len(shared) // BLOCK_KEYS), *widths),
             torch.from_numpy(rows.first_key + np.concatenate([shared, whole + own])),
@@ -80,7 +80,7 @@ def _in_cache(rows: PartRows, of_sequence: np.ndarray) -> np.ndarray:
 
 
 def _row_spans(allowed: np.ndarray, blocks: np.ndarray, max_keys: int) -> Iterator[tuple[int, int]]:
-    """Spans of rows, each as long as its keys of any one block are not too many.
+    """Yield the longest spans of rows that see at most `max_keys` keys of any one block.
 
     allowed bool [rows, keys]; blocks [keys]: the block of each key.
     """
@@ -100,7 +100,7 @@ def _row_spans(allowed: np.ndarray, blocks: np.ndarray, max_keys: int) -> Iterat
 def _own_columns(
     allowed: np.ndarray, blocks: np.ndarray
 ) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
-    """(keys of the columns, widths of the blocks, hidden) of rows; see RowGroup."""
+    """Return (keys of the columns, widths of the blocks, hidden) of rows; see RowGroup."""
     keys: list[np.ndarray] = []
     is_real: list[np.ndarray] = []
     seen = np.flatnonzero(allowed.any(axis=0))

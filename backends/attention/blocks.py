@@ -1,4 +1,4 @@
-"""Exact attention on the CPU: the sums of a row have one order, whatever shares its pass.
+"""Exact (batch-invariant) attention on the CPU: a row's sums do not depend on the rest of a pass.
 
 A row sums over the keys on its own path, from position 0 to its own. They are taken in blocks of
 BLOCK_KEYS positions, aligned to position 0:
@@ -8,13 +8,13 @@ BLOCK_KEYS positions, aligned to position 0:
 
     m    = the largest score of the row            (a maximum has no order)
     p(k) = exp(score(k) - m)                       0 for a key that the row does not see, and below
-                                                   e^LEAST_EXPONENT
+                                                   e^MIN_EXPONENT
     o(b) = sum of p(k) v(k) over the keys of block b, by one product of matrices
     l    = the same sums with v(k) = 1: one more column of the values
 
 The blocks are added in the order of positions. Within a block the product adds its terms one after
-the other, so zeros of keys that belong to other branches of a tree change nothing, wherever they
-stand (backends/hf/self_test.py holds the machine to that).
+the other, so the zeros of keys on other branches of a tree change nothing, wherever they are
+(backends/hf/self_test.py tests that on this machine).
 
 All of it is float32: products of bf16 numbers are exact before they are added.
 """
@@ -32,34 +32,34 @@ from backends.attention.batch import BLOCK_SIZE
 from offload.units import MIB
 
 REVISION = 2
-"""Of what attention computes, to the bit: keys and values of another one are not gone on from."""
+"""Version of the computation, bit for bit: a saved prefix of another version is not reused."""
 BLOCK_KEYS = BLOCK_SIZE
 MIN_PRODUCTS = 2
-"""Products of a batch: the rows of one alone are divided among threads, a few for each."""
+"""Minimum products of a batch: the rows of a single one would be divided among threads."""
 VALUE_COLUMNS = 16
-"""Columns of the values are a multiple of it: for 5 to 11, or as many left over for one of the
-threads, libraries sum in another order too (MKL on AVX2)."""
+"""Columns of the values are padded to a multiple: with 5 to 11 columns, also as the remainder of
+one thread, libraries sum in another order (MKL on AVX2)."""
 MIN_EXPONENT = -87.0
-"""Exponentials below it are denormals, which libraries compute in ten times the time and multiply
-slowly; they are 0 here. A sum over the keys is 1 at least."""
+"""Minimum exponent: exponentials below it would be denormals, which libraries compute ten times
+slower and multiply slowly; they become 0. A sum over the keys is at least 1."""
 _LARGEST_OF_NONE = 1.01 * math.exp(MIN_EXPONENT)
 MAX_SCRATCH_BYTES = 32 * MIB
-"""Of float32 keys and values together, and of scores."""
+"""Maximum size of the float32 keys and values together, and of the scores."""
 
 
 @dataclass(frozen=True)
 class ProductLimits:
-    """Within these a product of float32 matrices adds its terms one after the other.
+    """Limits within which a product of float32 matrices adds its terms one after the other.
 
     The defaults are those of MKL on AVX2; backends/hf/self_test.py finds a machine's own.
     """
 
-    find_min_batch_tokens: int = 4
-    """Rows are a multiple of it: for fewer, as a rest that is left to one of many threads may be,
-    libraries have kernels that sum otherwise."""
+    min_batch_tokens: int = 4
+    """Rows are padded to a multiple: for fewer, also as the remainder of one thread, libraries have
+    kernels that sum in another order."""
     max_keys: int = 192
-    """Of one block, those of other branches included: longer sums are made of parts (MKL: from
-    somewhere between 193 and 256 on)."""
+    """Maximum number of keys of one block, including other branches: libraries split longer sums
+    into parts (MKL: from somewhere between 193 and 256 on)."""
 
 
 USUAL_LIMITS = ProductLimits()
@@ -67,17 +67,17 @@ USUAL_LIMITS = ProductLimits()
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows start..end of a pass, and the keys that any of them looks at, as columns of scores.
+    """Rows start..end of a pass, and the keys that any of them sees, as columns of scores.
 
-    The keys are of one sequence. Those that all rows see come first, as they lie in the cache; then
-    single ones, along every path in the order of positions.
+    The keys are of one sequence. Keys that all rows see come first, in cache order; then single
+    keys, along every path in the order of positions.
 
-    runs: (first column, first row of the cache, how many) of the first columns.
+    runs: (first column, first row of the cache, count) of the first columns.
     picked int64 [columns]: rows of the cache for the columns after them.
-    widths: columns of each block, multiples of BLOCK_KEYS; what is more than its keys is hidden.
-    keys int64 [columns]: which key of the pass each column is; of hidden ones any.
-    hidden bool [rows, columns]: what a row does not look at, of the last columns.
-    edge_hidden bool [rows, edge]: the same of the first ones, where a window ends there.
+    widths: columns of each block, multiples of BLOCK_KEYS; columns beyond its keys are hidden.
+    keys int64 [columns]: the key of the pass in each column; any key for hidden columns.
+    hidden bool [rows, columns]: which of the last columns a row does not see.
+    edge_hidden bool [rows, edge]: the same for the first columns, if a window ends there.
     """
 
     start: int
@@ -101,7 +101,7 @@ class RowGroup:
     def fill(self, columns: torch.Tensor, states: torch.Tensor) -> None:
         """Copy states [heads, rows of the cache, dim] to the columns [heads, columns, dim].
 
-        Hidden columns without a key become zeros.
+        Hidden columns without a key are set to zero.
         """
         end = 0
         for first, row, num_tokens in self.runs:
@@ -114,21 +114,21 @@ class RowGroup:
 
 
 class Scratch:
-    """float32 tensors by name, which the layers of a model take one after the other."""
+    """float32 buffers by name, shared by the layers of a model, which run one after the other."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """What the last one of that name and shape left; ones, where its shape was another."""
+        """Return the buffer with its last contents if the shape is the same, else filled with 1."""
         view = self._views.get(name)
         if view is None or view.shape != shape:
             view, n_numbers = None, math.prod(shape)
             if name not in self._buffers or len(self._buffers[name]) < n_numbers:
                 self._views.pop(name, None)
                 self._buffers.pop(name, None)
-                # Of no dtype it would be torch's default, which whoever builds a model replaces.
+                # Explicit: building a model changes torch's default dtype.
                 self._buffers[name] = torch.empty(n_numbers, dtype=torch.float32)
             view = self._buffers[name][:n_numbers].view(shape).fill_(1.0)
             self._views[name] = view
@@ -137,12 +137,12 @@ class Scratch:
 
 @dataclass(frozen=True)
 class BlockedMask:
-    """Takes the mask's place on the way through a decoder layer; its groups are all the rows."""
+    """Mask object passed through a decoder layer in place of a tensor; its groups are all rows."""
 
     groups: tuple[RowGroup, ...]
     n_keys: int
     is_of_cache: bool = False
-    """Whether keys and values are all rows of the cache, or those of the pass in order."""
+    """Whether keys and values are all rows of the cache, or the keys of the pass in order."""
     limits: ProductLimits = USUAL_LIMITS
     scratch: Scratch = field(default_factory=Scratch)
 
@@ -151,7 +151,7 @@ class BlockedMask:
         return sum(group.nbytes for group in self.groups)
 
     def fits(self, key: torch.Tensor) -> bool:
-        """Whether it is made for keys of this shape."""
+        """Return whether the mask is for keys of this shape."""
         has_all = key.shape[2] >= self.n_keys if self.is_of_cache else key.shape[2] == self.n_keys
         return key.shape[0] == 1 and has_all
 
@@ -166,11 +166,11 @@ class BlockedMask:
         sinks: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Output [1, rows, heads, value dim] of queries [1, heads, rows, dim] over keys and values
-        [1, kv heads, keys, dim].
+        """Return the output [1, rows, heads, value dim] of queries [1, heads, rows, dim] for keys
+        and values [1, kv heads, keys, dim].
 
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
-        sinks [heads]: scores of one more key, which has no value (gpt-oss).
+        sinks [heads]: score of an additional key without a value (gpt-oss).
         bias [heads, keys]: added to the scores of every row (ALiBi).
         """
         _, n_heads, num_tokens, dim = query.shape
@@ -180,9 +180,7 @@ class BlockedMask:
         for group in self.groups:
             bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
             for heads in _parts(n_kv_heads, bytes_per_head):
-                part = Scores(
-                    group, self.scratch, self.limits.find_min_batch_tokens, scale, softcap
-                )
+                part = Scores(group, self.scratch, self.limits.min_batch_tokens, scale, softcap)
                 part.fetch(key[0, heads], value[0, heads])
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
@@ -195,26 +193,26 @@ class BlockedMask:
 
 
 class Scores:
-    """What a group of rows makes of the keys and values of some KV heads."""
+    """Attention of one group of rows over the keys and values of some KV heads."""
 
     sinks: torch.Tensor | None = None
-    """[heads, query heads, 1]"""
+    """Scores of the sinks [heads, query heads, 1]; None without sinks."""
     bias: torch.Tensor | None = None
-    """[heads, query heads, 1, columns]"""
+    """Bias of the scores [heads, query heads, 1, columns]; None without one."""
 
     def __init__(
         self,
         group: RowGroup,
         scratch: Scratch,
-        find_min_batch_tokens: int,
+        min_rows: int,
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._group, self._scratch, self._min_batch_tokens = group, scratch, find_min_batch_tokens
+        self._group, self._scratch, self._min_rows = group, scratch, min_rows
         self._scale, self._softcap = scale, softcap
 
     def fetch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values [heads, rows of the cache, dim] as columns, with ones after a value."""
+        """Copy keys and values [heads, rows of the cache, dim] to columns; ones follow a value."""
         group, (n_heads, _, dim) = self._group, keys.shape
         self._value_dim = values.shape[-1]
         width = value_width(self._value_dim)
@@ -226,7 +224,7 @@ class Scores:
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Fill output [rows, heads, query heads, dim] for queries [heads, query heads, rows, dim].
 
-        As many rows at a time as there is room for their scores.
+        Takes as many rows at a time as the memory for scores allows.
         """
         n_heads, n_group, num_tokens, _ = queries.shape
         for rows in _parts(num_tokens, 4 * n_heads * n_group * self._group.n_columns):
@@ -236,12 +234,12 @@ class Scores:
         n_heads, n_group, num_tokens, dim = queries.shape
         n_flat, shape = n_group * num_tokens, (n_heads, n_group, num_tokens)
         n_parts = -(-MIN_PRODUCTS // n_heads)  # products of one head's rows
-        minimum = self._min_batch_tokens
-        n_each = -(-n_flat // (n_parts * minimum)) * minimum  # else one of many threads has fewer
+        minimum = self._min_rows
+        n_each = -(-n_flat // (n_parts * minimum)) * minimum  # else one thread may have fewer rows
         n_products = n_heads * n_parts
 
         def of_rows(products: torch.Tensor) -> torch.Tensor:
-            """[heads, query heads, rows, ...] of [products, rows of each, ...]."""
+            """View [products, rows of each, ...] as [heads, query heads, rows, ...]."""
             return products.view(n_heads, n_parts * n_each, -1)[:, :n_flat].view(*shape, -1)
 
         flat = queries.new_zeros(n_products, n_each, dim, dtype=torch.float32)
@@ -261,7 +259,7 @@ class Scores:
         return sums[..., : self._value_dim] / (total if share is None else total + share)
 
     def _finish(self, scores: torch.Tensor, rows: slice) -> None:
-        """Softcap, bias and mask of scores [heads, query heads, rows, columns]."""
+        """Apply softcap, bias and mask to scores [heads, query heads, rows, columns]."""
         group = self._group
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)
@@ -274,30 +272,30 @@ class Scores:
             scores[..., : edge.shape[1]].masked_fill_(edge, -torch.inf)
 
     def _sums(self, shares: torch.Tensor) -> torch.Tensor:
-        """Over the values, weighted by `shares` [heads, rows, columns]: block after block."""
+        """Sum the values weighted by `shares` [heads, rows, columns], block by block."""
         sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
         for of_block, values in self.blocks(shares):
             sums.baddbmm_(of_block, values)
         return sums
 
     def blocks(self, shares: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Shares and values of every block, in the order of positions."""
+        """Return the shares and values of every block, in the order of positions."""
         widths, values = self._group.widths, self._values.expand(len(shares), -1, -1)
         return zip(shares.split(widths, dim=2), values.split(widths, dim=1), strict=True)
 
 
 def _exponentials(scores: torch.Tensor) -> torch.Tensor:
-    """In place, of scores that are 0 at most; 0 where that would be a denormal number."""
+    """Exponentiate scores <= 0 in place; results that would be denormal become 0."""
     scores.clamp_min_(MIN_EXPONENT).exp_()
     return nn.functional.threshold_(scores, _LARGEST_OF_NONE, 0.0)
 
 
 def value_width(value_dim: int) -> int:
-    """Columns of values with a 1 after them; what is between is not looked at."""
+    """Number of columns for values and the 1 in the last; columns in between are unused."""
     return -(-(value_dim + 1) // VALUE_COLUMNS) * VALUE_COLUMNS
 
 
 def _parts(n_items: int, bytes_each: int) -> Iterator[slice]:
-    """Spans of as many items as MAX_SCRATCH_BYTES hold, and of one at least."""
+    """Yield spans of as many items as fit in MAX_SCRATCH_BYTES, but at least one."""
     limit = max(1, MAX_SCRATCH_BYTES // max(1, bytes_each))
     return (slice(start, min(start + limit, n_items)) for start in range(0, n_items, limit))

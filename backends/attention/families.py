@@ -1,7 +1,7 @@
-"""Families that compute attention in code of their own, given this one instead (exact, on a CPU).
+"""Replacements for the attention code of single families (exact, on a CPU).
 
-Each function is the `forward` of its class in transformers with the scores, the softmax and the
-sums left to the mask.
+Each function is the `forward` of its class in transformers, with scores, softmax and sums
+computed by the mask.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from backends.attention.blocks import BlockedMask
 
 
 def adapt(model: nn.Module) -> bool:
-    """Let the attention modules of a model that are listed here compute with blocked masks.
+    """Make the attention modules of a model that are listed here compute with blocked masks.
 
     Returns whether there are any.
     """
-    result = [m for m in model.modules() if type(m).__name__ in _FORWARDS]
-    for module in result:
+    modules = [m for m in model.modules() if type(m).__name__ in _FORWARDS]
+    for module in modules:
         module.forward = _either(module, _FORWARDS[type(module).__name__])
-    return bool(result)
+    return bool(modules)
 
 
 def _either(module: nn.Module, blocked: Callable[..., Any]) -> Callable[..., Any]:
-    """The class's own forward where the mask is a tensor."""
+    """Return a forward that uses `blocked` for blocked masks, else the class's own forward."""
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -49,8 +49,8 @@ def _bloom(
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     key, value = layer_past.update(key, value, self.layer_idx)
     scale, bias = self.inv_norm_factor, alibi[:, 0]
-    result = attention_mask.attend(query, key, value, scale, bias=bias)
-    return self.dense(result.flatten(2)) + residual, None
+    output = attention_mask.attend(query, key, value, scale, bias=bias)
+    return self.dense(output.flatten(2)) + residual, None
 
 
 def _xglm(
@@ -68,8 +68,8 @@ def _xglm(
     query = heads(self.q_proj(hidden_states) * self.scaling)
     key, value = heads(self.k_proj(hidden_states)), heads(self.v_proj(hidden_states))
     key, value = past_key_values.update(key, value, self.layer_idx)
-    result = attention_mask.attend(query, key, value, scale=1.0)
-    return self.out_proj(result.flatten(2)), None
+    output = attention_mask.attend(query, key, value, scale=1.0)
+    return self.out_proj(output.flatten(2)), None
 
 
 _FORWARDS: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom, "XGLMAttention": _xglm}

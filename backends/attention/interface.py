@@ -1,7 +1,7 @@
-"""Attention of every family, as transformers calls it: the mask of a layer says how it is computed.
+"""Attention of every family, as transformers calls it: the type of the mask selects the kernel.
 
 On a CPU it is a `BlockedMask` (exact), on a GPU a `SegmentedMask` (fused kernels). Registered with
-transformers under the name KEYS_BY_ROW; `hands_mask_on` tells which families compute with it.
+transformers under the name KEYS_BY_ROW; `hands_mask_on` returns which families can use it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KEYS_BY_ROW = "specdec"
 """Name of this attention among those of transformers."""
 KeyMask: TypeAlias = BlockedMask | SegmentedMask
 _ATTENTIVE_CLASS = re.compile(r"^(?!.*Vision).*(Attention|Layer$|Block$)")
-"""Of a language model: the tower for images may stand in the same file."""
+"""Attention and layer classes of the language model; the same file may have a vision tower."""
 _SINKS = "s_aux"
 _WITHOUT_EFFECT = frozenset(
     "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
     "output_router_logits".split()
 )
-"""What families pass along that changes nothing here: dropout is for training, the mask says which
-keys a row sees, positions are in queries and keys by now, and the rest is for other modules."""
+"""Arguments of families that change nothing here: dropout is for training, the mask says which keys
+a row sees, queries and keys include positions already, and the others are for other modules."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
-"""Code that runs where a model's attention is transformers' own eager one (GPT-2)."""
+"""Functions that run only with transformers' own eager attention (GPT-2)."""
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of queries [1, heads, rows, dim] over keys and values [1, kv heads, keys, dim].
+    """Attend with queries [1, heads, rows, dim] to keys and values [1, kv heads, keys, dim].
 
     The interface is transformers' (AttentionInterface); windows are in the mask.
     softcap: scores become softcap · tanh(scores / softcap) (Gemma 2).
@@ -58,10 +58,10 @@ def attention(
     _check_arguments(module, key, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, BlockedMask):
-        result = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
+        output = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
     else:
-        result = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
-    return result, None
+        output = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
+    return output, None
 
 
 _KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
@@ -69,9 +69,9 @@ _KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
 
 @functools.cache
 def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> bool:
-    """Whether a family's attention can be computed here; else it is given whole masks.
+    """Return whether a family's attention can be computed here; other families get whole masks.
 
-    It must take its attention from transformers' interface, pass the mask on untouched, and add
+    It must take its attention from transformers' interface, pass the mask on unchanged, and add
     nothing to plain attention but a softcap or sinks.
     """
     if not architecture._supports_attention_backend:
@@ -84,21 +84,21 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
         return False
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     attentive = [node for node in classes if _ATTENTIVE_CLASS.search(node.name)]
-    nodes = [node for item in attentive for node in _nodes(item)]
+    nodes = [node for class_def in attentive for node in _nodes(class_def)]
     return not any(_looks_into_mask(node) or _adds_to_attention(node) for node in nodes)
 
 
 def _nodes(tree: ast.AST) -> list[ast.AST]:
-    """All nodes of some code, without functions that are never reached."""
-    result = [tree]
+    """Return all nodes of a syntax tree, without functions that are never reached."""
+    nodes = [tree]
     for child in ast.iter_child_nodes(tree):
         if not isinstance(child, ast.FunctionDef) or child.name not in _EAGER_ONLY:
-            result += _nodes(child)
-    return result
+            nodes += _nodes(child)
+    return nodes
 
 
 def _looks_into_mask(node: ast.AST) -> bool:
-    """Whether code reads or computes with `attention_mask` instead of handing it on."""
+    """Return whether code reads or computes with `attention_mask` instead of passing it on."""
     inner: list[ast.expr] = []
     if isinstance(node, ast.Attribute | ast.Subscript):
         inner = [node.value]
@@ -110,7 +110,7 @@ def _looks_into_mask(node: ast.AST) -> bool:
 
 
 def _adds_to_attention(node: ast.AST) -> bool:
-    """Whether code calls the attention that it was given with more than this one computes with."""
+    """Return whether code calls `attention_interface` with arguments that this one lacks."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
     if node.func.id != "attention_interface":
@@ -121,7 +121,7 @@ def _adds_to_attention(node: ast.AST) -> bool:
 def _check_arguments(
     module: torch.nn.Module, key: torch.Tensor, mask: object, kwargs: dict[str, Any]
 ) -> None:
-    """Raise BackendError for attention that would not be computed as its family means it."""
+    """Raise BackendError for arguments with which the attention would be wrong."""
     name = type(module).__name__
     if not isinstance(mask, KeyMask):
         raise BackendError(f"{name} was given no mask of keys, but {type(mask).__name__}")

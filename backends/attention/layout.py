@@ -1,9 +1,9 @@
-"""Who sees whom in one forward: a prefix, followed by a tree of nodes. Arithmetic, no tensors.
+"""Layout of one forward pass: a prefix and a tree of nodes, and which keys each row sees.
 
 Windows are by position, since the rows of a tree are not in the order of their positions. Nearly
-all of a mask would be zeros, because every node sees the prefix. So a layout can also be asked for
-`spans`: runs of keys, of which only those that some rows see and others do not come with a mask
-(backends/attention/segments.py computes with them).
+all of a mask would be zeros, because every node sees the prefix. So a layout also has `spans`: runs
+of keys with a mask only if some rows see them and others do not (used by
+backends/attention/segments.py). NumPy only, no tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Span:
-    """Keys start..end of the cache and which of the rows may look at them.
+    """Keys start..end of the cache, and which rows see them.
 
-    allowed [rows, end - start]: None where every row sees all of them.
+    allowed [rows, end - start]: None if every row sees all of them.
     is_causal: row i sees the first i + 1 of them; `allowed` is None then.
     """
 
@@ -29,11 +29,11 @@ class Span:
 
 @dataclass(frozen=True)
 class PassLayout:
-    """Who sits where in one forward: rows already cached, and the new ones.
+    """Positions and visibility in one forward pass: cached rows and new rows.
 
     prefix : committed rows, at positions 0 .. prefix-1
-    node_positions [nodes] : positions of the rows after the prefix, new ones included
-    visible [new, nodes] : which of those rows each new row may look at
+    node_positions [nodes] : positions of the rows after the prefix, including new ones
+    visible [new, nodes] : which of those rows each new row sees
     """
 
     prefix: int
@@ -59,13 +59,13 @@ class PassLayout:
         return np.concatenate([np.arange(self.prefix, dtype=np.int64), nodes])
 
     def n_in_order(self, start: int) -> int:
-        """So many first keys are in the order of positions and before all rows from `start` on."""
+        """Number of first keys in the order of positions and before all rows from `start` on."""
         return self.prefix
 
     def allowed(self, start: int, end: int, window: int | None, first: int = 0) -> np.ndarray:
-        """Bool [end - start, keys]: what the new rows start..end may look at.
+        """Return bool [end - start, keys]: whether a new row start..end sees a key.
 
-        first: the first key asked for, of those that `n_in_order` counts.
+        first: first key of the result, at most `n_in_order`.
         """
         nodes = self.visible[start:end, : self.first_new + end]
         before = np.ones((end - start, self.prefix - first), dtype=bool)
@@ -76,7 +76,7 @@ class PassLayout:
         return allowed
 
     def padded(self, n_more: int) -> PassLayout:
-        """With so many more rows behind, each as the last one is, whom no other row sees."""
+        """Return the layout with `n_more` copies of the last row, which no other row sees."""
         last = np.repeat(self.visible[-1:], n_more, axis=0)
         visible = np.concatenate([self.visible, last])
         own = np.zeros((len(visible), n_more), dtype=bool)
@@ -85,7 +85,7 @@ class PassLayout:
         return PassLayout(self.prefix, positions, np.concatenate([visible, own], axis=1))
 
     def spans(self, start: int, end: int, window: int | None) -> list[Span]:
-        """Spans that cover all keys which any of the new rows start..end may look at, in order."""
+        """Return spans in order that cover all keys which any new row start..end sees."""
         n_nodes = self.first_new + end
         nodes = self.visible[start:end, :n_nodes]
         positions = self.new_positions[start:end]
@@ -97,13 +97,13 @@ class PassLayout:
 
 
 class CausalLayout(PassLayout):
-    """A run of `n_new` rows after the prefix, each of which sees all before it.
+    """Layout of a prompt: `n_new` rows after the prefix, each of which sees all rows before it.
 
-    The prompt's layout: the quadratic mask is made only for the rows asked for.
+    The quadratic mask is built only for the rows asked for.
     """
 
     def __init__(self, prefix: int, n_new: int, n_more: int = 0) -> None:
-        """n_more: rows at the last one's position, which fill a short run up."""
+        """n_more: padding rows at the last row's position, for a short run."""
         positions = prefix + np.arange(n_new, dtype=np.int64)
         positions = np.pad(positions, (0, n_more), mode="edge")
         super().__init__(prefix, positions, np.empty((n_new + n_more, 0), dtype=bool))
@@ -114,7 +114,7 @@ class CausalLayout(PassLayout):
     def allowed(self, start: int, end: int, window: int | None, first: int = 0) -> np.ndarray:
         before = self.prefix + start - first
         allowed = np.ones((end - start, before + end - start), dtype=bool)
-        allowed[:, before:] = np.tri(end - start, dtype=bool)  # all before them is in view
+        allowed[:, before:] = np.tri(end - start, dtype=bool)  # earlier keys are all visible
         if window is not None:
             allowed &= ~np.tri(*allowed.shape, k=before - window, dtype=bool)
         return allowed
@@ -135,21 +135,21 @@ class CausalLayout(PassLayout):
 
 
 def _prefix_spans(prefix: int, positions: np.ndarray, window: int | None) -> list[Span]:
-    """Keys at the positions 0 .. prefix-1, for rows at `positions`, which lie behind them.
+    """Return the spans of the keys 0 .. prefix-1 for later rows at `positions`.
 
-    With a window: those that no row sees any more are left out, and those that some rows see are
-    as many as the rows differ in position.
+    With a window, keys that no row sees are left out, and only keys at the window's edge, as many
+    as the rows differ in position, have a mask.
     """
     if window is None:
         return [Span(0, prefix)]
-    oldest = positions - window + 1  # position of the first key in view
+    oldest = positions - window + 1  # position of the first visible key
     first, full = (int(min(max(at, 0), prefix)) for at in (oldest.min(), oldest.max()))
     edge = np.arange(first, full)[None, :] >= oldest[:, None]
     return [Span(first, full, edge), Span(full, prefix)]
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Without empty spans, and those that need no mask as long as they can be."""
+    """Return the spans without empty ones, with adjacent ones that need no mask joined."""
     joined: list[Span] = []
     for span in spans:
         if span.start == span.end:

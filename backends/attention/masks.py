@@ -1,7 +1,7 @@
 """Attention masks for a layout, as tensors.
 
-Additive masks [1, 1, queries, keys]: 0 where a query may look, the dtype's most negative value
-elsewhere (the convention of transformers, which eager attention and SDPA share).
+Additive masks [1, 1, queries, keys]: 0 where a query sees a key, the dtype's most negative value
+elsewhere (the convention of transformers' eager attention and SDPA).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from backends.attention.batch import BatchLayout, PartRows
 
 _MASK_ALIGNMENT = 16
-"""Elements to which rows of a mask are padded: the memory-efficient kernel of CUDA wants it."""
+"""Elements to which rows of a mask are padded, as CUDA's memory-efficient kernel requires."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A `Span` as attention computes with it.
+    """A `Span` with its mask as a tensor.
 
-    mask [1, 1, rows, end - start]: additive; None where every row sees all keys (or, with
-    `is_causal`, as many as its number).
+    mask [1, 1, rows, end - start]: additive; None if every row sees all keys (or, with
+    `is_causal`, row i sees the first i + 1).
     """
 
     start: int
@@ -33,9 +33,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentedRows:
-    """Rows start..end of a pass, and disjoint segments of its keys that they look at.
+    """Rows start..end of a pass, and disjoint segments of the keys that they see.
 
-    Keys in none of them are hidden from every row.
+    Keys outside all segments are hidden from every row.
     """
 
     start: int
@@ -45,14 +45,14 @@ class SegmentedRows:
 
 @dataclass(frozen=True)
 class SegmentedMask:
-    """Takes the mask's place on the way through a decoder layer; its parts are all the rows, those
-    of each sequence by themselves."""
+    """Mask object passed through a decoder layer in place of a tensor; one part per sequence, which
+    together are all rows."""
 
     parts: tuple[SegmentedRows, ...]
     n_keys: int
 
     def fits(self, key: torch.Tensor) -> bool:
-        """Whether it is made for keys of this shape."""
+        """Return whether the mask is for keys of this shape."""
         return key.shape[0] == 1 and key.shape[2] == self.n_keys
 
     @property
@@ -69,7 +69,7 @@ def segmented_mask(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> SegmentedMask:
-    """The segments of the keys that the new rows start..end may look at."""
+    """Return the segments of the keys that the new rows start..end see."""
 
     def segments(rows: PartRows) -> tuple[Segment, ...]:
         return tuple(
@@ -92,11 +92,11 @@ def segmented_mask(
 def _segment_mask(
     allowed: np.ndarray, dtype: torch.dtype, device: torch.device | None
 ) -> torch.Tensor:
-    """Mask [1, 1, rows, keys] of one span, in which a row may see nothing at all."""
+    """Return the mask [1, 1, rows, keys] of one span, in which a row may see no key."""
     num_tokens, n_keys = allowed.shape
     width = -(-n_keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     # Half of the most negative value: kernels multiply it by log2(e), and an infinity would make
-    # a row that sees nothing of this span a row of NaN.
+    # a row that sees no key of this span NaN.
     mask = torch.full((num_tokens, width), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
     mask[:, :n_keys].masked_fill_(torch.from_numpy(allowed).to(device), 0.0)
     return mask[None, None, :, :n_keys]
@@ -110,7 +110,7 @@ def additive_mask(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Mask [1, 1, end - start, keys] of the new rows start..end in `dtype`."""
+    """Return the mask [1, 1, end - start, keys] of the new rows start..end in `dtype`."""
     allowed = torch.from_numpy(layout.allowed(start, end, window)).to(device)
     mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
     return mask.masked_fill_(allowed, 0.0)[None, None]
@@ -119,10 +119,10 @@ def additive_mask(
 def alibi_bias(
     slopes: torch.Tensor, layout: BatchLayout, end: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """ALiBi bias [heads, 1, keys]: slope x position of the key (Press et al. 2022).
+    """Return the ALiBi bias [heads, 1, keys]: slope x position of the key (Press et al. 2022).
 
-    Softmax does not change when a row is shifted, so the key's position alone serves, and
-    each node of a tree gets its own depth's.
+    Softmax does not change when a row is shifted, so the key's position is enough, also for the
+    nodes of a tree.
     """
     positions = torch.from_numpy(layout.key_positions(end)).to(slopes.device)
     return (slopes[:, None, None] * positions).to(dtype)

@@ -1,6 +1,6 @@
-"""Attention on a GPU, over segments of the keys, merged: keys that all rows see need no mask.
+"""Attention on a GPU over segments of the keys, merged, so that the prefix needs no mask.
 
-Every node of a tree sees the whole prefix, so a mask is needed for the few keys of the tree only:
+Every node of a tree sees the whole prefix, so only the few keys of the tree need a mask:
 
     keys      [ prefix: no mask, any fused kernel | tree: a small mask ]
     partial        (o1, log-sum-exp 1)              (o2, log-sum-exp 2)
@@ -10,7 +10,7 @@ That is softmax over all keys exactly (online softmax: Milakov & Gimelshein 2018
 FlashDecoding, Dao et al. 2023). Query heads that share keys and values are rows of one product, so
 keys and values are never repeated, and no kernel here keeps scores of nodes × context × heads.
 
-The borders of the segments depend on the pass, so it is not exact: see blocks.py.
+The borders of the segments depend on the pass, so this attention is not exact: see blocks.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from backends.attention.masks import Segment, SegmentedMask, SegmentedRows
 
 MAX_SCORE_BYTES = 32 << 20
-"""Of the float32 scores that the plain kernel holds at a time, where no fused one will do."""
+"""Maximum size of the float32 scores of the plain kernel, used where no fused one fits."""
 _FUSED_HEAD_DIM = 256
 _FUSED_ALIGNMENT = 8
 
@@ -45,7 +45,7 @@ def attend_segments(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [1, rows, heads, value dim]; see `BlockedMask.attend`."""
+    """Return the output [1, rows, heads, value dim]; see `BlockedMask.attend`."""
     outputs = [
         _attend_rows(query[:, :, part.start : part.end], key, value, part, scale, softcap, sinks)
         for part in mask.parts
@@ -62,7 +62,7 @@ def _attend_rows(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Output [1, rows, heads, value dim] of one sequence's rows."""
+    """Return the output [1, rows, heads, value dim] of one sequence's rows."""
     _, n_heads, num_tokens, dim = query.shape
     n_kv_heads = key.shape[1]
     queries = query.reshape(n_kv_heads, n_heads // n_kv_heads, num_tokens, dim)
@@ -83,14 +83,14 @@ def _attend_rows(
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """Attention over the keys of both; the output is float32."""
+    """Merge attention over two disjoint sets of keys; the output is float32."""
     (output1, lse1), (output2, lse2) = first, second
-    share = torch.sigmoid(lse2 - lse1).unsqueeze(-1)  # of the second, in the sum of exponentials
+    share = torch.sigmoid(lse2 - lse1).unsqueeze(-1)  # the second's share of the exponentials
     return torch.lerp(output1.float(), output2.float(), share), torch.logaddexp(lse1, lse2)
 
 
 def choose_kernel(query: torch.Tensor, softcap: float | None, head_dim: int) -> Kernel:
-    """The kernel for queries of that kind; head_dim: the wider one of keys and values."""
+    """Return the kernel for these queries; head_dim: the larger of the key and value dims."""
     if softcap is not None:
         return _SoftcapKernel(softcap)
     if head_dim > _FUSED_HEAD_DIM or query.device.type != "cuda":
@@ -101,7 +101,7 @@ def choose_kernel(query: torch.Tensor, softcap: float | None, head_dim: int) -> 
 def cuda_flash_kernel(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
 ) -> Partial:
-    """Flash attention; segments with a mask, which it has no place for, go to the efficient one."""
+    """Flash attention; it takes no mask, so masked segments use the memory-efficient kernel."""
     if segment.mask is not None:
         return cuda_efficient_kernel(queries, keys, values, segment, scale)
 
@@ -139,7 +139,7 @@ def blockwise_kernel(
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Plain products, a block of keys at a time: for what no fused kernel can do, on any device."""
+    """Plain products, a block of keys at a time; any device, for cases without a fused kernel."""
     n_keys = keys.shape[2]
     block = max(16, MAX_SCORE_BYTES // (4 * queries[..., 0].numel()))
     merged: Partial | None = None
@@ -161,7 +161,7 @@ def blockwise_kernel(
 
 
 class _SoftcapKernel:
-    """`blockwise_kernel` with capped scores, which no fused kernel of PyTorch knows."""
+    """`blockwise_kernel` with softcapped scores, which no fused kernel of PyTorch supports."""
 
     def __init__(self, softcap: float) -> None:
         self._softcap = softcap
@@ -178,7 +178,7 @@ class _SoftcapKernel:
 
 
 def _cuda_kernel(query: torch.Tensor) -> Kernel:
-    """Flash attention takes half precision on Ampere and later; bf16 needs those in any case."""
+    """Return the fused kernel: flash attention needs half precision and Ampere or later."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
     if is_half and is_ampere and torch.backends.cuda.is_flash_attention_available():
@@ -195,9 +195,9 @@ def _fused(
     values: torch.Tensor,
     segment: Segment,
 ) -> Partial:
-    """Call a fused kernel, which wants as many heads of keys as of queries and one width for all.
+    """Call a fused kernel, which needs equal numbers of query and key heads and one head dim.
 
-    Without a mask the heads of a group are more rows of one head. With one they stay heads, whose
+    Without a mask the heads of a group become rows of one head. With a mask they stay heads, whose
     keys are the same memory (a stride of 0), so that the mask need not be repeated.
     """
     n_kv_heads, group, num_tokens, _ = queries.shape
@@ -213,21 +213,21 @@ def _fused(
 
 
 def _padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Zeros up to a common width change neither scores nor, once cut off, the output."""
+    """Pad with zeros to a common width, which changes neither scores nor the cropped output."""
     widest = max(tensor.shape[-1] for tensor in tensors)
     width = -(-widest // _FUSED_ALIGNMENT) * _FUSED_ALIGNMENT
     return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
 def _product(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """rows [kv heads, group, rows, k] by shared [kv heads, 1, k, n]: one product for a group."""
+    """Multiply rows [kv heads, group, rows, k] by shared [kv heads, 1, k, n], per group."""
     n_kv_heads, group, num_tokens, _ = rows.shape
     product = rows.reshape(n_kv_heads, group * num_tokens, -1) @ shared[:, 0]
     return product.view(n_kv_heads, group, num_tokens, -1)
 
 
 def _unseen(scores: torch.Tensor, start: int) -> torch.Tensor:
-    """Bool [rows, keys] of a causal segment: the keys start.. after each row's own."""
+    """Return bool [rows, keys] of a causal segment: which keys from `start` on are hidden."""
     num_tokens, n_keys = scores.shape[-2:]
     ones = torch.ones(num_tokens, n_keys, dtype=torch.bool, device=scores.device)
     return ones.triu_(1 - start)

@@ -1,1 +1,1 @@
-"""From a folder of safetensors to a model on the meta device, and which tensor is whose."""
+"""Checkpoint loading: a folder of safetensors to a model on the meta device and its tensors."""

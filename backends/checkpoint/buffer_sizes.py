@@ -1,7 +1,7 @@
-"""Tables that a model computes while it is built, such as sines of positions: how large they are.
+"""Check of the sizes of buffers that a model computes while it is built, such as position sines.
 
-Parameters take no memory on the meta device. Buffers are real, and their size is a figure of the
-config: one that is absurd would take more memory, or time, than there is.
+Parameters take no memory on the meta device. Buffers are real, and their size comes from the
+config: an absurd value would take more memory or time than there is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from offload.formats.tensors import CheckpointError
 from offload.units import GIB, format_bytes
 
 _MAX_BYTES = GIB
-"""The largest ones known are masks and sines of some 10 MB a layer."""
-_USUAL_FIGURE = 2**14
-"""Below, no table takes long, and the model need not be built twice."""
+"""Maximum size of all buffers; the largest known are masks and sines of some 10 MB a layer."""
+_USUAL_VALUE = 2**14
+"""Limit up to which no buffer takes long to build, so the model need not be built twice."""
 
 
 def refuse_absurd_buffers(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Raise CheckpointError where a model's buffers would not fit into any plan.
+    """Raise CheckpointError if a model's buffers are larger than any memory plan allows.
 
-    They are counted on the meta device, on one layer: the others are like it.
+    Buffers are counted on the meta device, for one layer: the others are like it.
     """
-    largest = max(_figures(config.to_dict()), default=0)
-    if largest <= _USUAL_FIGURE:
+    largest = max(_values(config.to_dict()), default=0)
+    if largest <= _USUAL_VALUE:
         return
     model, n_layers = _one_layer(config, dtype), int(config.num_hidden_layers)
     outside, inside = 0, 0
@@ -43,29 +43,29 @@ def refuse_absurd_buffers(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     if n_bytes > _MAX_BYTES:
         raise CheckpointError(
             f"the {config.model_type} config asks for tables of {format_bytes(n_bytes)} beside the "
-            f"weights, and {format_bytes(_MAX_BYTES)} are accepted; its largest figure is "
-            f"{largest}: mend the config.json, or download the checkpoint again"
+            f"weights, and {format_bytes(_MAX_BYTES)} are accepted; its largest number is "
+            f"{largest}: fix the config.json, or download the checkpoint again"
         )
 
 
 def _one_layer(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device with one decoder layer; with all where it takes no other
-    number, whose buffers then count several times."""
+    """Build the model on the meta device with one decoder layer; with all layers if that fails, so
+    that their buffers count several times."""
     shallow = copy.deepcopy(config)
     with torch.device("meta"):
         try:
             shallow.num_hidden_layers = 1
             return AutoModelForCausalLM.from_config(shallow, dtype=dtype)
-        except Exception:  # figures of each layer that no longer fit
+        except Exception:  # lists with a value per layer that no longer fit
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
 
 
-def _figures(value: Any) -> Iterator[int]:
-    """All whole numbers of a config, at any depth."""
+def _values(value: Any) -> Iterator[int]:
+    """Yield all whole numbers of a config, at any depth."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _figures(item)
+            yield from _values(item)
     elif type(value) is int:
         yield value

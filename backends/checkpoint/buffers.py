@@ -1,5 +1,5 @@
-"""Buffers that a checkpoint holds beside parameters: numbers that correct the scores of a router
-(DeepSeek-V3), the scale of a layer (Gemma 4), constants of an activation (Apertus)."""
+"""Buffers that a checkpoint stores beside parameters: score corrections of a router (DeepSeek-V3),
+the scale of a layer (Gemma 4), constants of an activation (Apertus)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 _IN_FLOAT32 = "e_score_correction_bias"
-"""Kept in float32 by transformers, whatever a model computes in."""
+"""Buffer that transformers keeps in float32, whatever dtype a model computes in."""
 
 
 def fill_buffers(model: PreTrainedModel, match: TensorMatch, directory: Path) -> None:
     """Read the buffers that transformers would save, into a model on the meta device.
 
-    Raises CheckpointError where one is not there: what the model was built with are not its values.
+    Raises CheckpointError if one is missing: its initial values are not those of the checkpoint.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, buffer in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""What a transformers config says: whether the model can run here, its context, its KV cache."""
+"""Transformers configs: whether the model can run here, its context length and KV cache sizes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _OF_CALLS = {
     "return_dict": True,
     "use_cache": True,
 }
-"""Options of a call that some config.json have: what a forward returns is ours to say."""
-# Their attention masks, biases or embeddings of positions go by the row in the cache, which for the
-# nodes of a tree is not their position.
+"""Options of the forward call that some config.json set, and the values that we need."""
+# Families whose masks, biases or position embeddings use the row in the cache, which for the nodes
+# of a tree is not their position.
 POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
-# Their factors change with the longest position of a pass, so a token's logits would depend on
-# what else is verified with it; below the original length they do not.
+# RoPE types whose factors depend on the longest position of a pass, so a token's logits would
+# depend on what else is verified with it; below the original length they do not.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
-    """Read config.json without running the checkpoint's own code; refuse what cannot run.
+    """Read config.json without running the checkpoint's own code; refuse models that cannot run.
 
-    Nothing is built from its figures before they were compared with what a model may have.
+    Its values are checked before anything is built from them.
 
     Raises CheckpointError and UnsupportedModel.
     """
@@ -53,14 +53,14 @@ def load_config(directory: Path) -> PreTrainedConfig:
         refuse_nonsense(directory)
         refuse_absurd_count(directory)
     try:
-        # Not merely left out: transformers would ask on the terminal, and run the code after a "y".
+        # Explicit False: else transformers asks on the terminal, and runs the code after a "y".
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds for a bad config
         raise CheckpointError(
             f"{directory}/config.json cannot be read: {one_line(error)}: "
-            "mend it, or download the checkpoint again"
+            "fix it, or download the checkpoint again"
         ) from error
     with config_faults(directory):
         _refuse_config(config)
@@ -70,8 +70,8 @@ def load_config(directory: Path) -> PreTrainedConfig:
 
 
 def _set_for_inference(config: PreTrainedConfig) -> None:
-    """Set what a forward returns, and leave out what is for training: torch refuses a dropout that
-    is no probability also where nothing is dropped."""
+    """Set the options of a forward call and set dropout to 0: torch refuses an invalid dropout
+    probability even in inference."""
     for name, value in _OF_CALLS.items():
         setattr(config, name, value)
     for name, value in vars(config).items():
@@ -81,11 +81,11 @@ def _set_for_inference(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def config_faults(directory: Path) -> Iterator[None]:
-    """Turn whatever a config.json makes transformers or us raise into CheckpointError.
+    """Turn any exception caused by a config.json into CheckpointError.
 
-    For the steps between reading a config and having its model on the meta device: there every
-    value may be of any type, in families that nobody here has tried, and nothing but the config
-    and the headers has a say. `--debug` shows where it happened.
+    For the code from reading a config to building its model on the meta device: every value may be
+    of any type, in families that were never tested, and only the config and the headers can be at
+    fault. `--debug` shows where it happened.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def config_faults(directory: Path) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{directory}/config.json describes no model that can be run ({type(error).__name__}: "
-            f"{one_line(error)}): mend it, or download the checkpoint again"
+            f"{one_line(error)}): fix it, or download the checkpoint again"
         ) from error
 
 
@@ -130,7 +130,7 @@ def _refuse_config(config: PreTrainedConfig) -> None:
 
 
 def context_limit(config: PreTrainedConfig) -> int:
-    """Most positions the model was made for, and whose logits do not depend on the batch."""
+    """Return the maximum number of positions whose logits do not depend on the batch."""
     limit: Any = getattr(config, "max_position_embeddings", None)
     limit = limit or getattr(config, "seq_length", 2048)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -140,17 +140,17 @@ def context_limit(config: PreTrainedConfig) -> int:
 
 
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
-    """Numbers that the KV cache of a decoder layer holds for one token.
+    """Return how many numbers the KV cache of a decoder layer has per token.
 
     Multi-head latent attention caches its compressed latent and the shared rotary key
-    (DeepSeek-V2, section 2.1); the others a key and a value for every KV head.
+    (DeepSeek-V2, section 2.1); other attention a key and a value for every KV head.
     """
     latent = declared(config, "kv_lora_rank")
     if latent:
         return int(latent + config.qk_rope_head_dim)
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
-    result = (modules.get(name) for name in ("k_proj", "v_proj"))
-    projections = [module for module in result if isinstance(module, nn.Linear)]
+    kv_projections = (modules.get(name) for name in ("k_proj", "v_proj"))
+    projections = [module for module in kv_projections if isinstance(module, nn.Linear)]
     if len(projections) == 2:
         return sum(int(projection.out_features) for projection in projections)
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())
@@ -162,7 +162,7 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Of the attention; with multi-head latent attention, of its keys and values expanded."""
+    """Head counts and dims of attention; for latent attention, of the expanded keys and values."""
 
     n_heads: int
     n_kv_heads: int
@@ -181,5 +181,5 @@ def head_shape(config: PreTrainedConfig) -> HeadShape:
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:
-    """An option of the config's own family; None for one that config.json holds on top."""
+    """Return an option that the config's family declares; None for any other in config.json."""
     return getattr(config, name, None) if hasattr(type(config), name) else None

@@ -1,4 +1,4 @@
-"""Kinds of checkpoint folders, told from their files alone: causal language models, and others that
+"""Kinds of checkpoint folders, recognised by their files: causal language models, and others that
 look like one. Neither torch nor transformers is loaded.
 """
 
@@ -19,7 +19,7 @@ _ENCODERS = frozenset(
     "roberta roberta-prelayernorm roformer roc_bert xlm-roberta xlm-roberta-xl xmod".split()
 )
 _CAUSAL_HEAD = re.compile(r"(ForCausalLM|LMHeadModel|WithLMHead|ForConditionalGeneration)$")
-"""Ends of the names of transformers' classes that give logits of the next token."""
+"""Suffixes of transformers' class names whose output is next-token logits."""
 _DRAFT_HEAD = re.compile(r"eagle|medusa|hydra|speculator|dflash|draft|mtp", re.IGNORECASE)
 _HEADS = {
     "Classification": "a classifier, which gives labels",
@@ -29,20 +29,20 @@ _HEADS = {
     "Embedding": "an embedding model, which gives vectors",
     "Retrieval": "an embedding model, which gives vectors",
 }
-"""Kinds by a part of the class's name."""
+"""Description of a model by a part of its class name."""
 _SCORE_HEAD = re.compile(
     r"(score|classifier|classification_head|qa_outputs|reward_head|regression_layer)\."
 )
 _LANGUAGE_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 _IMAGE_TOKENS_ONLY = "vision"
-"""Gemma 3's and 4's word for attention that looks ahead within one image, and not in text."""
+"""Value of Gemma 3 and 4 for attention that is bidirectional within an image, but not in text."""
 _REMEDY = "specdec runs causal language models, name one that generates text"
 
 
 def other_kind(directory: Path) -> str | None:
-    """Return what a folder holds, if it is no causal language model: "a classifier ...".
+    """Return what a folder contains, if it is no causal language model: "a classifier ...".
 
-    None for a language model, and for what cannot be told: whoever opens it says what is wrong.
+    None for a language model, and if unknown: opening it then raises an error.
     """
     pipeline = read_object(directory / "model_index.json").get("_class_name")
     if pipeline is not None:
@@ -55,8 +55,8 @@ def other_kind(directory: Path) -> str | None:
 
 
 def refuse_other_kinds(directory: Path) -> None:
-    """Raise UnsupportedModel for a folder that holds no causal language model, CheckpointError for
-    a config.json that was not fetched."""
+    """Raise UnsupportedModel for a folder without a causal language model, CheckpointError for a
+    config.json that is only a Git LFS pointer."""
     refuse_pointer(directory / "config.json")
     kind = other_kind(directory)
     if kind is not None:
@@ -64,9 +64,9 @@ def refuse_other_kinds(directory: Path) -> None:
 
 
 def refuse_score_head(directory: Path, names: Iterable[str]) -> None:
-    """Raise UnsupportedModel for weights that end in a head of scores or labels, and not of tokens.
+    """Raise UnsupportedModel for weights with a head for scores or labels instead of tokens.
 
-    names: of the checkpoint's tensors. A config does not always name its class.
+    names: names of the checkpoint's tensors. A config does not always name its class.
     """
     known = list(names)
     head = next((name for name in known if _SCORE_HEAD.match(name)), None)
@@ -77,14 +77,14 @@ def refuse_score_head(directory: Path, names: Iterable[str]) -> None:
 
 
 def read_raw(directory: Path) -> dict[str, Any]:
-    """The JSON object of config.json; empty where there is none."""
+    """Return the JSON object of config.json; empty if there is none."""
     return read_object(directory / "config.json")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none."""
-    result = _read_json(path)
-    return result if isinstance(result, dict) else {}
+    """Return the JSON object of a file; empty if there is none."""
+    value = _read_json(path)
+    return value if isinstance(value, dict) else {}
 
 
 def _read_json(path: Path) -> Any:
@@ -95,14 +95,14 @@ def _read_json(path: Path) -> Any:
 
 
 def config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A config, and the part of it that describes the language model."""
+    """Yield a config, and the part of it that describes the language model."""
     yield config
     if isinstance(config.get("text_config"), dict):
         yield config["text_config"]
 
 
 def _is_adapter(directory: Path) -> bool:
-    """Whether the weights of a folder, if it has any, are those of an adapter alone."""
+    """Return whether a folder has an adapter and no weights of a model."""
     if not (directory / "adapter_config.json").is_file():
         return False
     weights = [path.name for path in directory.glob("*.safetensors")]
@@ -124,7 +124,7 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
 
 
 def _by_architectures(architectures: Any) -> str | None:
-    """architectures: the classes that the weights were saved from."""
+    """architectures: class names that the weights were saved from."""
     listed = [architectures] if isinstance(architectures, str) else architectures
     if not isinstance(listed, list):
         return None
@@ -136,9 +136,9 @@ def _by_architectures(architectures: Any) -> str | None:
     name = names[0][:60]
     if any(map(_DRAFT_HEAD.search, names)):
         return f"a draft head ({name}), which runs only beside its target"
-    kinds = (what for part, what in _HEADS.items() if part in name)
-    what = next(kinds, "a model without a head that gives the next token")
-    return f"{what} ({name})"
+    kinds = (kind for part, kind in _HEADS.items() if part in name)
+    kind = next(kinds, "a model without a head that gives the next token")
+    return f"{kind} ({name})"
 
 
 def _by_attention(config: Mapping[str, Any]) -> str | None:
@@ -153,13 +153,13 @@ def _by_attention(config: Mapping[str, Any]) -> str | None:
 
 
 def _by_modules(directory: Path) -> str | None:
-    """Read sentence-transformers' list of modules, which has one for vectors or for scores."""
+    """Recognise embedding and reranking models by sentence-transformers' list of modules."""
     modules = _read_json(directory / "modules.json")
     if isinstance(modules, list) and modules:
         types = [str(module.get("type")) for module in modules if isinstance(module, dict)]
-        is_ranking = any("cross_encoder" in item or "Score" in item for item in types)
-        what = "a reranker, which gives scores" if is_ranking else "an embedding model"
-        return f"{what} (sentence-transformers' modules.json)"
+        is_ranking = any("cross_encoder" in name or "Score" in name for name in types)
+        kind = "a reranker, which gives scores" if is_ranking else "an embedding model"
+        return f"{kind} (sentence-transformers' modules.json)"
     if (directory / "1_Pooling" / "config.json").is_file():
         return "an embedding model (sentence-transformers' 1_Pooling)"
     return None

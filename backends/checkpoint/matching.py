@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint each parameter takes: the one that transformers would load there.
+"""Matching of checkpoint tensors to parameters, with the same result as loading by transformers.
 
 Files, index and config may disagree: a head that the config ties and the file has, the base model's
 prefix missing or doubled, one tensor under two names. The rules are those of transformers'
@@ -32,14 +32,14 @@ class TensorMatch:
     """The tensors of a checkpoint, by the parameters of a model."""
 
     named: Mapping[str, TensorRecord]
-    """All tensors, by the names that this transformers gives them."""
+    """All tensors, by their names in the installed transformers."""
     shared: Mapping[str, str]
-    """Parameter -> the one whose tensor it takes in place of its own."""
+    """Parameter -> the parameter whose tensor it uses instead of its own."""
     untied: tuple[tuple[str, str], ...] = ()
-    """(parameter, the one that the config ties it to): both have tensors, which differ."""
+    """(parameter, parameter that the config ties it to) whose tensors exist and differ."""
 
     def find(self, name: str) -> TensorRecord | None:
-        """The tensor of a parameter, a buffer or an expert."""
+        """Return the tensor of a parameter, a buffer or an expert."""
         return self.named.get(self.shared.get(name, name))
 
     @property
@@ -53,7 +53,7 @@ class TensorMatch:
 
 
 def match_config(model: PreTrainedModel) -> TensorMatch:
-    """The match of a model without any files."""
+    """Return the match of a model without any files."""
     return TensorMatch({}, dict(model.all_tied_weights_keys))
 
 
@@ -65,7 +65,7 @@ def match_tensors(
 ) -> TensorMatch:
     """Find the tensor of every parameter of a model on the meta device.
 
-    packed: tensors that are decoded, by the names of the parameters that they are decoded into.
+    packed: packed tensors, by the names of the parameters that they are decoded into.
     Raises CheckpointError for a checkpoint that is ambiguous or cannot be read.
     """
     parts = {part.name for tensor in packed.values() for part in tensor.stored}
@@ -75,14 +75,14 @@ def match_tensors(
     shared, untied = share(
         model.all_tied_weights_keys,
         named,
-        lambda item, other: have_same_bytes(named[item], named[other]),
+        lambda name, other: have_same_bytes(named[name], named[other]),
     )
     return TensorMatch(named, shared, untied)
 
 
 def _has_todays_names(model: PreTrainedModel, known: Mapping[str, TensorRecord]) -> bool:
-    """Whether no name needs to be looked up in transformers' list of older ones, which it takes a
-    fifth of a second to make. Most checkpoints have these names and no others."""
+    """Return whether all names are current, as in most checkpoints: building transformers' list of
+    older names takes 0.2 s."""
     todays = model.state_dict().keys()
     experts = tuple(f"{name}." for name, _ in expert_modules(model))
     return all(name in todays or name.startswith(experts) for name in known)
@@ -91,10 +91,10 @@ def _has_todays_names(model: PreTrainedModel, known: Mapping[str, TensorRecord])
 def _renamed(
     known: Mapping[str, TensorRecord], model: PreTrainedModel, directory: Path
 ) -> dict[str, TensorRecord]:
-    """The tensors under today's names; of two with one name the first in transformers' order.
+    """Return the tensors under current names; the first in transformers' order on a collision.
 
     Tensors that transformers would merge or split while loading keep names of their own: experts
-    are read from where they lie, other parameters are then reported as missing.
+    are read as they are stored, other parameters are then reported as missing.
     """
     names = _Names(model)
     renamed: dict[str, TensorRecord] = {}
@@ -111,7 +111,7 @@ def _renamed(
 
 
 class _Names:
-    """Today's names of a model's tensors."""
+    """Current names of a model's tensors."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         transforms = get_model_conversion_mapping(model)
@@ -121,7 +121,7 @@ class _Names:
         self._prefix = model.base_model_prefix
 
     def today(self, old: str) -> tuple[str, bool]:
-        """(name, whether the tensor is one of several that make a parameter)"""
+        """Return (current name, whether the tensor is one of several that form a parameter)."""
         lists = self._renamings, self._converters
         name, pattern = rename_source_key(old, *lists, self._prefix, self._known)
         if name not in self._known and old in self._known:
@@ -130,7 +130,7 @@ class _Names:
             return name, False
         merged, _ = rename_source_key(old, *lists)
         own, _ = rename_source_key(old, self._renamings, [])
-        if name.endswith(merged):  # the prefix was missing, or is as it should be
+        if name.endswith(merged):  # the prefix was missing, or is right
             return name.removesuffix(merged) + own, True
         return own.removeprefix(merged.removesuffix(name)), True
 
@@ -140,23 +140,23 @@ def share(
     present: Mapping[str, TensorRecord],
     is_same: Callable[[str, str], bool],
 ) -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
-    """(parameter -> the one whose tensor it takes, pairs that differ and are not tied).
+    """Return (parameter -> the parameter whose tensor it uses, pairs that differ and stay untied).
 
-    tied: parameter -> the one that its config ties it to. What the files have of a pair is taken
-    for both.
+    tied: parameter -> the parameter that the config ties it to. If the files have only one of a
+    pair, both use it.
     """
-    there = set(present)
+    stored = set(present)
     shared: dict[str, str] = {}
     untied = []
     for target, source in tied.items():
-        if source in there and target in there:
+        if source in stored and target in stored:
             if not is_same(shared.get(source, source), shared.get(target, target)):
                 untied.append((target, source))
                 continue
-        elif target in there:
+        elif target in stored:
             target, source = source, target
-        elif source not in there:
+        elif source not in stored:
             continue
         shared[target] = shared.get(source, source)
-        there.add(target)
+        stored.add(target)
     return shared, tuple(untied)

@@ -1,5 +1,5 @@
-"""The matrices of a checkpoint that are decoded before they are computed with: those that its files
-call packed, and those that its config says are quantised."""
+"""Matrices of a checkpoint that must be decoded: packed ones, as its files say, and quantised ones,
+as its config says."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _REMEDY = "use its bf16, fp16 or fp32 checkpoint"
 
 
 def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
-    """How a checkpoint is quantised; None where it is not. Raises UnsupportedModel."""
+    """Return how a checkpoint is quantised, or None if it is not. Raises UnsupportedModel."""
     settings = _settings(config)
     if not settings:
         return None
     method = settings.get("quant_method")
-    result = QUANTISATIONS.get(method) if isinstance(method, str) else None
+    quantisation = QUANTISATIONS.get(method) if isinstance(method, str) else None
     kind = config.model_type
-    if result is None:
+    if quantisation is None:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {str(method)[:40]!r}, and "
             f"{', '.join(QUANTISATIONS)} are known: {_REMEDY}"
         )
     try:
-        result.check_settings(settings)
+        quantisation.check_settings(settings)
     except ValueError as error:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {method!r} with {error}: {_REMEDY}"
         ) from error
-    return as_described(result, settings)
+    return as_described(quantisation, settings)
 
 
 def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Of the quantisation, empty where there is none."""
+    """Return the quantisation settings, empty if there are none."""
     settings = getattr(config, "quantization_config", None) or {}
     result: Mapping[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
     return result
@@ -52,22 +52,22 @@ def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:
 def packed_tensors(
     index: Mapping[str, TensorRecord], config: PreTrainedConfig, dtype: torch.dtype, directory: Path
 ) -> dict[str, PackedTensor]:
-    """By the names of the parameters that they are decoded into.
+    """Return the packed tensors, by the names of the parameters that they are decoded into.
 
-    Raises CheckpointError for those that cannot be what they are said to be.
+    Raises CheckpointError for tensors that do not match their description.
     """
-    result = {name: PackedTensor(record) for name, record in index.items() if record.scheme}
+    tensors = {name: PackedTensor(record) for name, record in index.items() if record.scheme}
     quantisation = quantisation_of(config)
     if quantisation is not None:
-        result |= _quantised(index, quantisation, dtype, directory)
-    for tensor in result.values():
+        tensors |= _quantised(index, quantisation, dtype, directory)
+    for tensor in tensors.values():
         check_packed(tensor)
         if quantisation is not None and tensor.stored:
             try:
                 quantisation.check_described(tensor, _settings(config))
             except ValueError as error:
                 raise broken(tensor.record, error) from error
-    return result
+    return tensors
 
 
 def _quantised(
@@ -76,20 +76,20 @@ def _quantised(
     dtype: torch.dtype,
     directory: Path,
 ) -> dict[str, PackedTensor]:
-    main, *rest = quantisation.suffixes
+    main, *remaining = quantisation.suffixes
     number_format = next(name for name, kind in TORCH_TYPES.items() if kind == dtype)
-    result = {}
+    tensors = {}
     for name, record in index.items():
         module, _, suffix = name.rpartition(".")
         if suffix != main or record.scheme or not quantisation.is_main(record):
             continue
-        for other in rest:
+        for other in remaining:
             if f"{module}.{other}" not in index:
                 raise CheckpointError(
                     f"{directory} lacks {module}.{other}, which {name} is decoded with: the "
                     "download is incomplete"
                 )
-        beside = [f"{module}.{other}" for other in (*rest, *quantisation.optional)]
+        beside = [f"{module}.{other}" for other in (*remaining, *quantisation.optional)]
         stored = (record, *(index[other] for other in beside if other in index))
         whole = f"{module}.{_WEIGHT}"
         if whole != name and whole in index:
@@ -109,25 +109,22 @@ def _quantised(
             n_bytes=sum(part.n_bytes for part in stored),
             scheme=quantisation.name,
         )
-        result[logical.name] = PackedTensor(logical, stored)
-    _check_all_are_used(index, quantisation, result, directory)
-    return result
+        tensors[logical.name] = PackedTensor(logical, stored)
+    _check_all_are_used(index, quantisation, tensors, directory)
+    return tensors
 
 
 def _check_all_are_used(
     index: Mapping[str, TensorRecord],
     quantisation: Quantisation,
-    result: Mapping[str, PackedTensor],
+    tensors: Mapping[str, PackedTensor],
     directory: Path,
 ) -> None:
-    """A matrix that is stored whole has no scales: the ones that are there were for other numbers.
-
-    Raises CheckpointError.
-    """
-    main, *rest = quantisation.suffixes
+    """Raise CheckpointError for scales that belong to no quantised matrix."""
+    main, *remaining = quantisation.suffixes
     for name in index:
         module, _, suffix = name.rpartition(".")
-        if suffix in rest and f"{module}.{_WEIGHT}" not in result:
+        if suffix in remaining and f"{module}.{_WEIGHT}" not in tensors:
             raise CheckpointError(
                 f"{directory} has {name}, and no quantised {module}.{main} that it is for: take "
                 "the checkpoint as it was published"

@@ -1,7 +1,7 @@
-"""The figures of a config.json, read with distrust before transformers builds anything from them.
+"""Checks of the values of a config.json before transformers builds anything from them.
 
-transformers reports a wrong figure in several lines, late or not at all; an absurd one costs
-minutes or more memory than there is.
+transformers reports a wrong value in several lines, late or not at all; an absurd one costs minutes
+or more memory than there is.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ _OPTIONAL = {
     "num_key_value_heads": 2**14,
     "max_position_embeddings": 2**40,
 }
-"""May be null; the bounds are far above any model."""
+"""Values that may be null, and their upper bounds, which are far above any model."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _COUNT = re.compile(
     r"(^n|num|layer|block|depth|expert|head|group|stage|loop|codebook|level|step)s?(_|$)"
 )
-"""Names of counts, of which families make modules or lists: one of a thousand million would take
-all memory while the config is read."""
+"""Names of counts from which families build modules or lists: a count of 10^9 would use all memory
+while the config is read."""
 _NO_COUNT = re.compile(
     r"vocab|position|token|size|dim|length|embd|inner|ctx|rank|param|bucket|sample|freq|seed|dtype"
 )
 _MAX_COUNT = 2**14
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Held against the checkpoint (layer_count.py)."""
-_REMEDY = "mend the config.json, or download the checkpoint again"
-# Names of kinds that other versions wrote, beside those that can be computed.
+"""Names of layer counts, which are compared with the checkpoint (layer_count.py)."""
+_REMEDY = "fix the config.json, or download the checkpoint again"
+# RoPE types that can be computed, and names that other versions of transformers wrote.
 _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "su", "mrope"}
 
 
 def refuse_nonsense(directory: Path) -> None:
-    """Raise CheckpointError or UnsupportedModel for what no model can be built from.
+    """Raise CheckpointError or UnsupportedModel for values from which no model can be built.
 
-    A file that is missing or no JSON object is left to who reads it in earnest.
+    A file that is missing or no JSON object is ignored: reading the config reports it.
     """
     config = read_raw(directory)
     path = directory / "config.json"
     kind = config.get("model_type")
     if not isinstance(kind, str | None):
         raise CheckpointError(
-            f"{path}: model_type is {json.dumps(kind)[:60]}, must be a text: {_REMEDY}"
+            f"{path}: model_type is {json.dumps(kind)[:60]}, must be a string: {_REMEDY}"
         )
     _check_weights_file(config, directory)
     _check_numbers(config, path)
     for part in config_parts(config):
-        _check_figures(part, path)
+        _check_sizes(part, path)
         _check_rope(part, path)
 
 
 def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> None:
-    """Raise CheckpointError for an absurd count, or what is no number, in any part of a config."""
+    """Raise CheckpointError for an absurd count or a NaN in any part of a config."""
     if isinstance(value, dict):
         for key, item in value.items():
             if depth or key not in _LAYER_COUNTS:
@@ -82,7 +82,7 @@ def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> No
 
 
 def _check_weights_file(config: Mapping[str, Any], directory: Path) -> None:
-    """A config may name another file of weights than the one that is read."""
+    """Raise UnsupportedModel if the config names another weights file than specdec reads."""
     named = config.get("transformers_weights")
     usual = next((name for name in _WEIGHTS if (directory / name).exists()), None)
     if named is not None and named != usual:
@@ -97,10 +97,10 @@ def _is_count(name: str) -> bool:
     return _COUNT.search(name) is not None and _NO_COUNT.search(name) is None
 
 
-def _check_figures(config: Mapping[str, Any], path: Path) -> None:
+def _check_sizes(config: Mapping[str, Any], path: Path) -> None:
     for name, limit in {**_REQUIRED, **_OPTIONAL, "num_hidden_layers": 2**62}.items():
         value = config.get(name, 1)
-        # Some families list one figure for each layer.
+        # Some families list one value for each layer.
         if isinstance(value, list) or (value is None and name in _OPTIONAL):
             continue
         if type(value) is not int or not 1 <= value <= limit:
@@ -116,8 +116,8 @@ def _check_rope(config: Mapping[str, Any], path: Path) -> None:
         table = config.get(key)
         if not isinstance(table, dict):
             continue
-        for item in (table, *table.values()):  # some families have one for each type of layer
-            kind = item.get("rope_type", item.get("type")) if isinstance(item, dict) else None
+        for rope in (table, *table.values()):  # some families have one for each type of layer
+            kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
             if kind is not None and (not isinstance(kind, str) or kind not in _ROPE_TYPES):
                 raise UnsupportedModel(
                     f"{path}: rope_type {json.dumps(kind)[:60]} is not known, only "

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint in its place in a model, and how it is stored."""
+"""Checkpoint tensors bound to the modules of a model, and how they are stored."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 @dataclass(frozen=True)
 class BoundTensor:
-    """Where one tensor of the checkpoint belongs: an attribute of a module."""
+    """A tensor of the checkpoint and the module attribute that it is loaded into."""
 
     module: nn.Module
     attribute: str
     record: TensorRecord
     packed: PackedTensor | None = None
-    """How it is stored, where it is decoded before it is computed with."""
+    """Stored form of a tensor that must be decoded; None for a plain tensor."""
 
     @property
     def stored(self) -> tuple[TensorRecord, ...]:
@@ -38,7 +38,7 @@ class BoundTensor:
 
 
 def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
-    """The packed ones among the tensors of a layer, those of a module together."""
+    """Return the packed tensors of a layer, grouped by module."""
     modules: dict[int, list[BoundTensor]] = {}
     for bound in layer:
         if bound.packed:
@@ -47,26 +47,26 @@ def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
 
 
 def packed_module(tensors: Sequence[BoundTensor]) -> PackedModule:
-    """tensors: the packed ones of one module."""
+    """tensors: the packed tensors of one module."""
     packed = tuple(bound.packed for bound in tensors if bound.packed)
     is_linear = type(tensors[0].module) is nn.Linear and tensors[0].attribute == "weight"
     return PackedModule(packed, in_pieces=is_linear and len(packed) == 1)
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` can be a view of the record's bytes as they lie in the file, or
-    as they are decoded."""
+    """Return whether a tensor of `dtype` can be a view of the record's bytes, as stored or as
+    decoded."""
     stored = TORCH_DTYPES.get(record.dtype)
     return stored == dtype and (bool(record.scheme) or record.offset % dtype.itemsize == 0)
 
 
 def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
-    """Bytes of the copies that these tensors need."""
+    """Return the bytes of the copies that these tensors need."""
     return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
 
 
 def check_record(record: TensorRecord, shape: Sequence[int], name: str, directory: Path) -> None:
-    """Raise CheckpointError for another shape, UnsupportedModel for numbers of another kind."""
+    """Raise CheckpointError for a wrong shape, UnsupportedModel for an unsupported dtype."""
     if tuple(record.shape) != tuple(shape):
         raise CheckpointError(
             f"{directory}: {record.name} has shape {list(record.shape)}, "

@@ -1,7 +1,6 @@
-"""Figures of a config as transformers understood it, that memory is planned by.
+"""Checks of the config values that memory is planned by, after transformers has read them.
 
-raw_config looks at what stands in the file; what a family makes of it, and what it has by default,
-is known only afterwards.
+raw_config checks the file; defaults and derived values of a family are known only afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _OPTIONAL = (
     "num_key_value_heads num_nextn_predict_layers qk_nope_head_dim qk_rope_head_dim seq_length "
     "sliding_window v_head_dim"
 ).split()
-_REMEDY = "mend the config.json, or download the checkpoint again"
+_REMEDY = "fix the config.json, or download the checkpoint again"
 
 
 def check_figures(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModel for a figure that each layer has of its own, CheckpointError for what
-    is no number."""
+    """Raise UnsupportedModel for a size that differs among layers, CheckpointError for a value that
+    is not a valid number."""
     kind = config.model_type
     for name in (*_NEEDED, *_OPTIONAL):
         value: Any = getattr(config, name, None)
@@ -32,7 +31,7 @@ def check_figures(config: PreTrainedConfig) -> None:
             continue
         if isinstance(value, (list, tuple)):
             raise UnsupportedModel(
-                f"{kind} is not supported: {name} is a list, a figure for each layer"
+                f"{kind} is not supported: {name} is a list, a value for each layer"
             )
         if type(value) is not int or value < (name in _NEEDED):
             minimum = int(name in _NEEDED)

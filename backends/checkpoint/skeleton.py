@@ -21,22 +21,22 @@ from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
 _building = threading.Lock()
-"""Held while a model is built: what is replaced meanwhile belongs to the process (here torch's
-`register_parameter`, by transformers torch's default dtype and initialisers), and Python 3.11 fails
+"""Lock held while a model is built: building patches state of the process (here torch's
+`register_parameter`, in transformers torch's default dtype and initialisers), and Python 3.11 fails
 to parse in two threads at once."""
 _MAX_PARAMETERS = 2**14
-"""More than any model's modules have, experts in stacks; so many are built within seconds."""
+"""More parameters than any model has, with experts stacked; this many are built within seconds."""
 
 
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """`build_model`, of a kind that can be streamed."""
+    """Build a model as `build_model` does; raise UnsupportedModel if it cannot be streamed."""
     model = build_model(config, dtype)
     refuse_other_mixtures(config.model_type, model)
     return model
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with real buffers and no weights, and our attention where the family can."""
+    """Build the model with real buffers and no weights, and our attention if the family can."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with _building, _parameters_on_meta():
@@ -52,13 +52,13 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     except Exception as error:  # sizes that contradict each other fail anywhere in the model
         raise CheckpointError(
             f"no {config.model_type} model can be built from the config: {one_line(error)}: "
-            "mend the config.json, or download the checkpoint again"
+            "fix the config.json, or download the checkpoint again"
         ) from error
     return model
 
 
 def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """The fastest of transformers' attention implementations that the family has."""
+    """Return the fastest attention implementation that the family supports."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if hands_mask_on(architecture, bool(softcap)):  # type: ignore[arg-type]  # classes hash
         return KEYS_BY_ROW
@@ -69,7 +69,7 @@ def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) ->
 def _parameters_on_meta() -> Iterator[None]:
     """Move every parameter that this thread registers to the meta device; leave buffers alone.
 
-    Raises CheckpointError once there are more than any model has: a count in the config is absurd.
+    Raises CheckpointError once there are more than any model has, from an absurd count in a config.
     """
     register, builder = nn.Module.register_parameter, threading.get_ident()
     n_registered = 0
@@ -82,10 +82,10 @@ def _parameters_on_meta() -> Iterator[None]:
             if n_registered > _MAX_PARAMETERS:
                 raise CheckpointError(
                     f"the config asks for more than {_MAX_PARAMETERS} tensors, which no model has: "
-                    "mend the config.json, or download the checkpoint again"
+                    "fix the config.json, or download the checkpoint again"
                 )
             on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-            # For transformers' initialisers: a call each that leaves no values takes its time.
+            # Skips transformers' initialisers, which would cost time without leaving values.
             on_meta._is_hf_initialized = True
             self._parameters[name] = on_meta
 
@@ -97,7 +97,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, tuple[nn.Module, ...]]:
-    """The name of the model's list of decoder layers, and those layers."""
+    """Return the name of the model's list of decoder layers, and the layers."""
     decoder, n_layers = model.get_decoder(), model.config.num_hidden_layers
     kind = f"{model.config.model_type} is not supported:"
     for name, module in model.named_modules():
@@ -107,7 +107,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, tuple[nn.Module, ...]]:
             if not all(attentive):
                 raise UnsupportedModel(
                     f"{kind} layer {attentive.index(False)} has no attention, "
-                    "and what it keeps of a text cannot be rolled back"
+                    "and its state cannot be rolled back"
                 )
             return name, tuple(module)
     raise UnsupportedModel(f"{kind} its {n_layers} layers are not one list in its decoder")

@@ -1,1 +1,1 @@
-"""What every backend promises, and what all of them share."""
+"""The interface that every backend implements, and the code that all of them share."""

@@ -1,4 +1,4 @@
-"""Seconds of something that computes, by its tokens: what was timed, and straight lines between.
+"""ComputeCurve: seconds of a computation by its number of tokens, interpolated linearly.
 
 A product for N tokens takes about as long as reading its weights from memory, and from some N on as
 long as its arithmetic; in between, and with kernels that differ by N, only a measurement tells.
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeCurve:
-    """Measured seconds of something that computes, by its tokens: a product, or a forward pass."""
+    """Measured seconds of a product or a forward pass, by its number of tokens."""
 
     num_tokens: tuple[int, ...]
     """Numbers of tokens that were timed, ascending from 1."""
     alone: tuple[float, ...]
-    """Seconds with so many tokens, nothing else running."""
+    """Seconds for each of `num_tokens`, nothing else running."""
     beside_reads: tuple[float, ...]
-    """The same while storage is read."""
+    """Seconds for each of `num_tokens`, while storage is read."""
 
     def __post_init__(self) -> None:
         sizes = self.num_tokens
         if not (sizes and len(sizes) == len(self.alone) == len(self.beside_reads)):
-            raise ValueError("a compute curve needs a figure of each kind for every num_tokens")
+            raise ValueError("a compute curve needs a value of each kind for every num_tokens")
         if sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"the num_tokens of a compute curve ascend from 1, not {sizes}")
 
@@ -35,7 +35,7 @@ class ComputeCurve:
         return cls((1, 2), ends, ends)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the seconds with nothing beside it."""
+        """Return the seconds with nothing else running."""
         return _interpolate(self.num_tokens, self.alone, num_tokens)
 
     def beside_factor(self, num_tokens: int) -> float:
@@ -45,27 +45,27 @@ class ComputeCurve:
 
     @property
     def max_tokens_per_second(self) -> float:
-        """Tokens per second of the fastest number at once, nothing beside it."""
+        """Maximum tokens per second over all numbers of tokens, nothing else running."""
         return max(n / max(self.seconds(n), 1e-15) for n in self.num_tokens)
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of one token more, where there are many."""
+        """Seconds of one more token, at the end of the curve."""
         if len(self.num_tokens) == 1:
             return self.alone[0]
         before, last = self.num_tokens[-2:]
         rise = self.seconds(last) - self.seconds(before)
-        if rise <= 0.0:  # timings that were disturbed tell only how long all of them take
+        if rise <= 0.0:  # disturbed timings: take the mean over all tokens
             return self.seconds(last) / last
         return rise / (last - before)
 
     def times(self, factor: float) -> ComputeCurve:
-        """Return the curve of so many times as much to compute, or seconds for bytes."""
+        """Return the curve multiplied by `factor`, for example by bytes."""
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
         return ComputeCurve(self.num_tokens, tuple(alone), tuple(beside))
 
     def filled_up(self, min_batch_tokens: int) -> ComputeCurve:
-        """Return the curve of passes that are filled up to so many tokens: fewer take as long."""
+        """Return the curve of passes that are padded to `min_batch_tokens`: fewer take as long."""
         if min_batch_tokens == 1:
             return self
         sizes = tuple(sorted({*self.num_tokens, min_batch_tokens}))
@@ -76,13 +76,13 @@ class ComputeCurve:
 
     @classmethod
     def mixed(cls, parts: Sequence[tuple[float, ComputeCurve]]) -> ComputeCurve:
-        """Return the curve of work that is made up of `parts`: (how many times, curve)."""
+        """Return the weighted sum of curves; `parts` are pairs (weight, curve)."""
         sizes = tuple(sorted({n for _, curve in parts for n in curve.num_tokens}))
 
         def total(kind: int, num_tokens: int) -> float:
             return sum(
-                times * _interpolate(curve.num_tokens, curve._kinds[kind], num_tokens)
-                for times, curve in parts
+                weight * _interpolate(curve.num_tokens, curve._kinds[kind], num_tokens)
+                for weight, curve in parts
             )
 
         alone, beside = (tuple(total(kind, n) for n in sizes) for kind in (0, 1))
@@ -90,18 +90,18 @@ class ComputeCurve:
 
     @property
     def is_slowed(self) -> bool:
-        """Whether reads were found to cost the arithmetic anything."""
+        """Whether reads were found to slow the computation down."""
         return self.beside_reads != self.alone
 
     def beside_fewer_reads(self, share: float) -> ComputeCurve:
-        """Return the curve beside reads with `share` of the bandwidth that was measured.
+        """Return the curve beside reads with `share` of the measured bandwidth, 1 at most.
 
-        A byte read costs the arithmetic as much as before. What more bandwidth would cost is not
-        known: 1 at most.
+        A byte that is read slows the computation down as much as before. The cost of more
+        bandwidth than was measured is not known.
         """
         beside = tuple(
-            item + share * (other - item)
-            for item, other in zip(self.alone, self.beside_reads, strict=True)
+            seconds + share * (other - seconds)
+            for seconds, other in zip(self.alone, self.beside_reads, strict=True)
         )
         return ComputeCurve(self.num_tokens, self.alone, beside)
 
@@ -111,9 +111,9 @@ class ComputeCurve:
 
 
 def _interpolate(sizes: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
-    """Return the value on straight lines through the points; the last one goes on.
+    """Return the linear interpolation of the points, extrapolated after the last one.
 
-    More tokens never take less: a figure above a later one was disturbed, and is taken for that.
+    More tokens never take less: a value above a later one was disturbed; the later one is used.
     """
     corrected = [min(seconds[i:]) for i in range(len(sizes))]
     if len(sizes) == 1 or num_tokens <= sizes[0]:
@@ -121,5 +121,5 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], num_tokens: int
     high = next((i for i, n in enumerate(sizes) if n >= num_tokens), len(sizes) - 1)
     slope = (corrected[high] - corrected[high - 1]) / (sizes[high] - sizes[high - 1])
     on_line = corrected[high - 1] + slope * (num_tokens - sizes[high - 1])
-    # It may be rounded up.
+    # `on_line` may be above the next point by rounding.
     return min(on_line, corrected[high]) if num_tokens <= sizes[high] else on_line

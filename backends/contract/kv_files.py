@@ -1,4 +1,4 @@
-"""The KV of sequences that are set aside, each in a file without a name (see UnnamedFile)."""
+"""Files for the KV of preempted sequences, each without a name (see UnnamedFile)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offload.process.temporary import temporary_folder
 from offload.units import GIB
 
 MAX_BYTES = 8 * GIB
-"""Of all files together, and never more than ..."""
+"""Maximum bytes of all files together."""
 _SHARE_OF_FREE = 0.5
-"""... so much of what is free where they lie."""
+"""Maximum share of the free space of the folder that they take."""
 
 
 class KvFile:
-    """The KV of one text's prefix."""
+    """A file with the KV of one sequence's committed prefix."""
 
     def __init__(
         self, files: KvFiles, token_ids: tuple[int, ...], file: UnnamedFile, n_mapped: int
@@ -28,32 +28,31 @@ class KvFile:
         self.token_ids, self.n_bytes = token_ids, file.n_bytes
         self._n_mapped = n_mapped
 
-    def load(self, text: SequenceKV, n_growth_bytes: int = 0) -> bool:
-        """Into an empty text; False, and it stays empty, where the file cannot be read.
+    def load(self, sequence: SequenceKV, n_growth_bytes: int = 0) -> bool:
+        """Load the KV into an empty sequence; if that fails, return False and leave it empty.
 
-        n_growth_bytes: that the KV cache may take for it.
+        n_growth_bytes: memory that the KV cache may take for it.
         """
         if not self._files.free_memory(self._n_mapped + n_growth_bytes):
             return False
         try:
-            text.load_prefix(self.token_ids, self._file.saved)
+            sequence.load_prefix(self.token_ids, self._file.saved)
         except (OSError, BackendError):
             return False
         return True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file and free its space. Idempotent."""
         self._files.let_go(self)
         self._file.close()
 
 
 class KvFiles:
-    """Writes them, as far as there is room.
+    """Writer of KV files, within a limit of disk space.
 
     Args:
-        find_folder: where they lie; None where they can lie nowhere. Asked with the first one.
-        make_way: called with the bytes that one tensor is to be mapped in; whether they fit into
-            the memory.
+        find_folder: return the folder for the files, or None if there is none.
+        free_memory: return whether so many bytes of memory, to map a tensor in, can be had.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class KvFiles:
 
     @property
     def n_bytes(self) -> int:
-        """Of all that there are."""
-        return sum(item.n_bytes for item in self._open)
+        """Bytes of all open files."""
+        return sum(file.n_bytes for file in self._open)
 
-    def write(self, text: SequenceKV) -> KvFile | None:
-        """The committed prefix of a text; None where there is no room for it, or no way."""
-        if not self._backend.can_save_prefix or not text.n_committed:
+    def write(self, sequence: SequenceKV) -> KvFile | None:
+        """Save the committed prefix of a sequence; return None if space or support is missing."""
+        if not self._backend.can_save_prefix or not sequence.n_committed:
             return None
-        tensors = text.prefix_tensors()
+        tensors = sequence.prefix_tensors()
         folder = self._find_folder()
         n_mapped = max(tensor.n_bytes for tensor in tensors)
         if folder is None or not self.free_memory(n_mapped):
@@ -88,13 +87,13 @@ class KvFiles:
                 free, self._max_bytes - self.n_bytes
             ):
                 return None
-            file = UnnamedFile(folder, tensors, text.save_prefix)
+            file = UnnamedFile(folder, tensors, sequence.save_prefix)
         except (OSError, BackendError):
             return None
-        self._open.append(KvFile(self, tuple(text.committed_ids), file, n_mapped))
+        self._open.append(KvFile(self, tuple(sequence.committed_ids), file, n_mapped))
         return self._open[-1]
 
-    def let_go(self, item: KvFile) -> None:
-        """It is closed."""
-        if item in self._open:
-            self._open.remove(item)
+    def let_go(self, file: KvFile) -> None:
+        """Forget a closed file."""
+        if file in self._open:
+            self._open.remove(file)

@@ -1,10 +1,10 @@
-"""Bookkeeping of tentative nodes: which rows of a KV cache they occupy and who sees whom.
+"""NodeTable: which rows of a KV cache tentative nodes occupy, and which nodes attend to which.
 
     rows of the cache:  [ committed prefix | live nodes, in order of arrival ]
                           0 .. n_committed-1   n_committed ..
 
-The table holds no tensors. A cache executes the row moves that `commit` and `prune` return, so
-that the arithmetic of trees lives in one place and can be tested without a model.
+The table has no tensors. A cache executes the row moves that `commit` and `prune` return, so that
+the bookkeeping of trees is in one place and can be tested without a model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from backends.contract.backend import PREFIX, BackendError
 
 
 def table_bytes(max_nodes: int) -> int:
-    """Memory of a `NodeTable`: who sees whom is a byte for each pair of nodes, and a copy of it
-    while nodes come or go."""
+    """Return the bytes of a `NodeTable`: a mask with a byte for each pair of nodes, and a copy of
+    it while nodes are added or dropped."""
     return 2 * max_nodes**2
 
 
@@ -27,10 +27,10 @@ class NodeTable:
 
     def __init__(self) -> None:
         self.committed: list[int] = []
-        """Token ids of the prefix, in order; the one record of how long it is."""
+        """Token ids of the prefix, in order; its length is the length of the prefix."""
         self.next_id = 0
         self.parents: dict[int, int] = {}
-        """Of each live node; PREFIX where it follows the last committed token."""
+        """Parent of each live node; PREFIX if it follows the last committed token."""
         self._ids: list[int] = []
         self._tokens: list[int] = []
         self._depths: list[int] = []
@@ -45,7 +45,7 @@ class NodeTable:
 
     @property
     def num_tokens(self) -> int:
-        """Rows in use: committed and live."""
+        """Committed tokens and live nodes."""
         return self.n_committed + len(self._ids)
 
     @property
@@ -54,19 +54,19 @@ class NodeTable:
 
     @property
     def max_depth(self) -> int:
-        """Tokens on the longest live path."""
+        """Number of nodes on the longest live path."""
         return 1 + max(self._depths) if self._depths else 0
 
     def positions(self, start: int = 0) -> np.ndarray:
-        """Positions in the sequence of the live nodes from `start` on, int64 [live - start]."""
+        """Return the sequence positions of live nodes from `start` on, int64 [live - start]."""
         return self.n_committed + np.asarray(self._depths[start:], dtype=np.int64)
 
     def visible(self, start: int = 0) -> np.ndarray:
-        """Which live nodes each live node from `start` on attends to, bool [live - start, live]."""
+        """Return the attention mask of live nodes from `start` on, bool [live - start, live]."""
         return self._ancestors[start:]
 
     def path(self, node: int) -> list[int]:
-        """Ids from the prefix down to a live node, itself included."""
+        """Return the ids from the prefix down to a live node, including it."""
         path = []
         while node != PREFIX:
             path.append(node)
@@ -74,7 +74,7 @@ class NodeTable:
         return path[::-1]
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Lengthen the prefix by tokens that were no nodes before: a prompt's."""
+        """Append tokens that were no nodes (a prompt's) to the prefix."""
         self.committed += [int(token) for token in token_ids]
 
     def cut(self, length: int) -> None:
@@ -84,7 +84,7 @@ class NodeTable:
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         """Append nodes with these tokens below `parents`; return their ids.
 
-        Unknown parents raise, adding nothing.
+        Raises BackendError, and adds nothing, for an unknown parent.
         """
         ids, rows = list(range(self.next_id, self.next_id + len(parents))), self._rows()
         above = self._rows_above(ids, parents, rows)
@@ -106,18 +106,18 @@ class NodeTable:
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> list[int]:
         """Move `path` into the prefix; return the old live rows in their new order.
 
-        The first len(path) of them are the committed ones, the others stay live.
+        The first len(path) of them are committed now, the others stay live.
         """
         rows = self._rows()
         self._check_chain(path, rows)
-        cached = self._subtrees(keep, rows, below=path[-1] if path else PREFIX)
-        order = [rows[node] for node in path] + cached
+        kept_rows = self._subtrees(keep, rows, below=path[-1] if path else PREFIX)
+        order = [rows[node] for node in path] + kept_rows
         self.committed += [self._tokens[rows[node]] for node in path]
-        self._select(cached, root=path[-1] if path else PREFIX, lift=len(path))
+        self._select(kept_rows, root=path[-1] if path else PREFIX, lift=len(path))
         return order
 
     def prune(self, nodes: Collection[int]) -> list[int]:
-        """Drop `nodes` and what is below them; return the old live rows that remain."""
+        """Drop `nodes` and their subtrees; return the old live rows that remain."""
         rows = self._rows()
         for node in nodes:
             self._require(node, rows)
@@ -143,13 +143,13 @@ class NodeTable:
     def _rows_above(
         ids: Sequence[int], parents: Sequence[int], rows: Mapping[int, int]
     ) -> list[int]:
-        """Rows of the parents of new nodes, PREFIX where there is none; `rows`: of those before."""
-        known, above = dict(rows), []
+        """Return the rows of new nodes' parents, or PREFIX; `rows`: those of existing nodes."""
+        all_rows, above = dict(rows), []
         for node, parent in zip(ids, parents, strict=True):
-            if parent != PREFIX and parent not in known:
+            if parent != PREFIX and parent not in all_rows:
                 raise BackendError(f"node {node} has parent {parent}, which is not a live node")
-            above.append(PREFIX if parent == PREFIX else known[parent])
-            known[node] = len(known)
+            above.append(PREFIX if parent == PREFIX else all_rows[parent])
+            all_rows[node] = len(all_rows)
         return above
 
     @staticmethod
@@ -166,7 +166,7 @@ class NodeTable:
             above = node
 
     def _subtrees(self, roots: Collection[int], rows: dict[int, int], below: int) -> list[int]:
-        """Rows of the subtrees at `roots`, which must be children of `below`, in row order."""
+        """Return the rows of the subtrees at `roots`, children of `below`, in row order."""
         for node in roots:
             self._require(node, rows)
             if self.parents[node] != below:

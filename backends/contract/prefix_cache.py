@@ -1,7 +1,7 @@
-"""The KV of sequences that are over, kept for those that begin alike.
+"""PrefixCache: the KV of finished sequences, cached for those that begin with the same tokens.
 
-A text whose prompt begins as another one's takes up that one's KV: of the same prompt once more, of
-the next turn of a chat, of several answers to one question. Blocks are shared, nothing is copied
+A sequence reuses the KV of another one with a common prefix: of the same prompt sent again, of the
+previous turn of a chat, of the other answers to one question. Blocks are shared, nothing is copied
 (see `SequenceKV.fork`).
 """
 
@@ -14,10 +14,10 @@ from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 
 
 class PrefixCache:
-    """Sequences of a backend: those in use, and the last ones that are over.
+    """Sequences of a backend: those in use, and the last ones that have finished.
 
     Args:
-        most: that are kept after their end; the oldest goes first.
+        limit: maximum number of finished sequences that are cached; the oldest is dropped first.
     """
 
     def __init__(self, backend: Backend, limit: int = 1) -> None:
@@ -27,59 +27,57 @@ class PrefixCache:
         self._cached: list[SequenceKV] = []  # the oldest first
 
     def begin(self, token_ids: Sequence[int], *, skips_cache: bool = False) -> SequenceKV:
-        """Return a sequence with as much of these tokens' KV as there is, and nothing else.
+        """Return a sequence whose KV is the longest cached prefix of these tokens.
 
-        The last token's KV is left out, since its logits are wanted.
+        The last token's KV is left out, since its logits are needed. Cached sequences are dropped,
+        the oldest first, while the backend has no capacity for one more.
 
-        is_fresh: nothing of other sequences is used.
-        What is kept goes, the oldest first, where the backend has no room for one more.
+        skips_cache: do not reuse KV of other sequences.
         """
-        requested = [] if skips_cache else list(token_ids[:-1])
+        prefix = [] if skips_cache else list(token_ids[:-1])
         while True:
             try:
-                text = self._forked(requested) or self.backend.new_sequence()
+                sequence = self._forked(prefix) or self.backend.new_sequence()
                 break
             except BackendError:
                 if not self.drop_oldest():
                     raise
-        self._in_use.append(text)
-        return text
+        self._in_use.append(sequence)
+        return sequence
 
     def _forked(self, token_ids: list[int]) -> SequenceKV | None:
         best, length = None, 0
-        for text in (*self._in_use, *self._cached):
-            n_common = common_length(list(text.committed_ids), token_ids)
+        for sequence in (*self._in_use, *self._cached):
+            n_common = common_length(list(sequence.committed_ids), token_ids)
             if n_common > length:
-                best, length = text, n_common
+                best, length = sequence, n_common
         return None if best is None else best.fork(length)
 
     def n_common(self, token_ids: Sequence[int], apart_from: SequenceKV | None = None) -> int:
-        """Of these tokens, the first ones whose KV there is: of all sequences but one."""
-        requested = list(token_ids[:-1])
-        sequences = [text for text in (*self._in_use, *self._cached) if text is not apart_from]
-        return max(
-            (common_length(list(text.committed_ids), requested) for text in sequences), default=0
-        )
+        """Return how many of these tokens have KV in a sequence other than `apart_from`."""
+        prefix = list(token_ids[:-1])
+        remaining = [kv for kv in (*self._in_use, *self._cached) if kv is not apart_from]
+        return max((common_length(list(kv.committed_ids), prefix) for kv in remaining), default=0)
 
-    def make_capacity(self, text: SequenceKV, num_tokens: int) -> None:
-        requested = [SequenceInput(text, [0] * max(1, num_tokens))]
-        while self._cached and self.backend.n_fitting(requested) < 1:
+    def make_capacity(self, sequence: SequenceKV, num_tokens: int) -> None:
+        batch = [SequenceInput(sequence, [0] * max(1, num_tokens))]
+        while self._cached and self.backend.n_fitting(batch) < 1:
             self.drop_oldest()
 
-    def end(self, text: SequenceKV) -> None:
-        self._in_use.remove(text)
-        text.rollback(text.n_committed)  # live nodes are of no use to others
-        self._cached.append(text)
+    def end(self, sequence: SequenceKV) -> None:
+        self._in_use.remove(sequence)
+        sequence.rollback(sequence.n_committed)  # live nodes are of no use to others
+        self._cached.append(sequence)
         while len(self._cached) > self._limit:
             self.drop_oldest()
 
-    def drop(self, text: SequenceKV) -> None:
-        """The text is over, or set aside; nothing of it is kept."""
-        self._in_use.remove(text)
-        text.close()
+    def drop(self, sequence: SequenceKV) -> None:
+        """Close a finished or preempted sequence without caching its KV."""
+        self._in_use.remove(sequence)
+        sequence.close()
 
     def drop_oldest(self) -> bool:
-        """Give back the KV of the text that ended first; False where none is kept."""
+        """Free the oldest cached KV; return False if none is cached."""
         if not self._cached:
             return False
         self._cached.pop(0).close()
@@ -87,24 +85,24 @@ class PrefixCache:
 
     @property
     def n_in_use(self) -> int:
-        """Texts that are not over."""
+        """Number of running sequences."""
         return len(self._in_use)
 
     @property
     def newest(self) -> SequenceKV | None:
-        """The text that began or ended last."""
+        """The running sequence that began last, or else the cached one that finished last."""
         return (*self._cached, *self._in_use)[-1] if self._cached or self._in_use else None
 
     @property
     def cached(self) -> tuple[SequenceKV, ...]:
-        """Texts that are over, the oldest first."""
+        """Cached sequences that have finished, the oldest first."""
         return tuple(self._cached)
 
-    def adopt(self, text: SequenceKV) -> None:
-        """Keep a sequence that was filled elsewhere."""
-        self._cached.append(text)
+    def adopt(self, sequence: SequenceKV) -> None:
+        """Add a sequence that was filled elsewhere to the cache."""
+        self._cached.append(sequence)
 
     @property
     def n_committed(self) -> int:
-        """Tokens of all sequences; what they share counts for each of them."""
-        return sum(text.n_committed for text in (*self._in_use, *self._cached))
+        """Committed tokens of all sequences; shared ones count for each of them."""
+        return sum(sequence.n_committed for sequence in (*self._in_use, *self._cached))

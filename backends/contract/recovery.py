@@ -1,4 +1,4 @@
-"""RecoveringBackend: sequences, the frame of their operations, and recovery from a failed one."""
+"""RecoveringBackend: its sequences, and recovery after an operation that failed."""
 
 from __future__ import annotations
 
@@ -89,45 +89,45 @@ class RecoverableKV(SequenceKV, Generic[Store]):
 
 
 class RecoveringBackend(Backend, Generic[Store]):
-    """A backend whose sequences are whole again after an operation that an error cut short."""
+    """A backend that recovers its sequences after an operation that an error cut short."""
 
     _is_closed = False
 
     def __init__(self) -> None:
         self._sequences: list[RecoverableKV[Store]] = []
         self._recoveries: list[Callable[[], None]] = []
-        """That are due, of operations that broke off."""
+        """Recovery functions of failed operations that are still to be called, the oldest first."""
 
-    # --- what a backend has of its own ------------------------------------------------------
+    # --- to be implemented by a backend -----------------------------------------------------
 
     @abstractmethod
     def _new_kv(self) -> Store:
-        """Of an empty text."""
+        """Return the store of an empty sequence."""
 
     @abstractmethod
     def _fork(self, kv: Store, length: int) -> Store:
-        """Another one with the first `length` tokens of the prefix, which both hold once."""
+        """Return another store that shares the first `length` tokens of the prefix."""
 
     @abstractmethod
     def _compute(self, new: Sequence[NewTokens[Store]]) -> list[np.ndarray]:
-        """One pass over rows that fit; float32 logits [wanted, vocab] of each."""
+        """Run a pass over tokens that fit; return float32 logits [n_logits, vocab] of each."""
 
     @abstractmethod
     def _num_free_slots(self, kv: Store) -> int:
-        """Tokens or nodes that this text may get now, as far as memory goes."""
+        """Return how many more tokens or nodes memory allows this sequence."""
 
     @abstractmethod
     def _capacity_of(self, kv: Store, rows: SequenceInput) -> Sequence[int]:
-        """Units of each kind (blocks or cells, sequences of llama.cpp) that these new rows of a
-        text take."""
+        """Return how many units of each kind (blocks or cells, llama.cpp's sequences) these new
+        tokens of a sequence take."""
 
     @abstractmethod
     def _free_units(self) -> Sequence[int]:
-        """Units of each kind that all sequences together may still take."""
+        """Return how many units of each kind are free for all sequences together."""
 
     @abstractmethod
     def _restart(self) -> None:
-        """Let a ring begin at layer 0."""
+        """Restart the ring of streamed layers, if there is one, at layer 0."""
 
     @abstractmethod
     def _prefix_tensors(self, kv: Store) -> tuple[TensorShape, ...]: ...
@@ -137,7 +137,7 @@ class RecoveringBackend(Backend, Generic[Store]):
 
     @abstractmethod
     def _load_prefix(self, kv: Store, token_ids: list[int], tensors: SavedTensors) -> None:
-        """Fill an empty one. Raises BackendError for tensors that are not such a prefix's."""
+        """Fill an empty store. Raises BackendError for tensors that are no such prefix."""
 
     # --- sequences --------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class RecoveringBackend(Backend, Generic[Store]):
             sequence.store.close()
 
     def _without_sequences(self) -> Self:
-        """A copy that has none of its own yet."""
+        """Return a copy of this backend without sequences."""
         other = copy.copy(self)
         other._sequences = []
         return other
@@ -173,15 +173,15 @@ class RecoveringBackend(Backend, Generic[Store]):
         return self.max_nodes - self._n_live
 
     def num_free_slots_of(self, kv: Store) -> int:
-        """See Text.node_room."""
+        """See SequenceKV.num_free_slots."""
         return max(0, min(self._num_free_slots(kv), self.num_free_nodes))
 
     def n_fitting(self, batch: Sequence[SequenceInput]) -> int:
         n_nodes, n_units = self._n_live, np.array(self._free_units())
-        for n_before, item in enumerate(batch):
-            kv, n_tokens = cast(RecoverableKV[Store], item.kv).store, len(item.token_ids)
-            n_units -= self._capacity_of(kv, item)
-            n_nodes += n_tokens if item.parents is not None else -len(kv.table)
+        for n_before, added in enumerate(batch):
+            kv, n_tokens = cast(RecoverableKV[Store], added.kv).store, len(added.token_ids)
+            n_units -= self._capacity_of(kv, added)
+            n_nodes += n_tokens if added.parents is not None else -len(kv.table)
             if (n_units < 0).any():
                 return n_before
             if self.max_nodes is not None and n_nodes > self.max_nodes:
@@ -195,35 +195,35 @@ class RecoveringBackend(Backend, Generic[Store]):
     # --- passes -----------------------------------------------------------------------------
 
     def forward(self, batch: Sequence[SequenceInput]) -> list[SequenceOutput]:
-        sequences = [cast(RecoverableKV[Store], item.kv) for item in batch]
+        sequences = [cast(RecoverableKV[Store], added.kv) for added in batch]
         if len(set(map(id, sequences))) < len(sequences):
             raise ValueError("a sequence is in the batch twice")
-        for item in sequences:
-            item.check_open()
-            if item.backend is not self:
+        for sequence in sequences:
+            sequence.check_open()
+            if sequence.backend is not self:
                 raise ValueError("a sequence of another backend is in the batch")
 
         def grow() -> list[SequenceOutput]:
-            for sequence, rows in zip(sequences, batch, strict=True):
-                if rows.parents is None:
+            for sequence, added in zip(sequences, batch, strict=True):
+                if added.parents is None:
                     sequence.store.abort()
-            ids, new = zip(*map(self._new_rows, sequences, batch), strict=True)
-            computed = [item for item in new if item.token_ids]
+            ids, new = zip(*map(self._new_tokens, sequences, batch), strict=True)
+            computed = [tokens for tokens in new if tokens.token_ids]
             logits = iter(self._compute(computed) if computed else ())
-            for item in computed:
-                if not item.are_nodes:
-                    item.store.append(item.token_ids)
-                item.store.check_integrity()
-            nothing = np.zeros((0, self.vocab_size), dtype=np.float32)
-            result = [next(logits) if item.token_ids else nothing for item in new]
-            return [SequenceOutput(*pair) for pair in zip(ids, result, strict=True)]
+            for tokens in computed:
+                if not tokens.are_nodes:
+                    tokens.store.append(tokens.token_ids)
+                tokens.store.check_integrity()
+            no_logits = np.zeros((0, self.vocab_size), dtype=np.float32)
+            outputs = [next(logits) if tokens.token_ids else no_logits for tokens in new]
+            return [SequenceOutput(*pair) for pair in zip(ids, outputs, strict=True)]
 
         return self.recovering(sequences, grow) if batch else []
 
-    def _new_rows(
+    def _new_tokens(
         self, sequence: RecoverableKV[Store], added: SequenceInput
     ) -> tuple[list[int], NewTokens[Store]]:
-        """Ids of new nodes, and what is to be computed; nodes are in the table from here on."""
+        """Add new nodes to the table; return their ids and the tokens to compute."""
         kv, n_tokens = sequence.store, len(added.token_ids)
         new = NewTokens(kv, added.token_ids, added.logit_positions, added.parents is not None)
         if added.parents is None:
@@ -242,12 +242,12 @@ class RecoveringBackend(Backend, Generic[Store]):
             )
 
     def _check_length(self, kv: Store, depth: int, n_tokens: int) -> None:
-        """Raise ContextFull where `n_tokens` new ones lead to that many after the prefix."""
+        """Raise ContextFull if `n_tokens` new tokens exceed the context at this depth."""
         n_committed = kv.table.n_committed
         if n_committed + depth > self.max_context:
             raise ContextFull(n_tokens, n_committed, self.max_context)
 
-    # --- repairs ----------------------------------------------------------------------------
+    # --- recovery ---------------------------------------------------------------------------
 
     def recovering(
         self,
@@ -255,24 +255,24 @@ class RecoveringBackend(Backend, Generic[Store]):
         operation: Callable[[], _T],
         n_intact: int | None = None,
     ) -> _T:
-        """Call `operation` on these; after any failure their live nodes are dropped and their
-        committed prefixes are what they were.
+        """Call `operation`; after a failure drop the sequences' live nodes and restore their
+        committed prefixes.
 
-        n_intact: of one sequence, committed tokens that the operation leaves alone; None: all.
+        n_intact: committed tokens of one sequence that the operation does not touch; None: all.
         """
         lengths = [sequence.n_committed if n_intact is None else n_intact for sequence in sequences]
 
         def recover() -> None:
-            for item, length in zip(sequences, lengths, strict=True):
-                if not item.is_closed:
-                    item.store.abort(length)
+            for sequence, length in zip(sequences, lengths, strict=True):
+                if not sequence.is_closed:
+                    sequence.store.abort(length)
             self._restart()
 
         return self._guarded(operation, recover)
 
     def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
-        """Call `operation`, and `repair` after any failure; again before the next operation, where
-        the repair fails as well."""
+        """Call `operation`, and `recover` after a failure. If `recover` fails too, call it again
+        before the next operation."""
         if self._is_closed:
             raise BackendError("the backend is closed; load the model again")
         self._recover_all()
@@ -280,7 +280,7 @@ class RecoveringBackend(Backend, Generic[Store]):
             return operation()
         except BaseException:
             self._recoveries.append(recover)
-            with suppress(Exception):  # what ended the operation is what its caller is told
+            with suppress(Exception):  # the caller gets the error of the operation
                 self._recover_all()
             raise
 

@@ -1,4 +1,4 @@
-"""The draft that is the target itself: a second KV cache over weights that are loaded already."""
+"""SharedSource: a draft that is the target itself, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from backends.contract.source import Loading, ModelCompute, ModelSource
 
 
 class SharedSource(ModelSource):
-    """What a second cache for `source`'s weights takes: everything but those.
+    """A source for a second KV cache over `source`'s weights; those take no further memory.
 
-    `load` needs the backend that has them: see `lend`.
+    `load` needs the backend that has the weights: see `share_weights`.
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self.layer_access = source
+        self.source = source
         self._owner: Backend | None = None
         self.path = source.path
         self.vocab_size = source.vocab_size
@@ -27,34 +27,34 @@ class SharedSource(ModelSource):
         self.layers = ()
 
     def share_weights(self, owner: Backend) -> None:
-        """From now on `load` makes a cache over this backend's weights."""
+        """Let `load` use this backend's weights from now on."""
         self._owner = owner
 
     @property
     def weight_file(self) -> Path:
-        return self.layer_access.weight_file
+        return self.source.weight_file
 
     def fingerprint(self) -> str:
-        return self.layer_access.fingerprint()
+        return self.source.fingerprint()
 
     @property
     def non_layer_bytes(self) -> int:
         return 0
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        return self.layer_access.kv_bytes(ctx_size, max_nodes)
+        return self.source.kv_bytes(ctx_size, max_nodes)
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
-        return self.layer_access.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
+        return self.source.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
 
     @property
     def head_bytes(self) -> int:
-        """All weights that a pass multiplies with: none of its own layers does it."""
-        return int(self.layer_access.pass_bytes(1)) + self.layer_access.head_bytes
+        """Bytes of all weights that a pass multiplies with, since this source has no layers."""
+        return int(self.source.pass_bytes(1)) + self.source.head_bytes
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        compute, n_bytes = self.layer_access.measure_compute(beside_reads), self.head_bytes
-        n_head = self.layer_access.head_bytes
+        compute, n_bytes = self.source.measure_compute(beside_reads), self.head_bytes
+        n_head = self.source.head_bytes
         parts = [
             ((n_bytes - n_head) / n_bytes, compute.per_byte),
             (n_head / n_bytes, compute.head_per_byte or compute.per_byte),
@@ -62,7 +62,7 @@ class SharedSource(ModelSource):
         return replace(compute, head_bytes=n_bytes, head_per_byte=ComputeCurve.mixed(parts))
 
     def check_unchanged(self) -> None:
-        self.layer_access.check_unchanged()
+        self.source.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
         if self._owner is None:

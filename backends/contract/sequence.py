@@ -2,7 +2,7 @@
 
     backend.forward([SequenceInput(a, tokens), SequenceInput(b, tokens, parents), ...])
 
-is one read of the model for all of them, whose cost is that of its tokens together. One sequence is
+reads the model once for all of them; the cost is that of all tokens together. A single sequence is
 a batch of one.
 """
 
@@ -18,16 +18,16 @@ import numpy as np
 from offload.formats.mapped import TensorShape
 
 SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
-"""Tensors by name, each with its bytes, which may be written to."""
+"""Tensors by name, each with its bytes, which are writable."""
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences of tokens."""
+    """Return the length of the longest common prefix of two lists of tokens."""
     n_tokens = min(len(first), len(second))
-    if first[:n_tokens] == second[:n_tokens]:  # usual, and quick
+    if first[:n_tokens] == second[:n_tokens]:  # the usual case, checked fast
         return n_tokens
     pairs = zip(first, second, strict=False)
-    return next(i for i, (item, other) in enumerate(pairs) if item != other)
+    return next(i for i, (token, other) in enumerate(pairs) if token != other)
 
 
 class ForwardPasses(Protocol):
@@ -47,8 +47,8 @@ class SequenceKV(ABC):
     Node ids are consecutive integers that are never used twice; the next call of `extend` gives
     `next_node_id` to its first node, so that a batch can name parents inside itself.
 
-    An error or a cancel in any method leaves the committed prefix as it was before the call
-    and drops every live node; an error in a forward pass those of all its sequences.
+    An error or a cancel in any method leaves the committed prefix as it was before the call and
+    drops every live node; an error in a forward pass drops those of all sequences in the batch.
     """
 
     backend: ForwardPasses
@@ -56,7 +56,7 @@ class SequenceKV(ABC):
     @property
     @abstractmethod
     def committed_ids(self) -> Sequence[int]:
-        """The tokens whose KV is the committed prefix; exact at all times, not to be changed."""
+        """The tokens whose KV is the committed prefix; always up to date, read-only."""
 
     @property
     def n_committed(self) -> int:
@@ -66,20 +66,20 @@ class SequenceKV(ABC):
     @property
     @abstractmethod
     def next_node_id(self) -> int:
-        """The id that the first node of the next `extend` will get."""
+        """Id of the first node of the next `extend`."""
 
     @property
     @abstractmethod
     def num_free_slots(self) -> int:
-        """Live nodes that a pass may add now, beside those of all sequences of the backend.
+        """Live nodes that a pass may add now, given those of all sequences of the backend.
 
-        How deep they may lie is bounded by `max_context`.
+        Their depth is limited by `max_context`.
         """
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append `token_ids` to the committed prefix; return the last one's logits [vocab].
 
-        Costs one read of the model however long the prompt is. Live nodes are dropped.
+        Reads the model once, however long the prompt is. Drops live nodes.
         Raises ContextFull when the tokens do not fit.
         """
         row: np.ndarray = self.backend.forward([SequenceInput(self, token_ids)])[0].logits[0]
@@ -91,7 +91,7 @@ class SequenceKV(ABC):
         parents: Sequence[int],
         logits_at: Sequence[int] | None = None,
     ) -> tuple[list[int], np.ndarray]:
-        """Score n tentative nodes in one pass of this sequence alone; see SequenceInput.
+        """Score n tentative nodes in a pass of this sequence alone; see SequenceInput.
 
         Returns the n new ids and float32 logits [len(logits_at) or n, vocab].
         """
@@ -115,55 +115,55 @@ class SequenceKV(ABC):
         """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
 
     def cut_to(self, token_ids: Sequence[int]) -> list[int]:
-        """Cut the committed prefix to what it shares with these tokens; return those it lacks.
+        """Cut the committed prefix to what it shares with these tokens; return the missing ones.
 
-        The last token is always among these: its logits are wanted.
+        The last token is always returned: its logits are needed.
         """
-        requested = list(token_ids)
-        num_retained = common_length(list(self.committed_ids), requested[:-1])
-        if num_retained < self.n_committed:
-            self.rollback(num_retained)
-        return requested[num_retained:]
+        tokens = list(token_ids)
+        n_common = common_length(list(self.committed_ids), tokens[:-1])
+        if n_common < self.n_committed:
+            self.rollback(n_common)
+        return tokens[n_common:]
 
     @abstractmethod
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
-        """The tensors that hold the KV of the committed prefix. Live nodes are dropped."""
+        """Return the shapes of the tensors of the committed prefix's KV. Drops live nodes."""
 
     @abstractmethod
     def save_prefix(self, buffers: Mapping[str, memoryview]) -> None:
-        """Write the tensors of `prefix_tensors` into the buffers of their names.
+        """Write the tensors of `prefix_tensors` into the buffers with their names.
 
-        Takes no memory beside the buffers.
+        Allocates no memory.
         """
 
     @abstractmethod
     def load_prefix(self, token_ids: Sequence[int], tensors: SavedTensors) -> None:
         """Make `token_ids` the committed prefix, with the KV that `save_prefix` wrote for it.
 
-        Raises BackendError where the tensors are not those of such a prefix of this model; the
-        sequence is empty then.
+        Raises BackendError, and leaves the sequence empty, if the tensors are not those of such a
+        prefix of this model.
         """
 
     @abstractmethod
     def fork(self, length: int | None = None) -> SequenceKV:
         """Return a sequence that begins with the first `length` committed tokens (None: all).
 
-        Both hold their KV once until one of them changes it.
+        The two share its KV until one of them changes it (copy on write).
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give the KV back. Idempotent."""
+        """Free the KV. Idempotent."""
 
 
 @dataclass(frozen=True)
 class SequenceInput:
     """Tokens that a forward pass computes for one sequence.
 
-    parents: None appends `token_ids` to the committed prefix, as a part of a prompt; [n] adds
-        tentative nodes: PREFIX, a live node's id, or the id of an earlier node of these.
-    logits_at: positions within `token_ids` whose logits are wanted; None: all of nodes, of a prompt
-        the last one.
+    parents: None appends `token_ids` to the committed prefix, as a prefill chunk; [n] adds
+        tentative nodes: PREFIX, a live node's id, or the id of an earlier node of this input.
+    logits_at: positions within `token_ids` to return logits of; None: all for nodes, the last one
+        for a prefill chunk.
     """
 
     kv: SequenceKV
@@ -179,7 +179,7 @@ class SequenceInput:
 
     @property
     def logit_positions(self) -> list[int]:
-        """Positions within `token_ids` whose logits are wanted."""
+        """Positions within `token_ids` to return logits of."""
         if self.logits_at is not None:
             return list(self.logits_at)
         n_tokens = len(self.token_ids)
@@ -188,7 +188,7 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """node_ids [n], empty for a prompt's tokens; logits float32 [wanted, vocab]."""
+    """Node ids [n], empty for a prefill chunk; logits float32 [n_logits, vocab]."""
 
     node_ids: list[int]
     logits: np.ndarray

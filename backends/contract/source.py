@@ -1,7 +1,7 @@
-"""A model before its weights: what planning must know of it, and how to load it.
+"""ModelSource: a model before its weights are read, as the planner sees it, and how to load it.
 
-One implementation for each format; each lives in a module of its own, so that a format's libraries
-are imported only for its models.
+Each format has an implementation in a module of its own, so that its libraries are imported only
+for its models.
 """
 
 from __future__ import annotations
@@ -22,76 +22,76 @@ from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
 CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
-"""Number formats of a KV cache. The first is llama.cpp's own choice, and the second as large."""
+"""Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large."""
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How the models of a run are to be run, whatever their format."""
+    """Options for running models, whatever their format."""
 
     n_threads: int | None = None
-    """Of the computation; when None as many as the process may keep busy, or torch's own fewer."""
+    """Compute threads; None: as many as the process may use, or torch's own number if smaller."""
     cache_type_k: str | None = None
     """Number format of the keys in the KV cache, from CACHE_TYPES; the model's own when None."""
     cache_type_v: str | None = None
     is_exact: bool = False
-    """Whether a row's bits are to depend on the tokens before it alone, where that can be."""
+    """Whether a token's logits are to depend on the tokens before it alone, where possible."""
 
 
 @dataclass(frozen=True)
 class ModelCompute:
-    """Measured arithmetic of one model, wherever its layers are placed."""
+    """Measured compute times of one model, independent of the placement of its layers."""
 
     per_byte: ComputeCurve
-    """Seconds for each byte of the weights that a pass multiplies with."""
+    """Seconds per byte of the weights that a pass multiplies with."""
     head_bytes: int
     """Size of the weights that come after the layers."""
     seconds_per_streamed_byte: float = 0.0
-    """Time between the arrival of a layer and its use, and after that; nothing is computed then."""
+    """Idle seconds per byte before and after the use of a streamed layer; nothing computes then."""
     head_per_byte: ComputeCurve | None = None
-    """The same for the weights after the layers, where their number format is another."""
+    """Seconds per byte of the weights after the layers, if their number format is another."""
     per_pass: ComputeCurve | None = None
-    """Seconds of a pass that no weights account for."""
+    """Seconds of a pass that do not depend on the weights."""
 
     def non_layer_seconds(self, num_tokens: int) -> float:
-        """Return the seconds after the layers."""
+        """Return the seconds of a pass outside of the layers."""
         head = self.head_per_byte or self.per_byte
         seconds = head.seconds(num_tokens) * self.head_bytes
         return seconds if self.per_pass is None else seconds + self.per_pass.seconds(num_tokens)
 
     def times(self, factor: float) -> ModelCompute:
-        """Return arithmetic that takes so many times as long."""
-        head, rest = (
+        """Return the same compute times, multiplied by `factor`."""
+        head, per_pass = (
             None if curve is None else curve.times(factor)
             for curve in (self.head_per_byte, self.per_pass)
         )
         per_byte = self.per_byte.times(factor)
-        return replace(self, per_byte=per_byte, head_per_byte=head, per_pass=rest)
+        return replace(self, per_byte=per_byte, head_per_byte=head, per_pass=per_pass)
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What `ModelSource.load` is told by the plan."""
+    """The plan's arguments for `ModelSource.load`."""
 
     placement: Placement
     max_context: int
     max_nodes: int
-    """Most live nodes at a time."""
+    """Maximum number of live nodes at a time."""
     max_num_tokens: int
-    """Most nodes of one call of `extend`."""
+    """Maximum number of nodes of one forward pass."""
     load_mode: str = "stream"
-    """From LOAD_MODES, decided: not "auto"."""
+    """One of LOAD_MODES, but not "auto"."""
     vram_bytes: int | None = None
-    """What the whole process may take of the GPU's memory beside CUDA's own context, where
-    `residency` is of a GPU. None: what it was promised before, or all."""
+    """GPU memory for the whole process beside CUDA's own context, if `placement` is on a GPU.
+    None: what was reserved before, or all."""
     n_readers: int | None = None
     progress: Progress | None = None
     kv_tokens: int | None = None
-    """Of all sequences together, beside live nodes; None: as many as one may have."""
+    """Tokens of all sequences together, beside live nodes; None: `max_context`."""
     max_num_seqs: int = 1
-    """At a time, those among them that are over and kept."""
+    """Sequences at a time, finished ones in the prefix cache included."""
     weight_prefetch: WeightPrefetch | None = None
-    """Weights that are read already, perhaps those that are wanted."""
+    """Weights whose reading has begun already, used if they are the right ones."""
 
     @property
     def has_more_tokens(self) -> bool:
@@ -105,7 +105,7 @@ class Loading:
 
 
 class ModelSource(ABC):
-    """The headers of one model. All sizes are bytes of real memory."""
+    """One model, known by its headers. All sizes are bytes of real memory."""
 
     path: Path
     """Directory or file."""
@@ -114,28 +114,28 @@ class ModelSource(ABC):
     max_context: int
     layers: tuple[LayerWeights, ...]
     experts: tuple[LayerExperts | None, ...] = ()
-    """Of a mixture whose experts are read as they are asked for, of every layer: these are no part
-    of `layers`."""
+    """Experts of each layer of a mixture whose experts are read on demand; they are no part of
+    `layers`."""
     warnings: tuple[str, ...] = ()
-    """What the user of a plan should know."""
+    """Warnings for the user, shown with the plan."""
     can_mmap: bool = False
     can_use_gpu: bool = False
-    """Whether a GPU can compute a model of this format."""
+    """Whether a GPU can run a model of this format."""
     smaller_cache_types: tuple[str, ...] = ()
-    """Formats of the KV cache that would take less than the present one."""
+    """KV cache formats that are smaller than the present one."""
     max_tree_leaves: int | None = None
-    """Most leaves that a tree of this backend may have."""
+    """Maximum number of leaves of a tree; None: no limit."""
     prefetch_records: tuple[TensorRecord, ...] | None = None
-    """Tensors outside of the layers, where `load` takes early weights on the CPU."""
+    """Non-layer tensors to prefetch, if `load` takes prefetched weights on the CPU."""
 
     @property
     @abstractmethod
     def weight_file(self) -> Path:
-        """A file to measure the storage with: the longest, steadiest reads are possible there."""
+        """The file to measure storage bandwidth with: the largest, for long and steady reads."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Tells whether KV that was computed elsewhere is this model's: weights, config, formats.
+        """Return a digest of weights, config and formats, to tell whether saved KV is this model's.
 
         Reads a few KB of every tensor. Raises CheckpointError where that fails.
         """
@@ -143,70 +143,70 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def non_layer_bytes(self) -> int:
-        """Embeddings, norms and head, and copies of tensors that cannot be used as they lie."""
+        """Bytes of embeddings, norms and head, and of tensors that must be copied to be used."""
 
     def streaming_overhead_bytes(self, n_slots: int) -> int:
-        """What a ring of that depth takes beside its slots, at most."""
+        """Return the maximum bytes that a ring of `n_slots` takes beside its slots."""
         return 0
 
     def slot_bytes(self, placement: Placement) -> int:
-        """Memory of one slot of the ring, at most, and so of a layer that is held in its place."""
+        """Return the maximum bytes of a slot of the ring, and so of a layer pinned in it."""
         return buffer_bytes(placement.slot_bytes)
 
     @abstractmethod
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
-        """The KV cache of so many tokens and live nodes."""
+        """Return the bytes of a KV cache of `ctx_size` tokens and `max_nodes` live nodes."""
 
     def with_cache_type(self, cache_type: str) -> ModelSource:
-        """The same model with a KV cache of a number format from `smaller_cache_types`."""
+        """Return the same model with a KV cache in a format from `smaller_cache_types`."""
         raise ValueError(f"the KV cache cannot be {cache_type}")
 
     @abstractmethod
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
-        """Activations and logits of a prompt of `ctx_size` or a pass of `max_rows`, at most."""
+        """Return the maximum bytes of activations and logits, for a prompt of `ctx_size` tokens
+        or a pass of `max_num_tokens`."""
 
     @property
     def exactness(self) -> Exactness:
-        """Whether a backend of this source is exact, and if not why; found out once and kept."""
+        """Whether a backend of this source is exact, and if not why; checked once and cached."""
         return NOT_ASKED
 
     @property
     @abstractmethod
     def head_bytes(self) -> int:
-        """Of the weights that a pass multiplies with after the layers."""
+        """Bytes of the weights that a pass multiplies with after the layers."""
 
     @abstractmethod
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        """Time this machine's arithmetic on the model's own number formats, or on a small model
-        itself.
+        """Time products in the model's number formats on this machine, or a small model itself.
 
-        beside_reads: also while the model's storage is read, which a model in memory need not know.
+        beside_reads: also while the model's storage is read; not needed for a model in memory.
         """
 
     @property
     def multiplied(self) -> tuple[TensorRecord, ...]:
-        """What passes multiply with, experts included: of tensors that are decoded first, with the
-        dtype, shape and bytes of what they are decoded into."""
+        """Tensors that passes multiply with, experts included. Tensors that are decoded first have
+        the dtype, shape and bytes of the decoded one."""
         records = [record for layer in self.layers for record in layer.tensors]
         records += [r for x in self.experts if x is not None for e in x.tensors for r in e]
         return tuple(records)
 
     def decode_seconds(self) -> float:
-        """Of a pass on this machine, beside its products: decoding what is stored packed."""
+        """Return the seconds per pass for decoding weights that are stored packed."""
         return 0.0
 
     def pass_bytes(self, num_tokens: int) -> float:
-        """Weights of the layers that a pass of so many rows multiplies with: of experts those that
-        it is likely to be routed to."""
+        """Return the bytes of layer weights that a pass of `num_tokens` multiplies with, of experts
+        those of the ones it is likely to be routed to."""
         dense = sum(record.n_bytes for layer in self.layers for record in layer.tensors)
         return dense + sum(x.used_bytes(num_tokens) for x in self.experts if x is not None)
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where the files are others than those whose headers were read."""
+        """Raise CheckpointError if the files have changed since their headers were read."""
 
     def load(self, loading: Loading) -> Backend:
-        """Read the weights as planned. Raises CheckpointError: see `check_unchanged`."""
+        """Load the model as planned. Raises CheckpointError: see `check_unchanged`."""
         backend = self._load(loading)
         try:
             self.check_unchanged()  # at the end, because by then all files are open
@@ -217,4 +217,4 @@ class ModelSource(ABC):
 
     @abstractmethod
     def _load(self, loading: Loading) -> Backend:
-        """Read the weights, whatever files are there by now."""
+        """Load the model without `check_unchanged`."""

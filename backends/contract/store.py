@@ -1,4 +1,4 @@
-"""Storage of one sequence's KV in a backend, and the tokens that a pass adds to it."""
+"""SequenceStore: one sequence's KV in a backend. NewTokens: the tokens that a pass adds to it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from backends.contract.nodes import NodeTable
 
 
 class SequenceStore(Protocol):
-    """KV of one sequence in step with its table; operations are those of SequenceKV."""
+    """KV of one sequence and the table of its nodes; operations are those of SequenceKV."""
 
     table: NodeTable
     """The committed prefix and the live nodes."""
 
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-        """Nodes that the next pass is to compute; their ids."""
+        """Add nodes that the next pass is to compute; return their ids."""
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """A pass has computed the KV of these tokens: they are the end of the prefix."""
+        """Append tokens whose KV a pass has computed to the committed prefix."""
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None: ...
 
@@ -28,16 +28,16 @@ class SequenceStore(Protocol):
     def rollback(self, length: int) -> None: ...
 
     def abort(self, n_intact: int | None = None) -> None:
-        """Drop every live node, and what a broken pass left behind the prefix.
+        """Drop every live node, and whatever a failed pass left after the prefix.
 
-        n_intact: committed tokens that an operation left alone that broke off; None: all.
+        n_intact: committed tokens that the failed operation did not touch; None: all.
         """
 
     def close(self) -> None:
-        """Drop everything; the next node id stays."""
+        """Drop everything but the next node id."""
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError where the cache does not hold what the table says."""
+        """Raise RuntimeError if the cache and the table disagree."""
 
 
 Store = TypeVar("Store", bound=SequenceStore)
@@ -45,15 +45,15 @@ Store = TypeVar("Store", bound=SequenceStore)
 
 @dataclass(frozen=True)
 class NewTokens(Generic[Store]):
-    """Tokens of one sequence in a pass: the next ones of a prompt, or nodes that its table has."""
+    """Tokens of one sequence in a pass: a prefill chunk, or nodes that its table has."""
 
     store: Store
     token_ids: Sequence[int]
     logits_at: list[int]
-    """Positions within them whose logits are wanted."""
+    """Positions within `token_ids` to return logits of."""
     are_nodes: bool
 
     @property
     def n_live_before(self) -> int:
-        """Live nodes that the cache has rows of already."""
+        """Live nodes whose KV is in the cache already."""
         return len(self.store.table) - len(self.token_ids) if self.are_nodes else 0

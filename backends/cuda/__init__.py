@@ -1,1 +1,1 @@
-"""What a GPU adds to the torch backend."""
+"""CUDA support for the torch backend."""

@@ -1,4 +1,4 @@
-"""The copy engine of a GPU: pinned memory, two streams, events. All that is CUDA's own is here.
+"""The copy engine of a GPU: pinned memory, two streams, events. All CUDA-specific code is here.
 
 Sources: CUDA C++ Programming Guide, "Asynchronous Concurrent Execution" and "Page-Locked Host
 Memory"; torch's notes on CUDA semantics.
@@ -21,15 +21,15 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
 class NoDevice(BackendError):
-    """There is no GPU that torch could use."""
+    """Raised when torch can use no GPU."""
 
 
 class PinningFailed(SpecdecError, MemoryError):
-    """The system does not let so much host memory be pinned."""
+    """Raised when the system does not allow this much host memory to be pinned."""
 
 
 def cuda_problem() -> str | None:
-    """Why torch cannot compute on a GPU here, and what would help; None where it can."""
+    """Return why torch cannot compute on a GPU here, with a remedy; None if it can."""
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch"
     if not torch.cuda.is_available():
@@ -38,15 +38,15 @@ def cuda_problem() -> str | None:
 
 
 def vram_peak_bytes(index: int = 0) -> int:
-    """Most memory that the process has held on the device, what torch keeps for reuse included."""
+    """Return the peak memory of the process on the device, including torch's allocator cache."""
     return int(torch.cuda.max_memory_reserved(index))
 
 
 class CudaEvent:
-    """See offload.device.engine.Event."""
+    """CUDA implementation of offload.device.engine.Event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: a thread that waits sleeps, instead of keeping a core busy.
+        # blocking: a waiting thread sleeps instead of keeping a core busy.
         self.raw = torch.cuda.Event(enable_timing=True, blocking=True)
         self.raw.record(stream)
 
@@ -61,9 +61,9 @@ class CudaEvent:
 
 
 class PinnedBuffer(AlignedBuffer):
-    """Host memory registered with CUDA where it lies.
+    """Host memory that is registered with CUDA in place.
 
-    torch's own pinned memory is rounded up to a power of two, which no budget could bear.
+    torch's own pinned memory is rounded up to a power of two, which would exceed the budget.
     """
 
     def __init__(self, n_bytes: int, copying: torch.cuda.Stream) -> None:
@@ -80,7 +80,7 @@ class PinnedBuffer(AlignedBuffer):
 
     def close(self) -> None:
         if self._is_registered:
-            with suppress(RuntimeError):  # a device that failed copies no more
+            with suppress(RuntimeError):  # after a device error no copy is running
                 self._copying.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.address)
             self._is_registered = False
@@ -88,7 +88,7 @@ class PinnedBuffer(AlignedBuffer):
 
     def __del__(self) -> None:
         if getattr(self, "_is_registered", False):
-            with suppress(Exception):  # at the interpreter's end CUDA may be gone
+            with suppress(Exception):  # at interpreter exit CUDA may be shut down
                 self.close()
 
 
@@ -97,7 +97,7 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE))
     if not code:
         return
-    # It stays the thread's last error, and would be taken for that of the next kernel.
+    # Clear the thread's last error, which would be reported for the next kernel.
     with suppress(RuntimeError):
         torch.ones(1, device=device)
     raise PinningFailed(
@@ -107,7 +107,7 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
 
 
 class VramBuffer:
-    """Memory of the GPU; see offload.device.engine.DeviceBuffer."""
+    """GPU memory; implements offload.device.engine.DeviceBuffer."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -118,21 +118,20 @@ class VramBuffer:
         return self.tensor[offset : offset + n_bytes]
 
     def close(self) -> None:
-        """Give the memory back, or leave it to its last user where a view of it still lives."""
+        """Release the memory; it is freed once the last view of it is gone."""
         self.tensor = None
 
 
 class CudaEngine:
-    """See CopyEngine and TorchEngine. Each model has one of its own, and so its own streams.
+    """CUDA implementation of CopyEngine and TorchEngine. Each model has its own, with own streams.
 
     Args:
-        vram_bytes: what all models of the process together may take of the device's memory; what
-            CUDA itself takes (its context, a few hundred MB) comes on top. None leaves what was
-            promised before as it is: for measurements.
-        index: of the device.
+        vram_bytes: device memory that all models of the process together may take, not counting
+            CUDA's context (a few hundred MB). None, for measurements, leaves the limit unchanged.
+        index: index of the device.
 
     Raises:
-        NoDevice: there is none.
+        NoDevice: torch can use no GPU.
     """
 
     def __init__(self, vram_bytes: int | None, index: int = 0) -> None:
@@ -140,9 +139,9 @@ class CudaEngine:
         if problem is not None:
             raise NoDevice(problem)
         self.device = torch.device("cuda", index)
-        # Versions of torch differ in which of the two the fraction is taken of.
-        reported = torch.cuda.get_device_properties(self.device).total_memory
-        total = max(reported, torch.cuda.mem_get_info(self.device)[1])
+        # Versions of torch differ in which of the two totals the fraction applies to.
+        properties = torch.cuda.get_device_properties(self.device)
+        total = max(properties.total_memory, torch.cuda.mem_get_info(self.device)[1])
         self._vram_bytes = total if vram_bytes is None else min(vram_bytes, total)
         if vram_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(self._vram_bytes / total, self.device)
@@ -155,9 +154,9 @@ class CudaEngine:
     def allocate_device(self, n_bytes: int) -> VramBuffer:
         with self.computing():
             tensor = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
-        # Whatever had the memory before may still be computed with.
+        # Enqueued computations may still use what was in this memory before.
         self._copying.wait_stream(self._computing)
-        # Should nobody close it in order: no other tensor gets the memory while it is copied to.
+        # Even if it is not closed in order, no other tensor may get the memory during a copy.
         tensor.record_stream(self._copying)
         return VramBuffer(tensor)
 

@@ -1,7 +1,7 @@
-"""A GPU's memory that runs out, told as an error of ours: what was wanted, is left, and helps.
+"""Out-of-memory errors of a GPU as errors of ours: what was requested, what is left, the remedy.
 
-torch's allocator refuses what is beyond the promise; the driver refuses what the card no longer
-has, because other programs have taken it. The remedies differ, so the two are told apart.
+torch's allocator refuses memory beyond the budget; the driver refuses memory that other programs
+have taken. The remedies differ, so the messages do.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from offload.units import MIB, format_bytes
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _MIN_FREE_BYTES = 64 * MIB
-"""With less left on the card, CUDA's libraries find no room for what they do not ask torch for."""
+"""Free memory that CUDA's libraries need for allocations of their own, outside of torch."""
 
 
 class VramUse(NamedTuple):
-    """Of one GPU, bytes."""
+    """Memory use of one GPU, in bytes."""
 
     taken_bytes: int
-    """By torch's allocator in this process, what it keeps for reuse included."""
+    """Bytes of torch's allocator in this process, including its cache."""
     promised_bytes: int
-    """What it may take at most."""
+    """Maximum that torch's allocator may take: the VRAM budget."""
     free_bytes: int
-    """Of the card, for whoever comes first."""
+    """Free bytes of the card, available to any process."""
 
 
 class VramExceeded(BudgetExceeded):
-    """The device's memory, as far as it was promised to this process, does not suffice."""
+    """Raised when the VRAM budget of this process, or the card's free memory, does not suffice."""
 
     def __init__(self, requested_bytes: int, use: VramUse) -> None:
         left = max(0, use.promised_bytes - use.taken_bytes)
         missing = max(MIB, use.taken_bytes + requested_bytes - use.promised_bytes)
         smallest = use.promised_bytes + missing + CUDA_CONTEXT_BYTES
         super().__init__("the GPU", requested_bytes, left, smallest, ledger="VRAM")
-        self.args = (_reported(requested_bytes, missing, use),)
+        self.args = (_message(requested_bytes, missing, use),)
 
 
-def _reported(requested_bytes: int, missing_bytes: int, use: VramUse) -> str:
+def _message(requested_bytes: int, missing_bytes: int, use: VramUse) -> str:
     requested = f"{format_bytes(requested_bytes)} more" if requested_bytes else "more memory"
     taken = f"{format_bytes(use.taken_bytes)} of the {format_bytes(use.promised_bytes)}"
     if use.free_bytes < max(requested_bytes, _MIN_FREE_BYTES) and requested_bytes <= (
         use.promised_bytes - use.taken_bytes
     ):
         return (
-            f"the GPU needs {requested}, but only {format_bytes(use.free_bytes)} of it are free, and "
-            f"this process has taken {taken} it may use: end what else uses the GPU, or lower "
+            f"the GPU needs {requested}, but only {format_bytes(use.free_bytes)} of it are free, "
+            f"and this process has taken {taken} it may use: end what else uses the GPU, or lower "
             "--vram-budget"
         )
     return (
@@ -63,7 +63,7 @@ def _reported(requested_bytes: int, missing_bytes: int, use: VramUse) -> str:
 
 @contextmanager
 def no_raw_out_of_memory(use: Callable[[], VramUse]) -> Iterator[None]:
-    """Raise VramExceeded instead, with figures, and let go of what the broken pass held."""
+    """Turn an out-of-memory error into VramExceeded; free the activations of the failed pass."""
     try:
         yield
     except RuntimeError as error:  # OutOfMemoryError is one; CUDA's own libraries raise others
@@ -71,28 +71,28 @@ def no_raw_out_of_memory(use: Callable[[], VramUse]) -> Iterator[None]:
         if cause is None:
             raise
         exceeded = VramExceeded(requested_bytes(str(cause)), use())
-        for item in _chain(error):
-            traceback.clear_frames(item.__traceback__)  # they refer to the activations
+        for link in _chain(error):
+            traceback.clear_frames(link.__traceback__)  # the frames refer to the activations
         raise exceeded from None
 
 
 def out_of_memory_in(error: BaseException) -> BaseException | None:
-    """The error that says so, `error` or one that it followed: a recording that runs out of memory
-    ends with another one."""
-    for item in _chain(error):
-        if any(text in str(item) for text in _OUT_OF_MEMORY):
-            return item
+    """Return the out-of-memory error, `error` or one of its causes: a graph capture that runs out
+    of memory ends with another error."""
+    for link in _chain(error):
+        if any(text in str(link) for text in _OUT_OF_MEMORY):
+            return link
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    item: BaseException | None = error
-    while isinstance(item, RuntimeError):
-        yield item
-        item = item.__cause__ or (None if item.__suppress_context__ else item.__context__)
+    link: BaseException | None = error
+    while isinstance(link, RuntimeError):
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def requested_bytes(message: str) -> int:
-    """What torch's out-of-memory message says that was asked for; 0 where it does not say."""
-    result = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return 0 if result is None else int(float(result[1]) * _UNITS[result[2]])
+    """Return the size of the allocation in torch's out-of-memory message; 0 if it names none."""
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return 0 if match is None else int(float(match[1]) * _UNITS[match[2]])

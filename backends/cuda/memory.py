@@ -1,4 +1,4 @@
-"""What a model takes of a GPU's memory beside its weights, as torch's allocator hands it out."""
+"""GPU memory of a model's KV cache, with the rounding of torch's allocator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ROUND_BYTES = 2 * MIB
 
 
 def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
-    """Device memory that so many tensors of `n_bytes` take together.
+    """Return the device memory that `n_tensors` tensors of `n_bytes` each take together.
 
-    torch cuts small tensors from segments of 2 MiB, those of 1 to 10 MiB from segments of 20 MiB,
+    torch cuts small tensors from segments of 2 MiB, tensors of 1 to 10 MiB from segments of 20 MiB,
     and rounds larger ones up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
     """
     n_bytes = _up(n_bytes, _BLOCK_BYTES)
@@ -30,8 +30,8 @@ def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
 
 
 def cache_bytes(model: HfModel, num_tokens: int) -> int:
-    """A KV cache of so many rows, which has its full size from the start: keys and values of every
-    layer."""
+    """Return the bytes of a KV cache for `num_tokens`: keys and values of all layers, allocated in
+    full size from the start."""
     row = model.dtype.itemsize * blocks_of(num_tokens) * BLOCK_SIZE
     sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
     return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())

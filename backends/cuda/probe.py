@@ -1,4 +1,4 @@
-"""What a plan has to know of this machine's GPU: its memory, and how fast copies to it are."""
+"""Properties of this machine's GPU for the planner: its memory, and the bandwidth of copies."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from offload.device.bandwidth import measure_copies
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Of one GPU, bytes."""
+    """Memory of one GPU, in bytes."""
 
     name: str
     total_bytes: int
     free_bytes: int
-    """For this process: what nobody has, and what torch holds in reserve here."""
-    pinned_bytes: int = 0
-    """What other models of this process have."""
+    """Bytes available to this process: free ones, and the cache of torch's allocator."""
+    used_bytes: int = 0
+    """Bytes that other models of this process use."""
     computes_bf16: bool = True
-    """Else by way of float32, slowly: before Ampere."""
+    """Whether bf16 is native; before Ampere it is computed in float32, slowly."""
 
 
 def cuda_memory(device: int = 0) -> CudaMemory:
-    """Asks the driver; makes the CUDA context, which takes memory of its own, if there is none.
+    """Query the driver; creates the CUDA context, which takes memory, if there is none.
 
-    Raises NoDevice where the driver refuses: another program has the whole card, say.
+    Raises NoDevice if the driver refuses, for example because another program uses the whole card.
     """
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        pinned_bytes = torch.cuda.memory_allocated(device)
-        free_bytes += torch.cuda.memory_reserved(device) - pinned_bytes
+        used_bytes = torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - used_bytes
         name = torch.cuda.get_device_name(device)
         is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-        return CudaMemory(name, total_bytes, free_bytes, pinned_bytes, is_ampere)
+        return CudaMemory(name, total_bytes, free_bytes, used_bytes, is_ampere)
     except RuntimeError as error:
         problem = f"CUDA does not start on this GPU ({one_line(error)})"
         raise NoDevice(f"{problem}: end what else uses it, or give --device cpu") from error
@@ -48,10 +48,10 @@ def cuda_memory(device: int = 0) -> CudaMemory:
 
 @contextmanager
 def measuring(device: int = 0) -> Iterator[None]:
-    """Around measurements that come before a plan: they leave nothing behind on the device, and
-    the peak of `vram_peak_bytes` begins after them.
+    """Context for measurements before a plan: frees their device memory afterwards and resets the
+    peak of `vram_peak_bytes`.
 
-    Raises VramExceeded where they find no room.
+    Raises VramExceeded if the device's memory does not suffice.
     """
     gpu = torch.device("cuda", device)
     with no_raw_out_of_memory(lambda: vram_use(gpu, cuda_memory(device).total_bytes)):
@@ -65,5 +65,5 @@ def measuring(device: int = 0) -> Iterator[None]:
 
 @cache
 def measure_copies_to_gpu(device: int = 0) -> float:
-    """Bytes per second from pinned host memory; measured once in a process."""
+    """Return bytes per second from pinned host memory; measured once per process."""
     return measure_copies(CudaEngine(None, device))

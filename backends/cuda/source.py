@@ -26,7 +26,7 @@ from offload.placement.placement import Placement, device_footprint
 
 
 class HfGpuSource(HfSource):
-    """A checkpoint as a CUDA device runs it. Needs none before it measures."""
+    """A checkpoint that runs on a CUDA device, which is needed only once it measures."""
 
     def __init__(self, source: HfSource) -> None:
         self.path, self.model = source.path, source.model
@@ -41,8 +41,8 @@ class HfGpuSource(HfSource):
     @property
     def non_layer_bytes(self) -> int:
         buffer, beside = device_buffer_bytes(self.model.packed_modules)
-        rest = super().non_layer_bytes - self.model.decode_buffer_bytes
-        return device_footprint(rest) + (device_footprint(buffer) + beside if buffer else 0)
+        weights = super().non_layer_bytes - self.model.decode_buffer_bytes
+        return device_footprint(weights) + (device_footprint(buffer) + beside if buffer else 0)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.min_batch_tokens)
@@ -52,12 +52,12 @@ class HfGpuSource(HfSource):
 
     @cached_property
     def all_on_device(self) -> Placement:
-        """Nothing is copied."""
+        """Placement with all layers on the device, so that nothing is copied."""
         layers = tuple(layer.all_on_device() for layer in self.layers)
         return Placement(layers, is_on_device=True)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        """Reads from storage leave a GPU's arithmetic alone."""
+        """Measure without reads from storage, which do not slow a GPU's arithmetic down."""
         if is_small(self):
             versions = f"torch {torch.__version__} transformers {transformers.__version__}"
             libraries = f"{versions} {probe.cuda_memory().name} {self.model.dtype}"

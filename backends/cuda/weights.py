@@ -1,6 +1,6 @@
-"""Weights of the torch backend on a device of its own memory: there, or copied there in time.
+"""Weights of the torch backend on a device with its own memory: resident, or copied in time.
 
-Which device that is, the engine knows. Nothing here is CUDA's.
+The engine determines the device; nothing here is specific to CUDA.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class TorchEngine(CopyEngine, Protocol):
     device: torch.device
 
     def computing(self) -> AbstractContextManager[None]:
-        """See TorchWeights.computing: what is computed inside is enqueued in our stream."""
+        """See TorchWeights.computing; computations inside are enqueued in the engine's stream."""
 
 
 class DeviceWeights:
-    """See TorchWeights.
+    """Implement TorchWeights on a device.
 
     Args:
-        plan: for the model's layers; embeddings, norm and head stay on the device.
+        plan: placement of the model's layers; embeddings, norm and head stay on the device.
     """
 
     fetch_experts: FetchExperts | None = None  # mixtures are computed on the CPU
@@ -54,23 +54,23 @@ class DeviceWeights:
         self.device = engine.device
         self._plan, self._engine = plan, engine
         n_readers = n_readers or DEFAULT_N_READERS
-        # Threads write to this memory that are not in the inference mode that the caller may be in,
-        # and a tensor of that mode is changed in it only.
+        # Threads outside inference mode write to this memory, and a tensor created in inference
+        # mode can only be changed in it.
         with torch.inference_mode(False):
-            self._outer = load_on_device(model.non_layer_records, engine, n_readers=n_readers)
+            self._non_layer = load_on_device(model.non_layer_records, engine, n_readers=n_readers)
             try:
                 self._streamer = DeviceStreamer(
                     plan, engine, n_readers=n_readers, progress=progress
                 )
             except BaseException:
-                self._outer.close()
+                self._non_layer.close()
                 raise
             self._buffers: list[DeviceBuffer] = []
             try:
                 self.decoder = DeviceDecoder(model.packed_modules, self._allocate)
             except BaseException:
                 self._streamer.close()
-                self._outer.close()
+                self._non_layer.close()
                 raise
 
     def _allocate(self, n_bytes: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class DeviceWeights:
 
     @property
     def non_layer(self) -> RawTensors:
-        return self._outer
+        return self._non_layer
 
     def layer(self, index: int, check: Check | None = None) -> AbstractContextManager[RawTensors]:
         return self._streamer.layer(index, check)
@@ -96,10 +96,10 @@ class DeviceWeights:
         return self._engine.computing()
 
     def on_host(self, logits: torch.Tensor) -> np.ndarray:
-        # An event, because a thread that waits for it sleeps: the cores are for readers and drafts.
+        # Waiting for an event sleeps, which leaves the cores to readers and drafts.
         self._engine.record_compute().wait()
         self.decoder.check()
-        # To the host first: half the bytes, and no float32 copy in the device's memory.
+        # Copy to the host first: half the bytes, and no float32 copy in device memory.
         return logits.cpu().float().numpy()
 
     def restart(self) -> None:
@@ -116,13 +116,13 @@ class DeviceWeights:
     pinned_bytes = 0
 
     def pin_layers(self, n_bytes: int) -> None:
-        """The host's memory is pinned for as long as the model is loaded."""
+        """Do nothing: the layers in host memory are fixed while the model is loaded."""
 
     def stop(self) -> bool:
         return self._streamer.stop()
 
     def close(self) -> None:
-        self._streamer.close()  # which waits for all that is enqueued
+        self._streamer.close()  # waits for everything that is enqueued
         for buffer in self._buffers:
             buffer.close()
-        self._outer.close()
+        self._non_layer.close()

@@ -1,1 +1,1 @@
-"""Feed-forward layers whose rows do not depend on each other: activations, routers, experts."""
+"""Batch-invariant feed-forward layers: activations, linear layers, routers, experts."""

@@ -1,14 +1,13 @@
-"""The routed experts of a layer, computed one after the other as they come into memory.
+"""The routed experts of a layer, computed one after the other as they are fetched.
 
 Registered with transformers' ExpertsInterface under the name ONE_BY_ONE. Its own functions compute
-from parameters that hold all experts of a layer. Here each comes as the tensors that it has in the
-file, in the slot that they were read into: a product with the group of rows that was routed to it,
-for as many experts as were hit. On a CPU transformers' grouped product is such a loop, too, up to
-1.3 times as fast; but it wants the weights of all hit experts side by side, which is a copy of
-every byte that is read (docs/benchmarks.md).
+from parameters that have all experts of a layer. Here each active expert is fetched as its tensors
+in the file, in the slot that they were read into, and multiplied with the rows routed to it. On a
+CPU transformers' grouped product is such a loop, too, up to 1.3 times as fast; but it needs the
+weights of all active experts contiguously, which is a copy of every byte read (docs/benchmarks.md).
 
-Each row's outputs are added in the order of its own choice of experts, and a group is filled up to
-the rows from which on products are steady: so a row's bits do not depend on the rows beside it.
+Each row's outputs are added in the order of its own choice of experts, and a group is padded to
+`min_batch_tokens` rows: so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ ONE_BY_ONE = "specdec"
 FetchExperts = Callable[
     [Sequence[int], Check | None], Generator[tuple[int, list[torch.Tensor]], None, None]
 ]
-"""Each of these experts once, in any order, with its tensors: valid until the next one."""
+"""(experts, check) -> each expert once, in any order, with its tensors, valid until the next."""
 
 
 class ExpertsRunner:
-    """Computes a transformers module of experts, built for ONE_BY_ONE, from then on.
+    """The computation of a transformers module of experts that was built for ONE_BY_ONE.
 
     Args:
-        bring: hands out a layer's experts.
-        least_rows: of a product.
+        fetch: fetches a layer's experts.
+        min_batch_tokens: minimum rows of a product.
     """
 
-    def __init__(self, module: nn.Module, fetch: FetchExperts, find_min_batch_tokens: int) -> None:
-        self._module, self._fetch, self._min_batch_tokens = module, fetch, find_min_batch_tokens
+    def __init__(self, module: nn.Module, fetch: FetchExperts, min_batch_tokens: int) -> None:
+        self._module, self._fetch, self._min_batch_tokens = module, fetch, min_batch_tokens
         self._is_transposed = bool(module.is_transposed)
         n_inner = module.down_proj.shape[1 if module.is_transposed else 2]
         self._gate = in_whole_vectors(module._apply_gate, n_inner)
         self.check: Check | None = None
-        """Called while experts are waited for."""
+        """Function called while waiting for experts; an exception from it ends the wait."""
         module.experts_runner = self
 
     def detach(self) -> None:
-        """The module computes nothing from then on; may be repeated."""
+        """Detach from the module, which cannot compute afterwards. Idempotent."""
         self._module.__dict__.pop("experts_runner", None)
 
     def __call__(
         self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden [rows, hidden]; of each row the experts [rows, k] and their weights [rows, k]."""
+        """Compute hidden states [rows, hidden] with each row's experts and weights [rows, k]."""
         num_rows, n_used = experts.shape
         chosen = experts.flatten()
         outputs = hidden.new_empty(num_rows * n_used, hidden.shape[1])
@@ -94,7 +93,7 @@ class ExpertsRunner:
 def _run_experts(
     module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """As transformers calls an implementation of experts."""
+    """Run the module's ExpertsRunner; the signature is transformers' ExpertsInterface."""
     return module.experts_runner(hidden, experts, weights)
 
 

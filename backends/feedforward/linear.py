@@ -1,9 +1,9 @@
-"""Linear layers of a CPU, by the kernels that are fast there.
+"""Linear layers on a CPU, computed by the fastest kernels available.
 
-A processor without AVX-512 has no kernels of torch for bf16 and fp16 but one that takes row after
-row, so 16 rows take 14 times as long as one: ggml's take 4 times as long
-(docs/benchmarks.md, "Products"). Both add products of such numbers in float32, in different orders;
-which of them computes is a matter of the processor and the library alone, never of the rows.
+On a processor without AVX-512, torch computes bf16 and fp16 products row by row, so 16 rows take 14
+times as long as one: with ggml they take 4 times as long (docs/benchmarks.md, "Products"). Both sum
+in float32, in different orders; the choice depends on the processor and the installed libraries
+alone, never on the rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Linear: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], 
 """(x [..., n_in], weight [n_out, n_in], bias [n_out] or None) -> [..., n_out]"""
 _TYPES = {torch.bfloat16: BF16, torch.float16: F16}
 _SMALL_PRODUCT = 250_000
-"""Multiplications (25 us) below which a second thread costs what it brings."""
-_OF_THREAD = threading.local()
+"""Multiplications (25 us) below which a second thread costs as much as it saves."""
+_thread_local = threading.local()
 
 
 @cache
 def torch_is_slow(dtype: torch.dtype) -> bool:
-    """Whether torch has no kernels for products of many rows of such numbers on this processor."""
+    """Return whether torch lacks kernels for many rows of this dtype on this processor."""
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -40,12 +40,12 @@ def torch_is_slow(dtype: torch.dtype) -> bool:
 
 
 def linear_of(dtype: torch.dtype) -> Linear:
-    """What computes linear layers of these numbers on this machine's CPU."""
+    """Return the function that computes linear layers of this dtype on this machine's CPU."""
     return _by_ggml if torch_is_slow(dtype) and is_installed() else nn.functional.linear
 
 
 def slow_products(dtype: torch.dtype) -> tuple[str, ...]:
-    """What to say where a library would be fast that is not there."""
+    """Return a warning if products are slow for lack of a library that could be installed."""
     if not torch_is_slow(dtype) or is_installed():
         return ()
     name = str(dtype).removeprefix("torch.")
@@ -56,19 +56,19 @@ def slow_products(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def library_of(dtype: torch.dtype) -> str:
-    """What `linear_of` takes, with its version: a part of all that is kept about products."""
+    """Return the library of `linear_of` and its version: part of the keys in the disk cache."""
     if linear_of(dtype) is nn.functional.linear:
         return f"torch {torch.__version__}"
     return f"llama-cpp-python {version('llama-cpp-python')}"
 
 
 def sum_bytes(dtype: torch.dtype) -> int:
-    """Memory of one output beside itself, until it is rounded."""
+    """Return the temporary bytes per output: its float32 sum before it is rounded."""
     return 0 if linear_of(dtype) is nn.functional.linear else torch.float32.itemsize
 
 
 def use_fast_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a model's linear layers be computed by what `linear_of` says, where they are on a CPU."""
+    """Make a model's linear layers use `linear_of` on a CPU."""
     if linear_of(dtype) is nn.functional.linear:
         return
     for module in model.modules():
@@ -82,8 +82,8 @@ def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def tried_linear_of(dtype: torch.dtype) -> Linear:
-    """The same as `linear_of`, before its sums are rounded, where they can be had: rounding hides
-    most of what differs. And with any number of threads that it may take."""
+    """Return `linear_of` for tests: without rounding of its sums if possible, since rounding hides
+    most differences, and with each number of threads that it may use."""
     linear = linear_of(dtype)
     return _tried_sums if linear is _by_ggml else linear
 
@@ -106,7 +106,7 @@ def _sums_of_ggml(
 ) -> torch.Tensor:
     n_out, n_in = weight.shape
     if x.dtype != weight.dtype or x.shape[-1] != n_in or not weight.is_cpu:
-        raise RuntimeError(  # as torch does: ggml would compute with whatever lies there
+        raise RuntimeError(  # as torch does: ggml would read out of bounds
             f"rows of {x.shape[-1]} numbers in {x.dtype} do not fit a matrix {tuple(weight.shape)} "
             f"in {weight.dtype} on {weight.device}"
         )
@@ -114,19 +114,19 @@ def _sums_of_ggml(
         x = x.contiguous()
     if not weight.is_contiguous():
         weight = weight.contiguous()
-    result = torch.empty(*x.shape[:-1], n_out, dtype=torch.float32)  # whatever torch's default is
-    addresses = weight.data_ptr(), x.data_ptr(), result.data_ptr()
+    sums = torch.empty(*x.shape[:-1], n_out, dtype=torch.float32)  # whatever torch's default is
+    addresses = weight.data_ptr(), x.data_ptr(), sums.data_ptr()
     shape = x.numel() // n_in, n_in, n_out
-    if result.numel():  # ggml ends the process where there is no row
+    if sums.numel():  # ggml ends the process if there is no row
         _products().multiply(_TYPES[weight.dtype], *addresses, shape, n_threads)
     if bias is not None:
-        result += bias
-    return result
+        sums += bias
+    return sums
 
 
 def _products() -> GgmlProducts:
-    """This thread's: models that run at the same time do so in threads of their own."""
-    products: GgmlProducts | None = getattr(_OF_THREAD, "products", None)
+    """Return this thread's instance: models that run concurrently do so in different threads."""
+    products: GgmlProducts | None = getattr(_thread_local, "products", None)
     if products is None:
-        products = _OF_THREAD.products = GgmlProducts()
+        products = _thread_local.products = GgmlProducts()
     return products

@@ -1,7 +1,7 @@
-"""Where the experts of a layer lie in a checkpoint.
+"""Tensors of a layer's experts in a checkpoint.
 
-transformers keeps the experts of a layer in one parameter, gate and up together; most checkpoints
-have three tensors for each expert, which are read from where they lie. Where a checkpoint has one
+transformers has the experts of a layer in one parameter, gate and up together; most checkpoints
+have three tensors for each expert, which are read as they are stored. If a checkpoint has one
 tensor for all experts, the expert is its first dimension.
 """
 
@@ -19,14 +19,14 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.placement.experts import LayerExperts
 
 MIXTURES = "deepseek_v2 deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split()
-"""Families that were tried."""
+"""Families that were tested."""
 STACKED = ("gate_up_proj", "down_proj")
-"""Parameters of a module of experts that are not held with the rest of its layer."""
+"""Parameters of a module of experts, which are not loaded with the other tensors of its layer."""
 _OF_MIXTURES = re.compile(r"Experts|MoE$|Moe$|MoeBlock|Router")
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 Find = Callable[[str], TensorRecord | None]
 Check = Callable[[TensorRecord, Sequence[int]], None]
-"""Raises for another shape than that, or numbers that nothing is computed with."""
+"""(record, shape): raises an error for another shape or an unsupported dtype."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -34,7 +34,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold all experts of a layer, by name."""
+    """Yield (name, module) of the modules with all experts of a layer."""
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
@@ -51,9 +51,9 @@ def refuse_other_mixtures(model_type: str, model: nn.Module) -> None:
 def find_experts(
     name: str, module: Any, n_used: int, find: Find, check: Check, where: str
 ) -> LayerExperts:
-    """The tensors of every expert of the module `name`. Raises CheckpointError, UnsupportedModel.
+    """Return the tensors of every expert of module `name`.
 
-    where: the checkpoint, in errors.
+    where: the checkpoint's name in error messages. Raises CheckpointError, UnsupportedModel.
     """
     if not 1 <= n_used <= module.num_experts:
         raise CheckpointError(
@@ -70,8 +70,8 @@ def find_experts(
     if all(stacked):
         shapes = [tuple(getattr(module, part).shape) for part in STACKED]
         whole = [record for record in stacked if record is not None]
-        for item, shape in zip(whole, shapes, strict=True):
-            check(item, shape)
+        for record, shape in zip(whole, shapes, strict=True):
+            check(record, shape)
         sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
         return LayerExperts(tuple(sliced), n_used)
     two_inner, hidden = module.gate_up_proj.shape[1:]
@@ -82,20 +82,20 @@ def find_experts(
         records = []
         for part, shape in zip(parts or _SEPARATE[0], shapes, strict=True):
             full = f"{name}.{i}.{part}.weight"
-            record = find(full)
-            if record is None:
+            part_record = find(full)
+            if part_record is None:
                 raise CheckpointError(
                     f"{where} lacks {full}: the download is incomplete or the config is "
                     "another model's"
                 )
-            check(record, shape)
-            records.append(record)
+            check(part_record, shape)
+            records.append(part_record)
         experts.append(tuple(records))
     return LayerExperts(tuple(experts), n_used)
 
 
 def _slice(record: TensorRecord, expert: int) -> TensorRecord:
-    """One expert of a tensor that holds all of a layer."""
+    """Return one expert of a tensor that has all experts of a layer."""
     shape = record.shape[1:]
     n_bytes = record.n_bytes // record.shape[0]
     return replace(

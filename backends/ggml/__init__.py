@@ -1,1 +1,1 @@
-"""The library of llama.cpp, and its operators one by one: called, tried out and timed."""
+"""llama.cpp's library, and ggml's operators one by one: called, checked and timed."""

@@ -1,8 +1,8 @@
-"""From how many rows of a pass on an operator of ggml gives a row the same bits.
+"""Find the number of rows from which on ggml's operators are batch-invariant.
 
-A product or an attention takes one of several kernels by the number of its rows, and each kernel
-has an order of summing of its own. Which numbers those are depends on the processor and on how
-llama.cpp was built, so it is tried: a row alone, beside others, and in other places of the cache.
+A product or attention uses one of several kernels by its number of rows, and each kernel sums in an
+order of its own. The thresholds depend on the processor and on llama.cpp's build, so operators are
+tested: with a row alone, beside others, and in other places of the cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from backends.ggml.operators import F16, F32, I32, Ggml, load_ggml
 from offload.units import MIB
 
 CANDIDATES = (1, 2, 4, 8, 16)
-"""Rows that a pass may be filled up to."""
+"""Numbers of tokens that a pass may be padded to."""
 _COUNTS = (65, 33, 17, 16, 15, 9, 8, 7, 5, 4, 3, 2, 1)
 _NUM_TOKENS = 80
 _N_HEADS, _N_EXPERTS, _N_CHOSEN = 2, 4, 2
 _FIRST_VISIBLE, _FEW_CELLS, _MANY_CELLS = 300, 512, 1024
-"""Cells that row 0 attends to (row i: i more), and the sizes of the cache."""
+"""Cells that row 0 attends to (row i: i more), and the sizes of two caches."""
 _SAMPLE_VALUES = 8192
 RowsOf = Callable[[int, int], np.ndarray]
-"""(start, n) -> results [n, ...] of rows start .. start + n - 1 that are computed together."""
+"""(start, n) -> results [n, ...] of rows start .. start + n - 1, computed together."""
 
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """A matrix [n_out, n_in] of a number format, or one such for each expert."""
+    """A matrix [n_out, n_in] in a number format, or one for each expert."""
 
     type_id: int
     n_in: int
@@ -40,7 +40,7 @@ class Product:
 
 @dataclass(frozen=True, order=True)
 class Attention:
-    """One head of it: lengths and ggml's types of keys and values."""
+    """An attention head: lengths and ggml types of keys and values."""
 
     key_length: int
     value_length: int
@@ -49,19 +49,19 @@ class Attention:
 
 
 def fewer_outputs(n_out: int, n_threads: int) -> int:
-    """A matrix with so many outputs is multiplied like one with `n_out`: kernels ask whether it is
-    a multiple of something, and whether there are sixteen outputs for each thread."""
+    """Return a smaller number of outputs that takes the same kernels as `n_out`: they depend on
+    multiples, and on sixteen outputs for each thread."""
     minimum = 64 * max(1, -(-n_threads // 4))
     return min(n_out, minimum + n_out % 64)
 
 
 def find_min_batch_tokens(runs: Iterable[RowsOf]) -> int | None:
-    """The smallest of CANDIDATES from which on all runs give a row the same bits; None: none."""
+    """Return the smallest candidate from which on all runs give a row the same bits, or None."""
     runs = list(runs)
     expected = runs[0](0, _NUM_TOKENS)
     n_bad = 0
     for run in runs:
-        for i, n in enumerate(_COUNTS):  # the most rows first: fewer tell nothing where they differ
+        for i, n in enumerate(_COUNTS):  # descending: below a difference there is nothing to learn
             start = 37 * i % (_NUM_TOKENS - n + 1)
             if n > n_bad and not np.array_equal(run(start, n), expected[start : start + n]):
                 n_bad = n
@@ -75,9 +75,9 @@ def product_runs(
 ) -> list[RowsOf]:
     """Return a run for each number of threads.
 
-    blocks: bytes [n, bytes of a block] for the matrix to be made of; random ones when None.
+    blocks: bytes [n, bytes of a block] to make the matrix of; None: random ones.
 
-    Raises ValueError for a format that ggml cannot make.
+    Raises ValueError for a format that ggml cannot quantize to.
     """
     ggml, rng = load_ggml(), np.random.default_rng(product.n_in)
     n_matrices = _N_EXPERTS if product.has_experts else 1
@@ -107,8 +107,8 @@ def product_runs(
 
 
 def attention_runs(kind: Attention, threads: Sequence[int]) -> list[RowsOf]:
-    """Return runs over the same cells behind each other in a small and in a larger cache, and with
-    gaps, for each number of threads."""
+    """Return runs over the same cells, contiguous in a small and a larger cache and with gaps, for
+    each number of threads."""
     ggml, rng = load_ggml(), np.random.default_rng(kind.key_length)
     n_cells = _FIRST_VISIBLE + _NUM_TOKENS
     queries = rng.standard_normal((_N_HEADS, _NUM_TOKENS, kind.key_length), dtype=np.float32)
@@ -153,7 +153,7 @@ def _matrix(
     rng: np.random.Generator,
     blocks: np.ndarray | None,
 ) -> np.ndarray:
-    """Bytes of a matrix [rows, bytes of a row], made of blocks that are drawn from `blocks`."""
+    """Return the bytes of a matrix [rows, bytes of a row], of blocks drawn from `blocks`."""
     num_tokens, n_columns = shape
     if blocks is None:
         blocks = _blocks(ggml, type_id, n_columns**-0.5, rng)
@@ -165,7 +165,7 @@ def _matrix(
 
 
 def _blocks(ggml: Ggml, type_id: int, scale: float, rng: np.random.Generator) -> np.ndarray:
-    """Bytes [n, bytes of a block] of random numbers in a format."""
+    """Return random numbers in a format, as bytes [n, bytes of a block]."""
     block, n_bytes = ggml.block_size(type_id), ggml.block_bytes(type_id)
     if n_bytes == 0:
         raise ValueError(f"ggml has no type {type_id}")

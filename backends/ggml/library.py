@@ -1,7 +1,7 @@
-"""llama.cpp by its low-level C interface: the library, its log and a model.
+"""llama.cpp through its low-level C interface: the library, its log and a model.
 
-`llama_cpp` is imported on first use, so that the package works without it. llama.cpp says why it
-refuses something only in its log: the last lines of it become the reason in our errors.
+`llama_cpp` is imported on first use, so that the package works without it. llama.cpp reports why it
+refuses something only in its log: its last lines become the reason in our errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml_log_level
 
 
 class LlamaError(SpecdecError):
-    """llama.cpp is missing, too old, or refused what it was given."""
+    """llama.cpp is missing, too old, or refuses a model or an option."""
 
 
 class LlamaLog:
@@ -48,12 +48,12 @@ class LlamaLog:
             before, start = self._partial
             if level == _CONTINUED:
                 level = before
-            *whole, rest = (start + (text or b"").decode("utf-8", "replace")).split("\n")
-            self._partial = (level, rest)
-            self._lines.extend((level, line.strip()) for line in whole if level >= _INFO)
+            *lines, partial = (start + (text or b"").decode("utf-8", "replace")).split("\n")
+            self._partial = (level, partial)
+            self._lines.extend((level, line.strip()) for line in lines if level >= _INFO)
         listener = self._listeners.get(threading.get_ident())
         if listener is not None:
-            for line in whole:
+            for line in lines:
                 listener(line)
 
     @contextmanager
@@ -75,17 +75,17 @@ class LlamaLog:
             return [line for its_level, line in self._lines if its_level >= level and line]
 
     def reason(self) -> str:
-        """The last errors in one line: llama.cpp logs the cause before its consequences."""
+        """Return the last errors in one line; llama.cpp logs a cause before its consequences."""
         return "; ".join(self.lines(_ERROR)[-3:]) or "no reason was logged"
 
 
 LOG = LlamaLog()
-_KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp holds
+_KEPT_ALIVE: list[object] = []  # callbacks that llama.cpp has pointers to
 
 
 @lru_cache(maxsize=1)
 def load_library() -> ModuleType:
-    """llama_cpp's low-level module. Raises LlamaError where it is missing or too old."""
+    """Return llama_cpp's low-level module. Raises LlamaError if it is missing or too old."""
     silence_backtraces()
     try:
         with bounded_spinning(LLAMA_SPINS):
@@ -110,16 +110,16 @@ def silence_backtraces() -> None:
 
 @cache
 def is_installed() -> bool:
-    """Whether there is a llama-cpp-python; it is not imported."""
+    """Return whether llama-cpp-python is installed, without importing it."""
     return find_spec("llama_cpp") is not None
 
 
 def load_shared_library() -> ctypes.CDLL:
     """Load libllama without the rest of llama-cpp-python, which takes ten times as long.
 
-    By way of libllama: a wheel has ggml's libraries under three names, and another name than
+    ggml's libraries come with libllama: a wheel has them under three names, and another name than
     llama.cpp's own would load them a second time, with settings of their own.
-    Raises LlamaError where it is missing.
+    Raises LlamaError if it is missing.
     """
     silence_backtraces()
     with bounded_spinning(LLAMA_SPINS):
@@ -127,20 +127,20 @@ def load_shared_library() -> ctypes.CDLL:
 
 
 def library_folder() -> Path:
-    """Return where llama.cpp's shared libraries lie. Raises LlamaError where it is missing."""
-    result = find_spec("llama_cpp")
-    if result is None or result.origin is None:
+    """Return the folder of llama.cpp's shared libraries. Raises LlamaError if it is missing."""
+    spec = find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
         raise LlamaError(_MISSING)
-    return Path(result.origin).parent / "lib"
+    return Path(spec.origin).parent / "lib"
 
 
 def listen(library: Any) -> None:
-    """Take llama.cpp's log, of which a process has only one, from whoever had it before."""
+    """Set the callback of llama.cpp's log; a process has only one."""
     library.llama_log_set(_KEPT_ALIVE[0], None)
 
 
-def _check_fields(structure: type[ctypes.Structure], requested: str) -> None:
-    missing = set(requested.split()) - {field[0] for field in structure._fields_}
+def _check_fields(structure: type[ctypes.Structure], names: str) -> None:
+    missing = set(names.split()) - {field[0] for field in structure._fields_}
     if missing:
         raise LlamaError(
             f"this llama-cpp-python has no {structure.__name__}.{min(missing)}: "
@@ -149,7 +149,7 @@ def _check_fields(structure: type[ctypes.Structure], requested: str) -> None:
 
 
 def llama_version() -> str:
-    """Of llama-cpp-python, which brings its llama.cpp along."""
+    """Return the version of llama-cpp-python, which includes its own llama.cpp."""
     load_library()
     import llama_cpp
 
@@ -160,11 +160,10 @@ class LlamaModel:
     """A model that llama.cpp has loaded.
 
     Args:
-        load_mode: "mmap" keeps the file's layout and pages; "ram" reads it into memory of its own,
-            in the layouts that are fastest for this processor; "none" allocates nothing, to ask
-            what a context would need.
-        is_repacked: False keeps the file's layout in memory, too.
-        stand_ins: files that llama.cpp is to open instead, one for each of the model's.
+        load_mode: "mmap" maps the file; "ram" reads it into memory, in the layouts that are fastest
+            for this processor; "none" allocates nothing, to ask for the memory of a context.
+        is_repacked: False keeps the file's layout in "ram", too.
+        stand_ins: files that llama.cpp is to open instead of the model's, one for each.
     """
 
     def __init__(
@@ -232,14 +231,14 @@ class LlamaModel:
 
 
 def _has_amx(library: ModuleType) -> bool:
-    """Whether ggml was built for AMX; GCC 12 drops the stores that configure its tiles."""
+    """Return whether ggml has AMX, which GCC 12 miscompiles: it drops stores of the tile config."""
     return b"AMX_INT8 = 1" in (library.llama_print_system_info() or b"")
 
 
 class _Loading:
-    """llama.cpp's progress, passed on; an error in it ends the loading.
+    """Calls `progress` from llama.cpp; an exception in it ends the loading and is re-raised.
 
-    An exception inside of a ctypes callback is lost.
+    ctypes would lose an exception in a callback.
     """
 
     def __init__(self, library: ModuleType, path: Path, progress: Progress | None) -> None:

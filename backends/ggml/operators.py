@@ -1,4 +1,4 @@
-"""The few functions of ggml that single operators need, to time them and to check them."""
+"""ctypes declarations of the ggml functions that single operators need."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from backends.ggml.library import LlamaError, load_shared_library
 
 F32, F16, I32, BF16 = 0, 1, 26, 30
-"""Numbers of types, as in ggml.h."""
+"""Type numbers, as in ggml.h."""
 
 
 class InitParams(ctypes.Structure):
-    """struct ggml_init_params."""
+    """ggml_init_params in ggml.h."""
 
     _fields_ = (
         ("mem_size", ctypes.c_size_t),
@@ -27,7 +27,7 @@ class InitParams(ctypes.Structure):
 
 
 class Ggml:
-    """Tensors, graphs and operators, as addresses."""
+    """Functions of ggml; tensors, graphs and contexts are addresses."""
 
     def __init__(self) -> None:
         ggml = load_shared_library()
@@ -57,7 +57,7 @@ class Ggml:
         self.expand = declare(ggml.ggml_build_forward_expand, None, pointer, pointer)
         self.compute = declare(ggml.ggml_graph_compute_with_ctx, number, pointer, pointer, number)
         declare(ggml.ggml_cpu_init, None)()
-        # Of tensors whose memory is not ggml's own.
+        # For tensors in memory that ggml has not allocated.
         self.buffer_from_ptr = declare(
             ggml.ggml_backend_cpu_buffer_from_ptr, pointer, pointer, size
         )
@@ -72,7 +72,7 @@ class Ggml:
 
     @contextmanager
     def context(self, n_bytes: int) -> Iterator[int]:
-        """Memory for tensors, and for what a computation takes meanwhile."""
+        """Allocate memory for tensors and for the work buffers of computations."""
         context = self.init(InitParams(n_bytes, None, False))
         if not context:
             raise MemoryError(f"ggml cannot allocate {n_bytes} bytes")
@@ -82,7 +82,7 @@ class Ggml:
             self.free(context)
 
     def tensor(self, context: int, type_id: int, shape: Sequence[int], values: np.ndarray) -> int:
-        """A tensor with these bytes; the shape in numpy's order, of two or three dimensions."""
+        """Return a tensor with these bytes; shape in numpy's order, of two or three dimensions."""
         new = self.new_2d if len(shape) == 2 else self.new_3d
         made: int = new(context, type_id, *reversed(shape))
         array = np.ascontiguousarray(values)
@@ -92,7 +92,7 @@ class Ggml:
         return made
 
     def run(self, context: int, result: int, n_threads: int) -> np.ndarray:
-        """Compute one node; its float32 values, flat."""
+        """Compute one node; return its float32 values, flat."""
         graph = self.new_graph(context)
         self.expand(graph, result)
         if self.compute(context, graph, n_threads) != 0:
@@ -103,7 +103,7 @@ class Ggml:
 
 @cache
 def load_ggml() -> Ggml:
-    """Raises LlamaError where llama.cpp is missing or another than what is known here."""
+    """Return ggml's functions. Raises LlamaError if llama.cpp is missing or lacks one of them."""
     try:
         return Ggml()
     except (OSError, AttributeError) as error:

@@ -1,20 +1,20 @@
-"""Matrix products by ggml's kernels, of numbers that lie anywhere in this process's memory."""
+"""GgmlProducts: matrix products by ggml's kernels, on any memory of this process."""
 
 from __future__ import annotations
 
 from backends.ggml.operators import InitParams, load_ggml
 
 _CONTEXT_BYTES = 64 << 10
-"""Headers of three tensors and of a graph; ggml ends the process where they do not fit."""
+"""Memory for headers of three tensors and a graph; ggml aborts if they do not fit."""
 _GRAPH_NODES = 8
 _FIRST_ADDRESS, _N_ADDRESSES = 4096, 1 << 47
-"""Of user space. ggml wants to know which memory a tensor lies in, and looks no further."""
+"""Range of all user space addresses, as one ggml buffer: tensors may lie anywhere in it."""
 
 
 class GgmlProducts:
-    """Products of one thread. `close` frees a few KiB.
+    """Matrix products, for use by one thread. `close` frees a few KiB.
 
-    Raises LlamaError where llama-cpp-python is missing.
+    Raises LlamaError if llama-cpp-python is missing.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class GgmlProducts:
         self, type_id: int, weight: int, rows: int, result: int, shape: tuple[int, int, int],
         n_threads: int,
     ) -> None:  # fmt: skip
-        """result = rows · weightᵀ.
+        """Compute result = rows · weightᵀ.
 
         Args:
             type_id: ggml's number of the format of weight and rows.
-            weight, rows, result: addresses of [n_out, n_in] and [n_rows, n_in] in that format, and
-                of [n_rows, n_out] in float32; all of them without gaps.
-            shape: (n_rows, n_in, n_out)
+            weight, rows, result: addresses of [n_out, n_in] and [num_tokens, n_in] in that format,
+                and of [num_tokens, n_out] in float32; all contiguous.
+            shape: (num_tokens, n_in, n_out)
         """
         num_tokens, n_in, n_out = shape
         ggml, context = self._ggml, self._context
@@ -50,7 +50,7 @@ class GgmlProducts:
             raise RuntimeError("ggml did not compute a product")
 
     def close(self) -> None:
-        """May be repeated."""
+        """Free ggml's objects. Idempotent."""
         context, self._context = self._context, None
         if context:
             self._ggml.buffer_free(self._memory)

@@ -1,8 +1,8 @@
-"""ggml's tiled products of K-quants and IQ-quants.
+"""Switch for ggml's tiled products of K-quants and IQ-quants.
 
-A tile takes eight rows or more and sums in another order than a row alone. How many rows an expert
-gets depends on the other rows of a pass, so a mixture is exact only where no tiles are used. ggml
-reads the switch from the environment at its first such product, once in a process.
+A tile has eight rows or more and sums in another order than a row alone. How many tokens an expert
+gets depends on the other tokens of a pass, so a mixture is exact only without tiles. ggml reads the
+switch from the environment at its first such product, once in a process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _left_out: list[str] = []
 
 
 def leave_out_tiles() -> None:
-    """In this process, and for good. Where ggml has used them before, or the environment asks for
-    them, they stay."""
+    """Turn tiles off for the life of this process, unless ggml has used them before or the
+    environment turns them on."""
     if _left_out:
         return
     is_unset = _SWITCH not in os.environ
@@ -33,5 +33,5 @@ def leave_out_tiles() -> None:
 
 
 def kernels_in_use() -> str:
-    """A part of the key of what depends on ggml's products; empty where they are the usual ones."""
+    """Return a part of cache keys that depend on ggml's products; empty for the default ones."""
     return " ".join(_left_out)

@@ -1,7 +1,7 @@
-"""How fast ggml multiplies on this machine: the compute half of the cost model for GGUF models.
+"""Time ggml's matrix products on this machine, for the cost model of GGUF models.
 
-Times one matrix product of the model's own number format through ggml's C interface, with weights
-larger than the caches.
+One product per number format of the model is timed through ggml's C interface, with weights larger
+than the processor's caches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OUT, _IN = 4096, 4096
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _LARGEST_BYTES = 4 * _OUT * _IN  # no type is wider than float32
 _GRAPH_BYTES = 64 * MIB  # graphs, headers and results
-_WORK_BYTES = 16 * MIB  # what one computation takes meanwhile
+_WORK_BYTES = 16 * MIB  # work buffer of one computation
 
 
 @cache
 def measure_ggml_compute(type_id: int, n_threads: int, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of one ggml type, measured once in a month.
+    """Return seconds per byte of weights of one ggml type, measured once a month.
 
     reading: see `measure_curve`.
     """
@@ -51,7 +51,7 @@ def _time_products(type_id: int, n_threads: int, reading: Path | None) -> Comput
 
 
 def _graphs(ggml: Ggml, context: int, weights: Sequence[int], num_tokens: int) -> list[int]:
-    """Products with the same rows, one for each of the weights."""
+    """Return graphs of products of the same rows, one for each of the weights."""
     x = _zeros(ggml, context, F32, num_tokens)
     graphs = []
     for weight in weights:
@@ -64,14 +64,14 @@ def _product(ggml: Ggml, graphs: Sequence[int], work: int, n_threads: int) -> Pr
     turns = itertools.cycle(graphs)
 
     def product() -> None:
-        ggml.reset(work)  # each computation takes a new buffer there
+        ggml.reset(work)  # each computation allocates a new buffer there
         ggml.compute(work, next(turns), n_threads)
 
     return product
 
 
 def _zeros(ggml: Ggml, context: int, type_id: int, num_tokens: int) -> int:
-    """A tensor [n_rows, _IN] of zeros."""
+    """Return a tensor [num_tokens, _IN] of zeros."""
     tensor: int = ggml.new_2d(context, type_id, _IN, num_tokens)
     ctypes.memset(ggml.data(tensor), 0, ggml.n_bytes(tensor))
     return tensor

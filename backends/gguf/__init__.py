@@ -1,1 +1,1 @@
-"""GGUF models before they are run: their headers, whether they are exact, samples to time."""
+"""GGUF models before they run: headers, batch invariance, and samples for timing."""

@@ -1,22 +1,22 @@
-"""Whether llama.cpp gives a GGUF model's rows the same bits in every pass, and how it is to be run.
+"""Batch invariance of a GGUF model in llama.cpp: whether it can be exact, and with which settings.
 
 Four things decide it:
 
-- Products. Some formats take another kernel for few rows than for many; then passes are filled up
-  with rows of no use to where one kernel serves all (`n_least_rows`). Experts cannot be filled up:
-  how many rows an expert gets is up to the other rows. A mixture runs without the kernels for many
-  rows (backends/ggml/tiles.py).
-- Attention. llama.cpp sums over the cells of the cache in their order and passes over the ones that
-  a row does not see, but not with a cache of f16, which has other kernels for one row and for
-  many: with a cache of bf16 there is one kernel.
-- Cells. They must lie in the order of positions: see cells.py.
+- Products. Some formats have different kernels for few rows and for many; then passes are padded to
+  the size from which one kernel serves all (`min_batch_tokens`). Experts cannot be padded: how many
+  rows an expert gets depends on the other rows. A mixture runs without the kernels for many rows
+  (backends/ggml/tiles.py).
+- Attention. llama.cpp sums over the cells of the cache in their order and skips those that a row
+  does not see, but not with a cache of f16, which has different kernels for one row and for many:
+  with a cache of bf16 there is one kernel.
+- Cells. They must be in the order of positions: see cells.py.
 - Layouts. A model "in ram" is repacked for the processor, and repacked formats sum in another
   order (measured: Q4_0, Q4_K; Q8_0 kept its bits). An exact backend keeps the file's layout, so
-  that the budget decides nothing. On two cores with AVX2, passes of 1, 8 and 32 rows then took
+  that the budget changes no bits. On two cores with AVX2, passes of 1, 8 and 32 rows then took
   2.1, 1.6 and 1.4 times as long for Q4_0 and 1.0, 2.0 and 1.1 times as long for Q4_K.
 
-The first two are tried out on the model's own formats and shapes (backends/ggml/batch_invariance.py),
-once for a machine, a version of llama.cpp and a number of threads.
+The first two are tested on the model's formats and shapes (backends/ggml/batch_invariance.py), once
+per machine, version of llama.cpp and number of threads.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from offload.formats.tensors import TensorRecord
 from offload.process.cpus import thread_counts
 
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
-_KEPT_BLOCKS = 64
+_MAX_FILE_BLOCKS = 64
 _SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
-"""Formats whose tables take ggml seconds to build: their blocks come from the file."""
+"""Formats for which ggml needs seconds to build tables: their blocks come from the file."""
 _CHOICES = ("f16", "bf16")
-"""Types of the cache to try, where the user names none."""
+"""Types of the KV cache to try if the user names none."""
 
 
 @dataclass(frozen=True)
 class ExactRun:
-    """How to run a model so that its rows keep their bits, or why that cannot be."""
+    """Settings with which a model is batch-invariant, or the reason why it cannot be."""
 
     exactness: Exactness
     type_k: str
@@ -68,9 +68,10 @@ class ExactRun:
 def find_exact_run(
     model: GgufModel, n_threads: int, type_k: str | None, type_v: str | None
 ) -> ExactRun:
-    """Takes a tenth of a second for a small model and a few for a large one; then remembered.
+    """Find the settings; takes 0.1 s for a small model and a few seconds for a large one, then
+    the result is in the disk cache.
 
-    type_k, type_v: of the KV cache, as the user wants them; chosen here when None.
+    type_k, type_v: types of the KV cache that the user wants; None: chosen here.
     """
     likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
     if reason := _refusal(model):
@@ -89,20 +90,20 @@ def _try_run(
     likely: ExactRun,
     types: tuple[str | None, str | None],
 ) -> ExactRun:
-    """threads: the numbers of threads that passes may have, in turn."""
+    """threads: thread counts that passes may have, each of which is tested."""
     checks = _Checks(threads)
     try:
         num_tokens, many_rows = 1, ""
         for product, record in _products(model, max(threads)):
-            result = checks.product(product, record)
-            if result is None:
+            min_rows = checks.product(product, record)
+            if min_rows is None:
                 reason = _product_reason(record, product.has_experts)
                 if not product.has_experts:
                     return _not_exact(likely, reason)
                 many_rows = many_rows or reason
-            num_tokens = max(num_tokens, result or 1)
+            num_tokens = max(num_tokens, min_rows or 1)
         run = _with_cache_types(model, checks, likely, num_tokens, types)
-        # Passes that send an expert few rows need not differ in their attention, too.
+        # Still use the best cache types: attention can be batch-invariant even if experts are not.
         return _not_exact(run, many_rows) if many_rows else run
     finally:
         checks.save()
@@ -117,9 +118,9 @@ def _with_cache_types(
 ) -> ExactRun:
     for choice in _CHOICES:
         type_k, type_v = (name or choice for name in requested)
-        result = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
-        if None not in result:
-            min_count = max([num_tokens, *(n for n in result if n is not None)])
+        min_rows = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
+        if None not in min_rows:
+            min_count = max([num_tokens, *(n for n in min_rows if n is not None)])
             return ExactRun(Exactness(True, min_batch_tokens=min_count), type_k, type_v)
     names = sorted({name for name in requested if name})
     if not names:
@@ -136,7 +137,7 @@ def _not_exact(run: ExactRun, reason: str) -> ExactRun:
 
 
 def _refusal(model: GgufModel) -> str:
-    """Why a model cannot be exact whatever its numbers, or nothing."""
+    """Return why a model's architecture rules out batch invariance; empty if it does not."""
     shapes = model.kv_shape.layers
     if any(layer.index_length for layer in shapes):
         return f"{model.architecture} chooses the tokens that it attends to by an index"
@@ -166,7 +167,7 @@ def _product_reason(record: TensorRecord, has_experts: bool) -> str:
 
 
 def _products(model: GgufModel, n_threads: int) -> Iterator[tuple[Product, TensorRecord]]:
-    """Each kind of product once, with a tensor of that kind."""
+    """Yield each kind of product once, with a tensor of that kind."""
     seen = set()
     inner = (record for layer in model.layers for record in layer.tensors)
     non_layer = (
@@ -190,24 +191,24 @@ def _attentions(model: GgufModel, type_k: str, type_v: str) -> Iterable[Attentio
 
 
 class _Checks:
-    """Checks of this machine's ggml."""
+    """Cached checks of ggml on this machine."""
 
     def __init__(self, threads: Sequence[int]) -> None:
         self._threads = threads
         system = (load_library().llama_print_system_info() or b"").decode()
         libraries = f"llama.cpp {llama_version()} {system} {threads} threads {kernels_in_use()}"
-        self._retained = CachedChecks(libraries, CANDIDATES)
-        self.save = self._retained.save
+        self._cached = CachedChecks(libraries, CANDIDATES)
+        self.save = self._cached.save
 
     def product(self, product: Product, record: TensorRecord) -> int | None:
         def run() -> int | None:
             blocks = _file_blocks(record) if record.dtype.startswith(_SLOW_TO_MAKE) else None
             try:
                 return find_min_batch_tokens(product_runs(product, self._threads, blocks))
-            except ValueError:  # ggml has no such numbers to try it with
+            except ValueError:  # ggml cannot make numbers of this format
                 return None
 
-        return self._retained.find(f"product {json.dumps(astuple(product))}", run)
+        return self._cached.find(f"product {json.dumps(astuple(product))}", run)
 
     def attention(self, kind: Attention) -> int | None:
         def run() -> int | None:
@@ -216,12 +217,12 @@ class _Checks:
             except ValueError:
                 return None
 
-        return self._retained.find(f"attention {json.dumps(astuple(kind))}", run)
+        return self._cached.find(f"attention {json.dumps(astuple(kind))}", run)
 
 
 def _file_blocks(record: TensorRecord) -> np.ndarray:
-    """The first blocks of a tensor, as bytes [n, bytes of a block]."""
+    """Return the first blocks of a tensor, as bytes [n, bytes of a block]."""
     size = load_ggml().block_bytes(_TYPE_IDS[record.dtype])
-    n_blocks = min(_KEPT_BLOCKS, record.n_bytes // size)
-    result = read_part(record.path, record.offset, n_blocks * size)
-    return np.frombuffer(result, dtype=np.uint8).reshape(n_blocks, size)
+    n_blocks = min(_MAX_FILE_BLOCKS, record.n_bytes // size)
+    blocks = read_part(record.path, record.offset, n_blocks * size)
+    return np.frombuffer(blocks, dtype=np.uint8).reshape(n_blocks, size)

@@ -1,4 +1,4 @@
-"""The routed experts of a GGUF model: stacks of matrices, and what llama.cpp has room for."""
+"""The routed experts of a GGUF model: stacks of matrices, and llama.cpp's limits on them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from offload.formats.tensors import TensorRecord
 EXPERT_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
 _MIN_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR = 1024, 8
 _GRAPH_NODES, _LAYER_NODES = 16, 64
-"""Of inputs and head, and of a layer beside its experts: no fewer than mixtral and qwen3moe have,
-with flash attention or without. Of 6 layers 54 to 62 experts are computed, this says 52."""
-_USED_BY_MANY = 16
-"""Experts of a token that are never refused: published mixtures with attention in every layer take
-1 to 10, and run."""
+"""Graph nodes of inputs and head, and of a layer without its experts: upper bounds for mixtral and
+qwen3moe, with and without flash attention. With 6 layers 54 to 62 experts run; the limit is 52."""
+_MIN_USED_LIMIT = 16
+"""Experts per token that are never refused: published mixtures with attention in every layer use 1
+to 10, and run."""
 
 
 def count_experts(keys: Keys, index: Mapping[str, TensorRecord]) -> tuple[int, int]:
-    """(experts of a layer, those that a token takes), as llama.cpp insists on them."""
+    """Return (experts of a layer, experts that a token uses), checked as llama.cpp does."""
     n_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
     n_used = keys.integer("expert_used_count", 0, MAX_EXPERTS, 0)
     if n_used > n_experts or (n_experts and not n_used):
@@ -45,10 +45,10 @@ def count_experts(keys: Keys, index: Mapping[str, TensorRecord]) -> tuple[int, i
 
 
 def check_graph(keys: Keys, n_layers: int, n_used: int, n_tensors: int) -> None:
-    """llama.cpp foresees a graph's nodes by the number of tensors (llama_context::graph_max_nodes),
-    builds two for every expert of a token, and ends the process where that is too little."""
+    """Raise UnsupportedModel for too many experts per token. llama.cpp allocates graph nodes by the
+    number of tensors (llama_context::graph_max_nodes), needs two per expert, and aborts without."""
     capacity = max(_MIN_GRAPH_NODES, _GRAPH_NODES_PER_TENSOR * n_tensors)
-    limit = max(_USED_BY_MANY, ((capacity - _GRAPH_NODES) // n_layers - _LAYER_NODES) // 2)
+    limit = max(_MIN_USED_LIMIT, ((capacity - _GRAPH_NODES) // n_layers - _LAYER_NODES) // 2)
     if n_used > limit:
         raise UnsupportedModel(
             f"{keys.path} ({keys.architecture}) takes {n_used} experts for a token, and llama.cpp "
@@ -57,7 +57,7 @@ def check_graph(keys: Keys, n_layers: int, n_used: int, n_tensors: int) -> None:
 
 
 def slice_of(record: TensorRecord, expert: int) -> TensorRecord:
-    """One expert of a tensor that holds all of a layer."""
+    """Return one expert of a tensor that has all experts of a layer."""
     n_bytes = record.n_bytes // record.shape[0]
     return replace(
         record,

@@ -1,6 +1,6 @@
-"""The figures of a GGUF model that decide its memory, each checked against a range.
+"""The metadata values of a GGUF model that decide its memory, each checked against a range.
 
-llama.cpp aborts the process on some values that make no sense, so they are refused here first.
+llama.cpp aborts the process on some invalid values, so they are refused here first.
 Keys are `<architecture>.<name>`, as in llama.cpp's src/llama-arch.cpp.
 """
 
@@ -23,8 +23,8 @@ MAX_EXPERTS = 2**14
 
 # llama.cpp refuses these without rotated dimensions; others may have none.
 _ALWAYS_ROTATED = ("llama", "deci", "falcon")
-# Of these it ends the process where not all of a head's dimensions are rotated, or keys are longer
-# than values: the ones that were tried, or whose graph says so (src/models); there may be more.
+# For these it ends the process if not all of a head's dimensions are rotated, or keys are longer
+# than values: tested ones, or those whose graph says so (src/models); there may be more.
 _WHOLLY_ROTATED = frozenset(
     "qwen2 qwen2moe qwen3 qwen3moe granite granitemoe ernie4_5 mistral3 grovemoe bitnet".split()
 )
@@ -50,13 +50,13 @@ class Keys:
         return self.full(key) in self.metadata
 
     def any_below(self, *prefixes: str) -> bool:
-        """Whether a key below one of these ("ssm.") has a value other than zero."""
+        """Return whether a key with one of these prefixes ("ssm.") has a value other than zero."""
         starts = tuple(self.full(prefix) for prefix in prefixes)
         values = (self.metadata[key] for key in self.metadata if key.startswith(starts))
         return any(any(value) if isinstance(value, list) else value for value in values)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """The value of `key`, from low to high; `default` where it is missing (None: an error)."""
+        """Return the value of `key`, low to high; `default` if it is missing (None: an error)."""
         if key not in self:
             if default is None:
                 raise GgufError(f"{self.path} has no {self.full(key)}: it is no complete model")
@@ -68,7 +68,7 @@ class Keys:
     def per_layer(
         self, key: str, n_layers: int, high: int, default: Iterable[int] | None = None
     ) -> tuple[int, ...]:
-        """The values of `key` for each layer, from 0 to high: a list, or one number for all."""
+        """Return the values of `key` per layer, 0 to high, from a list or one number for all."""
         length = self.metadata.array_length(self.full(key))
         if length is None:
             if key not in self and default is not None:
@@ -95,25 +95,25 @@ class Keys:
 
 @dataclass(frozen=True)
 class KvLayer:
-    """What one layer keeps per token: `n_heads` keys and as many values of these lengths."""
+    """KV cache of one layer per token: `n_heads` keys and as many values of these lengths."""
 
-    n_heads: int  # 0 in layers without attention, which llama.cpp gives room all the same
+    n_heads: int  # 0 in layers without attention, for which llama.cpp allocates memory anyway
     key_length: int
     value_length: int
-    index_length: int = 0  # of the key that a sparse-attention indexer keeps beside them
+    index_length: int = 0  # length of the additional key of a sparse-attention indexer
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """The KV cache of a model; layers that keep none are left out."""
+    """The KV cache of a model; layers without one are left out."""
 
     layers: tuple[KvLayer, ...] = field(default=())
 
     def bytes_per_token(self, type_k: str, type_v: str, *, flash_attention: bool = False) -> int:
-        """Bytes of one token's keys and values in all layers, in full length for every layer.
+        """Return bytes of one token's keys and values, in full length for every layer.
 
-        Without flash attention llama.cpp keeps values transposed and gives each layer room for the
-        widest of all, which this counts; quantized values need flash attention.
+        Without flash attention llama.cpp stores values transposed and allocates the largest width
+        for each layer, which this counts; quantized values need flash attention.
 
         Raises:
             ValueError: an unknown type.
@@ -147,7 +147,7 @@ def _cache_bytes(cache_type: str, n_heads: int, length: int) -> int:
 
 
 def check_epsilons(keys: Keys) -> None:
-    """Raise GgufError for what no norm can add: the first pass would abort the process."""
+    """Raise GgufError for invalid epsilons of norms: the first pass would abort the process."""
     for norm in ("layer_norm", "layer_norm_rms", "group_norm"):
         key = keys.full(f"attention.{norm}_epsilon")
         value = keys.metadata.get(key, 0.0)
@@ -159,11 +159,11 @@ def check_epsilons(keys: Keys) -> None:
 
 
 def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bool]) -> KvShape:
-    """The KV cache of the first `len(keeps_kv)` of `n_layers` layers.
+    """Return the KV cache of the first `len(keeps_kv)` of `n_layers` layers.
 
     Args:
-        n_layers: all that the file counts, also those for multi-token prediction.
-        keeps_kv: whether a layer has attention (those of hybrid models may have none).
+        n_layers: layer count of the file, including multi-token prediction layers.
+        keeps_kv: whether a layer has attention (layers of hybrid models may have none).
     """
     heads = keys.per_layer("attention.head_count", n_layers, MAX_HEADS)
     kv_heads = keys.per_layer("attention.head_count_kv", n_layers, MAX_HEADS, heads)
@@ -176,7 +176,7 @@ def read_kv_shape(keys: Keys, n_layers: int, hidden_size: int, keeps_kv: list[bo
     n_shared = keys.integer("attention.shared_kv_layers", 0, n_layers - 1, 0)
     layers = []
     for i, keeps in enumerate(keeps_kv):
-        # The last layers of Gemma 3n and 4 look into the cache of earlier ones.
+        # The last layers of Gemma 3n and 4 use the cache of earlier layers.
         if not keeps or i >= n_layers - n_shared:
             continue
         options = lengths if windowed[i] is None else lengths[bool(windowed[i]) :][:1]
@@ -199,7 +199,7 @@ def _check_heads(
 
 
 def _check_rotation(keys: Keys, key_length: int, value_length: int) -> None:
-    """Of keys and queries by their position."""
+    """Raise GgufError for RoPE settings on which llama.cpp aborts."""
     if keys.architecture in _ALWAYS_ROTATED:
         keys.integer("rope.dimension_count", 1, MAX_HEAD_SIZE, 1)
     if keys.architecture in _WHOLLY_ROTATED:
@@ -215,7 +215,7 @@ def _check_rotation(keys: Keys, key_length: int, value_length: int) -> None:
 
 
 def _lengths(keys: Keys, head_size: int, suffix: str) -> tuple[int, int]:
-    """Lengths of a key and a value; compressed (MLA) ones are kept once, without values."""
+    """Return the lengths of a key and a value; compressed (MLA) keys have no values."""
     if suffix and f"attention.key_length{suffix}" not in keys:
         return _lengths(keys, head_size, "")
     if head_size == 0 and "attention.key_length" not in keys:
@@ -228,7 +228,7 @@ def _lengths(keys: Keys, head_size: int, suffix: str) -> tuple[int, int]:
 
 
 def _windowed_layers(keys: Keys, n_layers: int) -> tuple[bool | None, ...]:
-    """Which layers have the sliding window; None where the file leaves that to llama.cpp."""
+    """Return which layers have the sliding window; None if the file leaves that to llama.cpp."""
     key = "attention.sliding_window_pattern"
     if keys.metadata.array_length(keys.full(key)) is None:
         return (None,) * n_layers

@@ -1,5 +1,5 @@
-"""Kinds of GGUF files, told by their headers: causal language models, and the many files that stand
-beside such models or look like one.
+"""Kinds of GGUF files, recognised by their headers: causal language models, and the other files
+that accompany such models or look like one.
 
 The keys and names are llama.cpp's (src/llama-arch.cpp, its converters, gguf.constants).
 """
@@ -38,7 +38,7 @@ REFUSED = {
     "clip": _PROJECTOR,
     "hrm_text": LOOPED,
 }
-"""Kinds by general.architecture, of those that llama.cpp loads."""
+"""Refused kinds by general.architecture, among those that llama.cpp loads."""
 _FILE_KINDS = {
     "adapter": _ADAPTER,
     "mmproj": _PROJECTOR,
@@ -47,7 +47,7 @@ _FILE_KINDS = {
     "vocab": _VOCABULARY,
     "controlvector": "a control vector, which steers a model and is none",
 }
-"""Kinds by general.type, or by general.architecture where the file's tool has the kind there."""
+"""Kinds by general.type, or by general.architecture if the file's tool writes the kind there."""
 _POOLED = {1: _EMBEDDING, 2: _EMBEDDING, 3: _EMBEDDING, 4: _RERANKER}
 """Kinds by <architecture>.pooling_type (enum llama_pooling_type): mean, cls, last, rank."""
 
@@ -64,7 +64,7 @@ def other_kind(metadata: GgufMetadata, names: Collection[str] | None) -> str | N
     """Return what a GGUF model is, if it is no causal language model: "a projector for ...".
 
     Args:
-        names: of all its tensors; None where they are not known (one file of a split model).
+        names: names of all tensors; None if they are not known (one file of a split model).
     """
     architecture = _text(metadata, "general.architecture")
     for key in ("general.type", "general.architecture"):
@@ -74,16 +74,16 @@ def other_kind(metadata: GgufMetadata, names: Collection[str] | None) -> str | N
         return _ADAPTER
     if architecture in REFUSED:
         return REFUSED[architecture]
-    result = _by_keys(metadata, architecture)
-    if result is None and names is not None:
-        result = _by_tensors(metadata, architecture, names)
-    return result
+    kind = _by_keys(metadata, architecture)
+    if kind is None and names is not None:
+        kind = _by_tensors(metadata, architecture, names)
+    return kind
 
 
 def companion_kind(path: Path) -> str | None:
     """Return what a file is by its header, if it is no causal language model.
 
-    None for a model, and for a file whose header cannot be read: whoever opens it says why.
+    None for a model, and for a file whose header cannot be read: opening it then raises an error.
     """
     try:
         file = GgufFile.read(path)
@@ -95,9 +95,9 @@ def companion_kind(path: Path) -> str | None:
 
 
 def refuse_other_kinds(path: Path, metadata: GgufMetadata, names: Collection[str]) -> None:
-    """Raise UnsupportedModel for what is no causal language model.
+    """Raise UnsupportedModel unless the file is a causal language model.
 
-    names: of all its tensors.
+    names: names of all its tensors.
     """
     kind = other_kind(metadata, names)
     if kind is not None:
@@ -139,12 +139,12 @@ def _by_tensors(metadata: GgufMetadata, architecture: str, names: Collection[str
 
 
 def _is_head_alone(metadata: GgufMetadata, architecture: str, names: Collection[str]) -> bool:
-    """Whether of all layers only those for the prediction of further tokens (MTP) are there."""
+    """Return whether a file has no layers except those for multi-token prediction (MTP)."""
     n_heads = _number(metadata, f"{architecture}.nextn_predict_layers")
     n_layers = _number(metadata, f"{architecture}.block_count") - n_heads
-    pinned = {int(match[1]) for match in map(_LAYER.match, names) if match}
+    stored = {int(match[1]) for match in map(_LAYER.match, names) if match}
     heads = {int(match[1]) for match in map(_HEAD_LAYER.match, names) if match}
-    return n_heads > 0 and bool(pinned) and pinned == heads and 0 <= n_layers <= min(pinned)
+    return n_heads > 0 and bool(stored) and stored == heads and 0 <= n_layers <= min(stored)
 
 
 def _text(metadata: GgufMetadata, key: str) -> str:

@@ -1,7 +1,7 @@
-"""A GGUF model as its header describes it: layers, sizes, and what it needs per token.
+"""A GGUF model as its header describes it: layers, sizes, and KV cache bytes per token.
 
-Nothing of llama.cpp is loaded here. What specdec cannot run is refused by name; an architecture
-that is not known to be refused is left to llama.cpp, which names those that it does not know.
+llama.cpp is not loaded here. Architectures that specdec cannot run are refused; any other is left
+to llama.cpp, which reports those that it does not know.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.formats.tensors import TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
-# llm_arch_is_recurrent and llm_arch_is_hybrid of llama.cpp; later ones are found by what they hold.
+# llama.cpp's llm_arch_is_recurrent and llm_arch_is_hybrid; newer ones are found by their tensors.
 _RECURRENT = frozenset("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7".split())
 _HYBRID = frozenset(
     "jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next "
@@ -50,42 +50,42 @@ class GgufModel:
     """One model on disk, unloaded."""
 
     path: Path
-    """The (first) file, which is the one for llama.cpp to load."""
+    """The file that llama.cpp loads: the first of a split model."""
     index: GgufIndex
     architecture: str
     n_layers: int
-    """Layers that a pass runs; those for multi-token prediction are not among them."""
+    """Layers that a pass runs, without those for multi-token prediction."""
     vocab_size: int
-    """Rows of the embedding, which are the columns of the logits."""
+    """Rows of the embedding, and columns of the logits."""
     max_context: int
-    """Tokens that the model was trained for."""
+    """Context length that the model was trained for."""
     hidden_size: int
     layers: tuple[LayerWeights, ...]
     non_layer_records: tuple[TensorRecord, ...]
     """Embeddings, final norm, head, rope factors: all tensors that belong to no layer."""
     unused_records: tuple[TensorRecord, ...]
-    """Of multi-token-prediction layers, which no pass runs: they need no memory."""
+    """Tensors of multi-token-prediction layers, which no pass runs: they need no memory."""
     is_tied: bool
-    """The embedding is the head, too."""
+    """Whether the embedding is also the head."""
     n_experts: int
-    """Of a layer; 0 for a dense model."""
+    """Experts of a layer; 0 for a dense model."""
     n_experts_used: int
-    """By a token; 0 for a dense model, or where the file does not say."""
+    """Experts that a token uses; 0 for a dense model, or if the file does not say."""
     is_recurrent: bool
-    """Some layers keep a state that cannot be cut back (Mamba, RWKV, hybrids): no trees."""
+    """Whether layers have a state that cannot be rolled back (Mamba, RWKV, hybrids): no trees."""
     sliding_window: int | None
-    """In tokens, as stored; which layers have it, and whether they do, the architecture says."""
+    """Window in tokens, as stored; the architecture decides which layers use it, if any."""
     kv_shape: KvShape
 
     @cached_property
     def experts(self) -> tuple[LayerExperts | None, ...]:
-        """Of every layer those that a pass may read one by one; () where there are none."""
-        result = tuple(map(self._layer_experts, self.layers))
-        return result if any(result) else ()
+        """Experts of each layer that a pass may read one by one; () for a dense model."""
+        experts = tuple(map(self._layer_experts, self.layers))
+        return experts if any(experts) else ()
 
     @cached_property
     def layers_without_experts(self) -> tuple[LayerWeights, ...]:
-        """What every pass reads of the layers."""
+        """Tensors of the layers that every pass reads."""
         return tuple(
             LayerWeights(tuple(r for r in layer.tensors if not self._is_of_experts(r)))
             for layer in self.layers
@@ -99,7 +99,7 @@ class GgufModel:
         return LayerExperts(tuple(experts), self.n_experts_used, is_at_once=True)
 
     def _is_of_experts(self, record: TensorRecord) -> bool:
-        """Whether it is a stack of matrices, one for each expert."""
+        """Return whether a tensor is a stack of matrices, one for each expert."""
         is_stack = len(record.shape) == 3 and record.shape[0] == self.n_experts
         is_routed = self.n_experts > self.n_experts_used > 0
         return is_stack and is_routed and EXPERT_TENSOR.fullmatch(record.name) is not None
@@ -107,10 +107,10 @@ class GgufModel:
     def kv_bytes_per_token(
         self, type_k: str = "f16", type_v: str = "f16", *, flash_attention: bool = False
     ) -> int:
-        """Bytes of KV cache per token, all layers in full length; see KvShape.bytes_per_token.
+        """Return bytes of KV cache per token, all layers in full length; see KvShape.
 
-        Exact for models with attention in every layer; for hybrids an upper bound, to which a
-        state of constant size per sequence comes.
+        Exact for models with attention in every layer; for hybrids an upper bound, without the
+        recurrent state of constant size per sequence.
         """
         return self.kv_shape.bytes_per_token(type_k, type_v, flash_attention=flash_attention)
 
@@ -126,8 +126,8 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     """Read and check the header of a GGUF model (all splits, where `path` is one of them).
 
     Raises:
-        GgufError: a file is missing, malformed or incomplete, or a figure is out of range.
-        UnsupportedModel: the file is well but not a causal language model.
+        GgufError: a file is missing, malformed or incomplete, or a value is out of range.
+        UnsupportedModel: the file is valid but not a causal language model.
     """
     index = GgufIndex.from_path(path)
     keys = _identify(index)
@@ -137,7 +137,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     check_epsilons(keys)
     layers, non_layer, unused = _group(index, keys, n_counted, n_layers)
     is_recurrent = _is_recurrent(keys, index)
-    if not is_recurrent:  # nor run: some of these have tables of integers
+    if not is_recurrent:  # recurrent models do not run, and some have tables of integers
         check_formats(index.values())
     if keys.architecture in _RECURRENT:
         kv_shape = KvShape()
@@ -167,7 +167,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
 
 
 def _identify(index: GgufIndex) -> Keys:
-    """Which architecture it is, if it is one that decodes text from left to right."""
+    """Return the keys of its architecture, if it decodes text from left to right."""
     path, metadata = index.paths[0], index.metadata
     refuse_other_kinds(path, metadata, index.keys())
     architecture = metadata.get("general.architecture")
@@ -182,7 +182,7 @@ def _identify(index: GgufIndex) -> Keys:
 def _group(
     index: GgufIndex, keys: Keys, n_counted: int, n_layers: int
 ) -> tuple[list[list[TensorRecord]], list[TensorRecord], list[TensorRecord]]:
-    """The tensors of each layer, those outside of the layers, and those that no pass uses."""
+    """Return the tensors of each layer, the non-layer tensors, and those that no pass uses."""
     layers: list[list[TensorRecord]] = [[] for _ in range(n_layers)]
     non_layer, unused = [], []
     for record in index.values():
@@ -209,7 +209,7 @@ def _group(
 
 
 def _vocab_size(index: GgufIndex, hidden_size: int) -> int:
-    """Rows of the embedding, which head and token list must agree with."""
+    """Return the rows of the embedding, with which head and token list must agree."""
     path = index.paths[0]
     embedding = index.get("token_embd.weight")
     if embedding is None:
@@ -234,10 +234,10 @@ def _is_recurrent(keys: Keys, names: Iterable[str]) -> bool:
 
 
 def _keeps_kv(records: list[TensorRecord]) -> bool:
-    """Whether a layer has attention: not where it has a recurrent part but no keys."""
+    """Return whether a layer has attention: not if it has a recurrent part and no keys."""
     names = [record.name for record in records]
     if not any(map(_RECURRENT_TENSOR.match, names)) or any(map(_KEY_TENSOR.match, names)):
         return True
-    # Linear attention (Qwen3-Next) has a fused projection with a gate, which keeps no keys.
+    # Linear attention (Qwen3-Next) has a fused projection with a gate, and caches no keys.
     roles = {name.split(".")[2] for name in names}
     return "attn_qkv" in roles and "attn_gate" not in roles

@@ -1,8 +1,8 @@
 """A few layers of a GGUF model without its weights, as a file in memory.
 
-Timing needs the model's layers as llama.cpp runs them, with attention, norms and what lies between
-operators, and does not need their values: a file of zeros that nobody wrote takes memory only where
-it is looked at. The vocabulary is cut to a few tokens, for the head is timed on its own.
+Timing needs the model's layers as llama.cpp runs them, with attention, norms and all operators, but
+not their values: a sparse file of zeros uses memory only where it is read. The vocabulary is cut to
+a few tokens, because the head is timed separately.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 SAMPLED_ARCHITECTURES = frozenset("gemma gemma2 llama phi3 qwen2 qwen3".split())
-"""Whose layers are alike and do not depend on how many there are, as the tests run them. Elsewhere
-llama.cpp may end the process where its assumptions do not hold (layers that share their KV)."""
+"""Tested architectures whose layers are alike and do not depend on the layer count. For others
+llama.cpp may end the process if its assumptions fail (layers that share their KV)."""
 _VOCABULARY_TENSORS = ("token_embd.weight", "output.weight", "output.bias")
 _N_TOKENS = 256
 _LEFT_OUT = ("general.", "tokenizer.", "split.")
@@ -46,22 +46,22 @@ _VALUE_TYPES = {
 
 
 def can_be_sampled(model: GgufModel) -> bool:
-    """Whether a few layers stand for all. Not for experts: a row's values choose those that
-    compute, and zeros choose the same ones for all rows."""
+    """Return whether a few layers represent all. False for mixtures: values choose the experts, and
+    zeros choose the same ones for all rows."""
     return model.architecture in SAMPLED_ARCHITECTURES and not model.n_experts
 
 
 def spread_layers(model: GgufModel, n_bytes: int) -> tuple[int, ...]:
-    """So many layers that they have `n_bytes` together, in even distances: number formats may
-    differ between the first ones and the last."""
+    """Choose evenly spaced layers of `n_bytes` together: number formats may differ between the
+    first and the last."""
     sizes = [sum(record.n_bytes for record in layer.tensors) for layer in model.layers]
-    num_requested = max(1, -(-n_bytes * len(sizes) // sum(sizes)))
-    return tuple(spread(min(num_requested, len(sizes)), len(sizes)))
+    n_sampled = max(1, -(-n_bytes * len(sizes) // sum(sizes)))
+    return tuple(spread(min(n_sampled, len(sizes)), len(sizes)))
 
 
 @contextmanager
 def sample_file(model: GgufModel, layers: Sequence[int]) -> Iterator[Path]:
-    """A model of these layers alone, all weights zero; the file is gone with the context."""
+    """Create a model of these layers alone, all weights zero; deleted at the context's end."""
     descriptor = os.memfd_create("specdec-sample")
     try:
         path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -95,7 +95,7 @@ def _write(model: GgufModel, layers: Sequence[int], path: Path) -> None:
 
 
 def _add_metadata(writer: GGUFWriter, model: GgufModel, layers: Sequence[int]) -> None:
-    """What describes the layers; of arrays with a value for each layer, those of the sample."""
+    """Add the metadata of the layers; arrays with a value per layer are cut to the sample."""
     from gguf import GGUFValueType
 
     n_tokens = min(_N_TOKENS, model.vocab_size)
@@ -144,7 +144,7 @@ def _whole(record: TensorRecord) -> _Tensor:
 
 
 def _cut(record: TensorRecord) -> _Tensor:
-    """The rows of the first tokens."""
+    """Return the tensor with the rows of the first tokens only."""
     num_tokens = min(_N_TOKENS, record.shape[0])
     shape = (num_tokens, *record.shape[1:])
     return _Tensor(record.name, shape, record.dtype, record.n_bytes // record.shape[0] * num_tokens)

@@ -1,7 +1,7 @@
-"""The vocabulary in a GGUF header, refused by name where llama.cpp would end the process over it.
+"""Checks of the vocabulary in a GGUF header for errors on which llama.cpp would end the process.
 
-Only what a look at the lists shows is checked here. About the rest llama.cpp itself is asked, in a
-process that may be lost (backends/llama/trial.py).
+Only the lists themselves are checked here. Other errors are found by loading the vocabulary with
+llama.cpp in a process of its own, which may crash (backends/llama/trial.py).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _REMEDY = "the file is damaged, download it again"
 
 
 def check_vocabulary(path: Path, metadata: GgufMetadata, num_tokens: int) -> None:
-    """Raise GgufError for what are not `n_rows` different tokens with a value of each kind, or
-    cannot spell every text.
+    """Raise GgufError unless there are `num_tokens` distinct tokens with a score and a type each,
+    which can spell every text.
 
-    llama.cpp aborts the process for a token that is there twice, and reads past the end of a list
-    that is too short. That there are no tokens at all it says itself.
+    llama.cpp aborts the process on a duplicate token, and reads past the end of a list that is too
+    short. It reports a missing token list itself.
     """
     if _TOKENS not in metadata:
         return
     for key in (_TOKENS, _MERGES):
         if key in metadata and metadata.type_name(key) != "arr[str]":
             raise GgufError(
-                f"{path} has {metadata.type_name(key)} in {key}, not sequences: {_REMEDY}"
+                f"{path} has {metadata.type_name(key)} in {key}, not strings: {_REMEDY}"
             )
     n_tokens = metadata.array_length(_TOKENS)
     if n_tokens != num_tokens:
@@ -66,8 +66,8 @@ def _check_distinct(path: Path, tokens: list[str]) -> None:
 
 
 def _check_bytes(path: Path, tokens: Set[str]) -> None:
-    """Raise GgufError where a text cannot be spelled: what is no token is spelled in bytes, and
-    llama.cpp ends the process over the first byte that has none."""
+    """Raise GgufError if a byte has no token: text without a token is spelled in bytes, and
+    llama.cpp ends the process on a byte without one."""
     missing = [byte for byte in range(256) if not _spellings(byte) & tokens]
     if missing:
         raise GgufError(
@@ -77,27 +77,27 @@ def _check_bytes(path: Path, tokens: Set[str]) -> None:
 
 
 def _spellings(byte: int) -> set[str]:
-    """Tokens that llama.cpp takes for one byte; it reads sequences up to their first zero."""
+    """Return the tokens that llama.cpp accepts for a byte; it reads strings up to a zero byte."""
     name = f"<0x{byte:02X}>"
     return {name, bytes([byte]).decode("utf-8", "surrogateescape")} if byte else {name}
 
 
 def _check_table(path: Path, table: bytes) -> None:
-    """Raise GgufError where a text can lead outside of sentencepiece's table of normalised
-    characters, over which llama.cpp ends the process.
+    """Raise GgufError if sentencepiece's table of normalised characters has references outside of
+    itself, on which llama.cpp ends the process.
 
-    It is a double array (Kanda 2018) behind its length in bytes, and the sequences that its leaves
-    name, each with a zero at its end.
+    The table is a double array (Kanda 2018) after its length in bytes, followed by the
+    zero-terminated strings that its leaves refer to.
     """
     n_bytes = int.from_bytes(table[:4], "little")
-    n_units, sequences = n_bytes // 4, table[4 + n_bytes :]
-    if not n_units or not sequences:
+    n_units, strings = n_bytes // 4, table[4 + n_bytes :]
+    if not n_units or not strings:
         return  # none, or one that llama.cpp refuses
     units = np.frombuffer(table, "<u4", n_units, 4)
-    inner = units >> 31 == 0  # of the others nothing but their value is read
+    inner = units >> 31 == 0  # the others are leaves: only their value is read
     below = ((units >> 10) << ((units & 512) >> 6)) ^ np.arange(n_units, dtype=np.uint32)
     if not units[0] >> 31 and bool(((below[inner] | 255) < n_units).all()):
         named = units[below[inner & (units >> 8 & 1 == 1)]] & 0x7FFFFFFF
-        if sequences.endswith(b"\0") and not (named >= len(sequences)).any():
+        if strings.endswith(b"\0") and not (named >= len(strings)).any():
             return
     raise GgufError(f"{path} has a {_TABLE} that leads outside of itself: {_REMEDY}")

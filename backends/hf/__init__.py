@@ -1,4 +1,4 @@
-"""Checkpoints on transformers and torch: one pass over a streamed model."""
+"""The torch backend: Hugging Face checkpoints on transformers, with streamed layers."""
 
 from offload.process.openmp import TORCH_SPINS, bounded_spinning
 

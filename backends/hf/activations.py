@@ -1,9 +1,8 @@
-"""How much memory a forward takes beside the weights and the KV cache.
+"""Activation memory of a forward pass: everything beside the weights and the KV cache.
 
-Counted from the tensors that are alive together, as torch's profiler shows them: a test holds the
-figures against it. Rows go through a layer in chunks, so the scores of one chunk count, not those
-of the whole prompt. A GPU differs in what its kernels work on, and in that logits leave it in the
-format of the weights.
+Counts the tensors that are alive at the same time; a test compares the sums with torch's profiler.
+Tokens go through a layer in chunks, so the scores of one chunk count, not those of the whole
+prompt. On a GPU the kernels need other buffers, and logits are returned in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from backends.hf.model import HfModel
 
 _FLOAT32 = 4
 _CUSTOM_SCORE_BYTES = 16
-"""Of attention code that is a model's own: it may keep four float32 copies of the scores alive."""
+"""Bytes per score of a model's own attention code, which may keep four float32 copies alive."""
 _MERGED_COPIES = 3
 """float32 outputs that are alive while two segments are merged: both, and the sum."""
 
 
 _QUERIES_PER_BLOCK = 64
 _BLOCKS_OF_SPLIT_KEYS = 1320
-"""Of 64 queries, in flash attention on a GPU: it splits long rows of keys until all multiprocessors
-(132) have work, in five steps of two blocks each at most, and keeps the parts in float32
-(FlashDecoding)."""
+"""Maximum number of blocks of 64 queries in flash attention on a GPU: it splits long key sequences
+until all multiprocessors (132) have work, in at most five steps of two blocks each, and keeps the
+parts in float32 (FlashDecoding)."""
 
 
 _GATHERED_COPIES = 2
-"""Of a layer's keys and values: in order, and on the way there."""
+"""Copies of a layer's keys and values: gathered in order, and a temporary while gathering."""
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """What attention with whole masks allocates: per (head, query, key), and per key."""
+    """Bytes that attention with whole masks allocates: per (head, query, key), and per key."""
 
     score_bytes: int
     key_bytes: int
@@ -50,9 +49,9 @@ class _Attention:
 def activation_bytes(
     model: HfModel, ctx_size: int, max_num_tokens: int, *, on_gpu: bool = False
 ) -> int:
-    """Most memory of a forward of a prompt of `ctx_size` tokens, or of `max_rows` nodes."""
+    """Peak bytes of a pass over a prompt of `ctx_size` tokens, or over `max_num_tokens` nodes."""
     config, itemsize = model.config, model.dtype.itemsize
-    # Embeddings, a layer's input and what it has put out so far; the last two are then joined.
+    # Embeddings, a layer's input and its output so far; the chunks of output are then joined.
     hidden = max(ctx_size, max_num_tokens) * config.hidden_size * itemsize
     rotary = 2 * ctx_size * _head_dim(config) * itemsize
     chunk, experts = _chunk_bytes(model), _expert_bytes(model)
@@ -81,8 +80,8 @@ def _chunk_bytes(model: HfModel) -> int:
 
 
 def _expert_bytes(model: HfModel) -> int:
-    """Of a mixture's chunk: what each row's experts put out, as it is and weighted, in the order of
-    experts and of rows, and their sum."""
+    """Bytes for the expert outputs of one chunk: plain and weighted, in the order of experts and of
+    tokens, and their sum."""
     n_used = max((x.n_used for x in model.experts if x is not None), default=0)
     numbers = CHUNK_TOKENS * model.config.hidden_size
     return int(
@@ -91,7 +90,7 @@ def _expert_bytes(model: HfModel) -> int:
 
 
 def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
-    """Of one logit, the copies of it that are alive together included."""
+    """Bytes of one logit, including all copies that are alive at the same time."""
     if not on_gpu:
         return model.dtype.itemsize + 2 * _FLOAT32
     is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
@@ -99,7 +98,7 @@ def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
 
 
 def _blocked_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
-    """Of exact attention (backends/attention/blocks.py), whose numbers are float32."""
+    """Bytes for exact attention (backends/attention/blocks.py), which computes in float32."""
     config, shape = model.config, head_shape(model.config)
     n_columns = _max_columns(ctx_size, max_num_tokens)
     bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + value_width(shape.value_dim))
@@ -116,12 +115,12 @@ def _blocked_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
 
 
 def _max_columns(ctx_size: int, max_num_tokens: int) -> int:
-    """Keys, and what fills the blocks up that a path of `max_rows` nodes may lie in."""
+    """Number of keys, including the padding of blocks on a path of `max_num_tokens` nodes."""
     return ctx_size + max_num_tokens + (1 + -(-max_num_tokens // BLOCK_KEYS)) * BLOCK_KEYS
 
 
 def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
-    """A byte for every row and key behind the whole blocks of the prefix, and two while made."""
+    """Bytes of the masks: one per (row, key) after the prefix's full blocks, two while built."""
     windows = {model.window(i) for i in range(len(model.layers))}
     edge = CHUNK_TOKENS if windows - {None} else 0
     n_chunks = -(-ctx_size // CHUNK_TOKENS)
@@ -131,15 +130,15 @@ def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> i
 
 
 def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
-    """Of attention in segments on a GPU (backends/attention/segments.py): outputs, and the parts
-    that flash attention merges."""
+    """Bytes for segmented attention on a GPU (backends/attention/segments.py): the outputs, and the
+    parts that flash attention merges."""
     config, itemsize = model.config, model.dtype.itemsize
     dims, shape = _latent_dims(config), head_shape(config)
     outputs = CHUNK_TOKENS * shape.n_heads * shape.value_dim * _FLOAT32 * _MERGED_COPIES
-    n_keys = max(ctx_size - CHUNK_TOKENS, min(ctx_size, CHUNK_TOKENS))  # of the longest segment
+    n_keys = max(ctx_size - CHUNK_TOKENS, min(ctx_size, CHUNK_TOKENS))  # longest segment
     if getattr(config, "attn_logit_softcapping", None):
         scores = shape.n_heads * CHUNK_TOKENS * n_keys * _FLOAT32
-        return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # and a second time for their sum
+        return outputs + 2 * min(scores, MAX_SCORE_BYTES)  # a second copy for their sum
     is_equal = shape.key_dim == shape.value_dim
     widened = 0 if is_equal else shape.n_kv_heads * max(shape.key_dim, shape.value_dim) * itemsize
     expanded = shape.n_heads * dims.expanded * itemsize if dims else 0
@@ -148,7 +147,7 @@ def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
 
 
 def _segment_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
-    """Of a tree: every row's view of every node. Of a prompt: only where a window ends in it."""
+    """Bytes of the masks: of a tree, nodes x nodes; of a prompt, only where a window ends in it."""
     itemsize = model.dtype.itemsize
     windows = {model.window(i) for i in range(len(model.layers))}
     n_chunks = -(-ctx_size // CHUNK_TOKENS)
@@ -177,7 +176,7 @@ def _attention(model: HfModel) -> _Attention:
 
 
 def _mask_bytes(config: PreTrainedConfig, ctx_size: int, itemsize: int) -> int:
-    """Masks are kept for all layers up to a limit; one more is being made, from booleans."""
+    """Bytes of the masks cached for all layers up to a limit, and of one more that is built."""
     kinds = len(set(getattr(config, "layer_types", None) or [""]))
     one_chunk = CHUNK_TOKENS * ctx_size
     triangle = ctx_size * (ctx_size + CHUNK_TOKENS) // 2 * kinds
@@ -186,12 +185,12 @@ def _mask_bytes(config: PreTrainedConfig, ctx_size: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class _LatentDims:
-    """Of multi-head latent attention, whose keys and values are expanded for every chunk."""
+    """Dimensions of multi-head latent attention, which expands keys and values per chunk."""
 
     key: int
     value: int
     expanded: int
-    """Numbers per head and key: what the latent is expanded to, and the keys put together."""
+    """Numbers per head and key: the expanded latent, and the assembled keys."""
 
 
 def _latent_dims(config: PreTrainedConfig) -> _LatentDims | None:
@@ -203,8 +202,8 @@ def _latent_dims(config: PreTrainedConfig) -> _LatentDims | None:
 
 
 def _latent_attention(config: PreTrainedConfig, itemsize: int, widened: int) -> _Attention | None:
-    """Keys wider than values are nothing for SDPA's fused kernel: the plain one computes in
-    float32, on copies of keys and values, and holds scores, probabilities and a byte of masking.
+    """Bytes for latent attention. SDPA's fused kernel needs keys as wide as values: else the plain
+    one runs in float32 on copies, with scores, probabilities and a byte of mask per key.
     """
     dims = _latent_dims(config)
     if dims is None:
@@ -212,7 +211,7 @@ def _latent_attention(config: PreTrainedConfig, itemsize: int, widened: int) -> 
     heads, expanded = config.num_attention_heads, dims.expanded * itemsize
     if dims.key == dims.value:
         return _Attention(0, heads * expanded)
-    # Keys are scaled in any case.
+    # Scaling the keys makes a copy even if nothing is converted.
     converted = (dims.key + dims.value) * widened or dims.key * _FLOAT32
     return _Attention(2 * _FLOAT32 + 1, heads * (expanded + converted))
 

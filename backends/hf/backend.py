@@ -1,11 +1,11 @@
-"""The torch backend: a transformers model whose decoder layers arrive as they are needed.
+"""The torch backend: a transformers model whose decoder layers are streamed as they are needed.
 
 A forward runs the model's own code. Each decoder layer is wrapped by a `LayerRunner`, which
-waits for its weights, binds them as zero-copy views of a ring slot and lets go afterwards.
-Embeddings, final norm and head stay where they are.
+waits for its weights, binds them as zero-copy views of a ring slot and releases them afterwards.
+Embeddings, final norm and head stay in memory.
 
-Where the weights come from, and on which device all this happens, is the business of a
-`TorchWeights`: one that reads them into the memory of the CPU, or one that copies them to a GPU.
+A `TorchWeights` decides where the weights come from and on which device they are: one reads them
+into the memory of the CPU, the other copies them to a GPU.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from offload.formats.mapped import TensorShape
 from offload.ring.slots import Check
 
 CHUNK_TOKENS = 256
-"""Rows that go through a layer at once: bounds the activations of a long prompt."""
+"""Tokens that go through a layer at once: bounds the activations of a long prompt."""
 
-_PLENTY_NODES = 8192
-"""Live nodes that there is room for where nobody says how many."""
+_DEFAULT_MAX_NODES = 8192
+"""KV capacity for live nodes if the caller gives no limit."""
 _ANY = TorchExactness(False)
 _T = TypeVar("_T")
 
 
 class TorchBackend(RecoveringBackend[BlockStore]):
-    """A Hugging Face checkpoint, computed where `weights` has it; `weights` is closed with it.
+    """A Hugging Face checkpoint, computed on the device of `weights`, which is closed with it.
 
-    kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
-    exactness: what it takes for a pass to be exact (see `Exactness`).
-    n_threads: of a pass; None: as torch is set.
-    follows_load: whether passes have fewer threads while other programs compute.
+    num_kv_slots: KV slots for the tokens and nodes of all sequences; None: enough for one.
+    exactness: the conditions under which a pass is exact (see `Exactness`).
+    n_threads: threads of a pass; None: as torch is set.
+    follows_load: whether passes use fewer threads while other programs compute.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
         self._make_cache(num_kv_slots)
         self._is_cancelled = False
-        self._has_run = False  # a pass to its end: no config is at fault afterwards
+        self._has_run = False  # once a pass has ended, errors are not the config's fault
         self._owner: TorchBackend | None = None
-        self._turn = threading.Lock()  # siblings walk the same modules, one at a time
+        self._turn = threading.Lock()  # siblings share modules: one pass at a time
         try:
             with weights.computing():
                 bind(model.non_layer_tensors, weights.non_layer, model.dtype)
@@ -133,7 +133,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         num_kv_slots: int | None = None,
         exactness: TorchExactness = _ANY,
     ) -> TorchBackend:
-        """A backend on the CPU that streams nothing."""
+        """Create a backend on the CPU that streams nothing."""
         layers = [
             layer.with_resident(frozenset(t.name for t in layer.tensors))
             for layer in model.layer_weights
@@ -155,7 +155,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return other
 
     def _make_cache(self, num_kv_slots: int | None = None) -> None:
-        limit = _PLENTY_NODES if self.max_nodes is None else self.max_nodes
+        limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
         self._pool = KvPool(len(self._model.layers), n_blocks)
@@ -169,16 +169,14 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return self._pool.n_bytes
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """Blocks that were never in use: sequences of the same length begin new ones in one pass."""
+        """Bytes of blocks not used before: sequences of equal length need new ones in one pass."""
         if self._weights.device.type != "cpu":
             return 0
         pool, kvs = self._pool, [sequence.store for sequence in self._sequences]
         num_tokens = n_tokens + (self.max_nodes or 0) + self._exactness.min_batch_tokens
         num_tokens = max(0, num_tokens - sum(kv.table.n_committed for kv in kvs))
-        num_free_slots_by_block = [left for kv in kvs for left in kv.num_free_slots_by_block] + [
-            0
-        ] * num_new_seqs
-        n_new = max_new_blocks(num_free_slots_by_block, num_tokens)
+        num_free_slots = [n for kv in kvs for n in kv.num_free_slots_by_block]
+        n_new = max_new_blocks(num_free_slots + [0] * num_new_seqs, num_tokens)
         n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
         return max(0, n_new) * BLOCK_SIZE * self._model.kv_bytes_per_token
 
@@ -203,8 +201,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._weights.pin_layers(n_bytes)
 
     def request_cancel(self) -> None:
-        """End a running pass at its next layer or chunk, or while it waits for storage, with a
-        BackendError; any thread may call this."""
+        """End a running pass with a BackendError at its next layer or chunk, or while it waits for
+        storage. Thread-safe."""
         self._is_cancelled = True
 
     def close(self) -> None:
@@ -226,14 +224,14 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             sequence.store.close()
         self._pool.free()
 
-    def _guarded(self, operation: Callable[[], _T], repair: Callable[[], None]) -> _T:
-        """The same with tensors of the weights' device."""
+    def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
+        """See RecoveringBackend; runs in the context of the weights' device."""
 
         def on_device() -> _T:
             with self._weights.computing(), torch.inference_mode():
                 return operation()
 
-        return super()._guarded(on_device, repair)
+        return super()._guarded(on_device, recover)
 
     # --- sequences --------------------------------------------------------------------------
 
@@ -287,16 +285,15 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def _run_pass(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
         device = self._weights.device
-        token_ids = [token for item in new for token in item.token_ids]
+        token_ids = [token for tokens in new for token in tokens.token_ids]
         n_more = max(0, self._exactness.min_batch_tokens - len(token_ids))
         places, batch = take_rows(new, n_more)
         self._pool.begin(places, batch if self._gathers else None)
         token_ids += token_ids[-1:] * n_more
-        requested = rows_of_pass(new)
-        num_requested = len(requested)
-        requested += (requested[-1:] or [0]) * max(
-            self._exactness.min_batch_tokens - num_requested, not num_requested
-        )
+        logit_rows = rows_of_pass(new)
+        num_logits = len(logit_rows)
+        n_padding = max(self._exactness.min_batch_tokens - num_logits, not num_logits)
+        logit_rows += (logit_rows[-1:] or [0]) * n_padding
         state = self._pass_state(batch)
         with self._turn:
             for runner in self._runners:
@@ -309,13 +306,13 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                     self._pool,
                     torch.tensor([token_ids], device=device),
                     torch.from_numpy(batch.new_positions)[None].to(device),
-                    torch.tensor(requested, device=device),
+                    torch.tensor(logit_rows, device=device),
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
-            result = self._weights.on_host(logits[:num_requested])
-        ends = np.cumsum([len(item.logits_at) for item in new])
-        return np.split(result, ends[:-1])
+            host_logits = self._weights.on_host(logits[:num_logits])
+        ends = np.cumsum([len(tokens.logits_at) for tokens in new])
+        return np.split(host_logits, ends[:-1])
 
     def _fetch_experts(
         self, layer: int, experts: Sequence[int], check: Check | None

@@ -1,6 +1,6 @@
 """Weights of the torch backend on the CPU: in memory, or streamed from storage through a ring.
 
-Both hold the bytes of the file; those of packed tensors are decoded for the time of a module.
+Both contain the bytes of the file; packed tensors are decoded when their module runs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from offload.experts.readers import ExpertStats
 from offload.placement.experts import ExpertCachePlan, count_experts
 from offload.placement.placement import LayerWeights
 from offload.ring.slots import Check
-from offload.ring.weight_prefetch import RequestedWeights, WeightPrefetch, open_weights
+from offload.ring.weight_prefetch import WeightPrefetch, WeightSelection, open_weights
 from offload.units import Progress
 
 
 class CpuWeights:
-    """See TorchWeights. Tensors are views of the memory that files were read into.
+    """Implement TorchWeights on the CPU. Tensors are views of the memory that files were read into.
 
     Args:
-        layers: which tensors stay in memory.
+        layers: placement of the layers: which tensors stay in memory.
         n_slots: depth of the ring for the others.
-        early: weights that are taken where they are these.
-        experts: slots of a mixture's experts; None: one for each.
+        weight_prefetch: prefetched weights, used if they match.
+        experts: slots of the expert cache; None: one for each expert.
     """
 
     device = torch.device("cpu")
@@ -50,21 +50,21 @@ class CpuWeights:
         experts: ExpertCachePlan | None = None,
     ) -> None:
         self._layers = tuple(layers)
-        requested = RequestedWeights(model.non_layer_records, self._layers, n_slots, n_readers)
-        taken = None if weight_prefetch is None else weight_prefetch.take(requested)
-        self._weights = taken or open_weights(requested, progress)
-        self._outer, self._streamer = self._weights.non_layer, self._weights.layers
+        selection = WeightSelection(model.non_layer_records, self._layers, n_slots, n_readers)
+        prefetched = None if weight_prefetch is None else weight_prefetch.take(selection)
+        self._weights = prefetched or open_weights(selection, progress)
+        self._non_layer, self._streamer = self._weights.non_layer, self._weights.layers
         try:
             self.decoder = Decoder(model.packed_modules, torch.get_num_threads())
         except BaseException:
             self._weights.close()
             raise
-        self._capacity = experts or ExpertCachePlan(model.experts, count_experts(model.experts))
+        self._expert_plan = experts or ExpertCachePlan(model.experts, count_experts(model.experts))
         self._experts: ExpertCache | None = None
         self.fetch_experts: FetchExperts | None = None
         if model.experts:
             try:
-                self._experts = ExpertCache(self._capacity, n_readers=n_readers)
+                self._experts = ExpertCache(self._expert_plan, n_readers=n_readers)
                 self.fetch_experts = partial(_fetch, self._experts)
             except BaseException:
                 self.decoder.close()
@@ -73,7 +73,7 @@ class CpuWeights:
 
     @property
     def non_layer(self) -> RawTensors:
-        return _as_tensors(self._outer)
+        return _as_tensors(self._non_layer)
 
     @contextmanager
     def layer(self, index: int, check: Check | None = None) -> Iterator[RawTensors]:
@@ -120,7 +120,7 @@ class CpuWeights:
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()
-            keep_decay(self._capacity, self._experts.stats)
+            keep_decay(self._expert_plan, self._experts.stats)
         self.decoder.close()  # its threads read the weights
         self._weights.close()
 

@@ -1,4 +1,4 @@
-"""One forward of a transformers model through its layers' runners."""
+"""One forward pass of a transformers model through its layer runners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.errors import SpecdecError
 
 
 def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None:
-    """Bring what is neither weight nor activation (`inv_freq`) to the device.
+    """Move buffers that are neither weight nor activation (`inv_freq`) to the device.
 
     Returns the slopes [heads] of a model with ALiBi positions.
     """
@@ -32,7 +32,7 @@ def prepare_buffers(model: HfModel, device: torch.device) -> torch.Tensor | None
 
 
 def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> MakeMask:
-    """What a model's attention computes with, on a device."""
+    """Return the function that builds the masks for a model's attention on a device."""
     if model.takes_blocks and device.type == "cpu":
         is_of_cache = model.takes_whole_cache
         return partial(blocked_mask, limits=limits, scratch=Scratch(), is_of_cache=is_of_cache)
@@ -42,11 +42,11 @@ def mask_maker(model: HfModel, device: torch.device, limits: ProductLimits) -> M
 
 @contextmanager
 def first_pass(model: HfModel, device: torch.device) -> Iterator[None]:
-    """Turn what breaks the first pass of a model into UnsupportedModel.
+    """Turn an error in the first pass of a model into UnsupportedModel.
 
-    Some figures of a config are looked at by nobody before the family's code computes with them: a
-    scale below zero, more groups of experts than there are. On a GPU memory may run out as well,
-    which has errors of its own.
+    Some values of a config are not checked before the family's code computes with them: a negative
+    scale, more groups of experts than there are. On a GPU the error is raised as it is, since
+    memory may have run out.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def first_pass(model: HfModel, device: torch.device) -> Iterator[None]:
             raise
         raise UnsupportedModel(
             f"the first pass of the {model.config.model_type} model failed ({type(e).__name__}: "
-            f"{one_line(e)}): mend its config.json, or take a GGUF file of it (--debug shows where)"
+            f"{one_line(e)}): fix its config.json, or take a GGUF file of it (--debug shows where)"
         ) from e
 
 
@@ -66,30 +66,30 @@ def run_model(
     cache: KvPool,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
-    requested: torch.Tensor,
+    logit_rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of the `wanted` rows of tokens and positions [1, n]."""
+    """Return logits [rows, vocab] of `logit_rows` for tokens and positions [1, n]."""
     output = model.model(
         input_ids=token_ids,
         position_ids=positions,
-        # Four dimensions make transformers pass it to the layers as it is; each layer's runner
-        # puts the real mask in its place.
+        # transformers passes a mask of four dimensions to the layers unchanged; each layer's
+        # runner replaces it by the real mask.
         attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=token_ids.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=requested,
+        logits_to_keep=logit_rows,
     )
     logits: torch.Tensor = output.logits[0]
     return logits
 
 
 def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:
-    """Slopes [heads] of a model with ALiBi positions; its own bias becomes a placeholder."""
+    """Return the slopes [heads] of a model with ALiBi; its own bias becomes a placeholder."""
     base = model.model.base_model
     build = getattr(base, "build_alibi_tensor", None)
     if build is None:
         return None
-    if hasattr(build, "slopes"):  # an earlier backend has replaced it
+    if hasattr(build, "slopes"):  # already replaced by an earlier backend
         known: torch.Tensor = build.slopes
         return known.to(device)
     ones = torch.ones(1, 2)

@@ -1,7 +1,7 @@
-"""A decoder layer whose weights arrive from storage for the time of its forward.
+"""A decoder layer whose weights are in memory only during its forward.
 
 `LayerRunner` replaces the `forward` of one transformers decoder layer. Around the module's own
-forward it binds the layer's tensors, and runs long inputs in chunks of rows *inside* the layer
+forward it binds the layer's tensors, and runs long inputs in chunks of tokens *inside* the layer
 (layer-major): a prompt then costs one read of the model, and the memory of one chunk.
 """
 
@@ -26,59 +26,59 @@ from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB
 Mask: TypeAlias = torch.Tensor | KeyMask
-"""Additive [1, 1, rows, keys], or what the attention of backends/attention computes with."""
+"""Additive mask [1, 1, rows, keys], or a mask for the attention of backends/attention."""
 MakeMask = Callable[[BatchLayout, int, int, int | None], Mask]
 OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
 """See TorchWeights.layer."""
 
 
 class PassState:
-    """What every layer of one forward shares: the layout and the masks made from it.
+    """State shared by all layers of one forward pass: the layout and the masks made from it.
 
-    make_mask: of the layout's rows start..end, with the window of a layer.
-    least_rows: of a chunk; a pass has as many.
-    check_cancel: raises where the forward is to end; called before a layer, while it is waited for,
-        and between its chunks.
+    make_mask: builds the mask of the layout's rows start..end for a layer's window.
+    min_batch_tokens: minimum size of a chunk; the pass has at least as many tokens.
+    check_cancel: raises if the pass was cancelled; called before a layer, while waiting for it, and
+        between its chunks.
     """
 
     def __init__(
         self,
         layout: BatchLayout,
         make_mask: MakeMask,
-        chunk_rows: int,
-        find_min_batch_tokens: int,
+        chunk_tokens: int,
+        min_batch_tokens: int,
         alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
     ) -> None:
         self.layout = layout
         self.check_cancel = check_cancel
         self.alibi = alibi
-        self._chunk_rows, self._min_batch_tokens = chunk_rows, find_min_batch_tokens
+        self._chunk_tokens, self._min_batch_tokens = chunk_tokens, min_batch_tokens
         self._make_mask = make_mask
         self._masks: dict[tuple[int, int, int | None], Mask] = {}
 
     def mask(self, start: int, end: int, window: int | None) -> Mask:
-        """Of the new rows start..end; kept while all layers use the same one."""
+        """Return the mask of the new rows start..end; cached for the other layers."""
         key = (start, end, window)
         if key not in self._masks:
-            if self._num_retained_bytes() > MAX_MASK_BYTES:
-                self._masks.clear()  # a long prompt: made anew for every layer
+            if self._num_cached_bytes() > MAX_MASK_BYTES:
+                self._masks.clear()  # a long prompt: masks are built again for every layer
             self._masks[key] = self._make_mask(self.layout, start, end, window)
         return self._masks[key]
 
     def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
-        """(start, end) of the rows that go through a layer together."""
-        starts = list(range(0, num_tokens, self._chunk_rows))
+        """Return (start, end) of the tokens that go through a layer together."""
+        starts = list(range(0, num_tokens, self._chunk_tokens))
         if num_tokens - starts[-1] < self._min_batch_tokens:
             starts[-1] = max(0, num_tokens - self._min_batch_tokens)
         return list(zip(starts, [*starts[1:], num_tokens], strict=True))
 
-    def _num_retained_bytes(self) -> int:
+    def _num_cached_bytes(self) -> int:
         return sum(mask.nbytes for mask in self._masks.values())
 
 
 class LayerRunner:
-    """The forward of decoder layer `index`: weights in, chunks through, weights out."""
+    """The forward of decoder layer `index`: bind its weights, run the chunks, unbind them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LayerRunner:
         self._dtype = dtype
         self._module = module
         self._is_resident = is_resident
-        self._is_bound = False  # ever true of a resident layer only: its weights never move
+        self._is_bound = False  # stays true for a resident layer only: its weights never move
         self.state: PassState | None = None
         module.forward = self
 
@@ -124,7 +124,7 @@ class LayerRunner:
                         packed.unbind()
 
     def detach(self) -> None:
-        """Give the module its own forward back and let go of weights and masks; may be repeated."""
+        """Restore the module's own forward and free weights and masks. Idempotent."""
         self._is_bound, self.state = False, None
         unbind(self._tensors)
         for packed in self._packed:
@@ -132,7 +132,7 @@ class LayerRunner:
         self._module.__dict__.pop("forward", None)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments after the hidden states by name: some families give the mask by position."""
+        """Return the arguments by name: some families pass the mask by position."""
         if not args:
             return kwargs
         positional = self._signature.bind_partial(None, *args).arguments
@@ -155,7 +155,7 @@ class LayerRunner:
     def _adapt(
         self, state: PassState, kwargs: dict[str, Any], start: int, end: int
     ) -> dict[str, Any]:
-        """Put the real mask (and ALiBi bias) of these rows where placeholders came through."""
+        """Replace the placeholder mask (and ALiBi bias) by the real one of these rows."""
         adapted = dict(kwargs)
         adapted["attention_mask"] = state.mask(start, end, self._window)
         if state.alibi is not None and "alibi" in adapted:
@@ -164,17 +164,17 @@ class LayerRunner:
 
 
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
-    """Let the modules' parameters be views of `tensors`."""
-    made: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
-    for item in bound:
-        name = item.record.name
-        if name not in made:
-            made[name] = as_tensor(tensors[name], item.record, dtype)
-        item.module._parameters[item.attribute] = made[name]
+    """Make the modules' parameters views of `tensors`."""
+    views: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
+    for target in bound:
+        name = target.record.name
+        if name not in views:
+            views[name] = as_tensor(tensors[name], target.record, dtype)
+        target.module._parameters[target.attribute] = views[name]
 
 
 def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over the bytes `raw` without a copy, unless it is misaligned or of another dtype."""
+    """Return a tensor over the bytes `raw`; copies only if misaligned or of another dtype."""
     stored = TORCH_DTYPES[record.dtype]
     if raw.data_ptr() % stored.itemsize:
         raw = raw.clone()  # an odd header length shifts every tensor of the file
@@ -182,7 +182,7 @@ def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> to
 
 
 def slice_rows(value: Any, start: int, end: int, num_tokens: int) -> Any:
-    """Rows start..end of whatever has one entry for each input row: [1, n, ...] or [n]."""
+    """Return rows start..end of a value with one entry per token: [1, n, ...] or [n]."""
     if isinstance(value, tuple):
         return tuple(slice_rows(item, start, end, num_tokens) for item in value)
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
 """A transformers model without its weights, matched to the tensors of its checkpoint.
 
-So any dense decoder of transformers runs here without model code of ours. What specdec cannot run
-is refused by name, before anything is allocated.
+Any dense decoder of transformers runs without model code of ours. A model that specdec cannot run
+is refused with a reason before anything is allocated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
 _SLIDING_MASK = "create_sliding_window_causal_mask"
-"""What the code of a family with sliding windows takes from transformers."""
+"""Function that the modules of families with sliding windows import from transformers."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class HfModel:
     non_layer_tensors: tuple[BoundTensor, ...]
     """Embeddings, final norm and head; a tied tensor appears once for each place it serves."""
     experts: tuple[LayerExperts | None, ...] = ()
-    """Of a mixture, of every layer: those that its router chooses among, which are no part of
-    `layer_tensors`; empty for any other model."""
+    """Routed experts of each layer of a mixture, which are not in `layer_tensors`; empty for a
+    dense model."""
     expert_modules: tuple[nn.Module | None, ...] = ()
-    """What computes them."""
+    """Module of each layer that computes its experts."""
     weight_warnings: tuple[str, ...] = ()
-    """Weights that are not what the config says."""
+    """Warnings about weights that differ from what the config says."""
     is_adapted: bool = False
-    """Attention code of the family's own was replaced (backends/attention/families.py)."""
+    """Whether the family's own attention code was replaced (backends/attention/families.py)."""
 
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
@@ -99,29 +99,29 @@ class HfModel:
 
     @property
     def attention(self) -> str:
-        """How attention is computed, as transformers names it.
+        """transformers' name of the attention implementation.
 
-        KEYS_BY_ROW, or with whole masks "sdpa" or "eager": families with attention of their own, or
-        that compute with the mask themselves.
+        KEYS_BY_ROW, or with whole masks "sdpa" or "eager": for families that have attention code of
+        their own or compute with the mask.
         """
         return str(self.config._attn_implementation)
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether attention on a CPU is computed in blocks of keys, and so exactly."""
+        """Whether attention on a CPU is computed in blocks of keys, and so is exact."""
         return self.is_adapted or self.attention == KEYS_BY_ROW
 
     @property
     def takes_whole_cache(self) -> bool:
-        """Whether attention on a CPU is given all rows of the cache as they lie. Families that make
-        keys of what is cached (latent attention) are given those of the pass in order."""
+        """Whether attention on a CPU is given the whole cache. Families that compute keys from the
+        cached values (latent attention) are given the keys of the pass in order instead."""
         return self.takes_blocks and not declared(self.config, "kv_lora_rank")
 
     @property
     def converted_bytes(self) -> int:
-        """Memory of tensors that cannot be used where they lie: of another dtype or misaligned.
+        """Memory for copies of tensors that have another dtype or are misaligned.
 
-        Those outside the layers are copied once, a layer's for the time of its forward.
+        Non-layer tensors are copied once, a layer's tensors for the time of its forward.
         """
         layers = (converted_bytes((b.record for b in x), self.dtype) for x in self.layer_tensors)
         experts = (
@@ -132,12 +132,12 @@ class HfModel:
 
     @property
     def decode_buffer_bytes(self) -> int:
-        """Memory that packed tensors are decoded into, those of a module at a time."""
+        """Memory that packed tensors are decoded into, one module at a time."""
         return decode_buffer_bytes(self.packed_modules)
 
     @property
     def packed_modules(self) -> list[PackedModule]:
-        """Those that have packed tensors."""
+        """Modules that have packed tensors."""
         return [
             packed_module(tensors)
             for layer in self.layer_tensors
@@ -154,7 +154,7 @@ class HfModel:
 
     @property
     def layer_kv_bytes(self) -> int:
-        """Of a token in the layer that takes most."""
+        """Bytes of one token in the layer that needs the most."""
         return max(self._layer_kv_bytes)
 
     @cached_property
@@ -166,7 +166,7 @@ class HfModel:
 def layer_window(model: PreTrainedModel, layer: int) -> int | None:
     """Sliding window of a layer in tokens, or None for full attention.
 
-    A config may carry options that its family ignores: the family's code tells.
+    Decided by the family's code, since a config may carry options that the family ignores.
     """
     if not hasattr(sys.modules[type(model).__module__], _SLIDING_MASK):
         return None
@@ -191,8 +191,8 @@ def load_hf_model(directory: Path) -> HfModel:
 def main_dtype(
     index: Mapping[str, TensorRecord], config: PreTrainedConfig, directory: Path
 ) -> torch.dtype:
-    """What a model computes in: most of its bytes when packed ones are decoded, or where they are
-    quantised what its config says."""
+    """Return the dtype a model computes in: the one of most of its (decoded) bytes, or the config's
+    dtype for a quantised model."""
     if quantisation_of(config) is not None:
         return config.dtype if config.dtype in TORCH_DTYPES.values() else torch.bfloat16
     name = main_format(index)
@@ -231,7 +231,7 @@ def match_checkpoint(
         module = model.get_submodule(module_name)
         bound = BoundTensor(module, attribute, record, packed.get(record.name))
         if bound.packed and bound.packed.stored and not isinstance(module, nn.Linear):
-            # Others lie the other way round.
+            # The weights of other modules (Conv1D) are transposed.
             kind = type(module).__name__
             raise UnsupportedModel(f"{directory}: {name} is quantised, and of a {kind}, no Linear")
         place = name.removeprefix(layers_name + ".") if name.startswith(layers_name + ".") else ""
@@ -278,12 +278,12 @@ def _experts(
     match: TensorMatch,
     directory: Path,
 ) -> tuple[tuple[nn.Module | None, ...], tuple[LayerExperts | None, ...]]:
-    """(what computes the experts, the experts), of every layer; two times () for no mixture."""
+    """Return (the module that computes the experts, the experts) per layer; ((), ()) if dense."""
     modules: list[nn.Module | None] = []
     experts: list[LayerExperts | None] = []
     for index, layer in enumerate(layers):
-        result = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
-        name, module = result[0] if result else ("", None)
+        matches = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
+        name, module = matches[0] if matches else ("", None)
         modules.append(module)
         experts.append(
             None

@@ -14,10 +14,10 @@ from backends.hf.weights import DecodesTensors, RawTensors
 
 
 class PackedForward:
-    """The forward of a module whose tensors are decoded for it each time, to where those of the
-    next such module are decoded.
+    """The forward of a module whose tensors are decoded each time it runs, into a buffer that all
+    such modules share.
 
-    tensors: the packed ones of the module.
+    tensors: the packed tensors of the module.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class PackedForward:
             unbind(self._tensors)
 
     def bind(self, tensors: RawTensors) -> None:
-        """Let these be what is decoded."""
-        self._stored = [[tensors[part.name] for part in item.parts] for item in self._packed]
+        """Set the stored bytes that the next forward decodes."""
+        self._stored = [[tensors[part.name] for part in packed.parts] for packed in self._packed]
 
     def unbind(self) -> None:
         self._stored = []
 
     def detach(self) -> None:
-        """Give the module its own forward back; may be repeated."""
+        """Restore the module's own forward. Idempotent."""
         self.unbind()
         self._module.forward = self._forward
 
@@ -57,7 +57,7 @@ class PackedForward:
 
 
 class PackedLinear(PackedForward):
-    """A linear layer, computed in pieces of its outputs, each a product with one row of the matrix.
+    """A linear layer, computed in pieces: each is a product with some rows of its matrix.
 
     In all comparisons so far the bits were those of the whole product.
     """
@@ -78,12 +78,13 @@ class PackedLinear(PackedForward):
 def packed_forward(
     tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
 ) -> PackedForward:
-    """Replaces the forward of a module that has these packed tensors."""
+    """Replace the forward of the module that has these packed tensors."""
     kind = PackedLinear if packed_module(tensors).in_pieces else PackedForward
     return kind(tensors, decoder, dtype)
 
 
 def unbind(bound: Sequence[BoundTensor]) -> None:
-    """Leave meta tensors behind, so that a use outside the layer's time fails loudly."""
-    for item in bound:
-        item.module._parameters[item.attribute] = torch.empty(item.record.shape, device="meta")
+    """Replace parameters by meta tensors, so that a use while unbound raises an error."""
+    for target in bound:
+        meta = torch.empty(target.record.shape, device="meta")
+        target.module._parameters[target.attribute] = meta

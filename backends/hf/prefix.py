@@ -21,17 +21,17 @@ from offload.formats.mapped import TensorShape
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def prefix_tensors(pool: KvPool, text: BlockStore) -> tuple[TensorShape, ...]:
-    n_tokens = text.table.n_committed
+def prefix_tensors(pool: KvPool, kv: BlockStore) -> tuple[TensorShape, ...]:
+    n_tokens = kv.table.n_committed
     return tuple(
         TensorShape(name, _NAMES[rows.dtype], (rows.shape[1], n_tokens, rows.shape[3]))
         for name, rows in _pools(pool, n_tokens)
     )
 
 
-def save_prefix(pool: KvPool, text: BlockStore, buffers: Mapping[str, memoryview]) -> None:
-    n_tokens = text.table.n_committed
-    runs = runs_of(rows_in_pool(text.blocks, np.arange(n_tokens)))
+def save_prefix(pool: KvPool, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
+    n_tokens = kv.table.n_committed
+    runs = runs_of(rows_in_pool(kv.blocks, np.arange(n_tokens)))
     for name, rows in _pools(pool, n_tokens):
         shape = (rows.shape[1], n_tokens, rows.shape[3])
         saved = torch.frombuffer(buffers[name], dtype=rows.dtype).view(shape)
@@ -41,17 +41,17 @@ def save_prefix(pool: KvPool, text: BlockStore, buffers: Mapping[str, memoryview
 
 def load_prefix(
     pool: KvPool,
-    text: BlockStore,
+    kv: BlockStore,
     model: HfModel,
     token_ids: list[int],
     tensors: SavedTensors,
     device: torch.device,
 ) -> None:
-    """Fill an empty cache. Raises BackendError for tensors that are not such a prefix's."""
+    """Fill an empty cache. Raises BackendError for tensors that are not the KV of this prefix."""
     names = {f"layers.{i}.{kind}" for i in range(len(pool.layers)) for kind in ("keys", "values")}
     if set(tensors) != names:
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
-    pool.begin(text.make_capacity(0, len(token_ids)))
+    pool.begin(kv.make_capacity(0, len(token_ids)))
     for i, (layer, module) in enumerate(zip(pool.layers, model.layers, strict=True)):
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)
@@ -61,11 +61,11 @@ def load_prefix(
         if width != kv_values_per_token(model.config, module):
             raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
         layer.update(keys.to(device), values.to(device))
-    text.append(token_ids)
+    kv.append(token_ids)
 
 
 def _pools(pool: KvPool, n_tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The rows of all layers, once there is something in them."""
+    """Yield the names and KV rows of all layers; nothing for an empty prefix."""
     for i, layer in enumerate(pool.layers if n_tokens else ()):
         assert layer.keys is not None
         assert layer.values is not None
@@ -76,7 +76,7 @@ def _pools(pool: KvPool, n_tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
 def _as_rows(
     tensor: TensorShape, buffer: memoryview, n_tokens: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A view [1, heads, tokens, dim] of the saved bytes."""
+    """Return a view [1, heads, tokens, dim] of the saved bytes."""
     raw = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0)
     is_right = tensor.dtype == _NAMES[dtype] and len(tensor.shape) == 3
     if not is_right or tensor.shape[1] != n_tokens or 0 in tensor.shape:

@@ -1,4 +1,4 @@
-"""The matrix products of a model on torch, each kind of them once for its number of terms."""
+"""The distinct matrix products of a model on torch, for the self-test."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from backends.hf.model import HfModel
 from backends.packed.decoder import pieces
 
 _TRIED_OUTPUTS = 128
-"""Outputs to try of a matrix that has more: which kernel is taken depends on the number of rows, on
-the number of terms, and on whether outputs fill whole vectors."""
+"""Maximum number of outputs to try of a matrix: the choice of kernel depends on the number of rows,
+the number of terms, and whether outputs fill whole vectors."""
 
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """A linear layer, of which not all outputs need be tried.
+    """A linear layer; `n_out` may be less than its real number of outputs.
 
-    is_transposed: as GPT-2 has its weights.
-    is_float32: computed so, whatever the model's own format.
-    is_torch: computed by torch in any case: routers are, in their families' code.
+    is_transposed: the weights are [in, out], as in GPT-2.
+    is_float32: computed in float32, whatever the model's dtype.
+    is_torch: always computed by torch, as the family's code does for routers.
     """
 
     n_in: int
@@ -38,12 +38,12 @@ class Product:
 
 
 class UnknownProduct(Exception):
-    """A module that computes in a way of which nothing is known."""
+    """Raised for a module with computations of its own that the self-test does not know."""
 
 
 def products_of(model: HfModel) -> Iterator[Product]:
     at_a_time = _outputs_at_a_time(model)
-    for part in (*model.layers, *_outer_linears(model)):
+    for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
             if is_experts(module):
                 yield from products_of_experts(module)
@@ -68,7 +68,7 @@ def products_of(model: HfModel) -> Iterator[Product]:
 
 
 def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
-    """By the id of a module whose matrix is decoded in pieces: their rows, fewer in the last."""
+    """Map the id of each module that is decoded in pieces to the row counts of its pieces."""
     return {
         id(tensors[0].module): sorted({end - start for start, end in pieces(module.tensors[0])})
         for layer in model.layer_tensors
@@ -77,8 +77,8 @@ def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
     }
 
 
-def _outer_linears(model: HfModel) -> Iterator[nn.Module]:
-    """The head, and what is beside the layers: OPT of 350 M makes its embeddings wider."""
+def _non_layer_linears(model: HfModel) -> Iterator[nn.Module]:
+    """Yield the head and other linear modules outside the layers, such as OPT-350M's project_in."""
     yield model.model.get_output_embeddings()
     inner = {id(module) for layer in model.layers for module in layer.modules()}
     for module in model.model.modules():
@@ -87,7 +87,7 @@ def _outer_linears(model: HfModel) -> Iterator[nn.Module]:
 
 
 def products_of_experts(module: nn.Module) -> Iterator[Product]:
-    """Gate and up may be one product or two."""
+    """Yield the products of experts; gate and up may be one product or two."""
     is_transposed, has_bias = bool(module.is_transposed), bool(module.has_bias)
     for weight in (module.gate_up_proj, module.down_proj):
         n_in, n_out = weight.shape[1:] if is_transposed else weight.shape[:0:-1]

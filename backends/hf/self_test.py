@@ -1,10 +1,10 @@
-"""Whether torch gives a row the same bits in every pass on this machine: tried out, then kept.
+"""Self-test: whether torch is batch-invariant on this machine. The results are cached on disk.
 
-A row of a product is one sum for each output, and the order of its terms is the library's. Most
-libraries have kernels of their own for one row or for a few, and give a row the same bits from some
-number of rows on. So products with the model's numbers of terms are computed with few rows and with
-many, a row being in other places each time; the attention with rows of a tree beside each other and
-alone; and functions of single numbers at the end of a tensor, where torch takes another loop.
+A row of a product is one sum for each output, and the library chooses the order of its terms. Most
+libraries have special kernels for one row or a few, and give a row the same bits from some number
+of rows on. So the test computes products with the model's numbers of terms for few rows and for
+many, with a row at different places; attention with the nodes of a tree together and one by one;
+and elementwise functions at the end of a tensor, where torch runs another loop.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from backends.hf.threads import threads_of_pass
 from offload.process.cpus import thread_counts
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
-"""Rows that a pass may be filled up to, and rows that a product of the attention may be."""
+"""Values of `min_batch_tokens` for a pass, and row counts for the products of attention."""
 _COUNTS = (101, 64, 63, 33, 32, 17, 16, 15, 12, 9, 8, 7, 5, 4, 3, 2, 1)
 _NUM_TOKENS = 128
 _SMALL_BIAS = 1e-7
-"""As large as what is left of terms that cancel: a larger one would hide it."""
+"""Scale of a bias: as small as the rounding errors of cancelling terms, so as not to hide them."""
 _FEW_TERMS = 64
-"""Sums of so few terms or less are often the same in any order: more rows are tried."""
+"""Sums of at most this many terms are often equal in any order, so more rows are tried."""
 _MANY_PLACES = 16
 _FEW = (2, 3, 5, 7, 29)
 _TRIED_KV_HEADS = 4
-"""KV heads that are tried of a model with more: heads are products of one batch, each computed like
-the next one; a batch of one or two is shared out to threads in another way."""
+"""Maximum number of KV heads to try: heads are products of one batch and computed alike, except
+that a batch of one or two is divided among threads in another way."""
 _MAX_KEYS = (192, 128, 64)
 _PREFIX, _N_NODES = 2 * BLOCK_KEYS + 10, _MAX_KEYS[0] - 10
-"""So many nodes, none of them beyond the block that the prefix ends in, are all that one product
-may hold at most."""
+"""Number of nodes: with all of them in the prefix's last block, one product has its maximum of
+keys."""
 
 
 @dataclass(frozen=True)
 class TorchExactness(Exactness):
-    """The same of torch on a CPU."""
+    """Exactness of torch on a CPU."""
 
     limits: ProductLimits = USUAL_LIMITS
     """Limits of the attention's products."""
 
 
 def find_exactness(model: HfModel, n_threads: int) -> TorchExactness:
-    """Try out the shapes of a model on this machine, or recall what was found.
+    """Test the shapes of a model on this machine, or read the result from the disk cache.
 
-    n_threads: most of a pass.
+    n_threads: maximum number of threads of a pass.
     """
     if not model.takes_blocks:
         kind = model.config.model_type
@@ -71,31 +71,31 @@ def find_exactness(model: HfModel, n_threads: int) -> TorchExactness:
         for counts in dict.fromkeys([thread_counts(n_threads), (n_threads,)]):
             checks = CachedChecks(f"{libraries} {counts} threads", CANDIDATES)
             try:
-                result = _find(model, checks, counts)
+                exactness = _find(model, checks, counts)
             except UnknownProduct as error:
                 return TorchExactness(False, str(error))
             finally:
                 checks.save()
-            if result.is_exact:
-                return replace(result, is_thread_invariant=1 in counts)
-    return result
+            if exactness.is_exact:
+                return replace(exactness, is_thread_invariant=1 in counts)
+    return exactness
 
 
 def _find(model: HfModel, checks: CachedChecks, threads: Sequence[int]) -> TorchExactness:
-    """threads: the numbers of threads that passes may have, in turn."""
+    """threads: thread counts that passes may have, each of which is tested."""
     dtype = model.dtype
     num_tokens = 1
     for product in sorted(set(products_of(model))):
         used = torch.float32 if product.is_float32 else dtype
         name = f"{used} {astuple(product)}"
-        result = checks.find(name, partial(min_batch_tokens_of_product, product, used, threads))
-        if result is None:
+        min_rows = checks.find(name, partial(min_batch_tokens_of_product, product, used, threads))
+        if min_rows is None:
             return TorchExactness(
                 False,
                 f"on this machine, products with {product.n_in} terms in {dtype} "
                 "depend on the other rows of a pass",
             )
-        num_tokens = max(num_tokens, result)
+        num_tokens = max(num_tokens, min_rows)
     limits = find_limits(_fewer_heads(head_shape(model.config)), checks, threads)
     if limits is None:
         return TorchExactness(False, "on this machine, sums over keys depend on other keys")
@@ -107,9 +107,9 @@ def _find(model: HfModel, checks: CachedChecks, threads: Sequence[int]) -> Torch
 def min_batch_tokens_of_product(
     product: Product, dtype: torch.dtype, threads: Sequence[int] = ()
 ) -> int | None:
-    """Rows from which on a product gives each row the same bits; None where that is not found.
+    """Return the number of rows from which a product is batch-invariant; None if there is none.
 
-    threads: numbers of threads to try; as many as torch has when empty.
+    threads: thread counts to try; empty: torch's current one.
     """
     generator = torch.Generator().manual_seed(product.n_in)
     n_out = product.n_out
@@ -127,18 +127,17 @@ def min_batch_tokens_of_product(
         return linear(x[None], weight, bias)[0]
 
     with _restored_threads():
-        return _least(run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1, threads)
+        return _min_tokens(run, _MANY_PLACES if product.n_in <= _FEW_TERMS else 1, threads)
 
 
 def _terms_that_cancel(
     n_out: int, n_in: int, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight [n_out, n_in], rows [_N_ROWS, n_in]) whose products are sums of terms and of the same
-    terms with the other sign, at places of chance.
+    """Return (weight [n_out, n_in], rows [_NUM_TOKENS, n_in]) whose products sum terms and the same
+    terms with the opposite sign, at random places.
 
-    Of such a sum nothing is left but what its additions were rounded by. So another order of the
-    terms gives another result, which shows in bf16, too; of other sums a result in bf16 hides that
-    in all cases but one of ten thousand.
+    Only rounding errors are left of such a sum, so another order of the terms gives another result
+    even in bf16. With other sums, bf16 shows the difference in one of ten thousand cases.
     """
     half = n_in // 2
     places = torch.randperm(n_in, generator=generator)
@@ -151,22 +150,22 @@ def _terms_that_cancel(
     return weight.to(dtype), rows.to(dtype)
 
 
-def _least(
+def _min_tokens(
     run: Callable[[int, int], torch.Tensor], n_places: int, threads: Sequence[int]
 ) -> int | None:
-    """run: results [n, ...] of rows start .. start + n - 1 that are computed together.
+    """Return the smallest candidate from which `run` is batch-invariant; None if there is none.
 
-    n_places: where each number of rows is tried.
+    run: (start, n) -> results [n, ...] of rows start .. start + n - 1, computed together.
+    n_places: number of places at which each number of rows is tried.
     """
     with torch.inference_mode():
         expected, n_bad = run(0, _NUM_TOKENS), 0
-        for i, num_tokens in enumerate(
-            _COUNTS
-        ):  # the most first: fewer tell nothing where they differ
+        # Largest count first: once it differs, smaller ones need no test.
+        for i, num_tokens in enumerate(_COUNTS):
             for place in (p for p in range(i, i + n_places) for _ in _in_turn(threads)):
                 start = 37 * place % (_NUM_TOKENS - num_tokens + 1)
-                result = run(start, num_tokens)
-                if not torch.equal(result, expected[start : start + num_tokens]):
+                outputs = run(start, num_tokens)
+                if not torch.equal(outputs, expected[start : start + num_tokens]):
                     n_bad = max(n_bad, num_tokens)
                     break
             if n_bad >= CANDIDATES[-1]:
@@ -175,7 +174,7 @@ def _least(
 
 
 def _in_turn(threads: Sequence[int]) -> Iterator[int]:
-    """Let torch have each number of threads, for the body of a loop."""
+    """Set torch to each number of threads in turn, for the body of a loop."""
     for n_threads in threads or (torch.get_num_threads(),):
         torch.set_num_threads(n_threads)
         yield n_threads
@@ -199,21 +198,21 @@ def _fewer_heads(shape: HeadShape) -> HeadShape:
 def find_limits(
     shape: HeadShape, checks: CachedChecks, threads: Sequence[int] = ()
 ) -> ProductLimits | None:
-    """For the attention; None where rows of a tree differ in any case."""
+    """Return the limits of the attention's products; None if nodes of a tree differ with any."""
     for max_keys in _MAX_KEYS:
         name = f"attention {astuple(shape)} {max_keys}"
-        find_min_batch_tokens = checks.find(
+        min_batch_tokens = checks.find(
             name, partial(min_batch_tokens_of_attention, shape, max_keys, threads)
         )
-        if find_min_batch_tokens is not None:
-            return ProductLimits(find_min_batch_tokens, max_keys)
+        if min_batch_tokens is not None:
+            return ProductLimits(min_batch_tokens, max_keys)
     return None
 
 
 def min_batch_tokens_of_attention(
     shape: HeadShape, max_keys: int, threads: Sequence[int] = ()
 ) -> int | None:
-    """Return the least rows of its products, with so many keys at most; None: no number will do."""
+    """Return the smallest batch-invariant row count for at most `max_keys` keys, or None."""
     generator = torch.Generator().manual_seed(shape.key_dim)
     n_keys = _PREFIX + _N_NODES
     query = torch.randn(1, shape.n_heads, _N_NODES, shape.key_dim, generator=generator)
@@ -242,7 +241,7 @@ def min_batch_tokens_of_attention(
 
 
 def _bushy_tree() -> PassLayout:
-    """Nodes below each other and beside each other, at random."""
+    """Build a random tree with both deep paths and siblings."""
     rng = np.random.default_rng(0)
     visible, depths = np.eye(_N_NODES, dtype=bool), np.zeros(_N_NODES, dtype=np.int64)
     limit = BLOCK_KEYS - 1 - _PREFIX % BLOCK_KEYS
@@ -255,23 +254,23 @@ def _bushy_tree() -> PassLayout:
 
 
 def _first_nodes(tree: PassLayout, n: int) -> tuple[PassLayout, torch.Tensor]:
-    """(the tree's first n nodes as a pass, the keys that there are then)"""
+    """Return (a pass over the tree's first n nodes, its keys)."""
     n_keys = tree.prefix + n
     layout = PassLayout(tree.prefix, tree.node_positions[:n], tree.visible[:n, :n])
     return layout, torch.arange(n_keys)
 
 
 def _alone(tree: PassLayout, row: int) -> tuple[PassLayout, torch.Tensor]:
-    """(a node as the only row of a pass, the keys of its path)"""
+    """Return (a pass over one node alone, the keys on its path)."""
     path = torch.from_numpy(np.flatnonzero(tree.visible[row])) + tree.prefix
     keys = torch.cat([torch.arange(tree.prefix), path])
     return CausalLayout(len(keys) - 1, 1), keys
 
 
 def functions_are_batch_invariant() -> int | None:
-    """1 where functions of a number do not depend on its place in a tensor, else None.
+    """Return 1 if elementwise functions do not depend on a number's place in a tensor, else None.
 
-    Those that are not, such as silu, are called with whole vectors only: see elementwise.py.
+    Functions that do depend on it, such as silu, get whole vectors only: see elementwise.py.
     """
     x = 4 * torch.randn(512, generator=torch.Generator().manual_seed(0))
     for function in (torch.exp, torch.tanh, torch.cos, torch.sin):

@@ -39,7 +39,7 @@ from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
-"""(share of the layers' bytes, seconds to decode one)"""
+"""List of (share of the layers' bytes, seconds per byte to decode it)."""
 
 
 class HfSource(ModelSource):
@@ -62,7 +62,7 @@ class HfSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
-        # What is read early is layers: experts are read once they are asked for.
+        # Weight prefetch reads layers; experts are read when they are first accessed.
         self.prefetch_records = None if self.experts else self.model.non_layer_records
         self.can_use_gpu = not self.experts
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
@@ -81,8 +81,8 @@ class HfSource(ModelSource):
 
     def fingerprint(self) -> str:
         config = self.model.config.to_dict()
-        for of_the_copy in ("transformers_version", "_name_or_path"):
-            config.pop(of_the_copy, None)
+        for key in ("transformers_version", "_name_or_path"):  # differ between copies of a model
+            config.pop(key, None)
         description = json.dumps(config, sort_keys=True, default=str)
         description += f" {self.model.dtype} {torch.__version__}"
         if self.exactness.is_exact:
@@ -121,21 +121,21 @@ class HfSource(ModelSource):
         return self._compute(curve, decoding)
 
     def _compute(self, curve: ComputeCurve, decoding: Decoding) -> ModelCompute:
-        """curve: of products with what is decoded, or stored as it is."""
+        """curve: seconds per byte of products with weights that are decoded or stored plain."""
         if not decoding:
             return ModelCompute(curve, self.head_bytes)
         n_bytes = sum(layer.n_bytes for layer in self.layers)
         bound = [bound for layer in self.model.layer_tensors for bound in layer]
-        growth = sum(item.computed_bytes for item in bound) / n_bytes
+        growth = sum(tensor.computed_bytes for tensor in bound) / n_bytes
         per_byte = ComputeCurve.mixed([(growth, curve), *decoding])
         return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
 
     @property
     def multiplied(self) -> tuple[TensorRecord, ...]:
         dense = [
-            replace(item.record, n_bytes=item.computed_bytes)
+            replace(bound.record, n_bytes=bound.computed_bytes)
             for layer in self.model.layer_tensors
-            for item in layer
+            for bound in layer
         ]
         experts = (r for x in self.experts if x is not None for e in x.tensors for r in e)
         return (*dense, *experts)

@@ -1,4 +1,4 @@
-"""Threads that torch computes with, and memory for its compiled kernels."""
+"""Thread count of torch, and the size of oneDNN's kernel caches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from offload.process.cpus import threads_for_load, usable_cpus
 
 _CACHES_OF_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""oneDNN's, and that of its wrapper in torch (ideep)."""
+"""Cache sizes of oneDNN and of its wrapper in torch (ideep)."""
 _MAX_KERNELS = 32
-"""In each. A product's shape has one, and passes have any number of rows: with up to 1 024, as the
-libraries have it, the embedded pair grew from 325 to 569 MiB in eight steps of 16 sequences, and from
-331 to 384 with 32, at the same speed (EPYC Zen 4)."""
+"""Kernels per cache, one for each shape of a product, and passes have any number of tokens. With
+the libraries' default of 1 024 the embedded pair grew from 325 to 569 MiB in eight steps of 16
+sequences; with 32, from 331 to 384 MiB at the same speed (EPYC Zen 4)."""
 
 
 def use_threads(n_threads: int | None) -> int:
-    """Let torch compute with so many, which is returned; None: as it does, within what the process
-    may use."""
+    """Set torch's thread count and return it; None: torch's default, limited to the CPUs that the
+    process may use."""
     n_threads = n_threads or min(_default_threads(), usable_cpus())
     torch.set_num_threads(n_threads)
     return n_threads
@@ -29,33 +29,33 @@ def use_threads(n_threads: int | None) -> int:
 
 @cache
 def _default_threads() -> int:
-    """Return what torch, or whoever set it up before us, wanted at first."""
+    """Return the thread count that torch had before we changed it."""
     return torch.get_num_threads()
 
 
 @contextmanager
 def threads_of_pass(n_threads: int | None, follows_load: bool) -> Iterator[None]:
-    """Let torch compute with so many threads inside, or with as many of them as other programs
-    leave free; None: as it is set.
+    """Set torch's thread count inside, limited to the CPUs that other programs leave free if
+    `follows_load`; None: unchanged.
 
-    Torch has one number for all models of a process, and a thread begins with the one that was set
-    last anywhere. So every pass sets its own: another model's may not keep their bits with it.
+    Torch has one count for all models of a process, and a thread starts with the one that was set
+    last anywhere. So every pass sets its own: with another, its bits might differ.
     """
-    before = torch.get_num_threads()  # asked first: a new thread would take another's afterwards
-    requested = n_threads or before
+    before = torch.get_num_threads()  # first: later a new thread would see another thread's count
+    num_threads = n_threads or before
     if follows_load:
-        requested = threads_for_load(requested)
-    if requested != before:
-        torch.set_num_threads(requested)
+        num_threads = threads_for_load(num_threads)
+    if num_threads != before:
+        torch.set_num_threads(num_threads)
     try:
         yield
     finally:
-        if requested != before:
+        if num_threads != before:
             torch.set_num_threads(before)
 
 
 def keep_few_kernels() -> None:
-    """Before the first product of the process, when the libraries look; the user's own setting
-    stands."""
+    """Limit the kernel caches. Call before the first product of the process, when the libraries
+    read the limit; a setting of the user is respected."""
     for name in _CACHES_OF_KERNELS:
         os.environ.setdefault(name, str(_MAX_KERNELS))

@@ -1,6 +1,6 @@
-"""How fast torch multiplies on this machine: the compute half of the cost model.
+"""Speed of torch's matrix products on this machine: the compute half of the cost model.
 
-Measured on one matrix of the model's own dtype.
+Measured on one matrix of the model's dtype.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 _OUT, _IN = 2048, 4096
 _ROWS = (1, 4, 16, 64, 128)
 _GPU_OUT, _GPU_IN = 8192, 4096
-"""Larger: a launch takes as long as reading tens of MB, and a layer's matrices are large too."""
+"""Larger than on a CPU: a kernel launch takes as long as reading tens of MB, and a layer's matrices
+are large too."""
 _GPU_ROWS = (*_ROWS, 512, 1024)
 
 
 def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per byte of weights of a linear layer, measured once in a month.
+    """Return seconds per byte of weights of a linear layer, measured once a month.
 
     reading: see `measure_curve`.
     """
@@ -33,28 +34,28 @@ def measure_compute(dtype: torch.dtype, reading: Path | None = None) -> ComputeC
 
 @cache
 def _measure(dtype: torch.dtype, reading: Path | None, n_threads: int) -> ComputeCurve:
-    what = f"{library_of(dtype)} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
-    return cached_curve(what, lambda: _time_products(dtype, reading), reading)
+    key = f"{library_of(dtype)} {n_threads} threads {dtype} {_OUT}x{_IN} {_ROWS}"
+    return cached_curve(key, lambda: _time_products(dtype, reading), reading)
 
 
 def _time_products(dtype: torch.dtype, reading: Path | None) -> ComputeCurve:
-    item = torch.ones(_OUT, _IN, dtype=dtype)
-    weights = [item, *(item.clone() for _ in range(max(1, WEIGHT_BYTES // item.nbytes - 1)))]
+    first = torch.ones(_OUT, _IN, dtype=dtype)
+    weights = [first, *(first.clone() for _ in range(max(1, WEIGHT_BYTES // first.nbytes - 1)))]
     products = {n: _product(weights, n) for n in _ROWS}
     with torch.inference_mode():
-        return measure_curve(products, item.nbytes, reading)
+        return measure_curve(products, first.nbytes, reading)
 
 
 @cache
 def measure_gpu_compute(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
-    """The same of a GPU, whose arithmetic reads from storage do not touch."""
+    """Return the same for a GPU, whose speed does not depend on reads from storage."""
     name = torch.cuda.get_device_name(device)
-    what = f"torch {torch.__version__} {name} {dtype} {_GPU_OUT}x{_GPU_IN} {_GPU_ROWS}"
-    return cached_curve(what, lambda: _time_gpu_products(dtype, device))
+    key = f"torch {torch.__version__} {name} {dtype} {_GPU_OUT}x{_GPU_IN} {_GPU_ROWS}"
+    return cached_curve(key, lambda: _time_gpu_products(dtype, device))
 
 
 def _time_gpu_products(dtype: torch.dtype, device: torch.device) -> ComputeCurve:
-    """Each product is waited for, as a pass waits for its logits."""
+    """Time products, waiting for each as a pass waits for its logits."""
     weights = [torch.ones(_GPU_OUT, _GPU_IN, dtype=dtype, device=device) for _ in range(2)]
 
     def waited_for(product: Product) -> Product:
@@ -70,8 +71,8 @@ def _time_gpu_products(dtype: torch.dtype, device: torch.device) -> ComputeCurve
 
 
 def _product(weights: list[torch.Tensor], num_tokens: int) -> Product:
-    """A product, with a norm and an activation: a decoder layer has about as many small operations
-    for each byte of its weights."""
+    """Return a product with a norm and an activation: a decoder layer has about as many small
+    operations per byte of its weights."""
     x = torch.ones(
         num_tokens, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device
     )

@@ -1,1 +1,1 @@
-"""Keys and values of the torch backend: a pool of blocks that sequences share."""
+"""KV cache of the torch backend: a pool of blocks that sequences share (paged attention)."""

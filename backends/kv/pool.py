@@ -1,13 +1,12 @@
-"""Keys and values of all sequences of a model, in blocks that sequences share.
+"""KvPool: keys and values of all sequences of a model, in blocks that sequences share.
 
-A block holds BLOCK_ROWS rows of every layer. Sequences count the references to it, so that n sequences
-of one prompt hold the prompt once; whoever is to write to a block that others have, too, copies it
-first (vLLM's paged attention: Kwon et al. 2023).
+A block holds BLOCK_SIZE rows (tokens) of every layer. Its users are counted, so that n sequences of
+one prompt store the prompt once; a sequence copies a shared block before it writes to it (vLLM's
+paged attention: Kwon et al. 2023).
 
 On a CPU the pool is address space: memory follows use, and nothing is ever moved to grow. On a GPU,
-where a part of the memory was set aside for it in any case, all of it is allocated with the first
-row. Sliding-window layers keep their full length as well: the mask applies the window, so a
-rollback never needs what was thrown away.
+where memory is reserved for it anyway, all of it is allocated with the first row. Sliding-window
+layers keep their full length as well: the mask applies the window, so a rollback finds all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from backends.contract.backend import BackendError
 from offload.storage.aligned import AlignedBuffer
 
 Run = tuple[int, int, int]
-"""(first new row of a pass, first row of the pool, how many)"""
+"""(first new row of a pass, first row of the pool, number of rows)"""
 
 
 class PoolLayer(CacheLayerMixin):
@@ -39,12 +38,12 @@ class PoolLayer(CacheLayerMixin):
         self._runs: Sequence[Run] = ()
         self._gathered: BatchLayout | None = None
         self.n_written = 0
-        """New rows of this pass so far."""
+        """New rows written in this pass so far."""
 
     def begin(self, runs: Sequence[Run], gathered: BatchLayout | None) -> None:
-        """A pass follows whose new rows belong to these rows of the pool.
+        """Begin a pass whose new rows belong to these rows of the pool.
 
-        gathered: of that pass, where attention is to be given its keys in order.
+        gathered: layout of the pass, if attention needs its keys in order.
         """
         self._runs, self._gathered, self.n_written = runs, gathered, 0
 
@@ -60,7 +59,7 @@ class PoolLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write states [1, heads, n, dim] to the next n new rows.
 
-        Returns all rows of the pool, or [1, heads, keys, dim] of the pass where asked for.
+        Returns all rows of the pool, or [1, heads, keys, dim] in order if `gathered` was given.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -81,7 +80,7 @@ class PoolLayer(CacheLayerMixin):
         return _take(self.keys, rows), _take(self.values, rows)
 
     def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows; all are read before the first one is written."""
+        """Copy rows; all of them are read before the first one is written."""
         for pool in (self.keys, self.values):
             if pool is not None:
                 pool[:, :, targets] = pool.index_select(2, sources)
@@ -112,10 +111,10 @@ class PoolLayer(CacheLayerMixin):
 
 
 class KvPool(Cache):
-    """The blocks of all layers, and who refers to each.
+    """The blocks of all layers, with the number of users of each.
 
     Args:
-        n_blocks: most of them.
+        n_blocks: maximum number of blocks.
     """
 
     def __init__(self, n_layers: int, n_blocks: int) -> None:
@@ -124,11 +123,11 @@ class KvPool(Cache):
         self._n_users = [0] * n_blocks
         self._given_back: list[int] = []  # a heap: low ones first, so that runs are long
         self.n_touched = 0
-        """Blocks that were ever in use: those behind them take no memory yet."""
+        """Blocks that were ever in use; the ones after them take no memory yet."""
 
     @property
     def n_bytes(self) -> int:
-        """Memory that blocks take that are, or were, in use."""
+        """Bytes of the blocks that are or were in use."""
         return self.n_touched * self.block_bytes
 
     @property
@@ -139,7 +138,7 @@ class KvPool(Cache):
         return self._n_users[block] > 1
 
     def take(self) -> int:
-        """A block for one user. Raises BackendError where all are in use."""
+        """Return a block with one user. Raises BackendError if all are in use."""
         if self._given_back:
             block = heapq.heappop(self._given_back)
         elif self.n_touched < self.n_blocks:
@@ -148,20 +147,20 @@ class KvPool(Cache):
         else:
             num_tokens = self.n_blocks * BLOCK_SIZE
             raise BackendError(
-                f"the KV cache is full: all of its {num_tokens} tokens are in use: end a text, or load "
-                "the model with a larger context"
+                f"the KV cache is full: all of its {num_tokens} tokens are in use: end a "
+                "sequence, or load the model with a larger context"
             )
         self._n_users[block] = 1
         return block
 
     @property
     def n_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Unused blocks."""
         return self.n_blocks - self.n_touched + len(self._given_back)
 
     @property
     def n_shared(self) -> int:
-        """Blocks more that there would be if none were shared."""
+        """Blocks that would be needed in addition if none were shared."""
         return sum(n_users - 1 for n_users in self._n_users if n_users)
 
     @property
@@ -177,7 +176,7 @@ class KvPool(Cache):
             heapq.heappush(self._given_back, block)
 
     def own_copy(self, block: int) -> int:
-        """Another block with the same rows, in the place of a shared one."""
+        """Return a copy of a shared block, which loses a user (copy on write)."""
         other = self.take()
         for layer in self.layers:
             layer.copy_block(block, other)
@@ -199,7 +198,7 @@ class KvPool(Cache):
                 layer.copy_rows(old, new)
 
     def check_written(self, num_tokens: int) -> None:
-        """Raise RuntimeError where a layer did not write this pass's rows."""
+        """Raise RuntimeError if a layer did not write this pass's rows."""
         for i, layer in enumerate(self.layers):
             if layer.n_written != num_tokens:
                 raise RuntimeError(
@@ -207,7 +206,7 @@ class KvPool(Cache):
                 )
 
     def free(self) -> None:
-        """Give the memory back; no sequence may be used any more."""
+        """Free the memory; sequences must not be used any more."""
         for layer in self.layers:
             layer.free()
         self._n_users = [0] * self.n_blocks
@@ -216,14 +215,14 @@ class KvPool(Cache):
 
 
 def blocks_of(num_tokens: int) -> int:
-    """Blocks that hold so many rows of one sequence."""
+    """Return the number of blocks for `num_tokens` of one sequence."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> int:
-    """That so many more rows may take, however they are shared out.
+    """Return the maximum number of new blocks for `num_tokens` more of any sequences.
 
-    rows_left: of blocks that are begun, which are filled before another one is taken.
+    num_free_slots_by_block: free slots of begun blocks, which are filled before new ones are taken.
     """
     n_begun = 0
     for left in sorted(num_free_slots_by_block or (0,)):
@@ -231,11 +230,11 @@ def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> i
             return n_begun
         num_tokens -= left + 1
         n_begun += 1
-    return n_begun + num_tokens // BLOCK_SIZE  # each of these has BLOCK_ROWS - 1 left by now
+    return n_begun + num_tokens // BLOCK_SIZE  # each of these has BLOCK_SIZE - 1 free slots by now
 
 
 def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Room for rows like `states` [1, heads, n, dim]."""
+    """Allocate rows like `states`, [1, heads, num_tokens, dim]."""
     shape = (1, states.shape[1], num_tokens, states.shape[3])
     if states.device.type != "cpu":
         return torch.empty(shape, dtype=states.dtype, device=states.device)
@@ -246,13 +245,13 @@ def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def _rows_in_order(layout: BatchLayout, end: int) -> np.ndarray:
-    """Where the rows of all sequences lie, one sequence after the other."""
+    """Return the pool's rows of all sequences, one sequence after the other."""
     of_sequences = [(part.table, part.n_keys(n_new)) for part, n_new in layout.cached(end)]
     return np.concatenate([rows_in_pool(table, np.arange(n)) for table, n in of_sequences])
 
 
 def _take(pool: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """These rows, [1, heads, rows, dim]: as they lie where they follow each other."""
+    """Return these rows, [1, heads, rows, dim]; without a copy if they are consecutive."""
     runs = runs_of(rows)
     if len(runs) == 1:
         return pool[:, :, runs[0][1] : runs[0][1] + len(rows)]
@@ -260,7 +259,7 @@ def _take(pool: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _check_shape(pool: torch.Tensor, states: torch.Tensor) -> None:
-    """Restored rows may be of another shape than the model's: their file was made by hand."""
+    """Raise BackendError if loaded rows, from a manipulated file, have another shape."""
     if (pool.shape[1], pool.shape[3]) != (states.shape[1], states.shape[3]):
         raise BackendError(
             f"the KV cache holds {pool.shape[1]} heads of {pool.shape[3]} numbers, the model has "

@@ -1,4 +1,4 @@
-"""What sequences add in one pass, and where in the pool it goes."""
+"""Layout of the new tokens of one pass, and their rows in the pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backends.kv.sequence import BlockStore
 
 
 def layout_of(new: NewTokens[BlockStore]) -> PassLayout:
-    """Who sees whom among one sequence's new rows and those that it has."""
+    """Return the attention layout of one sequence's new tokens and those that it has."""
     table, n_live = new.store.table, new.n_live_before
     if not new.are_nodes:
         return CausalLayout(table.n_committed, len(new.token_ids))
@@ -21,25 +21,25 @@ def layout_of(new: NewTokens[BlockStore]) -> PassLayout:
 
 
 def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.ndarray, BatchLayout]:
-    """Blocks for the new rows, and `n_more` behind the last ones, which fill the pass up.
+    """Take blocks for the new tokens and `n_more` padding tokens after the last ones.
 
-    Returns where in the pool they lie, int64 [rows], and who sees whom.
+    Returns their rows in the pool, int64 [tokens], and the attention layout.
     """
     places, parts = [], []
-    for item in new:
-        num_tokens = len(item.token_ids) + (n_more if item is new[-1] else 0)
-        layout = layout_of(item)
-        places.append(item.store.make_capacity(layout.prefix + layout.first_new, num_tokens))
-        parts.append(item.store.part(layout))
+    for tokens in new:
+        num_tokens = len(tokens.token_ids) + (n_more if tokens is new[-1] else 0)
+        layout = layout_of(tokens)
+        places.append(tokens.store.make_capacity(layout.prefix + layout.first_new, num_tokens))
+        parts.append(tokens.store.part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 
 
 def rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
-    """The rows whose logits are wanted, counted over all sequences."""
-    result: list[int] = []
+    """Return the tokens to return logits of, counted over all sequences."""
+    rows: list[int] = []
     first = 0
-    for item in new:
-        result += [first + row for row in item.logits_at]
-        first += len(item.token_ids)
-    return result
+    for tokens in new:
+        rows += [first + row for row in tokens.logits_at]
+        first += len(tokens.token_ids)
+    return rows

@@ -1,4 +1,4 @@
-"""The KV of one sequence: its rows are a committed prefix followed by live tree nodes."""
+"""BlockStore: the KV of one sequence; rows of a committed prefix, then of live tree nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backends.kv.pool import KvPool, blocks_of
 class BlockStore:
     """Blocks of a pool, kept in step with a `NodeTable`.
 
-    Row i of the sequence is row i % BLOCK_ROWS of its block i // BLOCK_ROWS.
+    Row i of the sequence is row i % BLOCK_SIZE of its block i // BLOCK_SIZE.
     """
 
     def __init__(self, pool: KvPool) -> None:
@@ -25,13 +25,13 @@ class BlockStore:
 
     @property
     def blocks(self) -> np.ndarray:
-        """Where in the pool they lie, in order, int64."""
+        """Numbers of its blocks in the pool, in order, int64."""
         return np.array(self._blocks, dtype=np.int64)
 
     def make_capacity(self, first: int, num_tokens: int) -> np.ndarray:
-        """Let rows from `first` on be written, so many of them; where in the pool these are.
+        """Take blocks to write `num_tokens` rows from `first` on; return their rows in the pool.
 
-        Raises BackendError where the pool has no more blocks; nothing is lost then.
+        Raises BackendError, and loses nothing, if the pool has no more blocks.
         """
         for at in range(first // BLOCK_SIZE, len(self._blocks)):
             if self._pool.is_shared(self._blocks[at]):
@@ -45,24 +45,24 @@ class BlockStore:
 
     @property
     def num_free_slots(self) -> int:
-        """Rows that could be written behind those of the table now."""
+        """Rows that can be written after those of the table now."""
         num_tokens, n_free = self.table.num_tokens, self._pool.n_free
         n_begun = num_tokens % BLOCK_SIZE
         if n_begun and self._pool.is_shared(self._blocks[blocks_of(num_tokens) - 1]):
-            n_free -= 1  # for a copy of it
+            n_free -= 1  # for the copy of the shared block
         return max(0, n_free * BLOCK_SIZE + (-num_tokens % BLOCK_SIZE if n_free >= 0 else 0))
 
     @property
     def num_free_slots_by_block(self) -> list[int]:
-        """Rows that may be written before another block is taken; and again after that, where the
-        first one taken is a copy of a shared one."""
+        """Rows that can be written before a new block is taken. A shared block has none: the first
+        new block is its copy, which has the next ones."""
         n_left = -self.table.num_tokens % BLOCK_SIZE
         if n_left and self._pool.is_shared(self._blocks[blocks_of(self.table.num_tokens) - 1]):
             return [0, n_left - 1]
         return [n_left]
 
     def n_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many rows behind those of the table take from the pool."""
+        """Return the blocks that `num_tokens` more than those of the table take from the pool."""
         first = self.table.num_tokens
         n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_SIZE :]))
         return n_copied + max(0, blocks_of(first + num_tokens) - len(self._blocks))
@@ -71,12 +71,12 @@ class BlockStore:
         return self.table.add(parents, token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Count the rows that a forward of these tokens wrote after the prefix as committed."""
+        """Append tokens whose rows a pass has written to the committed prefix."""
         self.table.append(token_ids)
         self.trim()
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        """Raises BackendError, and changes nothing, when `path` is no chain from the prefix."""
+        """Commit `path`. Raises BackendError, and changes nothing, if it is no chain."""
         prefix = self.table.n_committed
         self._select(prefix, self.table.commit(path, keep))
 
@@ -88,9 +88,9 @@ class BlockStore:
         self.trim()
 
     def abort(self, n_intact: int | None = None) -> None:
-        """Drop every live node, and rows that a broken forward left behind.
+        """Drop every live node, and rows that a failed pass left after the prefix.
 
-        n_intact: rows that an interrupted operation did not touch; no more stay committed.
+        n_intact: committed tokens that the failed operation did not touch; None: all.
         """
         if n_intact is not None:
             self.table.cut(n_intact)
@@ -98,7 +98,7 @@ class BlockStore:
         self.trim()
 
     def fork(self, length: int) -> BlockStore:
-        """Another sequence with the first `length` tokens of the prefix, which both hold once."""
+        """Return another sequence that shares the blocks of the first `length` tokens."""
         other = BlockStore(self._pool)
         other.table.append(self.table.committed[:length])
         other._blocks = self._blocks[: blocks_of(length)]
@@ -107,16 +107,17 @@ class BlockStore:
         return other
 
     def trim(self) -> None:
-        """Give back blocks without a row."""
+        """Free blocks without a row."""
         n_blocks = blocks_of(self.table.num_tokens)
         while len(self._blocks) > n_blocks:
             self._pool.give_back(self._blocks.pop())
 
     def check_integrity(self) -> None:
-        """There is room for exactly the rows that the table knows."""
+        """Raise RuntimeError if the blocks do not hold all rows of the table."""
         if len(self._blocks) < blocks_of(self.table.num_tokens):
             raise RuntimeError(
-                f"{len(self._blocks)} blocks do not hold the sequence's {self.table.num_tokens} rows"
+                f"{len(self._blocks)} blocks do not hold the sequence's "
+                f"{self.table.num_tokens} tokens"
             )
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class BlockStore:
         self.trim()
 
     def _select(self, prefix: int, order: list[int]) -> None:
-        """Keep the prefix and these live rows, in this order."""
+        """Keep the prefix and these live rows, moved into this order."""
         new = np.arange(len(order))
         moved = np.flatnonzero(np.array(order, dtype=np.int64) != new)
         if len(moved):

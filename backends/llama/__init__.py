@@ -1,1 +1,1 @@
-"""GGUF files on llama.cpp: one pass over a paged model."""
+"""The llama.cpp backend for GGUF files, in memory or streamed."""

@@ -1,7 +1,7 @@
-"""The llama.cpp backend: a GGUF model, held in memory or streamed from storage.
+"""LlamaBackend: a GGUF model on llama.cpp, in memory or streamed from storage.
 
-Sequences and their trees are sequences of one unified KV cache (cache.py); a streamed model's passes
-walk its layers (stream.py).
+Sequences and their trees are sequences of llama.cpp in one unified KV cache (cache.py). Streamed
+layers are read during each pass (stream.py).
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from offload.storage.aligned import PAGE_BYTES
 from offload.storage.page_cache import drop_files
 from offload.units import Progress
 
-_VALUE_BYTES = 2  # of the KV cache's values without flash attention: f16, never quantized
+_VALUE_BYTES = 2  # f16: without flash attention the KV cache's values cannot be quantized
 
 
 class LlamaBackend(RecoveringBackend[CellStore]):
     """A GGUF model on llama.cpp.
 
     Args:
-        max_context: most tokens of a text; None takes what the model was trained for.
-        max_nodes: most live nodes at a time; trees may have min(max_nodes, MAX_LEAVES) leaves.
-        max_outputs: most rows of logits of one call; max_nodes when None.
-        kv_rows: tokens and nodes that all sequences together may have; None: enough for one of them.
-        max_texts: most sequences at a time, should each have a tree of one leaf.
+        max_context: maximum number of tokens of a sequence; None: what the model was trained for.
+        max_nodes: maximum number of live nodes; trees may have min(max_nodes, MAX_LEAVES) leaves.
+        max_outputs: maximum number of rows of logits of one call; None: max_nodes.
+        num_kv_slots: tokens and nodes of all sequences together; None: enough for one sequence.
+        max_num_seqs: maximum number of sequences at a time, if each has a tree of one leaf.
         cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
-        flash_attention: None takes llama.cpp's default, which is on: it needs little memory for a
-            long context; with a cache of f16 a row of several and one alone differ (about 3e-4).
-        residency: which tensors of the layers stay in memory, and how much there is for experts;
-            only for load_mode "stream".
-        load_mode: "stream" reads the layers of `residency` through a ring of slots in every pass;
+        flash_attention: None is llama.cpp's default, on: it needs little memory for a long context;
+            with an f16 cache the logits of a token in a batch and alone differ (about 3e-4).
+        placement: which tensors of the layers stay in memory, and the memory for experts; only for
+            load_mode "stream".
+        load_mode: "stream" reads the layers of `placement` through a ring of slots in every pass;
             "mmap" leaves the file to the page cache; "ram" reads it into memory, in the layouts
             that are fastest for this processor (its logits differ from the others' by rounding),
-            or in the file's where the backend is exact.
-        exactness: what `find_exact_run` found out, for the types of the cache that it chose.
+            or in the file's if the backend is exact.
+        exactness: result of `find_exact_run` for these cache types.
 
     Raises:
         LlamaError: llama.cpp is missing or refuses the model.
-        UnsupportedModel: the model cannot be rolled back (recurrent), or not be streamed.
+        UnsupportedModel: the model cannot be rolled back (recurrent) or cannot be streamed.
     """
 
     max_nodes: int
@@ -116,7 +116,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         n_readers: int | None,
         progress: Progress | None,
     ) -> None:
-        """What needs closing is registered as soon as it exists; the last one is closed first."""
+        """Open the parts; each registers its `close` at once, to be called in reverse order."""
         is_streamed = load_mode == "stream" and placement is not None and placement.streams
         before = mapped_ranges(model) if is_streamed else ()
         self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
@@ -129,7 +129,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         if self._stream and placement is not None:
             self._closing.append(self._stream.close)
             self._stream.start(self._context, placement.n_slots, n_readers, progress)
-            drop_files(model.index.paths)  # where llama.cpp has read them: see unread.py
+            drop_files(model.index.paths)  # llama.cpp may have read them: see unread.py
         self._open_passes()
 
     def _open_context(self, options: ContextOptions) -> None:
@@ -176,7 +176,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
             raise
         return other
 
-    # --- the contract ----------------------------------------------------------------------
+    # --- Backend and RecoveringBackend -----------------------------------------------------
 
     def _new_kv(self) -> CellStore:
         return CellStore(self._cells)
@@ -199,8 +199,8 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         return self._stream.use if self._stream else StreamUse()
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """A streamed model's cells take memory once they are written; page by page, without flash
-        attention, each of which has the values of so many cells."""
+        """See Backend.kv_growth_bytes. A streamed model's cells take memory once they are written:
+        without flash attention in pages that each span the values of many cells."""
         if self._stream is None:
             return 0
         n_nodes = max(self.max_nodes, self._options.min_batch_tokens)
@@ -259,27 +259,27 @@ class LlamaBackend(RecoveringBackend[CellStore]):
             self._closing.pop()
 
     def _close_model(self) -> None:
-        """Not where a read from storage hangs: it would write to what others have by then."""
+        """Free the model, unless a read hangs that would write to its memory later."""
         if self._stream is None or not self._stream.has_hung_reads:
             self._model.close()
 
     # --- parts -----------------------------------------------------------------------------
 
     def _compute(self, new: Sequence[NewTokens[CellStore]]) -> list[np.ndarray]:
-        """A streamed model is read once for every `max_rows` tokens."""
+        """Run as many passes as `max_num_tokens` requires; each reads a streamed model once."""
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
         self._make_capacity(new[0].store, len(rows))
-        result = []
+        logits = []
         for part, batch in rows.batches(
             self.max_num_tokens, self._options.min_batch_tokens, self._cells.scratch
         ):
-            result.append(self._run(batch))
+            logits.append(self._run(batch))
             self._cells.grow(rows.sequences[part], rows.positions[part])
-        return rows.of_sequences(result)
+        return rows.of_sequences(logits)
 
     def _run(self, batch: Batch) -> np.ndarray:
-        """One pass; float32 logits [wanted, vocab] in the order of the rows."""
+        """Run one pass; return float32 logits [n_logits, vocab] in the order of the tokens."""
         decode = self._decode_streamed if self._stream else self._context.decode
         self._passes.run(lambda: decode(batch))
         if batch.n_fillers:
@@ -290,18 +290,18 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _make_capacity(self, text: CellStore, n_new: int) -> None:
-        """Make room for so many cells, of this text and maybe others."""
+    def _make_capacity(self, kv: CellStore, n_new: int) -> None:
+        """Prepare the cache for `n_new` cells of this sequence and others. Raises BackendError."""
         n_free = self._cells.n_free
         if n_new > n_free:
             if len(self._sequences) == 1:
-                raise ContextFull(n_new, text.table.n_committed, self.max_context)
+                raise ContextFull(n_new, kv.table.n_committed, self.max_context)
             raise BackendError(
                 f"the KV cache is full: {n_new} more tokens do not fit in the {n_free} of "
-                f"{self._cells.n_cells} that {len(self._sequences)} sequences leave: end a text, or "
-                "load the model with a larger context"
+                f"{self._cells.n_cells} that {len(self._sequences)} sequences leave: "
+                "end a sequence, or load the model with a larger context"
             )
-        self._cells.settle(n_new)
+        self._cells.arrange(n_new)
 
     def _check_outputs(self, n_outputs: int) -> None:
         limit = self._options.n_outputs

@@ -1,4 +1,4 @@
-"""The batch of one llama.cpp pass, in numpy arrays."""
+"""Batch: the tokens of one llama.cpp pass, in numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 
 class Batch:
-    """Rows of one pass.
+    """Tokens of one pass.
 
     Args:
         token_ids: [n]
         positions: [n] in the sequence
-        sequences: for each row the sequences that it belongs to, at least one; the first one's
-            cells (up to the row's position) are what the row attends to.
-        rows: those whose logits are wanted.
-        n_least: rows, and rows of logits where there are any, that the pass is filled up to.
-        spare: an empty sequence for rows that fill it up, to be emptied after the pass.
+        sequences: llama.cpp sequences of each token, at least one; it attends to the first one's
+            cells, up to its own position.
+        rows: indices of the tokens to return logits of.
+        min_count: tokens (and rows of logits, if there are any) that the pass is padded to.
+        scratch: an empty sequence for the padding tokens, to be emptied after the pass.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Batch:
         outputs = _outputs(rows, self.n_tokens, min_count)
         self.n_outputs = len(outputs)
         self.requested = np.flatnonzero(np.isin(outputs, rows))
-        """Which rows of logits are those of `rows`, in the batch's order."""
+        """Indices of the logits of `rows` among all rows of logits, in batch order."""
         fillers = np.arange(self.n_fillers)
         self._tokens = np.concatenate([token_ids, 0 * fillers]).astype(np.int32)
         self._positions = np.concatenate([positions, fillers]).astype(np.int32)
@@ -51,18 +51,20 @@ class Batch:
         self._outputs[outputs] = 1
 
     def first_filler(self, num_tokens: int) -> int:
-        """n_rows: of all rows, or of those with logits, which alone are in the last layer. The rows
-        that fill the pass up are the last of them."""
+        """Return the index of the first padding token; they come last.
+
+        num_tokens: of all tokens, or (in the last layer) of those with logits.
+        """
         outputs = self._outputs[self.n_tokens - self.n_fillers :]
         return num_tokens - (self.n_fillers if num_tokens == self.n_tokens else int(outputs.sum()))
 
     @property
     def token_ids(self) -> list[int]:
-        """Of all rows, those that fill the pass up among them."""
+        """Ids of all tokens, padding included."""
         return self._tokens.tolist()
 
     def as_struct(self, library: ModuleType) -> Any:
-        """A `llama_batch` that points into this object's arrays."""
+        """Return a `llama_batch` that points into this object's arrays."""
         types = dict(library.llama_batch._fields_)
         batch = library.llama_batch()
         batch.n_tokens = self.n_tokens
@@ -78,8 +80,8 @@ class Batch:
 
 
 def _outputs(rows: Sequence[int] | np.ndarray, n_tokens: int, min_count: int) -> np.ndarray:
-    """Rows of a pass that get logits, ascending: the wanted ones, and the last others."""
+    """Return the tokens that get logits, ascending: the requested ones, padded with others."""
     requested = np.unique(np.asarray(rows, dtype=np.int64))
     n_more = min_count - len(requested) if len(requested) else 0
-    rest = np.setdiff1d(np.arange(n_tokens), requested)
-    return np.sort(np.concatenate([requested, rest[len(rest) - max(n_more, 0) :]]))
+    remaining = np.setdiff1d(np.arange(n_tokens), requested)
+    return np.sort(np.concatenate([requested, remaining[len(remaining) - max(n_more, 0) :]]))

@@ -1,21 +1,20 @@
 """Trees of tentative nodes as sequences of a llama.cpp KV cache.
 
-A cell of the cache belongs to any number of sequences, and a row of a batch attends to the cells of
-its (first) sequence. So every leaf of the tree has a sequence of its own: the committed prefix and
-the path down to it.
+A cell of the cache belongs to any number of sequences, and a token of a batch attends to the cells
+of its (first) sequence. So every leaf of the tree has a sequence of its own: the committed prefix
+and the path down to it.
 
-    prefix   a b c      cells of sequences 0 1 2 (all those in use, always)
+    prefix   a b c      cells of sequences 0 1 2 (always all that are in use)
     live     d          0 1
              e          0            (d, e) ends sequence 0
              f            1          (d, f) ends sequence 1; sequence 2 is idle
 
-Sequences that are in use keep the prefix when they are idle, so that a new leaf costs the copy of
-its live path only: each copied cell is an insertion into an ordered set, and each of llama.cpp's
-calls looks at all cells. These calls report nothing; what they did is checked by the lengths of the
-sequences.
+Idle sequences keep the prefix, so that a new leaf costs only the copy of its live path: each copied
+cell is an insertion into an ordered set, and each of llama.cpp's calls looks at all cells. These
+calls return nothing; their effect is checked by the lengths of the sequences.
 
-Several sequences share the cache. Each has sequences of its own, so that none sees another's cells; a
-fork shares the cells of a prefix. The order of all cells is kept in cells.py.
+Several `CellStore`s share the cache. Each has llama.cpp sequences of its own, so that none sees
+another's cells; a fork shares the cells of a prefix. cells.py keeps the order of all cells.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from backends.contract.nodes import NodeTable
 from backends.llama.cells import Cell, Cells
 
 MIN_IN_USE = 2
-"""A sliding-window cache reuses cells of a single sequence once they are out of its window; with
-two sequences on every committed cell a rollback finds all of them."""
+"""Sequences of a store at least. A sliding-window cache reuses cells of a single sequence once they
+are out of the window; with two on every committed cell a rollback finds all of them."""
 
 
 class CellStore:
-    """Which sequence holds which live node of a text, kept in step with a `NodeTable`."""
+    """One sequence of the backend: its tree as llama.cpp sequences, in step with a `NodeTable`."""
 
-    def __init__(self, capacity: Cells) -> None:
+    def __init__(self, all_cells: Cells) -> None:
         self.table = NodeTable()
         self.cells: list[Cell] = []
         self.has_ended = False
         self.new: list[list[int]] = []
-        """Sequences of each node that was added last."""
-        self._capacity = capacity
-        self._owned = capacity.take_sequences(MIN_IN_USE)
+        """Sequences of each node of the last `add`."""
+        self._all_cells = all_cells
+        self._owned = all_cells.take_sequences(MIN_IN_USE)
         self._ends: dict[int, int] = {}  # busy sequence -> the leaf that it ends at
-        self._through: dict[int, int] = {}  # live node -> a sequence that holds it
-        capacity.add(self)
+        self._through: dict[int, int] = {}  # live node -> a sequence that it belongs to
+        all_cells.add(self)
 
     @property
     def in_use(self) -> list[int]:
-        """Sequences that hold the prefix: a committed token belongs to all of them."""
+        """All sequences of this store; a committed token belongs to all of them."""
         return list(self._owned)
 
     @property
@@ -57,11 +56,11 @@ class CellStore:
 
     @property
     def n_needed(self) -> int:
-        """Sequences that it cannot do without now."""
+        """Minimum number of sequences that it needs now."""
         return max(MIN_IN_USE, len(self._ends))
 
     def n_leaves_with(self, parents: Sequence[int]) -> int:
-        """Leaves that its tree has once nodes with these parents were added."""
+        """Return the number of leaves of the tree once nodes with these parents are added."""
         first, inner = self.table.next_id, set(parents)
         leaves = [*self._ends.values(), *range(first, first + len(parents))]
         return sum(node not in inner for node in leaves)
@@ -69,9 +68,9 @@ class CellStore:
     # --- growing ---------------------------------------------------------------------------
 
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-        """Register nodes; return their ids. `new` is what each is to be decoded with.
+        """Register nodes; return their ids. `new` has the sequences to decode each one with.
 
-        Raises BackendError where a parent is not live, or there are more leaves than sequences.
+        Raises BackendError if a parent is not live, or there are more leaves than sequences.
         """
         ids = self.table.add(parents, token_ids)
         self._check_window()
@@ -91,25 +90,25 @@ class CellStore:
         return ids
 
     def _sequence_below(self, node: int) -> int:
-        """A sequence for a new leaf below a live node: the one that ends there, or a fresh one."""
+        """Return a sequence for a leaf below a live node: the one that ends there, or a new one."""
         if node != PREFIX and self._ends.get(self._through[node]) == node:
             return self._through[node]
         sequence = self._fresh()
         if node != PREFIX:
             source = self._through[node]
-            self._capacity.copy(source, sequence, self.table.n_committed, self._end_of(node))
+            self._all_cells.copy(source, sequence, self.table.n_committed, self._end_of(node))
         return sequence
 
     def _fresh(self) -> int:
         if idle := self._idle:
             return idle[0]
-        (sequence,) = self._capacity.take_sequences(1)
-        self._capacity.copy(self._owned[0], sequence, 0, self.table.n_committed)
+        (sequence,) = self._all_cells.take_sequences(1)
+        self._all_cells.copy(self._owned[0], sequence, 0, self.table.n_committed)
         self._owned.append(sequence)
         return sequence
 
     def _check_window(self) -> None:
-        window = self._capacity.window
+        window = self._all_cells.window
         if 0 < window <= self.table.max_depth:
             raise BackendError(
                 f"a draft of {self.table.max_depth} tokens in a row is longer than the model's "
@@ -119,7 +118,7 @@ class CellStore:
     # --- shrinking -------------------------------------------------------------------------
 
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
-        """See Text.commit. Raises BackendError, and changes nothing, for an invalid path."""
+        """See SequenceKV.commit. Raises BackendError, and changes nothing, for an invalid path."""
         start = self.table.n_committed
         rows = self.table.commit(path, keep)
         end = self.table.n_committed
@@ -127,53 +126,53 @@ class CellStore:
         source = self._through[path[-1]] if path else self._owned[0]
         gone = [s for s, leaf in self._ends.items() if leaf not in alive]
         survivors = [s for s in self._ends if s not in set(gone)]
-        rest = [s for s in self._owned if s not in survivors and s != source]
+        remaining = [s for s in self._owned if s not in survivors and s != source]
         for sequence in gone:
-            self._capacity.remove(sequence, end if path and sequence == source else start)
+            self._all_cells.remove(sequence, end if path and sequence == source else start)
             del self._ends[sequence]
         if path:
-            for sequence in rest:
-                self._capacity.copy(source, sequence, start, end)
+            for sequence in remaining:
+                self._all_cells.copy(source, sequence, start, end)
         self._keep(start, rows)
 
     def prune(self, nodes: Collection[int]) -> None:
-        """See Text.prune."""
+        """See SequenceKV.prune."""
         before = {s: self.table.path(leaf) for s, leaf in self._ends.items()}
         rows = self.table.prune(nodes)
         alive = set(self.table.ids)
         deepest = {s: max(alive.intersection(path), default=PREFIX) for s, path in before.items()}
         gone = {s: node for s, node in deepest.items() if node != self._ends[s]}
-        pinned = {n for s, path in before.items() if s not in gone for n in path}
-        # The deepest first: where it stays, it holds the nodes that others would end at.
+        covered = {n for s, path in before.items() if s not in gone for n in path}
+        # The deepest first: a sequence that stays has the nodes that others would end at.
         for sequence in sorted(gone, key=lambda s: -self._end_of(gone[s])):
             node = gone[sequence]
-            if node == PREFIX or node in pinned:
-                self._capacity.remove(sequence, self.table.n_committed)
+            if node == PREFIX or node in covered:
+                self._all_cells.remove(sequence, self.table.n_committed)
                 del self._ends[sequence]
             else:
-                self._capacity.remove(sequence, self._end_of(node))
+                self._all_cells.remove(sequence, self._end_of(node))
                 self._ends[sequence] = node
-                pinned.update(self.table.path(node))
+                covered.update(self.table.path(node))
         self._keep(self.table.n_committed, rows)
 
     def _keep(self, start: int, rows: Sequence[int]) -> None:
-        """Of the cells from `start` on these remain, in this order."""
+        """Keep these of the cells from `start` on, in this order; release the others."""
         before, cached = self.cells[start:], set(rows)
         self.cells[start:] = [before[row] for row in rows]
-        self._capacity.let_go(self, [cell for i, cell in enumerate(before) if i not in cached])
+        self._all_cells.let_go(self, [cell for i, cell in enumerate(before) if i not in cached])
         path = self.table.path
         self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
         self.check_integrity()
 
     def rollback(self, length: int) -> None:
-        """See Text.rollback."""
+        """See SequenceKV.rollback."""
         self.table.rollback(length)
         self._drop_from(length)
 
     def abort(self, n_intact: int | None = None) -> None:
-        """Drop every live node, and cells that a broken pass left behind the prefix.
+        """Drop every live node, and cells that a failed pass left after the prefix.
 
-        n_intact: committed tokens that an operation left alone that broke off; None: all.
+        n_intact: committed tokens that the failed operation did not touch; None: all.
         """
         if n_intact is not None:
             self.table.cut(n_intact)
@@ -182,9 +181,9 @@ class CellStore:
 
     def _drop_from(self, length: int) -> None:
         for sequence in self._owned:
-            self._capacity.remove(sequence, length)
-        self._capacity.empty_scratch()
-        self._capacity.let_go(self, self.cells[length:])
+            self._all_cells.remove(sequence, length)
+        self._all_cells.empty_scratch()
+        self._all_cells.let_go(self, self.cells[length:])
         del self.cells[length:]
         self._ends, self._through = {}, {}
         if not length:
@@ -194,22 +193,22 @@ class CellStore:
     # --- prefixes and ends -----------------------------------------------------------------
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Tokens whose cells a pass has written: they are the end of the prefix."""
+        """Append tokens whose cells a pass has written to the prefix."""
         self.table.append(token_ids)
 
     def adopt(self, token_ids: Sequence[int]) -> None:
-        """The first sequence of an empty text was filled with these tokens: they are the prefix."""
+        """Make these tokens, which the first sequence was filled with, an empty store's prefix."""
         self.table.append(token_ids)
-        self._capacity.grow([self] * len(token_ids), range(len(token_ids)))
+        self._all_cells.grow([self] * len(token_ids), range(len(token_ids)))
         for sequence in self._owned[1:]:
-            self._capacity.copy(self._owned[0], sequence, 0, len(token_ids))
+            self._all_cells.copy(self._owned[0], sequence, 0, len(token_ids))
         self.check_integrity()
 
     def fork(self, length: int) -> CellStore:
-        """Another text with the first `length` tokens of the prefix, whose cells both hold."""
-        other = CellStore(self._capacity)
+        """Return a store that shares the cells of the first `length` tokens of the prefix."""
+        other = CellStore(self._all_cells)
         for sequence in other._owned:
-            self._capacity.copy(self._owned[0], sequence, 0, length)
+            self._all_cells.copy(self._owned[0], sequence, 0, length)
         other.table.append(self.table.committed[:length])
         other.cells = self.cells[:length]
         for cell in other.cells:
@@ -218,47 +217,47 @@ class CellStore:
         return other
 
     def give_idle(self) -> None:
-        """Give back sequences without a leaf, down to as many as the prefix needs."""
+        """Release sequences without a leaf, down to MIN_IN_USE."""
         for sequence in self._idle[::-1]:
             if len(self._owned) > MIN_IN_USE:
                 self._owned.remove(sequence)
-                self._capacity.give_back(sequence)
+                self._all_cells.give_back(sequence)
 
     def close(self) -> None:
-        """The text ends; its cells are given back when they are needed (see Cells)."""
+        """Mark the store as finished; its cells are released when they are needed (see Cells)."""
         self.abort()
         self.give_idle()
         self.table.rollback(0)
         self.has_ended = True
-        self._capacity.end(self)
+        self._all_cells.end(self)
 
     def free(self) -> None:
-        """Give back the cells and sequences of an ended text."""
+        """Release the cells and sequences of a finished store."""
         while self._owned:
-            self._capacity.give_back(self._owned[-1])
+            self._all_cells.give_back(self._owned[-1])
             self._owned.pop()
-        self._capacity.let_go(self, self.cells)
+        self._all_cells.let_go(self, self.cells)
         self.cells = []
 
-    # --- what llama.cpp has ----------------------------------------------------------------
+    # --- llama.cpp's cells -----------------------------------------------------------------
 
     def live_cells(self) -> dict[Cell, list[int]]:
-        """Cells of live nodes, with the sequences that hold each."""
+        """Return the cells of live nodes, with the sequences that each belongs to."""
         paths = {s: set(self.table.path(leaf)) for s, leaf in self._ends.items()}
-        # The last nodes have no cells yet where a pass is to compute them.
+        # The last nodes have no cells yet if a pass is still to compute them.
         live = zip(self.table.ids, self.cells[self.table.n_committed :], strict=False)
         return {cell: [s for s, path in paths.items() if node in path] for node, cell in live}
 
     def check_integrity(self) -> None:
-        """Every sequence starts at 0 and ends where it should, as llama.cpp sees it."""
+        """Raise RuntimeError unless all sequences have the expected positions in llama.cpp."""
         lengths = dict.fromkeys(self._owned, self.table.n_committed)
         lengths.update({s: self._end_of(leaf) for s, leaf in self._ends.items()})
-        self._capacity.check_lengths(lengths)
+        self._all_cells.check_lengths(lengths)
         if len(self.cells) != self.table.num_tokens:
             raise RuntimeError(
-                f"a text of {self.table.num_tokens} tokens and nodes has {len(self.cells)} cells"
+                f"a sequence of {self.table.num_tokens} tokens has {len(self.cells)} cells"
             )
 
     def _end_of(self, node: int) -> int:
-        """The position behind a live node."""
+        """Return the position after a live node."""
         return self.table.n_committed + len(self.table.path(node))

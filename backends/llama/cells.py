@@ -1,18 +1,18 @@
-"""The cells of a llama.cpp KV cache: which sequences hold them, and in what order they lie.
+"""The cells of a llama.cpp KV cache: which sequences use them, and their order in memory.
 
-A row's attention is a sum over cells in the order in which they lie (cells that the row does not
-see change nothing), so a backend that is exact keeps those of each text in the order of positions:
-the prefix, and behind it the live nodes. Cells of other sequences may lie between them. New cells take
-the first free ones, so there must be no gap before a pass: what a commit, a prune or a rollback
-leaves of them is closed then, for all sequences at once. Cells behind the first gap are moved into it,
-a few at a time, as llama.cpp saves and restores them:
+Attention of a token is a sum over cells in memory order (masked cells change nothing), so an exact
+backend keeps the cells of each sequence in the order of positions: the prefix, then the live nodes.
+Cells of other sequences may lie between them. llama.cpp writes new cells to the first free places,
+so there must be no gap before a pass: gaps that a commit, a prune or a rollback leaves are closed
+then, for all sequences at once. Cells after the first gap are moved into it, a few at a time, by
+saving and restoring them with llama.cpp:
 
-    lies as   a b c | x d y e      after commit of (d, e), which x and y were not part of:
-              a b c | . d . e      d goes into the spare sequence, is saved, and restored into the
-              a b c | d . . e      gap; then the other sequences let go of the old cell; then e
+    cells     a b c | x d y e      after commit of (d, e), which x and y were not part of:
+              a b c | . d . e      d is copied to the scratch sequence, saved, and restored into the
+              a b c | d . . e      gap; then the other sequences release the old cell; then e
 
-A text that ends would leave gaps in front of nearly all that others hold. It keeps its cells, which
-nobody sees, until a pass needs them, or closing the gaps moves no more cells than it frees.
+A finished sequence would leave gaps before nearly all cells of others. It keeps its cells, which no
+token attends to, until a pass needs them, or closing the gaps moves no more cells than it frees.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from backends.llama.context import LlamaContext
 from backends.llama.prefix import SequenceState
 
 MOVED_CELLS = 8
-"""Whose keys and values are held beside the cache while they are moved."""
+"""Maximum number of cells whose keys and values are copied at once when cells are moved."""
 
 
 class CellUser(Protocol):
-    """A text, as far as its cells go (see CellStore)."""
+    """A sequence of the backend (see CellStore); it owns several sequences of llama.cpp."""
 
     cells: list[Cell]
-    """Of its prefix and its live nodes, in their order."""
+    """Cells of its prefix and its live nodes, in order."""
     has_ended: bool
 
     @property
     def in_use(self) -> list[int]:
-        """Its sequences, each of which holds the prefix."""
+        """llama.cpp's sequences that it owns, each of which has the prefix."""
 
     @property
     def n_needed(self) -> int:
-        """Sequences that it cannot do without now."""
+        """Minimum number of llama.cpp's sequences that it needs now."""
 
     def live_cells(self) -> dict[Cell, list[int]]:
-        """Cells of live nodes, with the sequences that hold each."""
+        """Return the cells of live nodes, with the llama.cpp sequences that each belongs to."""
 
     def give_idle(self) -> None:
-        """Give back sequences that it can do without now."""
+        """Release the llama.cpp sequences that it does not need now."""
 
     def free(self) -> None:
-        """Give back everything: it has ended."""
+        """Release all cells and sequences after its end."""
 
 
 class Cell:
-    """A cell in use, or a gap where no text holds it."""
+    """A cell in use, or a gap if it has no users."""
 
     __slots__ = ("position", "users")
 
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def is_live(self) -> bool:
-        """Whether a text holds it that has not ended."""
+        """Whether a running sequence uses it."""
         return any(not user.has_ended for user in self.users)
 
 
@@ -76,9 +76,9 @@ class Cells:
     """The cells of one context and its sequences.
 
     Args:
-        n_sequences: for sequences; the one behind them is `spare`, empty between calls.
-        n_cells: most that sequences may have.
-        state: moves cells into the order of positions; None leaves them where they are.
+        n_sequences: llama.cpp sequences for users; the next one is `scratch`, empty between calls.
+        n_cells: maximum number of cells in use.
+        state: used to move cells into the order of positions; None: they are not moved.
     """
 
     def __init__(
@@ -93,37 +93,37 @@ class Cells:
         self.window = model.sliding_window
         self.state = state
         self.n_moved = 0
-        """Cells that were moved so far."""
+        """Cells moved so far."""
         self._library: ModuleType = model.library
         self._memory: Any = context.memory
         self._unused = list(range(n_sequences))
-        self._texts: list[CellUser] = []
+        self._users: list[CellUser] = []
         self._ended: list[CellUser] = []
-        self._lying: list[Cell] = []  # in their order; without `state`, in that of their passes
+        self._order: list[Cell] = []  # in memory order; without `state`, as written
         self._n_used = 0
-        self._n_dead = 0  # of those in use: held by ended sequences alone
+        self._n_dead = 0  # cells that only finished sequences use
         self._is_new_end = False
-        self._n_touched = 0  # that were ever written
+        self._n_touched = 0  # cells that were ever written
 
     # --- sequences --------------------------------------------------------------------------
 
-    def add(self, text: CellUser) -> None:
-        self._texts.append(text)
+    def add(self, user: CellUser) -> None:
+        self._users.append(user)
 
     def take_sequences(self, n: int) -> list[int]:
-        """Sequences that nobody uses, the lowest first. Raises BackendError where there are not so
-        many."""
-        for text in self._texts:
+        """Take unused llama.cpp sequences, the lowest first. Raises BackendError if there are not
+        enough."""
+        for user in self._users:
             if len(self._unused) >= n:
                 break
-            text.give_idle()
+            user.give_idle()
         if len(self._unused) < n:
             self._free_ended()
         if len(self._unused) < n:
             raise BackendError(
                 f"all of the cache's {self.scratch} sequences are in use, one for each leaf of a "
-                f"tree and two for each other text, of which there are {len(self._texts)}: draft "
-                "fewer branches, end a text, or raise max_nodes or max_texts"
+                f"tree and two for each other request, of which there are {len(self._users)}: "
+                "draft fewer branches, end a sequence, or raise max_nodes or max_num_seqs"
             )
         self._unused.sort()
         taken, self._unused = self._unused[:n], self._unused[n:]
@@ -131,18 +131,18 @@ class Cells:
 
     @property
     def n_free_sequences(self) -> int:
-        """Sequences that sequences may get, those that others can do without among them."""
-        return self.scratch - sum(text.n_needed for text in self._texts)
+        """llama.cpp sequences that can be taken, idle ones of other users included."""
+        return self.scratch - sum(user.n_needed for user in self._users)
 
     def give_back(self, sequence: int) -> None:
         self.remove(sequence, 0)
         self._unused.append(sequence)
 
-    def end(self, text: CellUser) -> None:
-        """The text has ended: its cells are to be had."""
-        self._texts.remove(text)
-        self._ended.append(text)
-        self._n_dead += sum(not cell.is_live for cell in text.cells)
+    def end(self, user: CellUser) -> None:
+        """Mark a user as finished, so that its cells can be reused."""
+        self._users.remove(user)
+        self._ended.append(user)
+        self._n_dead += sum(not cell.is_live for cell in user.cells)
         self._is_new_end = True
         if self.state is None:
             self._free_ended()
@@ -156,107 +156,104 @@ class Cells:
 
     @property
     def n_free(self) -> int:
-        """Cells that sequences may get, those of ended sequences among them."""
+        """Cells that can be written, those of finished sequences included."""
         return self.n_cells - self._n_used + self._n_dead
 
     @property
     def use(self) -> KvUse:
-        cells = [cell for cell in list(self._lying) if cell.is_live]
+        cells = [cell for cell in list(self._order) if cell.is_live]
         n_holders = sum(sum(not user.has_ended for user in list(cell.users)) for cell in cells)
         return KvUse(len(cells), n_holders - len(cells))
 
     def grow(self, sequences: Sequence[CellUser], positions: Sequence[int]) -> None:
-        """A pass has written a cell of each of these sequences, in this order."""
-        for text, position in zip(sequences, positions, strict=True):
-            cell = Cell(position, [text])
-            text.cells.append(cell)
-            self._lying.append(cell)
+        """Record that a pass has written a cell for each of these users, in this order."""
+        for user, position in zip(sequences, positions, strict=True):
+            cell = Cell(position, [user])
+            user.cells.append(cell)
+            self._order.append(cell)
         self._n_used += len(sequences)
-        self._n_touched = max(self._n_touched, len(self._lying))
+        self._n_touched = max(self._n_touched, len(self._order))
 
     def n_growth(self, num_tokens: int) -> int:
-        """Cells that were never written, of those that sequences with so many rows need. What ended
-        sequences still hold lies between theirs."""
+        """Return how many cells are written for the first time until users have `num_tokens`; cells
+        of finished users lie between theirs."""
         return max(0, min(num_tokens + self._n_dead, self.n_cells) - self._n_touched)
 
-    def let_go(self, text: CellUser, cells: Sequence[Cell]) -> None:
-        """The text's sequences do not hold these any more."""
+    def let_go(self, user: CellUser, cells: Sequence[Cell]) -> None:
+        """Remove a user from these cells."""
         for cell in cells:
             was_dead = not cell.is_live
-            cell.users.remove(text)
+            cell.users.remove(user)
             self._n_used -= not cell.users
             self._n_dead += bool(cell.users) and not cell.is_live
             self._n_dead -= was_dead
 
-    def settle(self, n_new: int) -> None:
-        """Let the next `n_new` cells lie behind all others.
-
-        What fails in here loses nothing.
-        """
+    def arrange(self, n_new: int) -> None:
+        """Prepare for `n_new` cells; close all gaps if cells are moved. A failure loses none."""
         if self._ended and (self._n_used + n_new > self.n_cells or self._pays_to_move()):
             self._free_ended()
         if self.state is None:
-            self._lying = [cell for cell in self._lying if cell.users]
+            self._order = [cell for cell in self._order if cell.users]
         else:
             self._close_gaps()
 
     def _pays_to_move(self) -> bool:
-        """Whether no more cells would be moved than those of ended sequences."""
+        """Return whether closing the gaps moves no more cells than it frees."""
         if not self._is_new_end:
-            return False  # as it was, and there are more cells now
+            return False  # same as last time, with more cells to move
         self._is_new_end = False
-        is_live = [cell.is_live for cell in self._lying]
+        is_live = [cell.is_live for cell in self._order]
         n_ahead = is_live.index(False) if False in is_live else len(is_live)
         n_behind = sum(is_live[n_ahead:])
         return n_behind <= len(is_live) - n_ahead - n_behind
 
     def _close_gaps(self) -> None:
-        lying = self._lying
-        front = next((i for i, cell in enumerate(lying) if not cell.users), len(lying))
+        order = self._order
+        front = next((i for i, cell in enumerate(order) if not cell.users), len(order))
         at = front
         live: dict[Cell, list[int]] = {}
-        if any(cell.users for cell in lying[front:]):
-            live = {c: names for text in self._texts for c, names in text.live_cells().items()}
-        while at < len(lying):
-            if not lying[at].users:
+        if any(cell.users for cell in order[front:]):
+            live = {c: names for user in self._users for c, names in user.live_cells().items()}
+        while at < len(order):
+            if not order[at].users:
                 at += 1
                 continue
             moved = self._together(at, at - front, live)
-            cells = [lying[i] for i in moved]
+            cells = [order[i] for i in moved]
             self._move(self._holders(cells[0], live), cells[0].position, len(cells))
             for i in moved:
-                lying[i] = _GAP
-            lying[front : front + len(cells)] = cells
+                order[i] = _GAP
+            order[front : front + len(cells)] = cells
             front += len(cells)
-        del lying[front:]
+        del order[front:]
 
     def _holders(self, cell: Cell, live: Mapping[Cell, list[int]]) -> list[int]:
-        """The sequences that hold a cell: of a live node, or of sequences' prefixes."""
+        """Return the llama.cpp sequences that a cell of a live node or of prefixes belongs to."""
         if cell in live:
             return live[cell]
         return [sequence for user in cell.users for sequence in user.in_use]
 
     def _together(self, at: int, n_gap: int, live: Mapping[Cell, list[int]]) -> list[int]:
-        """Which cells to move at once: those that follow each other in the same sequences, fit in
-        the gap, and lie in one window or chunk of that size, for llama.cpp saves no more."""
-        position = self._lying[at].position
-        holders = self._holders(self._lying[at], live)
+        """Return the cells to move at once: consecutive ones of the same sequences that fit in the
+        gap, within one sliding window, since llama.cpp saves no more."""
+        position = self._order[at].position
+        holders = self._holders(self._order[at], live)
         max_count = min(MOVED_CELLS, n_gap)
         if self.window:
             max_count = min(max_count, self.window - position % self.window)
-        result = [at]
-        for i in range(at + 1, len(self._lying)):
-            cell = self._lying[i]
+        together = [at]
+        for i in range(at + 1, len(self._order)):
+            cell = self._order[i]
             if not cell.users:
                 continue
-            is_next = cell.position == position + len(result)
-            if len(result) == max_count or not is_next or self._holders(cell, live) != holders:
+            is_next = cell.position == position + len(together)
+            if len(together) == max_count or not is_next or self._holders(cell, live) != holders:
                 break
-            result.append(i)
-        return result
+            together.append(i)
+        return together
 
     def _move(self, holders: Sequence[int], position: int, n_cells: int) -> None:
-        """Bring the cells of these positions, which these sequences hold, to the first gap."""
+        """Move the cells of these sequences from `position` on to the first gap."""
         assert self.state is not None
         end = position + n_cells
         self.copy(holders[0], self.scratch, position, end)
@@ -270,7 +267,7 @@ class Cells:
         self.empty_scratch()
         self.n_moved += n_cells
 
-    # --- llama.cpp's ------------------------------------------------------------------------
+    # --- calls of llama.cpp -----------------------------------------------------------------
 
     def empty_scratch(self) -> None:
         self.remove(self.scratch, 0)
@@ -288,13 +285,13 @@ class Cells:
 
 
 def check_lengths(library: ModuleType, memory: Any, lengths: Mapping[int, int]) -> None:
-    """Raise RuntimeError where a sequence does not hold exactly positions 0 .. length - 1."""
+    """Raise RuntimeError if a sequence has other positions than 0 .. length - 1."""
     first, last = library.llama_memory_seq_pos_min, library.llama_memory_seq_pos_max
     for sequence, length in lengths.items():
-        requested = (0, length - 1) if length else (-1, -1)
-        result = (first(memory, sequence), last(memory, sequence))
-        if result != requested:
+        expected = (0, length - 1) if length else (-1, -1)
+        actual = (first(memory, sequence), last(memory, sequence))
+        if actual != expected:
             raise RuntimeError(
-                f"KV cache sequence {sequence} holds positions {result[0]} to {result[1]}, "
-                f"expected {requested[0]} to {requested[1]}"
+                f"KV cache sequence {sequence} holds positions {actual[0]} to {actual[1]}, "
+                f"expected {expected[0]} to {expected[1]}"
             )

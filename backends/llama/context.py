@@ -1,6 +1,6 @@
-"""A context of llama.cpp: a KV cache and compute buffers for one loaded model.
+"""LlamaContext: a KV cache and compute buffers of llama.cpp for one loaded model.
 
-Nothing here knows trees or streaming.
+It knows nothing of trees or streaming.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
-"""Types of the KV cache by their number in ggml.h."""
+"""KV cache types and their numbers in ggml.h."""
 PREFILL_TOKENS = 512
-"""Tokens of a prompt that go through the layers together. A streamed model is read once for so
-many; llama.cpp's compute buffers grow with it."""
+"""Tokens of a prefill chunk. A streamed model is read once per chunk; llama.cpp's compute buffers
+grow with it."""
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-MAX_LEAVES = _MAX_SEQUENCES - 1  # one sequence is for looking at a graph
+MAX_LEAVES = _MAX_SEQUENCES - 1  # one sequence is scratch, for recording graphs
 _CELL_STEP = 256
 
 
 class WithoutFlashAttention(LlamaError):
-    """llama.cpp runs a model that was to be exact with another attention."""
+    """llama.cpp does not use flash attention for a model that was to be exact."""
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """What a context is made for; rows are tokens of one pass."""
+    """Sizes and formats of a context."""
 
     max_context: int
-    """Tokens of a text, each of which has a cell of the KV cache."""
+    """Maximum number of tokens of a sequence; each takes a cell of the KV cache."""
     max_nodes: int
-    """Live nodes, which use the cells that the prefixes leave."""
+    """Maximum number of live nodes, which use the cells that prefixes leave free."""
     max_outputs: int | None = None
-    """Rows with logits; as many as nodes when None."""
+    """Maximum number of rows of logits; None: max_nodes."""
     n_threads: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     flash_attention: bool | None = None
-    """None: where llama.cpp can, as is its default."""
+    """None: llama.cpp's default, on if it can."""
     exactness: Exactness = NOT_ASKED
-    """Where it is exact, passes are filled up, and attention is the one that was checked."""
+    """If exact, passes are padded, and flash attention is required, as it was checked."""
     num_kv_slots: int | None = None
-    """Tokens and nodes of all sequences together; None: enough for one of them."""
+    """Tokens and nodes of all sequences together; None: enough for one sequence."""
     max_num_seqs: int = 1
-    """Texts at a time."""
+    """Maximum number of sequences at a time."""
     follows_load: bool = False
-    """Whether passes have fewer threads while other programs compute."""
+    """Whether passes use fewer threads while other programs compute."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -65,19 +65,19 @@ class ContextOptions:
 
     @property
     def n_cells(self) -> int:
-        """Of the KV cache, as llama.cpp pads it."""
+        """Cells of the KV cache, as padded by llama.cpp."""
         num_tokens = self.max_context if self.num_kv_slots is None else self.num_kv_slots
         n_used = max(num_tokens, self.max_nodes) + self.n_fillers
         return -(-n_used // _CELL_STEP) * _CELL_STEP
 
     @property
     def min_batch_tokens(self) -> int:
-        """What passes are filled up to."""
+        """Minimum number of tokens of a pass; smaller ones are padded."""
         return self.exactness.min_batch_tokens if self.exactness.is_exact else 1
 
     @property
     def n_fillers(self) -> int:
-        """Most rows that fill up a pass, each of which takes a cell for its time."""
+        """Maximum number of padding tokens of a pass; each takes a cell during the pass."""
         return self.min_batch_tokens - 1
 
     @property
@@ -91,7 +91,7 @@ class ContextOptions:
 
     @property
     def n_sequences(self) -> int:
-        """One for each leaf, two for each other text, and a spare one."""
+        """llama.cpp sequences: one per leaf, two per other sequence, and the scratch one."""
         return min(max(self.max_nodes, 2) + 2 * (self.max_num_seqs - 1), MAX_LEAVES) + 1
 
 
@@ -155,18 +155,18 @@ class LlamaContext:
         if options.exactness.is_exact:
             params.flash_attn_type = 1
         params.kv_unified = True  # the sequences of a tree share the cells of their prefix
-        params.swa_full = True  # so that a rollback never needs what was thrown away
+        params.swa_full = True  # so that a rollback finds all cells
         params.offload_kqv = params.op_offload = False
         return params
 
     @property
     def has_flash_attention(self) -> bool:
-        """As it was asked for, or as llama.cpp decided where it was left to it."""
-        said = r"flash_attn += enabled|Flash Attention enabled"
-        return any(re.search(said, line) for line in self.log)
+        """Whether llama.cpp uses flash attention, as requested or by its own decision."""
+        pattern = r"flash_attn += enabled|Flash Attention enabled"
+        return any(re.search(pattern, line) for line in self.log)
 
     def _check_attention(self) -> None:
-        """Raise WithoutFlashAttention where llama.cpp has decided against what was checked."""
+        """Raise WithoutFlashAttention if llama.cpp has turned it off."""
         if not self.has_flash_attention:
             self.close()
             raise WithoutFlashAttention(
@@ -175,7 +175,7 @@ class LlamaContext:
             )
 
     def decode(self, batch: Batch) -> int:
-        """Run one pass; returns 0, or 2 where it was stopped. Raises BackendError otherwise."""
+        """Run one pass; return 0, or 2 if it was stopped. Raises BackendError otherwise."""
         LOG.clear()
         if self._follows_load:
             n_threads = threads_for_load(self._max_threads)
@@ -186,7 +186,7 @@ class LlamaContext:
         return code
 
     def logits(self, batch: Batch, vocab_size: int) -> np.ndarray:
-        """A copy of the last pass's wanted logits, float32 [n, vocab], in the batch's order."""
+        """Return a copy of the last pass's requested logits, float32 [n, vocab], in batch order."""
         if batch.n_outputs == 0:
             return np.zeros((0, vocab_size), dtype=np.float32)
         pointer = self._library.llama_get_logits(self.handle)
@@ -196,13 +196,13 @@ class LlamaContext:
         return rows[batch.requested]
 
     def request_stop(self, stop: bool = True) -> None:
-        """Let a running pass end after the node that it is at; any thread may call it."""
+        """Let a running pass end after its current node; any thread may call this."""
         self.is_stopping = stop
         self._stop[0] = b"\1" if stop else b"\0"
 
     @contextmanager
     def stopping_at_once(self) -> Iterator[None]:
-        """A pass inside ends after its first node."""
+        """Stop passes within the block after their first node."""
         self._stop[0] = b"\1"
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which layers the nodes of a ggml graph read, and where each layer ends."""
+"""Find out which layers the nodes of a ggml graph read, and where each layer ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ranges = Iterable[tuple[int, int, int]]
 
 
 class Tensor(ctypes.Structure):
-    """The head of ggml_tensor in ggml.h; `_check_layout` compares it with ggml's own accessors."""
+    """Head of ggml_tensor in ggml.h; `_check_layout` compares it with ggml's own accessors."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -43,14 +43,14 @@ class Tensor(ctypes.Structure):
 
 _OP, _SRC, _DATA = Tensor.op.offset, Tensor.src.offset, Tensor.data.offset
 _CACHE_NAME = b"cache_k_l"
-"""Of the tensors with the keys: so llama.cpp calls them. All of a cache is in one buffer."""
+"""Prefix of llama.cpp's names for key tensors. All tensors of a cache are in one buffer."""
 _Sources = ctypes.c_void_p * 10
 _ID_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PassSchedule:
-    """Where the layers end in a graph of `n_nodes` nodes."""
+    """Nodes of a graph of `n_nodes` nodes after which to call back."""
 
     n_nodes: int
     ends: Mapping[int, int]  # number of a node -> the layer that it is the last one to read
@@ -72,7 +72,7 @@ def make_schedule(
         readers = [k for k, touched in enumerate(nodes) if layer in touched]
         if not readers:
             raise UnsupportedModel(f"llama.cpp does not read layer {layer}: it cannot be streamed")
-        if readers[0] <= max(behind, 0):  # the first node runs while a graph is looked at
+        if readers[0] <= max(behind, 0):  # the first node runs while a graph is recorded
             raise UnsupportedModel(
                 f"llama.cpp reads layer {layer} before it is done with the one before: "
                 "this architecture cannot be streamed, use --load-mode mmap"
@@ -83,7 +83,7 @@ def make_schedule(
 
 
 class _AddressMap:
-    """Which layer's weights lie at an address."""
+    """A map from addresses to the layers whose weights lie there."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = sorted(ranges)
@@ -97,19 +97,19 @@ class _AddressMap:
 
 
 class RoutedNodes:
-    """Finds the nodes of a graph that choose experts: those whose values the products by expert
-    take as ids. Shown all nodes in order."""
+    """Finds the nodes of a graph that choose experts: those whose values are the ids of MUL_MAT_ID
+    nodes. `see` is called with all nodes in order."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        """Address of a node's tensor -> its number."""
+        """Numbers of nodes by the address of their tensor."""
         self._chosen: dict[int, set[int]] = {}
-        """Layer -> addresses of the ids that its experts are multiplied by."""
+        """Addresses of the ids of chosen experts, by layer."""
 
     def see(self, address: int, layer: int | None, is_by_expert: bool) -> None:
-        """layer: whose experts the node reads.
+        """Take the next node; `layer`: the layer whose experts it reads.
 
-        Raises UnsupportedModel where it reads them in another way than by chosen experts.
+        Raises UnsupportedModel if it reads them in another way than by ids of chosen experts.
         """
         self._numbers[address] = len(self._numbers)
         if layer is None:
@@ -123,23 +123,23 @@ class RoutedNodes:
         self._chosen.setdefault(layer, set()).add(ids)
 
     def routers(self, layers: Iterable[int]) -> dict[int, int]:
-        """Number of a node -> layer. Raises UnsupportedModel where a layer has not one."""
-        result: dict[int, int] = {}
+        """Return layers by node number. Raises UnsupportedModel unless each layer has one node."""
+        layer_of: dict[int, int] = {}
         for layer in layers:
             ids = [self._numbers.get(address) for address in self._chosen.get(layer, ())]
-            if len(ids) != 1 or ids[0] is None or ids[0] in result:
+            if len(ids) != 1 or ids[0] is None or ids[0] in layer_of:
                 raise UnsupportedModel(
                     f"llama.cpp chooses the experts of layer {layer} {len(ids)} times instead of "
                     "once in a pass: use --load-mode mmap"
                 )
-            result[ids[0]] = layer
-        return result
+            layer_of[ids[0]] = layer
+        return layer_of
 
 
 def chosen_experts(address: int) -> np.ndarray:
-    """What a node that chooses experts has computed, int32 [rows, experts of a row], in place.
+    """Return the ids that a node computed, int32 [tokens, experts of a token], in place.
 
-    The last layer has no rows in a pass of which no logits are wanted: a part of a long prompt.
+    The last layer has no tokens in a pass without logits, such as a chunk of a long prompt.
     """
     node = Tensor.from_address(address)
     n_used, num_tokens = node.ne[0], node.ne[1]
@@ -150,11 +150,11 @@ def chosen_experts(address: int) -> np.ndarray:
 
 
 class GraphReader:
-    """Tells which layers a node reads, by the addresses of its sources.
+    """Reads ggml's nodes: which layers they use, by the addresses of their sources.
 
     Args:
-        ranges: of the layers' weights.
-        experts: of the layers' routed experts, which are no part of `ranges`.
+        ranges: addresses of the layers' weights.
+        experts: addresses of the layers' routed experts, which are no part of `ranges`.
     """
 
     def __init__(self, library: ModuleType, ranges: Ranges, experts: Ranges = ()) -> None:
@@ -169,25 +169,25 @@ class GraphReader:
         self._is_checked = False
 
     def layers_read(self, address: int) -> Node:
-        """`address` is that of a node's ggml_tensor."""
+        """Return the layers that a node reads; `address` is that of its ggml_tensor."""
         if not self._is_checked:
             self._check_layout(address)
         if self._op_name(ctypes.c_int.from_address(address + _OP).value) in _NO_WORK:
             return frozenset()
-        result = map(self._weights.layer_at, self._read_addresses(address))
-        return frozenset(layer for layer in result if layer is not None)
+        layers = map(self._weights.layer_at, self._read_addresses(address))
+        return frozenset(layer for layer in layers if layer is not None)
 
     def show(self, address: int, routed: RoutedNodes) -> None:
-        """Let `routed` see a node, of which `layers_read` was asked before."""
+        """Pass a node on to `routed`, after `layers_read`."""
         name = self._op_name(ctypes.c_int.from_address(address + _OP).value)
-        result = map(self._experts.layer_at, self._read_addresses(address))
-        layer = next((x for x in result if x is not None), None)
+        layers = map(self._experts.layer_at, self._read_addresses(address))
+        layer = next((x for x in layers if x is not None), None)
         routed.see(address, None if name in _NO_WORK else layer, name == _BY_EXPERT)
 
     def cache_memory(self, address: int) -> tuple[int, int] | None:
-        """(address, bytes) of the KV cache that a node reads from or writes to, if it does.
+        """Return (address, bytes) of the KV cache that a node reads or writes, or None.
 
-        `address` is that of the node's ggml_tensor, of which `layers_read` was asked before.
+        Call it after `layers_read`; `address` is that of the node's ggml_tensor.
         """
         for at in _Sources.from_address(address + _SRC):
             source = None if at is None else Tensor.from_address(at)
@@ -199,7 +199,7 @@ class GraphReader:
         return None
 
     def _read_addresses(self, address: int) -> Iterator[int]:
-        """Of the values that a node computes with."""
+        """Yield the addresses of the data of a node's sources."""
         for at in _Sources.from_address(address + _SRC):
             data = ctypes.c_void_p.from_address(at + _DATA).value if at else None
             if data:
@@ -212,8 +212,8 @@ class GraphReader:
 
     def _check_layout(self, address: int) -> None:
         node, pointer = Tensor.from_address(address), ctypes.c_void_p(address)
-        result = (self._lib.ggml_get_name(pointer), self._lib.ggml_get_data(pointer))
-        if result != (node.name, node.data):
+        name_and_data = (self._lib.ggml_get_name(pointer), self._lib.ggml_get_data(pointer))
+        if name_and_data != (node.name, node.data):
             raise LlamaError(
                 "this llama-cpp-python lays out ggml_tensor in another way than specdec knows: "
                 "use version 0.3.36, or --load-mode mmap"

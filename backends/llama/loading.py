@@ -1,4 +1,4 @@
-"""A GGUF model as llama.cpp loads it: read, mapped, or mapped without being read."""
+"""Load a GGUF model with llama.cpp: read, mapped, or mapped without being read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOAD_MODES = ("stream", "mmap", "ram")
 def check_options(
     model: GgufModel, options: ContextOptions, placement: Placement | None, load_mode: str
 ) -> None:
-    """Raise for a backend that cannot be."""
+    """Raise ValueError or UnsupportedModel for options that cannot be combined."""
     if load_mode not in LOAD_MODES:
         raise ValueError(f"load_mode {load_mode!r} is not one of {', '.join(LOAD_MODES)}")
     if placement is not None and placement.streams and load_mode != "stream":
-        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no residency")
+        raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no placement")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
     if model.is_recurrent:
@@ -35,8 +35,8 @@ def check_options(
 
 
 def _check_rope(model: GgufModel, options: ContextOptions) -> None:
-    """llama.cpp chooses factors of the rotary embedding by the cells of the cache: a text among
-    others would be another one than alone."""
+    """Raise UnsupportedModel if a larger cache for several sequences would change the output, as
+    llama.cpp chooses rotary factors by the number of cells."""
     if not any(name.startswith(_LONG_FACTORS) for name in model.index):
         return
     keys = Keys(model.path, model.index.metadata, model.architecture)
@@ -45,7 +45,7 @@ def _check_rope(model: GgufModel, options: ContextOptions) -> None:
     if n_alone <= n_short < options.n_cells:
         raise UnsupportedModel(
             f"{model.path} has other rotary factors in a KV cache of more than {n_short} tokens, "
-            f"and {options.n_cells} were wanted for several sequences: load it with room for fewer"
+            f"and {options.n_cells} are needed for several sequences: load it for fewer"
         )
 
 
@@ -57,9 +57,9 @@ def load_llama_model(
     *,
     is_streamed: bool,
 ) -> LlamaModel:
-    """Load a model; what is read into memory of its own leaves nothing in the page cache.
+    """Load a model; weights read into memory are dropped from the page cache.
 
-    Raises LlamaError, or UnsupportedModel for one that cannot be rolled back.
+    Raises LlamaError, or UnsupportedModel if it cannot be rolled back.
     """
     if is_streamed:
         loaded = map_unread(model)

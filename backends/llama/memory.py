@@ -1,7 +1,7 @@
-"""What llama.cpp allocates for a context, asked of llama.cpp itself.
+"""Memory that llama.cpp allocates for a context, as logged by llama.cpp itself.
 
-A model that is loaded without its weights goes through the same arithmetic of graphs and buffers as
-a real one and logs the sizes; only that is sure for every architecture.
+A model that is loaded without its weights goes through the same sizing of graphs and buffers as a
+real one and logs the sizes; nothing else is reliable for every architecture.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from offload.units import MIB
 
 _SIZE = re.compile(r"(compute|output) buffer size = +([0-9.]+) MiB")
 _KV_SIZE = re.compile(r"(cache): size = +([0-9.]+) MiB \( *\d+ cells")
-_ROUNDING_BYTES = 0.005 * MIB  # of a size in the log
+_ROUNDING_BYTES = 0.005 * MIB  # sizes in the log have two decimals
 _CELL_BYTES = 500
-"""Per KV cell: position, shift, extension and the set of its 256 sequences, twice; and our record
-of which sequences hold it."""
+"""Bytes per KV cell: position, shift, extension and the set of its 256 sequences, twice; and our
+record of its users."""
 _SET_NODE_BYTES = 64  # a (position, cell) pair in the ordered set of a sequence
 _GRAPH_BYTES = 8 * MIB  # graphs, their nodes and the scheduler's tables
 
 
 @dataclass(frozen=True)
 class ContextMemory:
-    """Memory of a context in bytes, each an upper bound."""
+    """Memory of a context; all sizes are upper bounds in bytes."""
 
     kv_bytes: int
     compute_bytes: int
-    """Activations of the widest pass."""
+    """Bytes of activations of the widest pass."""
     output_bytes: int
-    """llama.cpp's logits, and the copy that a backend returns."""
+    """Bytes of llama.cpp's logits and of the copy that a backend returns."""
     work_bytes: int
-    """Operands of matrix products in the weights' format, and bookkeeping of cells and graphs."""
+    """Bytes of converted operands of products, and of the bookkeeping of cells and graphs."""
 
     @property
     def scratch_bytes(self) -> int:
-        """All but the KV cache."""
+        """Bytes of all but the KV cache."""
         return self.compute_bytes + self.output_bytes + self.work_bytes
 
 
 def context_memory(
     model: GgufModel, weightless: LlamaModel, options: ContextOptions
 ) -> ContextMemory:
-    """What a `LlamaBackend` with these options takes beside its weights.
+    """Return the memory that a `LlamaBackend` with these options takes beside its weights.
 
     Args:
         weightless: the same model, with the load mode "none".
 
     Raises:
-        LlamaError: llama.cpp refuses the model or does not say the sizes.
+        LlamaError: llama.cpp refuses the model or does not log the sizes.
     """
     context = LlamaContext(weightless, options)
     n_cells = context.n_cells
@@ -76,7 +76,7 @@ def context_memory(
 
 
 def logged_sizes(log: list[str]) -> dict[str, int]:
-    """Bytes by kind (cache, compute, output), summed over the buffers of a kind, rounded up."""
+    """Return bytes by kind (cache, compute, output), summed over buffers and rounded up."""
     sizes: dict[str, int] = {}
     for line in log:
         if match := _SIZE.search(line) or _KV_SIZE.search(line):
@@ -86,10 +86,10 @@ def logged_sizes(log: list[str]) -> dict[str, int]:
 
 
 def _operand_bytes(model: GgufModel, options: ContextOptions) -> int:
-    """ggml converts the activations of a product to the weights' partner format: at most float32.
+    """Return the maximum bytes of a product's activations in the weights' partner format.
 
-    The columns of the widest matrix, once per row (and per expert that a row is sent to, of which
-    there are as many as experts at most, but only eight in the widest models).
+    Float32 at most, as wide as the widest matrix, for each token (and each expert of a token, of
+    which there are up to as many as experts, but only eight in the widest models).
     """
     matrices = [r for layer in model.layers for r in layer.tensors if len(r.shape) > 1]
     widest = max((r.shape[-1] for r in (*matrices, *model.non_layer_records)), default=0)

@@ -1,4 +1,4 @@
-"""Passes that another thread can cancel."""
+"""CancellablePasses: passes that another thread can cancel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SWITCH_SECONDS = 0.0005
 
 
 class PassCancelled(BackendError):
-    """Another thread ended the pass."""
+    """The pass was cancelled by another thread."""
 
     def __init__(self) -> None:
         super().__init__("the pass was cancelled")
 
 
 class CancellablePasses:
-    """Runs the passes of one context, one at a time; any thread may cancel the one that runs."""
+    """Runs the passes of one context, one at a time; any thread may cancel the running one."""
 
     def __init__(self, context: LlamaContext) -> None:
         self._context = context
@@ -28,14 +28,14 @@ class CancellablePasses:
         self._is_running = False
 
     def run(self, decode: Callable[[], int]) -> None:
-        """Run `decode`, which returns 0 or, where it was stopped, 2.
+        """Run `decode`, which returns 0, or 2 if it was stopped.
 
         Raises:
             PassCancelled: `cancel` was called meanwhile.
-            whatever `decode` raises.
+            Any exception of `decode`.
         """
         with self._lock:
-            self._context.request_stop(False)  # whatever ended the pass before
+            self._context.request_stop(False)  # a cancel of the previous pass is over
             self._is_running = True
         try:
             code = decode()
@@ -46,18 +46,19 @@ class CancellablePasses:
             raise PassCancelled
 
     def cancel(self) -> None:
-        """End the pass that is running, if there is one."""
+        """End the running pass, if there is one."""
         with self._lock:
             if self._is_running:
                 self._context.request_stop()
 
 
 class _QuickHandover:
-    """Lets the callbacks have Python's lock soon, where another thread (a drafter) keeps it busy.
+    """Shortens Python's thread switch interval, so that ggml's callbacks get the GIL soon although
+    another thread (a drafter) is busy.
 
     Each of a thousand callbacks may wait for one interval: at the default of 5 ms a pass of 0.45 s
     took 1.1 s beside a busy thread, at 0.5 ms as long as alone. Passes of several models may run at
-    once; the last one to end puts the interval back.
+    once; the last one to end restores the interval.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The KV of a committed prefix in llama.cpp's own form: one sequence's cells, as bytes.
+"""The KV of a committed prefix in llama.cpp's own format: one sequence's cells, as bytes.
 
-The form belongs to the version of llama.cpp; whoever keeps it must keep that, too. What is checked
-here before llama.cpp reads it are its counts and sizes.
+The format depends on the version of llama.cpp, which must be stored with it. Counts and sizes are
+checked here before llama.cpp reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from offload.formats.mapped import TensorShape
 
 _NAME = "sequence"
 _HEAD_BYTES = 8  # magic and version
-_CELL_BYTES = (12, 20)  # position, one, sequence; and a place in two dimensions (M-RoPE)
+_CELL_BYTES = (12, 20)  # position, number of sequences (1), sequence; with M-RoPE also x and y
 _MAX_LAYERS = 10_000
 
 
 class SequenceState:
-    """The cells of one sequence as bytes, in the order in which they lie in the cache."""
+    """Saves and loads the cells of one sequence as bytes, in their order in the cache."""
 
     def __init__(self, model: LlamaModel, context: LlamaContext) -> None:
         self._library, self._context = model.library, context
@@ -44,7 +44,7 @@ class SequenceState:
             )
 
     def set(self, buffer: memoryview, sequence: int) -> None:
-        """Into an empty sequence: the cells go where the first free ones are, in their order."""
+        """Load cells into an empty sequence: they take the first free places, in their order."""
         n_read = self._library.llama_state_seq_set_data(
             self._context.handle, _pointer(buffer), len(buffer), sequence
         )
@@ -53,10 +53,10 @@ class SequenceState:
 
 
 class LlamaPrefix:
-    """Saves and restores the prefix of one sequence of a context.
+    """Saves and loads the prefix of one sequence of a context.
 
     Args:
-        is_ordered: only cells in the order of their positions are accepted.
+        is_ordered: accept only cells in the order of their positions.
     """
 
     def __init__(self, state: SequenceState, is_ordered: bool) -> None:
@@ -69,7 +69,7 @@ class LlamaPrefix:
         self._state.get(buffers[_NAME], sequence)
 
     def load(self, token_ids: Sequence[int], tensors: SavedTensors, sequence: int) -> None:
-        """Into an empty sequence; its positions are for the caller to check."""
+        """Load a prefix into an empty sequence; the caller checks its positions."""
         if set(tensors) != {_NAME}:
             raise BackendError("the saved KV is not llama.cpp's")
         _, buffer = tensors[_NAME]
@@ -78,17 +78,17 @@ class LlamaPrefix:
 
 
 def _check(buffer: memoryview, n_tokens: int, is_ordered: bool) -> None:
-    """Raise BackendError for what is not the cells of so many tokens: llama.cpp allocates by it."""
+    """Raise BackendError unless the bytes are `n_tokens` cells: llama.cpp allocates by them."""
     if not any(_is_state(buffer, n_tokens, n, is_ordered) for n in _CELL_BYTES):
         raise BackendError(f"the saved KV is not llama.cpp's of {n_tokens} tokens")
 
 
 def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int, is_ordered: bool) -> bool:
-    """Whether the bytes are a cache of one stream, from its first figure to its last row.
+    """Return whether the bytes are a complete cache of one stream.
 
-    Streams, cells; for each cell its position, one and its sequence; whether the values are
-    transposed, layers; for each layer the type and the row size of its keys, with the rows; the
-    same for the values, or the type, the number size and the numbers of a token.
+    Format: streams, cells; for each cell its position, 1 and its sequence; whether values are
+    transposed, layers; for each layer the type and row size of its keys, and the rows; the same
+    for the values, or the type, the size of a number and the numbers of a token.
     """
     try:
         n_streams, n_cells = struct.unpack_from("<2I", buffer, _HEAD_BYTES)
@@ -109,7 +109,7 @@ def _is_state(buffer: memoryview, n_tokens: int, cell_bytes: int, is_ordered: bo
             else:
                 _, n_row_bytes = struct.unpack_from("<iQ", buffer, position)
             position += 12 + n_tokens * n_row_bytes
-    except (struct.error, OverflowError, ValueError):  # it ends inside a figure, or before
+    except (struct.error, OverflowError, ValueError):  # truncated
         return False
     return position == len(buffer)
 

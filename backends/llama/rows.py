@@ -1,4 +1,4 @@
-"""What sequences get in a pass, as the rows of llama.cpp's batches."""
+"""PassRows: the new tokens of all sequences in a pass, as llama.cpp's batches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from backends.llama.cache import CellStore
 
 
 class PassRows:
-    """The new rows of all sequences, one text after the other."""
+    """The new tokens of all sequences, one sequence after the other."""
 
     def __init__(self, new: Sequence[NewTokens[CellStore]]) -> None:
-        self.token_ids = [token for item in new for token in item.token_ids]
-        self.sequences = [item.store for item in new for _ in item.token_ids]
-        self.positions = [position for item in new for position in _positions(item).tolist()]
-        self._sequences = [names for item in new for names in _sequences(item)]
-        ends = np.cumsum([len(item.token_ids) for item in new])
+        self.token_ids = [token for tokens in new for token in tokens.token_ids]
+        self.sequences = [tokens.store for tokens in new for _ in tokens.token_ids]
+        self.positions = [p for tokens in new for p in _positions(tokens).tolist()]
+        self._sequences = [names for tokens in new for names in _sequences(tokens)]
+        ends = np.cumsum([len(tokens.token_ids) for tokens in new])
         starts = [0, *ends[:-1].tolist()]
         self._rows_of_sequences = [
-            start + np.array(item.logits_at, dtype=np.int64)
-            for start, item in zip(starts, new, strict=True)
+            start + np.array(tokens.logits_at, dtype=np.int64)
+            for start, tokens in zip(starts, new, strict=True)
         ]
         self._requested = np.unique(np.concatenate(self._rows_of_sequences))
 
@@ -32,37 +32,28 @@ class PassRows:
 
     @property
     def n_outputs(self) -> int:
-        """Rows whose logits are wanted."""
+        """Number of rows of logits to return."""
         return len(self._requested)
 
     def batches(
         self, max_num_tokens: int, min_count: int, scratch: int
     ) -> Iterator[tuple[slice, Batch]]:
-        """Batches of so many rows at most, and which of the rows each has."""
+        """Yield batches of at most `max_num_tokens`, and which of the tokens each has."""
         for start in range(0, len(self), max_num_tokens):
             part = slice(start, start + max_num_tokens)
-            requested = (
-                self._requested[(self._requested >= start) & (self._requested < part.stop)] - start
-            )
-            yield (
-                part,
-                Batch(
-                    self.token_ids[part],
-                    self.positions[part],
-                    self._sequences[part],
-                    requested,
-                    min_count,
-                    scratch,
-                ),
-            )
+            rows = self._requested
+            rows = rows[(rows >= start) & (rows < part.stop)] - start
+            tokens, positions = self.token_ids[part], self.positions[part]
+            names = self._sequences[part]
+            yield part, Batch(tokens, positions, names, rows, min_count, scratch)
 
     def of_sequences(self, logits: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The wanted rows of each text, from those of the batches, each of which has a row once."""
-        result = logits[0] if len(logits) == 1 else np.concatenate(logits)
+        """Return each sequence's logits, from those of the batches, which have each row once."""
+        all_logits = logits[0] if len(logits) == 1 else np.concatenate(logits)
         places = [np.searchsorted(self._requested, rows) for rows in self._rows_of_sequences]
-        if len(places) == 1 and np.array_equal(places[0], np.arange(len(result))):
-            return [result]  # as usual: no copy
-        return [result[rows] for rows in places]
+        if len(places) == 1 and np.array_equal(places[0], np.arange(len(all_logits))):
+            return [all_logits]  # the usual case: no copy
+        return [all_logits[rows] for rows in places]
 
 
 def _positions(new: NewTokens[CellStore]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""GGUF models for the planner, run by llama.cpp."""
+"""GgufSource: a GGUF model for the planner, run by llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from backends.llama.context import (
 )
 from backends.llama.memory import context_memory
 from backends.llama.stream import resident_non_layer_records
-from backends.llama.trial import SequenceLimits, try_model
+from backends.llama.trial import TextLimits, try_model
 from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
@@ -52,25 +52,25 @@ DEFAULT_CACHE_TYPE = CACHE_TYPES[0]
 _QUANTISED_CACHE_TYPES = ("q8_0", "q4_0")
 _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _SAMPLE_ROWS = (1, 5, 9, 17, 33)
-"""A root and a tree of 2**k nodes: ggml's products take a step upwards after each power of two.
-Two and three rows lie on the line from one to five."""
+"""Tokens of timed passes: a root and a tree of 2**k nodes, since the time of ggml's products steps
+up after each power of two. Two and three tokens lie on the line from one to five."""
 _SAMPLE_SHARE = 8
-"""Of the memory that the process may have, one part in so many at most is taken to time layers."""
+"""Divisor of the memory limit: timing layers takes at most that part of it."""
 
 
 class GgufSource(ModelSource):
-    """A GGUF file, or the first one of a split model."""
+    """A GGUF model: one file, or the first one of a split model."""
 
     can_mmap = True
     max_tree_leaves = MAX_LEAVES
 
     def __init__(self, path: Path, options: BackendOptions, run: ExactRun | None = None) -> None:
-        """run: how the model is to be run, where that is known already, and that it can be."""
+        """run: how to run the model, if that was found out before; skips the trial of the model."""
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         if self.model.is_recurrent:
             raise recurrent_model(self.model)
-        self.sequence_limits = SequenceLimits(None) if run is not None else try_model(self.model)
+        self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -93,13 +93,13 @@ class GgufSource(ModelSource):
             return self._known_run
         types = (self._options.cache_type_k, self._options.cache_type_v)
         if self._options.is_exact:
-            result = find_exact_run(self.model, self._n_threads, *types)
-            return self._checked(result) if result.exactness.is_exact else result
+            run = find_exact_run(self.model, self._n_threads, *types)
+            return self._checked(run) if run.exactness.is_exact else run
         type_k, type_v = (name or DEFAULT_CACHE_TYPE for name in types)
         return ExactRun(NOT_ASKED, type_k, type_v)
 
     def _checked(self, run: ExactRun) -> ExactRun:
-        """The same, if llama.cpp really runs this model with the attention that was tried."""
+        """Return `run`, marked as not exact if llama.cpp does not use flash attention after all."""
         options = ContextOptions(
             1, 1, 1, self._n_threads, run.type_k, run.type_v, exactness=run.exactness
         )
@@ -120,7 +120,7 @@ class GgufSource(ModelSource):
     def fingerprint(self) -> str:
         metadata = self.model.index.metadata
         single = [key for key in sorted(metadata) if metadata.array_length(key) is None]
-        description = {key: metadata[key] for key in single}  # arrays: the tokenizer's
+        description = {key: metadata[key] for key in single}  # arrays are the tokenizer
         exact = f"exact {machine(self._libraries)} " if self.exactness.is_exact else ""
         formats = (self._run.type_k, self._run.type_v, f"{exact}{llama_version()}")
         return fingerprint(self.model.index.values(), f"{description} {formats}")
@@ -162,8 +162,8 @@ class GgufSource(ModelSource):
 
     @cached_property
     def _weightless(self) -> LlamaModel:
-        """What contexts would take is asked of it, until the model is loaded: it has read the
-        vocabulary, which takes up to a second."""
+        """The model without weights, to ask for the memory of contexts until the model is loaded;
+        cached because reading the vocabulary takes up to a second."""
         loaded = LlamaModel(self.path, "none")
         weakref.finalize(self, loaded.close)
         return loaded
@@ -179,8 +179,8 @@ class GgufSource(ModelSource):
             exactness=self.exactness,
         )
         if options not in self._scratch_bytes:
-            asked = context_memory(self.model, self._weightless, options)
-            self._scratch_bytes[options] = asked.scratch_bytes
+            memory = context_memory(self.model, self._weightless, options)
+            self._scratch_bytes[options] = memory.scratch_bytes
         return self._scratch_bytes[options]
 
     @property
@@ -197,15 +197,15 @@ class GgufSource(ModelSource):
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 
     def _measure_layers(self, reading: Path | None) -> ComputeCurve:
-        """Seconds per byte: of a few layers as llama.cpp runs them, or of their products where a
-        few do not stand for all, or are too large for that."""
+        """Return seconds per byte, timed on a few layers run by llama.cpp, or on single products if
+        a few layers are too large or do not stand for all."""
         chosen = spread_layers(self.model, WEIGHT_BYTES)
         n_bytes = sum(r.n_bytes for i in chosen for r in self.layers[i].tensors)
         is_small_enough = n_bytes <= memory_limit().n_bytes // _SAMPLE_SHARE
         if is_small_enough and can_be_sampled(self.model):
             try:
                 return self._measure_sample(chosen, reading)
-            except (SpecdecError, OSError, ValueError, KeyError) as error:  # gguf's, memfd's
+            except (SpecdecError, OSError, ValueError, KeyError) as error:  # of gguf and memfd
                 logger.warning("passes are predicted from single products: %s", error)
         records = [record for layer in self.model.layers for record in layer.tensors]
         return self._measure_formats(records, reading)
@@ -230,7 +230,7 @@ class GgufSource(ModelSource):
     def _measure_formats(
         self, records: Sequence[TensorRecord], reading: Path | None
     ) -> ComputeCurve:
-        """Seconds per byte of these weights, whose number formats may be several."""
+        """Return the mean seconds per byte of these weights over their number formats."""
         n_bytes = {
             name: sum(record.n_bytes for record in records if record.dtype == name)
             for name in matrix_formats(records)

@@ -1,17 +1,17 @@
-"""A llama.cpp model whose layers come from storage in every pass.
+"""StreamedLayers: a llama.cpp model whose layers are read from storage in every pass.
 
-llama.cpp has mapped the file; a `Pager` brings each layer to its addresses for as long as the graph
-reads it. ggml calls back before each node of the graph and, where it was told so, after one. Which
-nodes end a layer is found by looking at a graph beforehand: a pass that is stopped at its first
-node is enough, because ggml asks about all nodes first.
+llama.cpp has mapped the file; a `Pager` reads each layer into its addresses while the graph uses
+it. ggml calls back before each node of the graph and, if asked to, after it. The last nodes of
+layers are found from a graph recorded beforehand: a pass that is stopped at its first node is
+enough, because ggml asks about all nodes first.
 
     ask 0, 1, ... k    k is the last node that reads a tensor of layer i: "call me after it"
     compute 0 .. k     layer i is in memory
-    called after k     give layer i back, wait for layer i + 1
+    called after k     release layer i, wait for layer i + 1
     ask k + 1 ...
 
-Of a mixture whose experts are no part of the layers it calls back after the node that chooses them,
-too: those that are missing are read (`PagedExperts`), and what follows multiplies by them.
+In a mixture whose experts are read on demand, ggml also calls back after the node that chooses
+experts: missing ones are read (`PagedExperts`) before the products that follow.
 """
 
 from __future__ import annotations
@@ -53,20 +53,19 @@ _EMBEDDING = "token_embd.weight"
 
 
 def resident_non_layer_records(model: GgufModel) -> list[TensorRecord]:
-    """Tensors outside of the layers that a streamed model holds in memory.
+    """Return the non-layer tensors that a streamed model keeps in memory.
 
-    Of an embedding that is not the head a pass reads the few rows that it uses.
+    An embedding that is not the head is left out: a pass reads the few rows of it that it uses.
     """
     return [r for r in model.non_layer_records if model.is_tied or r.name != _EMBEDDING]
 
 
 class StreamedLayers:
-    """Walks the layers of one loaded model with its passes.
+    """Reads the layers of one loaded model in step with its passes.
 
-    `callback` goes to the context; `start` then takes the layers out of memory. `mapped_before` are
+    `callback` is for the context; `start` then takes the layers out of memory. `mapped_before` are
     the `mapped_ranges` before the model was loaded: the same file may be open more than once.
-    Experts are read one by one where `placed` has room for them, and as a part of the layers
-    otherwise.
+    Experts are read one by one if `placement` has an expert cache, else as a part of the layers.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class StreamedLayers:
         mapped_before: Collection[tuple[Path, MappedRange]],
     ) -> None:
         self._library = loaded.library
-        self._model, self._layers, self._capacity = model, placement.layers, placement.experts
+        self._model, self._layers, self._expert_plan = model, placement.layers, placement.experts
         self._streamed = [i for i, layer in enumerate(self._layers) if layer.streamed]
         added = mapped_ranges(model) - set(mapped_before)
         self._mappings = {
@@ -89,11 +88,11 @@ class StreamedLayers:
         self._pager: Pager | None = None
         self._experts: PagedExperts | None = None
         self.has_hung_reads = False
-        """After `close`: the model's addresses are still written to, and must stay mapped."""
+        """After `close`: a read still writes to the model's addresses, so they must stay mapped."""
         self._embedding: list[RowsInPlace] = []
-        """None, where all of it is in memory."""
+        """Readers of the embedding's rows; empty if all of it is in memory."""
         self._caches: set[tuple[int, int]] = set()
-        """(address, bytes) of the KV caches: of some architectures there are two."""
+        """(address, bytes) of the KV caches; some architectures have two."""
         self._recording: list[Node] | None = None
         self._routed = RoutedNodes()
         self._ends: Mapping[int, int] = {}
@@ -101,7 +100,7 @@ class StreamedLayers:
         self._n_asked = 0
         self._error: BaseException | None = None
         self._batch: Batch | None = None
-        """Of the pass that runs."""
+        """Batch of the running pass."""
         self.callback = self._library.ggml_backend_sched_eval_callback(self._on_node)
 
     def _layer_ranges(self) -> Iterator[tuple[int, int, int]]:
@@ -111,7 +110,7 @@ class StreamedLayers:
                 yield start, start + record.n_bytes, i
 
     def _expert_ranges(self) -> Iterator[tuple[int, int, int]]:
-        for i, experts in enumerate(self._capacity.layers if self._capacity else ()):
+        for i, experts in enumerate(self._expert_plan.layers if self._expert_plan else ()):
             if experts is not None:
                 for first, last in zip(experts.tensors[0], experts.tensors[-1], strict=True):
                     start = _address(self._mappings, first)
@@ -120,20 +119,20 @@ class StreamedLayers:
     def start(
         self, context: LlamaContext, n_slots: int, n_readers: int | None, progress: Progress | None
     ) -> None:
-        """Look at a graph, then page the layers.
+        """Record a graph, then page the layers.
 
-        Raises UnsupportedModel or LlamaError where this model or library cannot be streamed.
+        Raises UnsupportedModel or LlamaError if this model or library cannot be streamed.
         """
         _check_one_split(context.log)
         self._context = context
         self._scratch = self._library.llama_n_seq_max(context.handle) - 1
         self._schedule(1, 1)
         for address, n_bytes in self._caches:
-            give_back_zeros(address, n_bytes)  # llama.cpp has written them: memory follows use
+            give_back_zeros(address, n_bytes)  # zeroed by llama.cpp; memory follows use
         non_layer = resident_non_layer_records(self._model)
-        cached = {record.name for record in non_layer}
-        untouched = [r for r in self._model.non_layer_records if r.name not in cached]
-        beside = outside(self._capacity.layers if self._capacity else ())
+        resident = {record.name for record in non_layer}
+        untouched = [r for r in self._model.non_layer_records if r.name not in resident]
+        beside = outside(self._expert_plan.layers if self._expert_plan else ())
         self._pager = Pager(
             self._layers,
             [*non_layer, *beside.resident],
@@ -143,8 +142,8 @@ class StreamedLayers:
             n_readers=n_readers or DEFAULT_N_READERS,
             progress=progress,
         )
-        if self._capacity is not None:
-            self._experts = PagedExperts(self._capacity, self._mappings, n_readers=n_readers)
+        if self._expert_plan is not None:
+            self._experts = PagedExperts(self._expert_plan, self._mappings, n_readers=n_readers)
         for record in untouched:
             address = _address(self._mappings, record)
             self._embedding.append(RowsInPlace(record, address, self._pager.resident_ranges))
@@ -170,11 +169,11 @@ class StreamedLayers:
             self._pager.pin_bytes(n_bytes)
 
     def decode(self, batch: Batch) -> int:
-        """One pass; 0, or 2 where it was stopped. What went wrong in it is raised here."""
+        """Run one pass; return 0, or 2 if it was stopped. Re-raise errors of the callback."""
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
         self._ends, self._routers = schedule.ends, schedule.routers
         self._n_asked, self._error, self._batch = 0, None, batch
-        self._walk(0, self._streamed[0] if self._streamed else None)
+        self._advance(0, self._streamed[0] if self._streamed else None)
         for embedding in self._embedding:
             embedding.read(batch.token_ids)
         with QUICK_HANDOVER:
@@ -190,15 +189,15 @@ class StreamedLayers:
         return code
 
     def restart(self) -> None:
-        """After a pass that did not end well: no layer is in, layer 0 is read next."""
+        """Restart the ring at layer 0 after a failed pass."""
         if self._pager is not None:
             self._pager.restart()
 
     def close(self) -> None:
-        """Stop the readers. The model may be freed afterwards, and not before."""
-        if self._experts is not None and self._capacity is not None:
+        """Stop the readers. The model may be freed only afterwards."""
+        if self._experts is not None and self._expert_plan is not None:
             self.has_hung_reads = not self._experts.close()
-            keep_decay(self._capacity, self._experts.stats)
+            keep_decay(self._expert_plan, self._experts.stats)
         if self._pager is not None:
             self._pager.close()
         for embedding in self._embedding:
@@ -207,7 +206,7 @@ class StreamedLayers:
     # --- inside a pass ---------------------------------------------------------------------
 
     def _on_node(self, tensor: int, ask: bool, _: object) -> bool:
-        """ggml's callback. An exception that left it would be lost, and the graph would go on."""
+        """Handle ggml's callback; store errors, since ctypes would lose them and the pass go on."""
         if ask:
             number = self._n_asked
             self._n_asked = number + 1
@@ -222,18 +221,18 @@ class StreamedLayers:
                 assert self._batch is not None
                 self._fetch_experts(self._routers[number], tensor, self._batch)
             if number in self._ends:
-                return self._go_on(self._ends[number])
+                return self._leave_layer(self._ends[number])
         except BaseException as error:
             self._error = error
             return False
         return True
 
     def _fetch_experts(self, layer: int, tensor: int, batch: Batch) -> None:
-        """Rows that only fill the pass up take the first row's: nothing is read for them."""
+        """Read the chosen experts; padding tokens take the first token's, to save their reads."""
         assert self._experts is not None
-        assert self._capacity is not None
+        assert self._expert_plan is not None
         ids = chosen_experts(tensor)
-        own = self._capacity.layers[layer]
+        own = self._expert_plan.layers[layer]
         n_experts = len(own.tensors) if own is not None else 0
         if ids.size and not 0 <= ids.min() <= ids.max() < n_experts:
             raise LlamaError(
@@ -243,19 +242,19 @@ class StreamedLayers:
         ids[batch.first_filler(len(ids)) :] = ids[:1]
         self._experts.fetch(layer, np.unique(ids).tolist(), self._check_stop)
 
-    def _go_on(self, layer: int) -> bool:
-        """From a layer to the next one that streams; whether the graph is to go on."""
+    def _leave_layer(self, layer: int) -> bool:
+        """Go from a layer to the next streamed one; return whether the pass is to continue."""
         assert self._pager is not None
         self._pager.leave(layer)
         if self._context.is_stopping:
             return False
         position = self._streamed.index(layer) + 1
         is_last = position == len(self._streamed)
-        self._walk(layer + 1, None if is_last else self._streamed[position])
+        self._advance(layer + 1, None if is_last else self._streamed[position])
         return True
 
-    def _walk(self, layer: int, to: int | None) -> None:
-        """Bring layer `to` in (None: end the pass), past resident ones from `layer` on."""
+    def _advance(self, layer: int, to: int | None) -> None:
+        """Wait for layer `to` (None: end the pass), after resident ones from `layer` on."""
         assert self._pager is not None
         for resident in range(layer, len(self._layers) if to is None else to):
             self._pager.enter(resident)
@@ -270,17 +269,18 @@ class StreamedLayers:
     # --- before a pass ---------------------------------------------------------------------
 
     def _schedule(self, n_tokens: int, n_outputs: int) -> PassSchedule:
-        """The schedule of the graph for such a batch; looks at one where it is the first."""
+        """Return the schedule of the graph of such a batch; record the graph the first time."""
         key = (n_tokens, n_outputs)
         if key not in self._schedules:
-            nodes = self._look(n_tokens, n_outputs)
-            mixed = [i for i, x in enumerate(self._capacity.layers) if x] if self._capacity else ()
+            nodes = self._record_graph(n_tokens, n_outputs)
+            plan = self._expert_plan
+            mixed = [i for i, x in enumerate(plan.layers) if x] if plan else ()
             routers = self._routed.routers(mixed)
             self._schedules[key] = make_schedule(nodes, self._layers, routers)
         return self._schedules[key]
 
-    def _look(self, n_tokens: int, n_outputs: int) -> list[Node]:
-        """The nodes of a graph, from a pass on a spare sequence that is stopped at once."""
+    def _record_graph(self, n_tokens: int, n_outputs: int) -> list[Node]:
+        """Return the nodes of a graph, from a scratch pass that is stopped at once."""
         rows = range(n_tokens - n_outputs, n_tokens)
         batch = Batch([0] * n_tokens, range(n_tokens), [[self._scratch]] * n_tokens, rows)
         self._recording, self._n_asked, self._error = [], 0, None
@@ -308,9 +308,9 @@ class StreamedLayers:
 
 
 def _check_one_split(log: Iterable[str]) -> None:
-    result = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
-    if not result or int(result[-1].group(1)) != 1:
-        n_splits = result[-1].group(1) if result else "an unknown number of"
+    matches = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
+    if not matches or int(matches[-1].group(1)) != 1:
+        n_splits = matches[-1].group(1) if matches else "an unknown number of"
         raise LlamaError(
             f"llama.cpp divides the graph into {n_splits} parts (a GPU or BLAS build): "
             "streaming needs a plain CPU build, or use --load-mode mmap"
@@ -318,12 +318,12 @@ def _check_one_split(log: Iterable[str]) -> None:
 
 
 def mapped_ranges(model: GgufModel) -> set[tuple[Path, MappedRange]]:
-    """Where the model's files are mapped now, be it by another backend."""
+    """Return where the model's files are mapped now, by any backend."""
     return {(path, mapped) for path in model.index.paths for mapped in find_mapping(path)}
 
 
 def _address(mappings: Mapping[Path, Sequence[MappedRange]], record: TensorRecord) -> int:
-    """Where a tensor lies in memory. Raises LlamaError where its file is not mapped there."""
+    """Return the address of a tensor. Raises LlamaError if its file is not mapped there."""
     for mapped in mappings[record.path]:
         offset = record.offset - mapped.file_offset
         if offset >= 0 and offset + record.n_bytes <= mapped.n_bytes:

@@ -1,9 +1,9 @@
-"""Whether llama.cpp bears a GGUF model: asked in a process that may be lost.
+"""Trial of a GGUF model in a worker process, to find out whether llama.cpp would crash on it.
 
-llama.cpp ends the process over what it did not expect: an exception that nobody catches while a
-text is tokenized, an assertion while a graph is built, a stack that is used up. So a model is first
-loaded without its weights by `backends.llama.trial_worker`, whose end, whatever it is, is told in
-one line. What was found is kept by the content of the header: a second start asks nobody.
+llama.cpp ends the process on unexpected input: by an uncaught exception while a text is tokenized,
+an assertion while a graph is built, or a stack overflow. So `backends.llama.trial_worker` loads the
+model first, without its weights; if that process dies, the reason is reported in one line. Results
+are in the disk cache by the content of the header, so that a second start needs no trial.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from offload.formats.gguf_header import GgufError, GgufFile
 from offload.process.disk_cache import cache_folder, load_cached, save_cached
 from offload.process.expendable import command_of
 
-_MAX_WALL_SECONDS = 300  # of a machine that is busy elsewhere
-_VERSION = 1  # of the worker: what another one found is found out again
+_MAX_WALL_SECONDS = 300  # enough on a busy machine
+_VERSION = 1  # of the worker; results of another version are not used
 
 _ENDED_ITSELF = {
     signal.SIGABRT: "it aborts",
@@ -36,8 +36,8 @@ _ENDED_ITSELF = {
     signal.SIGILL: "it runs an instruction that this processor lacks",
 }
 _REASONS = (
-    re.compile(r"^.*?([^/\s]+:\d+: .*)$"),  # of an assertion: file, line, condition
-    re.compile(r"what\(\): +(.*)"),  # of an exception
+    re.compile(r"^.*?([^/\s]+:\d+: .*)$"),  # an assertion: file, line, condition
+    re.compile(r"what\(\): +(.*)"),  # an exception
 )
 _REMEDY = (
     "the file is damaged (download it again), or was not made by llama.cpp's converter (convert it "
@@ -46,32 +46,31 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class SequenceLimits:
-    """Limits of a text for llama.cpp's tokenizer.
+class TextLimits:
+    """Limits of texts for llama.cpp's tokenizer.
 
     Args:
-        most_characters: of a line, in a thread with STACK_BYTES; None: of any length.
+        max_characters: maximum length of a line, in a thread with STACK_BYTES; None: no limit.
     """
 
     max_characters: int | None
 
 
-def try_model(model: GgufModel) -> SequenceLimits:
-    """Raises GgufError where llama.cpp would end the process, LlamaError where it refuses."""
-    cached = cache_folder() / f"gguf-{_digest(model)}.json"
-    result = load_cached(cached)
+def try_model(model: GgufModel) -> TextLimits:
+    """Try a model. Raises GgufError if llama.cpp would crash, LlamaError if it refuses it."""
+    path = cache_folder() / f"gguf-{_digest(model)}.json"
+    result = load_cached(path)
     if not _is_answer(result, model.path):
         result = _ask(model)
-        save_cached(
-            cached, {**result, "path": str(model.path)}, "whether llama.cpp bears this model"
-        )
+        result_and_path = {**result, "path": str(model.path)}
+        save_cached(path, result_and_path, "whether llama.cpp can run this model")
     if refusal := result["refusal"]:
         raise LlamaError(refusal) if result["is_llama_error"] else GgufError(refusal)
-    return SequenceLimits(result["max_characters"])
+    return TextLimits(result["max_characters"])
 
 
 def _digest(model: GgufModel) -> str:
-    """A short name of all that decides what is found: the headers and the library."""
+    """Return a digest of everything that the result depends on: headers and library."""
     library = (library_folder() / "libllama.so").stat()
     versions = f"{_VERSION} {llama_version()} {library.st_size} {library.st_mtime_ns}"
     digest = hashlib.sha256(versions.encode())
@@ -89,7 +88,7 @@ def _header(file: GgufFile) -> bytes:
 
 
 def _is_answer(result: Any, path: Path) -> bool:
-    """Whether it is what `try_model` keeps; a refusal names the file that it was about."""
+    """Return whether a cached result is valid; a refusal must be about the same path."""
     if not isinstance(result, dict) or not isinstance(refusal := result.get("refusal"), str):
         return False
     if refusal:
@@ -99,9 +98,9 @@ def _is_answer(result: Any, path: Path) -> bool:
 
 
 def _ask(model: GgufModel) -> dict[str, Any]:
-    """Return what the worker found.
+    """Run the worker; return its result.
 
-    Raises GgufError where it took too much, LlamaError where it broke.
+    Raises GgufError if it exceeded its limits, LlamaError if it failed for another reason.
     """
     process = subprocess.Popen(
         [*command_of("backends.llama.trial_worker"), str(model.path)],
@@ -109,24 +108,24 @@ def _ask(model: GgufModel) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # a terminal's Ctrl-C is not for it
+        start_new_session=True,  # not interrupted by a terminal's Ctrl-C
     )
     with process:
         try:
-            said, complained = process.communicate(timeout=_MAX_WALL_SECONDS)
+            stdout, stderr = process.communicate(timeout=_MAX_WALL_SECONDS)
         except subprocess.TimeoutExpired:
-            said, complained = b"", b""
+            stdout, stderr = b"", b""
         finally:
             process.kill()
-    last = json.loads(said.splitlines()[-1]) if said else None
+    last = json.loads(stdout.splitlines()[-1]) if stdout else None
     if process.returncode == 0 and last:
         return dict(last)
-    stage, lines = last["doing"] if last else "it starts", complained.decode(errors="replace")
+    stage, lines = last["doing"] if last else "it starts", stderr.decode(errors="replace")
     if -process.returncode in _ENDED_ITSELF:
         reason = _reason(lines, -process.returncode)
         refusal = f"{model.path}: llama.cpp ends the process as {stage} ({reason}): {_REMEDY}"
         return {"refusal": refusal, "is_llama_error": False}
-    if process.returncode < 0:  # by the kernel, or by us
+    if process.returncode < 0:  # killed by the kernel, or by us
         raise GgufError(
             f"{model.path}: llama.cpp takes more than {MAX_CPU_SECONDS} s of a core, or more "
             f"memory than there is, as {stage}: {_REMEDY}"
@@ -134,9 +133,9 @@ def _ask(model: GgufModel) -> dict[str, Any]:
     raise LlamaError(f"{model.path} could not be tried: {lines.strip().splitlines()[-1:]}")
 
 
-def _reason(complained: str, number: int) -> str:
-    """Why it ended, in llama.cpp's words where it left some."""
-    for line in reversed(complained.splitlines()):
+def _reason(stderr: str, number: int) -> str:
+    """Return why the worker died, in llama.cpp's words if it printed any."""
+    for line in reversed(stderr.splitlines()):
         for pattern in _REASONS:
             if match := pattern.search(line.strip()):
                 return match.group(1)[:200]

@@ -1,8 +1,8 @@
-"""The process that `backends.llama.trial` may lose: a model, the begin of a pass, and all bytes.
+"""Worker process of `backends.llama.trial`, which may crash: load a model, run it, tokenize.
 
-Answers on stdout, a JSON value a line: {"doing": ...} as a stage begins, at the end what was found.
-What libraries print goes to stderr. The model's files are mapped and not read, but for the layers
-that the pass comes to in its time.
+It answers on stdout, one JSON value a line: {"doing": ...} at the start of a stage, and the result
+at the end. Output of libraries goes to stderr. The model's files are mapped and not read, except
+for the layers that the pass gets to in its time.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama.unread import map_unread
 from offload.process.expendable import allow_cpu_seconds, become_expendable
 
-MAX_BYTES = 2 << 30  # beside the model's files, which are mapped
+MAX_BYTES = 2 << 30  # of memory, without the mapped model files
 MAX_CPU_SECONDS = 20
 
 STACK_BYTES = 64 << 20
-"""Stack of the thread that tokenizes: llama.cpp may call itself for each character of a line."""
+"""Stack of the tokenizing thread: llama.cpp may recurse for each character of a line."""
 _STACK_BYTES_PER_CHARACTER = 512
-"""At most; the worker tries it. 293 were measured of std::regex in all pre-tokenizers of 0.3.36."""
+"""Upper bound, tested by the worker; std::regex took 293 in all pre-tokenizers of 0.3.36."""
 _OTHER_STACK_BYTES = 128 << 10
 MAX_CHARACTERS = (STACK_BYTES - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER
 
 _N_CELLS, _NUM_TOKENS = 256, 4
 _PASS_SECONDS = 0.2
 _CHOSEN, _FLASH = -1, 1
-"""Attention: the one that llama.cpp chooses, and the one that an exact backend has."""
+"""Values of flash_attn_type: llama.cpp's choice, and on, as in an exact backend."""
 _SMALL_STACK = 1 << 20
 _MANY_CHARACTERS = 20_000
-"""In a small stack, 50 bytes for each: no function calls itself in less."""
+"""Characters that leave 50 bytes of the small stack for each: no recursion takes less."""
 _N_REPEATED = 20
 _LINES = (
     *"aA1! ~\n中あ가😀'",
     *("Aa", "a ", "a1", "!a", "a\u0301", " \n", "a\n", "!\n", " a\n", "\u00a0"),
 )
-"""Texts that a pre-tokenizer may take for one word when repeated, or part at line breaks."""
+"""Texts that a pre-tokenizer may take for one word when repeated, or split at line breaks."""
 
 
 class _Refused(Exception):
-    """The model is refused, by this reason."""
+    """Refusal of the model, with the reason."""
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def _say(answers: TextIO, value: dict[str, Any]) -> None:
 
 
 def _import_bindings_alone() -> None:
-    """The rest of llama-cpp-python takes longer than all that is done here."""
+    """Import llama_cpp without running its `__init__`, which takes longer than the trial."""
     spec = find_spec("llama_cpp")
     if spec is not None:
         sys.modules["llama_cpp"] = module_from_spec(spec)
@@ -88,7 +88,7 @@ def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
         _run_pass(model.path, loaded, attention)
     vocabulary = _Vocabulary(model.path, loaded)
     if vocabulary.is_none:
-        return None  # said by whoever wants a text
+        return None  # reported when a tokenizer is needed
     begin("its special tokens are added")
     vocabulary.tokenize(b"", add_special=True)
     for byte in range(256):
@@ -105,8 +105,8 @@ def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
 
 
 def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
-    """Make a context as a backend does, which builds the graphs of a pass and of a prompt's, and
-    compute the first layers. Raises LlamaError where it is refused with the attention of choice."""
+    """Make a context like a backend's, which builds the graphs of decoding and prefill, and run the
+    first layers. Raises LlamaError if llama.cpp refuses it with its own attention."""
     library, end = model.library, time.monotonic() + _PASS_SECONDS
     params = library.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _NUM_TOKENS, _NUM_TOKENS
@@ -137,8 +137,8 @@ class _Vocabulary:
         self.is_none = kind == model.library.LLAMA_VOCAB_TYPE_NONE
 
     def tokenize(self, text: bytes, *, add_special: bool = False) -> None:
-        """Raises _Refused where what comes back are no tokens of the model."""
-        # One for a byte, or three where it is no UTF-8; and what is added.
+        """Tokenize `text`. Raises _Refused if an id is no token of the model."""
+        # One token for a byte, or three if it is no UTF-8; and special tokens.
         library, max_count = self._library, 3 * len(text) + 8
         ids = (library.llama_token * max_count)()
         n = library.llama_tokenize(self._vocab, text, len(text), ids, max_count, add_special, True)
@@ -156,10 +156,10 @@ class _Vocabulary:
 
 
 def _max_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
-    """Characters of a line; None where its length does not matter."""
-    if _bears(vocabulary, _MANY_CHARACTERS):
+    """Return the maximum length of a line in characters; None: no limit."""
+    if _survives(vocabulary, _MANY_CHARACTERS):
         return None
-    if _bears(vocabulary, (_SMALL_STACK - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER):
+    if _survives(vocabulary, (_SMALL_STACK - _OTHER_STACK_BYTES) // _STACK_BYTES_PER_CHARACTER):
         return MAX_CHARACTERS
     raise _Refused(
         f"{path}: llama.cpp's tokenizer takes more than {_STACK_BYTES_PER_CHARACTER} bytes of "
@@ -167,8 +167,8 @@ def _max_characters(path: Path, vocabulary: _Vocabulary) -> int | None:
     )
 
 
-def _bears(vocabulary: _Vocabulary, n_characters: int) -> bool:
-    """Try lines of that length in a small stack, in a process of its own."""
+def _survives(vocabulary: _Vocabulary, n_characters: int) -> bool:
+    """Return whether a child process tokenizes lines of that length in a small stack."""
 
     def tokenize() -> None:
         for text in _lines(n_characters):
@@ -185,7 +185,7 @@ def _bears(vocabulary: _Vocabulary, n_characters: int) -> bool:
 
 
 def _lines(n_characters: int) -> Iterator[bytes]:
-    """Lines of so many characters; where lines are short their number must not matter."""
+    """Yield texts of so many characters; ones of many short lines are longer."""
     for part in _LINES:
         are_many = bool(part.strip()) and part.endswith("\n")
         n = max(n_characters, _MANY_CHARACTERS * are_many)

@@ -1,14 +1,14 @@
 """A GGUF model that llama.cpp maps without reading it.
 
-llama.cpp has the kernel read all of a file that it maps (MAP_POPULATE), which for a model that is
-paged is one read of it for nothing. So it is given stand-ins: files in memory as long as the
-model's, with their headers, and no data. Nothing can be read where a file has ended, so they are
-cut behind the header at the right moment, and the model's files take their place at the end:
+llama.cpp makes the kernel read all of a file that it maps (MAP_POPULATE), a useless read of a model
+that is paged. So it is given stand-ins: files in memory, as long as the model's, with their headers
+and no data. MAP_POPULATE cannot read past the end of a file, so they are truncated to the header at
+the right moment, and replaced by the model's files at the end:
 
     llama.cpp opens the files, compares their lengths with the header, and logs "loaded meta data"
-                                                    the stand-ins are cut
-    ... maps them, to the end of what there is
-    ... gives the weights their addresses, and does not look at one
+                                                    the stand-ins are truncated
+    ... maps them, reading up to their end
+    ... gives the weights their addresses, and reads none of them
                                                     the model's files are mapped there
 """
 
@@ -32,13 +32,13 @@ _COPY_BYTES = 1 << 20
 
 
 def map_unread(model: GgufModel) -> LlamaModel:
-    """Load a model whose files are mapped, and not read. Where that does not work, it is said and
-    they are read. Raises LlamaError."""
+    """Load a model with its files mapped, but not read. If that fails, log it and read them.
+    Raises LlamaError."""
     try:
         with _stand_ins(model.index.files) as stand_ins:
             return _load(model, stand_ins)
     except (LlamaError, AddressSpaceError, OSError) as error:
-        loaded = LlamaModel(model.path, "mmap")  # is it the model that llama.cpp refuses?
+        loaded = LlamaModel(model.path, "mmap")  # raises LlamaError if the model itself is refused
         logger.warning("llama.cpp reads all of %s once as it maps it: %s", model.path, error)
         return loaded
 
@@ -46,14 +46,14 @@ def map_unread(model: GgufModel) -> LlamaModel:
 def _load(model: GgufModel, stand_ins: Sequence[_StandIn]) -> LlamaModel:
     def cut(line: str) -> None:
         if _OPENED in line:
-            for item in stand_ins:
-                item.cut()
+            for stand_in in stand_ins:
+                stand_in.cut()
 
     with LOG.heard_by(cut):
-        loaded = LlamaModel(model.path, "mmap", stand_ins=[item.path for item in stand_ins])
+        loaded = LlamaModel(model.path, "mmap", stand_ins=[stand_in.path for stand_in in stand_ins])
     try:
-        for item in stand_ins:
-            item.replace()
+        for stand_in in stand_ins:
+            stand_in.replace()
     except BaseException:
         loaded.close()
         raise
@@ -69,12 +69,12 @@ def _stand_ins(files: Sequence[GgufFile]) -> Iterator[list[_StandIn]]:
             made[-1].fill()
         yield made
     finally:
-        for item in made:
-            item.close()
+        for stand_in in made:
+            stand_in.close()
 
 
 class _StandIn:
-    """A file in memory that has one file's header and length. Raises OSError."""
+    """A file in memory with one model file's header and length. Raises OSError."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file

@@ -1,1 +1,1 @@
-"""Tensors in fewer bytes than they are computed with, decoded right before their use."""
+"""Packed and quantised tensors, which are decoded right before their use."""

@@ -1,7 +1,7 @@
-"""Four bits as AutoAWQ stores them ("gemm").
+"""4-bit AWQ quantisation in AutoAWQ's "gemm" format.
 
-qweight int32 [in, out / 8] and qzeros int32 [groups, out / 8], both packed along `out`: of eight
-outputs, the words hold 0, 2, 4, 6, 1, 3, 5 and 7 from the lowest bits on; scales [groups, out].
+qweight int32 [in, out / 8] and qzeros int32 [groups, out / 8], both packed along `out`: a word has
+the outputs 0, 2, 4, 6, 1, 3, 5 and 7 from the lowest bits on; scales [groups, out].
 W[o, i] = (q[i, o] - zero[g, o]) * scale[g, o], in the number format of the scales.
 """
 
@@ -27,7 +27,7 @@ from offload.formats.tensors import TensorRecord
 
 
 class Awq:
-    """See Quantisation."""
+    """AWQ; see Quantisation."""
 
     name = "INT4_AWQ"
     method = "awq"
@@ -39,11 +39,11 @@ class Awq:
         bits = settings.get("bits", settings.get("w_bit"))
         if bits != 4:
             raise ValueError(f"{shown(bits)} bits, not 4")
-        for key in ("version", "format"):  # the second is what newer libraries write
+        for key in ("version", "format"):  # newer libraries write the second
             value = settings.get(key)
             if value is not None and str(value).lower() != "gemm":
                 raise ValueError(f"{key} {shown(value)}, not 'gemm'")
-        if settings.get("backend") == "llm-awq":  # which has an order of its own
+        if settings.get("backend") == "llm-awq":  # uses another order
             raise ValueError("backend 'llm-awq'")
 
     def is_main(self, record: TensorRecord) -> bool:
@@ -76,7 +76,7 @@ class Awq:
         words, scales, packed_zeros = typed(tensor, stored)
         zeros = _in_order(packed_zeros)
 
-        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
+        def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
             numbers.copy_(_in_order(words[:, start // N_IN_WORD : end // N_IN_WORD]))
             scale(numbers, zeros[start:end], scales[:, start:end].T)
 
@@ -84,6 +84,6 @@ class Awq:
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, n] of int32 [n, out / 8]."""
-    result = nibbles(words)  # [n, out / 8, 8]: even outputs, then odd ones
-    return result.unflatten(2, (2, 4)).transpose(2, 3).flatten(1).T
+    """Unpack int32 [n, out / 8] to uint8 [out, n]."""
+    unpacked = nibbles(words)  # [n, out / 8, 8]: even outputs, then odd ones
+    return unpacked.unflatten(2, (2, 4)).transpose(2, 3).flatten(1).T

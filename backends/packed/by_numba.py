@@ -1,7 +1,7 @@
-"""Twelve-bit planes in compiled loops: see by_numpy, which gives the same bits.
+"""Coding of twelve-bit planes in compiled loops, with the same bits as by_numpy.
 
-Compiled once for each machine, and kept by numba beside this file or in the user's cache folder;
-for each process anew where neither can be written to.
+Compiled once per machine and cached by numba beside this file or in the user's cache folder; once
+per process if neither is writable.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WEIGHTS = numba.types.Array(numba.uint16, 1, "C", readonly=True)
 
 def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        result: Callable[..., Any]
+        kernel: Callable[..., Any]
         try:
-            result = numba.njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # no folder to keep it in, or no room there
-            result = numba.njit(signature, nogil=True)(function)
-        return result
+            kernel = numba.njit(signature, nogil=True, cache=True)(function)
+        except (RuntimeError, OSError):  # no writable cache folder, or no space there
+            kernel = numba.njit(signature, nogil=True)(function)
+        return kernel
 
     return compiled
 
@@ -55,8 +55,8 @@ def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
 
 @_compiled(numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]))
 def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
-    # Loops over slices, one result each: what the compiler makes vectors of.
-    result, num_found = np.empty(len(weights), np.int64), 0
+    # Loops over slices with one result each, which the compiler can vectorise.
+    positions, num_found = np.empty(len(weights), np.int64), 0
     own, is_left_out = np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.uint8)
     low, high = own[:_HALF], own[_HALF:]
     for start in range(0, len(weights), BLOCK):
@@ -81,12 +81,12 @@ def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
         if n_here:
             for i in range(len(some)):
                 if is_left_out[i]:
-                    result[num_found] = start + i
+                    positions[num_found] = start + i
                     num_found += 1
         pairs = codes[start // 2 : start // 2 + _HALF]
         for i in range(_HALF):
             pairs[i] = low[i] | (high[i] << _U8(4))
-    return result[:num_found].copy()
+    return positions[:num_found].copy()
 
 
 def decode(signs: np.ndarray, codes: np.ndarray, base: int, out: np.ndarray) -> None:

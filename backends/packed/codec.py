@@ -1,7 +1,7 @@
-"""What a packing scheme is, and which ones there are: our own, and those of quantised checkpoints.
+"""Interface and registry of packing schemes: our own, and those of quantised checkpoints.
 
-A packed tensor's record (offload/formats/packed.py) has the dtype and shape of what is decoded, the
-bytes of what is stored, and the name of the scheme.
+A packed tensor's record (offload/formats/packed.py) has the dtype and shape of the decoded tensor,
+the size of the stored one, and the name of the scheme.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 
 
 class Codec(Protocol):
-    """One scheme."""
+    """One packing scheme."""
 
     name: str
-    """As records call it."""
+    """Name of the scheme in records."""
     remedy: str
-    """What to do about a tensor that is broken."""
+    """Advice for a broken tensor, used in error messages."""
 
     def check(self, tensor: PackedTensor) -> None:
-        """Raise ValueError, which says why, where what headers say of it cannot be."""
+        """Raise ValueError with a reason if the headers describe no valid tensor."""
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
-        """What decodes the rows of a tensor, in its number format.
+        """Return a function that decodes rows of a tensor to its number format.
 
         stored: uint8 [n_bytes] of each of its parts.
 
-        Raises ValueError, which says why, for bytes that are no tensor of this scheme.
+        Raises ValueError with a reason for bytes that are no tensor of this scheme.
         """
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
-        """Memory that decoding takes beside."""
+        """Return the temporary memory of decoding."""
 
     def example(self, shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of what a matrix [n_out, n_in] is stored as, to time decoding with."""
+        """Return (dtype, shape) of the stored parts of a matrix [n_out, n_in], for timing."""
 
 
 class Quantisation(Codec, Protocol):
-    """A scheme that other libraries write; the settings of a model stand in its config.json."""
+    """A scheme that other libraries write, with its settings in the model's config.json."""
 
     method: str
-    """Its `quant_method` there."""
+    """Value of `quant_method` in the settings."""
     suffixes: tuple[str, ...]
-    """Names of a matrix's parts behind that of the module, the main one first."""
+    """Suffixes of a matrix's parts after the module's name, the main one first."""
     optional: tuple[str, ...]
-    """Further parts that a matrix may have."""
+    """Suffixes of parts that a matrix may have in addition."""
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError, which names what is not known."""
+        """Raise ValueError that names an unsupported setting."""
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError where a matrix that `check` passed is not what settings say of it."""
+        """Raise ValueError if a matrix that passed `check` contradicts the settings."""
 
     def is_main(self, record: TensorRecord) -> bool:
-        """Whether a tensor of the main name is quantised."""
+        """Return whether a tensor with the main suffix is quantised."""
 
     def shape(self, stored: Sequence[TensorRecord]) -> tuple[int, ...]:
-        """[n_out, n_in] of a matrix that has these parts."""
+        """Return [n_out, n_in] of a matrix that has these parts."""
 
 
 QUANTISATIONS: dict[str, Quantisation] = {
-    one.method: one for one in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq())
+    method.method: method for method in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq())
 }
 _REORDERED = Gptq(is_reordered=True)
 _ALL: tuple[Codec, ...] = (TwelveBits(), *QUANTISATIONS.values(), _REORDERED)
@@ -81,7 +81,7 @@ CODECS = {codec.name: codec for codec in _ALL}
 
 
 def example(scheme: str, shape: tuple[int, int]) -> PackedTensor:
-    """A matrix, wherever it lies; `example_bytes` has its contents."""
+    """Return a matrix without a file for timing; `example_bytes` has its contents."""
     parts = [
         TensorRecord(str(i), dtype, size, Path(), 0, math.prod(size) * DTYPE_BITS[dtype] // 8)
         for i, (dtype, size) in enumerate(CODECS[scheme].example(shape))
@@ -92,7 +92,7 @@ def example(scheme: str, shape: tuple[int, int]) -> PackedTensor:
 
 
 def example_bytes(tensor: PackedTensor, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-    """uint8 [n_bytes] of each part of an `example`."""
+    """Return uint8 [n_bytes] of each part of an `example`."""
     parts = [torch.zeros(x.n_bytes, dtype=torch.uint8, device=device) for x in tensor.parts]
     if tensor.record.scheme == _REORDERED.name:
         order = _REORDERED.example_order(tensor.record.shape[1])
@@ -101,16 +101,16 @@ def example_bytes(tensor: PackedTensor, device: torch.device | str = "cpu") -> l
 
 
 def as_described(quantisation: Quantisation, settings: Mapping[str, Any]) -> Quantisation:
-    """The same scheme, under a name of its own where settings say that decoding takes longer."""
+    """Return the scheme, with a different name if the settings make decoding slower."""
     is_reordered = quantisation.method == Gptq.method and settings.get("desc_act") is True
     return _REORDERED if is_reordered else quantisation
 
 
 def check_packed(tensor: PackedTensor) -> None:
-    """Raise CheckpointError for a tensor whose scheme is not known, or of which headers alone tell
-    that it is none of that scheme."""
+    """Raise CheckpointError for a tensor of an unknown scheme, or whose headers do not fit its
+    scheme."""
     record = tensor.record
-    is_ours = not tensor.stored  # metadata of ours name it, which can say anything
+    is_ours = not tensor.stored  # the scheme is named by the file's metadata, so it may be unknown
     if is_ours and record.scheme != TwelveBits.name:
         raise CheckpointError(
             f"{record.path}: tensor {record.name[:200]!r} is packed as {record.scheme}, and "

@@ -1,8 +1,8 @@
-"""Four bits in groups of a row: compressed-tensors' "pack-quantized".
+"""4-bit quantisation in groups of a row: compressed-tensors' "pack-quantized".
 
-weight_packed int32 [out, in / 8] holds q + 8, the first of eight in the lowest bits; weight_scale
-[out, groups]; weight_zero_point int32 [out / 8, groups], packed along `out`, where a group has a
-zero of its own. W = (q - zero) * scale, in the number format of the scale.
+weight_packed int32 [out, in / 8] has q + 8, the first of eight in the lowest bits; weight_scale
+[out, groups]; weight_zero_point int32 [out / 8, groups], packed along `out`, if a group has a zero
+point of its own. W = (q - zero) * scale, in the number format of the scale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORMAT = "pack-quantized"
 
 
 class CompressedInt4:
-    """See Quantisation."""
+    """compressed-tensors' 4-bit format; see Quantisation."""
 
     name = "INT4_PACK_QUANTIZED"
     method = "compressed-tensors"
@@ -65,17 +65,17 @@ class CompressedInt4:
     def check(self, tensor: PackedTensor) -> None:
         n_out, n_in = tensor.record.shape
         n_groups = check_groups(tensor.parts[1], 1, n_in)
-        requested: list[tuple[tuple[str, ...], list[int]]] = [
+        expected: list[tuple[tuple[str, ...], list[int]]] = [
             (("I32",), [n_out, n_in // N_IN_WORD]),
             (SCALES, [n_out, n_groups]),
             (("I32",), [-(-n_out // N_IN_WORD), n_groups]),
         ]
-        check_parts(tensor, requested[: len(tensor.parts)])
+        check_parts(tensor, expected[: len(tensor.parts)])
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
         groups = [group["weights"] for group in settings["config_groups"].values()]
         has_zeros = len(tensor.parts) > len(self.suffixes)
-        if groups and not has_zeros and all(item.get("symmetric") is False for item in groups):
+        if groups and not has_zeros and all(group.get("symmetric") is False for group in groups):
             raise ValueError("it has no weight_zero_point, and the weights are not symmetric")
         sizes = [-1 if x["strategy"] == "channel" else x.get("group_size") for x in groups]
         if sizes:
@@ -89,8 +89,8 @@ class CompressedInt4:
         n_out, n_in = tensor.record.shape
         zeros = [nibbles(some.T).flatten(1)[:, :n_out].T for some in packed_zeros]
 
-        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
-            pairs = capacity[:, : n_in // 2].unflatten(1, (-1, N_IN_WORD // 2))
+        def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
+            pairs = scratch[:, : n_in // 2].unflatten(1, (-1, N_IN_WORD // 2))
             numbers.copy_(nibbles(words[start:end], pairs).flatten(1))
             # q and its zero both have 8 added.
             scale(numbers, zeros[0][start:end] if zeros else _MIDDLE, scales[start:end])
@@ -105,13 +105,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
         if group.get(key):
             raise ValueError(f"activations that are quantised, too ({key!r})")
-    requested = {
+    supported = {
         "num_bits": (4,),
         "type": ("int",),
         "strategy": ("group", "channel"),
         "actorder": (None, False, "weight", "static"),
     }
-    for key, values in requested.items():
+    for key, values in supported.items():
         value = weights.get(key)
         if value not in values:
             raise ValueError(f"{key} {shown(value)}, not {' or '.join(map(repr, values))}")

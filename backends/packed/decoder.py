@@ -1,8 +1,8 @@
-"""Packed tensors of a module, decoded right before it computes, to where the next module's go.
+"""Decoding of a module's packed tensors right before it computes, into a buffer that is reused.
 
-The ring, and memory for layers that stay, hold packed bytes; a buffer holds what one module needs.
-A linear layer needs a piece of its matrix at a time: its outputs are products with one row each. A
-piece stays in the processor's cache between its decoding and its product.
+The ring and resident layers have packed bytes; the buffer has the decoded tensors of one module. A
+linear layer needs only a piece of its matrix at a time, since each output is a product with one
+row. A piece stays in the processor's cache between its decoding and its product.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from offload.storage.aligned import AlignedBuffer, buffer_bytes
 from offload.units import MIB
 
 PIECE_BYTES = 8 * MIB
-"""Decoded, of a matrix. 50 MB with 2 rows take 5.9 ms whole and 4.2 in pieces of 6 to 12 MiB (plain
-bf16 2.4), 16 rows 7.2 and 5.3; each piece costs 0.2 ms (EPYC Zen 4, 2 cores, cache of 32 MiB)."""
+"""Decoded size of a piece. 50 MB with 2 rows take 5.9 ms whole and 4.2 in pieces of 6 to 12 MiB
+(bf16: 2.4), with 16 rows 7.2 and 5.3; a piece costs 0.2 ms (EPYC Zen 4, 2 cores, 32 MiB cache)."""
 _ALIGNMENT = 64
-_BLOCK_STEP = 8  # weights of a row that ROW_STEP rows make whole blocks of (docs/packed.md)
+_BLOCK_STEP = 8  # ROW_STEP rows of a multiple of 8 weights are whole blocks (docs/packed.md)
 
 
 @dataclass(frozen=True)
 class PackedModule:
     """The packed tensors of a module.
 
-    in_pieces: it has one, a matrix whose rows can be decoded and multiplied with some at a time.
+    in_pieces: it has one, a matrix that can be decoded and multiplied some rows at a time.
     """
 
     tensors: tuple[PackedTensor, ...]
@@ -38,14 +38,14 @@ class PackedModule:
 
     @property
     def capacity(self) -> int:
-        """Bytes in the buffer."""
+        """Bytes that the module needs in the buffer."""
         if self.in_pieces:
             return max(aligned_bytes(self.tensors[0], *rows) for rows in pieces(self.tensors[0]))
         return capacity_of(self.tensors)
 
 
 def pieces(tensor: PackedTensor) -> list[tuple[int, int]]:
-    """(start, end) of the rows that are decoded at a time."""
+    """Return (start, end) of the rows that are decoded at a time."""
     num_rows, n_in = tensor.record.shape
     row_bytes = max(1, tensor.decoded_bytes // max(1, num_rows))
     step = max(1, num_rows)
@@ -55,19 +55,19 @@ def pieces(tensor: PackedTensor) -> list[tuple[int, int]]:
 
 
 def decode_buffer_bytes(modules: Iterable[PackedModule]) -> int:
-    """Memory that the packed tensors of each of these modules are decoded into, in turn, with what
-    decoding takes beside; 0 where there are none."""
+    """Return the memory for decoding these modules one after the other: the buffer and temporary
+    memory; 0 without packed tensors."""
     listed = list(modules)
     n_bytes = max((module.capacity for module in listed), default=0)
-    beside = (CODECS[x.record.scheme].scratch_bytes(x) for item in listed for x in item.tensors)
-    return buffer_bytes(n_bytes) + max(beside) if n_bytes else 0
+    scratch = (CODECS[x.record.scheme].scratch_bytes(x) for m in listed for x in m.tensors)
+    return buffer_bytes(n_bytes) + max(scratch) if n_bytes else 0
 
 
 class Decoder:
-    """The buffer, and the threads that fill it; to be closed.
+    """The decode buffer and the threads that fill it; must be closed.
 
     Args:
-        n_threads: that decode.
+        n_threads: number of decoding threads.
     """
 
     def __init__(self, modules: Iterable[PackedModule], n_threads: int) -> None:
@@ -77,15 +77,15 @@ class Decoder:
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the buffer."""
+        """Size of the buffer."""
         return 0 if self._buffer is None else len(self._buffer.view)
 
     def decode(
         self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """The tensors of one module, valid until the next call.
+        """Decode the tensors of one module; the result is valid until the next call.
 
-        stored: of each, its parts as uint8 [n_bytes].
+        stored: the parts of each tensor as uint8 [n_bytes].
 
         Raises CheckpointError for bytes that are no packed tensor.
         """
@@ -93,21 +93,21 @@ class Decoder:
         decoded = []
         for tensor, parts, start in zip(tensors, stored, starts, strict=False):
             num_rows = tensor.record.shape[0]
-            result = list(self._decode(tensor, parts, [(0, num_rows)], start))
-            decoded.append(result[0].view(tensor.record.shape))
+            (matrix,) = self._decode(tensor, parts, [(0, num_rows)], start)
+            decoded.append(matrix.view(tensor.record.shape))
         return decoded
 
     def decode_pieces(
         self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """A matrix [n_out, n_in], some rows after the others, each valid until the next.
+        """Decode a matrix [n_out, n_in] in pieces of some rows, each valid until the next.
 
         Raises CheckpointError as `decode` does.
         """
         return self._decode(tensor, stored, pieces(tensor))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free the buffer and end the threads. Idempotent."""
         self._threads.shutdown()
         if self._buffer is not None:
             self._buffer.close()
@@ -118,16 +118,16 @@ class Decoder:
         tensor: PackedTensor,
         stored: Sequence[torch.Tensor],
         rows: Sequence[tuple[int, int]],
-        place: int = 0,
+        offset: int = 0,
     ) -> Iterator[torch.Tensor]:
-        """[rows, weights of a row] of each of `rows`, at `place` in the buffer."""
+        """Decode each (start, end) of `rows` to [rows, weights of a row] at `offset`."""
         assert self._buffer is not None, "a decoder of no modules"
         record, n_in = tensor.record, tensor.row_weights
         try:
             decode_rows = CODECS[record.scheme].open(tensor, stored)
             for start, end in rows:
                 n_bytes = tensor.decoded_bytes // max(1, record.shape[0]) * (end - start)
-                view = self._buffer.view[place : place + n_bytes]
+                view = self._buffer.view[offset : offset + n_bytes]
                 raw = torch.frombuffer(view, dtype=torch.uint8)
                 out = raw.view(TORCH_TYPES[record.dtype]).view(end - start, n_in)
                 decode_rows(start, end, out, self._run)
@@ -136,11 +136,11 @@ class Decoder:
             raise broken(record, error) from error
 
     def _run(self, work: Sequence[Callable[[], None]]) -> None:
-        """All of it is done at the end, also where some of it fails or Ctrl-C ends the waiting."""
+        """Run tasks; all have ended when it returns, even after an error or Ctrl-C."""
         if len(work) == 1:
             work[0]()
             return
-        futures = [self._threads.submit(read_chunk) for read_chunk in work]
+        futures = [self._threads.submit(task) for task in work]
         try:
             errors = [future.exception() for future in futures]
         finally:
@@ -151,12 +151,12 @@ class Decoder:
 
 
 def capacity_of(tensors: Iterable[PackedTensor]) -> int:
-    """Of a module's packed tensors in the buffer."""
+    """Return the bytes of a module's packed tensors in the buffer."""
     return sum(aligned_bytes(tensor) for tensor in tensors)
 
 
 def aligned_bytes(tensor: PackedTensor, start: int = 0, end: int | None = None) -> int:
-    """Of the rows start..end of a tensor."""
+    """Return the aligned, decoded bytes of rows start..end of a tensor."""
     num_rows = max(1, tensor.record.shape[0])
     n = (num_rows if end is None else end) - start
     return -(-tensor.decoded_bytes * n // num_rows // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
-"""Packed tensors decoded on a device, by torch: the same code on a CPU and on a GPU.
+"""Decoding of packed tensors on a device by torch: the same code on a CPU and on a GPU.
 
-What a file in twelve bits may have wrong is looked for on the device too, and asked for once in a
-pass. Decoding waits for the device only where values say how to go on: in each piece of fp8, and
-when a gptq matrix is opened.
+Errors in a twelve-bit file are detected on the device, too, and read back once per pass. Decoding
+waits for the device only if control flow depends on values: in each piece of fp8, and when a gptq
+matrix is opened.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from backends.packed.twelve_bits import HEADER_BYTES, MAX_BASE, Planes, TwelveBi
 _HALF = BLOCK // 2
 _PIECE_WEIGHTS = 4 << 20
 _SCRATCH_BYTES = 8
-"""For each weight of a piece, at most."""
+"""Maximum temporary bytes per weight of a piece."""
 _LEFT_BY_7 = 1 << 7
 _EXPONENT = 0x7F80
 _SIGN_AND_MANTISSA = -0x7F81
-"""0x807F as int16."""
+"""Bit mask 0x807F as int16."""
 
 
 class DeviceDecoder:
-    """Decoder, of a device.
+    """Decoder of packed tensors on a device.
 
     Args:
-        allocate: makes memory of the device, uint8 [n_bytes]; called once where there are any.
+        allocate: allocates device memory, uint8 [n_bytes]; called once if there are packed tensors.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeviceDecoder:
     def decode(
         self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """See Decoder, but of bytes that are no packed tensor `check` tells."""
+        """See Decoder; errors in twelve-bit tensors are raised later, by `check`."""
         assert self._buffer is not None, "a decoder of no modules"
         starts = accumulate(map(aligned_bytes, tensors), initial=0)
         decoded = []
@@ -71,11 +71,11 @@ class DeviceDecoder:
     def decode_pieces(
         self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """The matrix as a whole: a GPU's caches hold no piece worth a product of its own."""
+        """Decode the whole matrix: a GPU's caches are too small for products of pieces."""
         yield self.decode([tensor], [stored])[0]
 
     def check(self) -> None:
-        """Raise CheckpointError where something that was decoded is no packed tensor; waits."""
+        """Wait, and raise CheckpointError if a decoded tensor was no packed tensor."""
         if self._first_broken is None:
             return
         number, self._first_broken = int(self._first_broken), None
@@ -95,9 +95,8 @@ class DeviceDecoder:
 
 
 def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Fill `out` (bf16 [n]) from the bytes of a tensor (docs/packed.md); whether they are none.
-
-    Nothing outside of `out` is written, whatever the bytes are.
+    """Fill `out` (bf16 [n]) from the bytes of a tensor (docs/packed.md); return whether they are
+    invalid. Writes only to `out`, whatever the bytes are.
     """
     n_weights = len(out)
     planes = Planes(n_weights)
@@ -109,7 +108,7 @@ def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         exponents = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1)[: end - start]
         exponents += (exponents != 0) * base
         weights = exponents.to(torch.int16).mul_(_LEFT_BY_7)
-        # The sign of a signed byte goes on to the left.
+        # Widening a signed byte extends its sign to the left.
         own = signs[start:end].view(torch.int8).to(torch.int16)
         weights |= own & _SIGN_AND_MANTISSA
         bits[start:end] = weights
@@ -119,13 +118,13 @@ def decode_twelve_bits(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) -> torch.Tensor:
-    """Whether they are out of order or of range, or not as many as the header says."""
-    result = stored[planes.exceptions :].clone().view(torch.int64)  # a clone is aligned
-    said = stored[8:16].clone().view(torch.int64)[0]
-    is_broken = said != len(result)
-    if not len(result):
+    """Set the exceptions; return whether their order, range or count in the header is wrong."""
+    exceptions = stored[planes.exceptions :].clone().view(torch.int64)  # a clone is aligned
+    n_in_header = stored[8:16].clone().view(torch.int64)[0]
+    is_broken = n_in_header != len(exceptions)
+    if not len(exceptions):
         return is_broken
-    positions, exponents = result >> 8, (result & 255).to(torch.int16)
+    positions, exponents = exceptions >> 8, (exceptions & 255).to(torch.int16)
     places = positions.clamp(0, planes.n_weights - 1)
     own = bits[places]
     bits[places] = own | exponents.mul_(_LEFT_BY_7)
@@ -134,10 +133,10 @@ def _put_exceptions(stored: torch.Tensor, planes: Planes, bits: torch.Tensor) ->
 
 
 def device_buffer_bytes(modules: Iterable[PackedModule]) -> tuple[int, int]:
-    """(of the buffer, of what decoding takes beside); 0 where there are no packed tensors."""
+    """Return (bytes of the buffer, temporary bytes of decoding); 0 without packed tensors."""
     listed = [module.tensors for module in modules]
-    beside = (_scratch_bytes(tensor) for tensors in listed for tensor in tensors)
-    return max(map(capacity_of, listed), default=0), max(beside, default=0)
+    scratch = (_scratch_bytes(tensor) for tensors in listed for tensor in tensors)
+    return max(map(capacity_of, listed), default=0), max(scratch, default=0)
 
 
 def _scratch_bytes(tensor: PackedTensor) -> int:

@@ -1,4 +1,4 @@
-"""What packing raises; it imports no library, so that refusals do not wait for one."""
+"""Errors of packing; imports no library, so that refusals need not wait for one."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from offload.errors import SpecdecError
 
 
 class PackError(SpecdecError):
-    """A model cannot be packed."""
+    """Raised when a model cannot be packed."""

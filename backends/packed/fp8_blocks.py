@@ -1,4 +1,4 @@
-"""float8 with a scale for each block of 128 x 128: the layout of DeepSeek-V3.
+"""float8 quantisation with a scale for each block of 128 x 128: the layout of DeepSeek-V3.
 
 W[r, c] = weight[r, c] * weight_scale_inv[r / 128, c / 128], in float32.
 """
@@ -15,11 +15,11 @@ from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown,
 from offload.formats.tensors import TensorRecord
 
 _BLOCK = 128
-_LARGEST = 448.0  # of float8_e4m3fn
+_LARGEST = 448.0  # maximum of float8_e4m3fn
 
 
 class Fp8Blocks:
-    """See Quantisation."""
+    """Block-wise fp8; see Quantisation."""
 
     name = "FP8_BLOCKS"
     method = "fp8"
@@ -48,7 +48,7 @@ class Fp8Blocks:
         check_parts(tensor, [(("F8_E4M3",), [n_out, n_in]), (("F32", "BF16"), blocks)])
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
-        """The size of blocks is all that they say, and there is one."""
+        """Do nothing: the settings have only the block size, which `check_settings` checks."""
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=False)
@@ -58,8 +58,8 @@ class Fp8Blocks:
         n_in = weight.shape[1]
         codes = weight.view(torch.int8)
 
-        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
-            _widen(codes[start:end], numbers, capacity[:, :n_in])
+        def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
+            _widen(codes[start:end], numbers, scratch[:, :n_in])
             own = scales[start // _BLOCK : -(-end // _BLOCK)].float()
             for first, row in zip(range(0, end - start, _BLOCK), own, strict=True):
                 numbers[first : first + _BLOCK] *= row.repeat_interleave(_BLOCK)[:n_in]
@@ -67,14 +67,14 @@ class Fp8Blocks:
         return by_pieces(n_in, decode)
 
 
-def _widen(codes: torch.Tensor, out: torch.Tensor, capacity: torch.Tensor) -> None:
-    """float32 of float8_e4m3fn: ten times as fast as torch's own.
+def _widen(codes: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Convert float8_e4m3fn to float32, ten times as fast as torch.
 
-    Seven bits further up, an exponent and its fraction are those of a float16 that is 2**8 times
-    smaller, subnormal numbers too; but for the two codes that are not a number, and 480 there.
+    Shifted left by seven bits, exponent and fraction are those of a float16 that is 2**8 times
+    smaller, also for subnormal numbers; except the two codes of NaN, which become 480.
     """
-    capacity.copy_(codes).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # a copy of the sign
-    out.copy_(capacity.view(torch.float16)).mul_(256)
+    scratch.copy_(codes).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # a copy of the sign
+    out.copy_(scratch.view(torch.float16)).mul_(256)
     low, high = torch.aminmax(out)
     if max(-float(low), float(high)) > _LARGEST:
         out[out.abs() > _LARGEST] = torch.nan

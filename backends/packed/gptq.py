@@ -1,4 +1,4 @@
-"""Four bits as GPTQ stores them (AutoGPTQ's first format, "gptq").
+"""4-bit GPTQ quantisation (AutoGPTQ's first format, "gptq").
 
 qweight int32 [in / 8, out], packed along `in`; qzeros int32 [groups, out / 8], packed along `out`,
 one less than the zeros; scales [groups, out]; g_idx int32 [in], the group of each input.
@@ -27,10 +27,10 @@ from offload.formats.tensors import TensorRecord
 
 
 class Gptq:
-    """See Quantisation.
+    """GPTQ; see Quantisation.
 
-    is_reordered: as the settings say. Only how long decoding is expected to take depends on it:
-    inputs of a group that lie anywhere take three times as long as those behind each other.
+    is_reordered: whether the settings say so (desc_act). It affects the expected decoding time
+    only: scattered inputs of a group take three times as long as consecutive ones.
     """
 
     method = "gptq"
@@ -45,7 +45,7 @@ class Gptq:
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         if settings.get("bits") != 4:
             raise ValueError(f"{shown(settings.get('bits'))} bits, not 4")
-        for key in ("checkpoint_format", "format"):  # the second is what newer libraries write
+        for key in ("checkpoint_format", "format"):  # newer libraries write the second
             if settings.get(key) not in (None, "gptq"):
                 raise ValueError(f"{key} {shown(settings[key])}, not 'gptq'")
         if settings.get("dynamic"):
@@ -66,7 +66,7 @@ class Gptq:
         return [("I32", words), ("F16", scales), ("I32", zeros), *order]
 
     def example_order(self, n_in: int) -> torch.Tensor:
-        """A g_idx of `example`."""
+        """Return a g_idx for `example`."""
         generator = torch.Generator().manual_seed(n_in)
         return (torch.randperm(n_in, generator=generator) // 128).to(torch.int32)
 
@@ -75,13 +75,13 @@ class Gptq:
         n_groups = check_groups(tensor.parts[1], 0, n_in)
         if n_out % N_IN_WORD:
             raise ValueError(f"{n_out} outputs, and zeros are packed by {N_IN_WORD}")
-        requested = [
+        expected = [
             (("I32",), [n_in // N_IN_WORD, n_out]),
             (SCALES, [n_groups, n_out]),
             (("I32",), [n_groups, n_out // N_IN_WORD]),
             (("I32",), [n_in]),
         ]
-        check_parts(tensor, requested[: len(tensor.parts)])
+        check_parts(tensor, expected[: len(tensor.parts)])
 
     def check_described(self, tensor: PackedTensor, settings: Mapping[str, Any]) -> None:
         n_in, n_groups = tensor.record.shape[1], tensor.parts[1].shape[0]
@@ -100,10 +100,10 @@ class Gptq:
         if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
             raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
 
-        def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
+        def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
             numbers.copy_(nibbles(words[:, start:end]).transpose(0, 1).flatten(1))
             own, zero = scales[:, start:end].T, zeros[:, start:end].T
-            if groups is not None:  # inputs of a group lie anywhere
+            if groups is not None:  # inputs of a group are scattered
                 own, zero = own.index_select(1, groups), zero.index_select(1, groups)
             scale(numbers, zero, own)
 
@@ -111,7 +111,7 @@ class Gptq:
 
 
 def _ascends(groups: torch.Tensor, n_groups: int) -> bool:
-    """Whether the inputs of each group lie behind each other."""
+    """Return whether the inputs of each group are consecutive."""
     size = len(groups) // n_groups
     usual = torch.arange(len(groups), device=groups.device, dtype=groups.dtype) // size
     return torch.equal(groups, usual)

@@ -1,4 +1,4 @@
-"""What the planes of a tensor are filled and read with: numba where it is installed, else numpy.
+"""Choice of the kernels for twelve-bit planes: numba if it is installed, else numpy.
 
 Both give the same bits; numba takes a quarter of the time.
 """
@@ -11,13 +11,13 @@ from types import ModuleType
 
 
 def has_numba() -> bool:
-    """Whether the extra `pack` is installed."""
+    """Return whether the extra `pack` is installed."""
     return find_spec("numba") is not None
 
 
 def decoding_warnings() -> tuple[str, ...]:
-    """For the user of a packed model. Loads what decodes: its memory is the process's own, and
-    measured before a plan."""
+    """Return warnings for the user of a packed model. Loads the kernels, so that their memory is
+    measured before a memory plan is made."""
     fastest_kernels()
     if has_numba():
         return ()

@@ -1,4 +1,4 @@
-"""A tensor that is stored in other bytes than it is computed with."""
+"""Packed tensors: tensors that must be decoded before they are computed with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import TensorRecord
 
 Run: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
-"""Does pieces of work, in threads; all of them are done when it returns."""
+"""Function that runs tasks in threads and returns when all of them are done."""
 
 DecodeRows: TypeAlias = Callable[[int, int, torch.Tensor, Run], None]
-"""(start, end, out, run): fills `out` with the rows start..end of a tensor, the first of which is a
-multiple of ROW_STEP. Raises ValueError, which says why, for bytes that are no such tensor."""
+"""(start, end, out, run): fills `out` with rows start..end of a tensor; `start` is a multiple of
+ROW_STEP. Raises ValueError with a reason for bytes that are no such tensor."""
 ROW_STEP = 128
-"""Rows of a block of fp8, and enough for whole blocks of twelve bits."""
+"""Rows of an fp8 block, and enough rows for whole blocks of twelve bits."""
 
 TORCH_TYPES = {
     "BF16": torch.bfloat16,
@@ -32,11 +32,11 @@ TORCH_TYPES = {
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """record: its dtype and shape are those of what is decoded, its scheme says from what."""
+    """record: dtype and shape of the decoded tensor, and the packing scheme."""
 
     record: TensorRecord
     stored: tuple[TensorRecord, ...] = ()
-    """What files have of it; `record` itself where this is empty."""
+    """Stored parts of the tensor; empty: `record` itself is stored."""
 
     @property
     def parts(self) -> tuple[TensorRecord, ...]:
@@ -48,7 +48,7 @@ class PackedTensor:
 
     @property
     def row_weights(self) -> int:
-        """Of one row, of as many as the shape has first."""
+        """Number of weights in one row (index of the first dimension)."""
         return self.n_weights // self.record.shape[0] if self.n_weights else 0
 
     @property
@@ -57,7 +57,7 @@ class PackedTensor:
 
 
 def typed(tensor: PackedTensor, raw: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts as tensors of their numbers, over the same memory."""
+    """Return the parts as tensors of their dtype and shape, over the same memory."""
     return [
         part.view(TORCH_TYPES[record.dtype]).view(record.shape)
         for part, record in zip(raw, tensor.parts, strict=True)
@@ -65,17 +65,17 @@ def typed(tensor: PackedTensor, raw: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def shown(value: Any) -> str:
-    """A value of somebody's config.json, as part of one line."""
+    """Return a value of a config.json, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:56] + " ..."
 
 
 def check_parts(
-    tensor: PackedTensor, requested: Sequence[tuple[tuple[str, ...], list[int]]]
+    tensor: PackedTensor, expected: Sequence[tuple[tuple[str, ...], list[int]]]
 ) -> None:
-    """Raise ValueError, which says why, for parts that are not of one of these dtypes, of this
-    shape, and where such numbers can lie."""
-    for part, (dtypes, shape) in zip(tensor.parts, requested, strict=True):
+    """Raise ValueError with a reason for parts of another dtype or shape, or with a misaligned
+    offset."""
+    for part, (dtypes, shape) in zip(tensor.parts, expected, strict=True):
         if part.dtype not in dtypes or list(part.shape) != shape:
             name = part.name.rpartition(".")[2]
             raise ValueError(

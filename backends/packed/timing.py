@@ -1,4 +1,4 @@
-"""How fast this machine decodes packed tensors: measured once, kept like its products."""
+"""Speed of decoding packed tensors on this machine, measured once and cached on disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
 _REVISION = 2
-"""Of what decodes, and of how it is timed: with another one, kept figures are measured again."""
+"""Version of the decoding code and its timing: cached results of another version are discarded."""
 _SHAPE = 2048, 4096
-"""Of the matrix that is decoded: more than the processor's caches hold."""
+"""Shape of the matrix that is decoded: larger than the processor's caches."""
 
 
 def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -> ComputeCurve:
-    """Seconds per stored byte, the same for any number of rows; see `measure_curve`."""
+    """Return seconds per stored byte, equal for any number of tokens; see `measure_curve`."""
     return _measure(scheme, n_threads, reading)
 
 
@@ -35,7 +35,7 @@ def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
 
 
 def _key(scheme: str, n_threads: int) -> str:
-    """What the time depends on."""
+    """Return the cache key: everything that the time depends on."""
     by = f"torch {torch.__version__}"
     if scheme == TwelveBits.name:  # the others are decoded by torch alone
         by += " " + fastest_kernels().__name__.rpartition(".")[2]
@@ -45,10 +45,10 @@ def _key(scheme: str, n_threads: int) -> str:
 
 @cache
 def measure_gpu_decoding(scheme: str, device: torch.device) -> ComputeCurve:
-    """The same of a GPU."""
+    """Return the same for a GPU."""
     name = torch.cuda.get_device_name(device)
-    what = f"decode {scheme} {_REVISION} torch {torch.__version__} {name} {_SHAPE}"
-    return cached_curve(what, lambda: _time_on_device(scheme, device))
+    key = f"decode {scheme} {_REVISION} torch {torch.__version__} {name} {_SHAPE}"
+    return cached_curve(key, lambda: _time_on_device(scheme, device))
 
 
 def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:

@@ -1,7 +1,7 @@
 """bf16 in about 12 bits, bit for bit: the format is specified in docs/packed.md.
 
-Sign and mantissa (8 bits) stay as they are. The exponents of trained weights take few values: 15
-that follow each other, and 0, are a code of 4 bits; any other is in a list of exceptions.
+Sign and mantissa (8 bits) are stored unchanged. The exponents of trained weights have few values:
+15 consecutive ones, and 0, have a code of 4 bits; any other is in a list of exceptions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from backends.packed.tensor import DecodeRows, PackedTensor, Run
 HEADER_BYTES = 64
 EXCEPTION_BYTES = 8
 N_CODES = 15
-"""Exponents in a row, beside 0."""
+"""Number of consecutive exponents that have a code, in addition to 0."""
 MAX_BASE = 255 - N_CODES
 MAX_EXCEPTIONS = 0.01
-"""Of the weights of a packed tensor."""
+"""Maximum share of exceptions among the weights of a packed tensor."""
 _EXCEPTION_SCRATCH_BYTES = 40
-"""For each exception, at most, while they are checked."""
+"""Maximum temporary bytes per exception while they are checked."""
 DecodePiece = Callable[[int, int, np.ndarray], None]
 """(start, end, out): fills out (uint8) with the bytes of these weights."""
 _HEADER = struct.Struct("<B7xQ48x")
@@ -38,7 +38,7 @@ _SAMPLE = 1 << 20
 
 @dataclass(frozen=True)
 class Planes:
-    """Where the parts of a tensor of `n_weights` lie in its bytes."""
+    """Offsets of the parts of a tensor of `n_weights` in its bytes."""
 
     n_weights: int
 
@@ -56,7 +56,7 @@ class Planes:
 
     @property
     def exceptions(self) -> int:
-        """The end of a tensor that has none."""
+        """Offset of the exceptions: the end of a tensor without any."""
         return self.codes + self.n_padded // 2
 
     @property
@@ -67,22 +67,22 @@ class Planes:
         return self.exceptions + n_exceptions * EXCEPTION_BYTES
 
     def n_exceptions(self, n_bytes: int) -> int:
-        """Of a tensor of so many bytes."""
+        """Return the number of exceptions in a tensor of `n_bytes`."""
         return (n_bytes - self.exceptions) // EXCEPTION_BYTES
 
 
 class TwelveBits:
-    """See Codec."""
+    """Lossless bf16 in about 12 bits; see Codec."""
 
     name = "BF16_12"
     number_format = "BF16"
     itemsize = 2
     piece_weights = 1024 * BLOCK
-    """That are decoded at a time: a few hundred microseconds."""
+    """Weights that are decoded at a time: a few hundred microseconds."""
     remedy = "pack the model again"
 
     def __init__(self, kernels: ModuleType | None = None) -> None:
-        """kernels: by_numba or by_numpy; the fastest that there are when None."""
+        """kernels: by_numba or by_numpy; None: the fastest available."""
         self._kernels = kernels
 
     @property
@@ -92,7 +92,7 @@ class TwelveBits:
         return self._kernels
 
     def min_bytes(self, n_weights: int) -> int:
-        """What so many weights take where none is an exception."""
+        """Return the packed size of `n_weights` without exceptions."""
         return Planes(n_weights).exceptions
 
     def check_size(self, n_weights: int, n_bytes: int) -> None:
@@ -137,11 +137,11 @@ class TwelveBits:
         return [("U8", (self.min_bytes(math.prod(shape)),))]
 
     def opened(self, stored: np.ndarray, n_weights: int) -> DecodePiece:
-        """What decodes a part of a tensor that is stored as these bytes (uint8).
+        """Return a function that decodes a part of a tensor stored as these bytes (uint8).
 
-        It is called with starts that begin a block. Threads may call it at the same time.
+        Its `start` must be the start of a block. It is thread-safe.
 
-        Raises ValueError, which says why, for bytes that are no tensor of this scheme.
+        Raises ValueError with a reason for bytes that are no tensor of this scheme.
         """
         planes = Planes(n_weights)
         base, positions, exponents = _checked_parts(stored, planes)
@@ -162,13 +162,13 @@ class TwelveBits:
         return decode
 
     def encode(self, weights: np.ndarray, base: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(signs, codes, exceptions) of a piece of uint16 weights that begins a block; exceptions
-        as they are stored, counted from the beginning of the piece."""
+        """Return (signs, codes, exceptions) of a piece of uint16 weights that starts at a block;
+        exceptions as stored, with positions relative to the piece."""
         n_padded = Planes(len(weights)).n_padded
         signs, codes = np.zeros(n_padded, np.uint8), np.zeros(n_padded // 2, np.uint8)
-        result = self.kernels.encode(weights, base, signs, codes)
-        exponents = weights[result] >> np.uint16(7) & np.uint16(255)
-        return signs, codes, result.astype(np.uint64) << np.uint64(8) | exponents
+        positions = self.kernels.encode(weights, base, signs, codes)
+        exponents = weights[positions] >> np.uint16(7) & np.uint16(255)
+        return signs, codes, positions.astype(np.uint64) << np.uint64(8) | exponents
 
 
 def header(base: int, n_exceptions: int) -> bytes:
@@ -176,16 +176,16 @@ def header(base: int, n_exceptions: int) -> bytes:
 
 
 def choose_base(weights: np.ndarray) -> int:
-    """Exponents base + 1 to base + N_CODES are those of most of a sample of these."""
+    """Choose the base for which base + 1 .. base + N_CODES cover most exponents of a sample."""
     step = max(1, len(weights) // _SAMPLE) | 1  # odd: matrices have even numbers of columns
     exponents = weights[::step] >> np.uint16(7) & np.uint16(255)
     counts = np.bincount(exponents, minlength=256)
-    pinned = np.convolve(counts[1:], np.ones(N_CODES, np.int64), mode="valid")
-    return int(np.argmax(pinned))
+    covered = np.convolve(counts[1:], np.ones(N_CODES, np.int64), mode="valid")
+    return int(np.argmax(covered))
 
 
 def _checked_parts(stored: np.ndarray, planes: Planes) -> tuple[int, np.ndarray, np.ndarray]:
-    """(base, positions and exponents of the exceptions). Raises ValueError."""
+    """Return (base, positions of exceptions, their exponents). Raises ValueError."""
     if len(stored) < planes.exceptions:
         raise ValueError(f"{len(stored)} bytes end before {planes.exceptions}, where planes do")
     base, n_exceptions = _HEADER.unpack(stored[:HEADER_BYTES].tobytes())

@@ -1,4 +1,4 @@
-"""Writes a packed copy of one safetensors file, a piece of a tensor at a time."""
+"""Packing: writes a packed copy of one safetensors file, a piece of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 _CODEC = TwelveBits()
-_ALIGNMENT = 64  # of the first tensor
-_FAR = 10**15  # bytes: more digits than the size of any tensor has
+_ALIGNMENT = 64  # alignment of the first tensor
+_MAX_TENSOR_BYTES = 10**15  # more digits than the size of any tensor has
 _COPIED_AT_ONCE = 2 << 20
 _SAMPLES, _SAMPLE_WEIGHTS = 16, 1 << 16
 _MIN_GAIN = 0.8
-"""A tensor that would not become smaller by this factor is too small to be packed."""
+"""Maximum ratio of packed to stored size: a tensor with a higher one is too small to pack."""
 
 Advance = Callable[[int], None]
 
@@ -41,23 +41,23 @@ class WrittenTensor:
     n_bytes: int
     scheme: str = ""
     exceptions: float | None = None
-    """Share of weights with another exponent, of a tensor that was tried."""
+    """Share of exceptions among the weights; None if packing was not tried."""
 
 
 def min_bytes(record: TensorRecord) -> int:
-    """What the tensor takes at least when it is packed."""
+    """Return the minimum packed size of a tensor."""
     return _CODEC.min_bytes(math.prod(record.shape))
 
 
 def pays_to_pack(record: TensorRecord) -> bool:
-    """Matrices of bf16 that are not tiny."""
+    """Return whether a tensor is a bf16 matrix that is not tiny."""
     is_matrix = record.dtype == _CODEC.number_format and len(record.shape) >= 2
     return is_matrix and min_bytes(record) <= _MIN_GAIN * record.n_bytes
 
 
 @dataclass(frozen=True)
 class FileWriter:
-    """A copy of the file `source` at `destination`, in which the tensors `wanted` are packed."""
+    """Writer of a copy of `source` at `destination` with the tensors `requested` packed."""
 
     source: Path
     destination: Path
@@ -66,12 +66,12 @@ class FileWriter:
     verify: bool
     """Whether everything is read back and compared with the source."""
     advance: Advance
-    """Told of bytes of the source that are written, and again when they are compared."""
+    """Progress callback: source bytes that were written, and again once they are compared."""
 
     def write(self) -> tuple[WrittenTensor, ...]:
-        """Raises PackError where something does not come back as it was, OSError."""
-        metadata, result = read_header_and_metadata(self.source)
-        records = sorted(result.values(), key=lambda r: (r.offset, r.n_bytes))
+        """Write the copy. Raises PackError if verification fails, and OSError."""
+        metadata, by_name = read_header_and_metadata(self.source)
+        records = sorted(by_name.values(), key=lambda r: (r.offset, r.n_bytes))
         n_header = _header_bytes(metadata, records, self.requested)
         written = []
         with (
@@ -81,36 +81,36 @@ class FileWriter:
         ):
             at = n_header
             for record in records:
-                item = _OneTensor(self, record, source, out, at, threads).write()
-                written.append(item)
-                at += item.n_bytes
-            out.truncate(at)  # a tensor that was tried and not packed was longer
+                tensor = _TensorWriter(self, record, source, out, at, threads).write()
+                written.append(tensor)
+                at += tensor.n_bytes
+            out.truncate(at)  # a tensor that did not pay to pack was longer
             text = _header(metadata, records, written, n_header)
             _write_at(out.fileno(), np.frombuffer(text, np.uint8), 0)
-            os.fsync(out.fileno())  # a full disk must be noticed here, not when reading
+            os.fsync(out.fileno())  # report a full disk here, not when reading
         return tuple(written)
 
 
-class _OneTensor:
-    """A tensor on its way from `source` to `at` in `out`."""
+class _TensorWriter:
+    """Writer of one tensor from `source` to offset `at` in `out`."""
 
     def __init__(
         self,
-        of: FileWriter,
+        file: FileWriter,
         record: TensorRecord,
         source: BinaryIO,
         out: BinaryIO,
         at: int,
         threads: Executor,
     ) -> None:
-        self._of, self._record, self._threads, self._at = of, record, threads, at
+        self._file, self._record, self._threads, self._at = file, record, threads, at
         self._source, self._out = source.fileno(), out.fileno()
         self._n_weights = math.prod(record.shape)
         self._planes = Planes(self._n_weights)
 
     def write(self) -> WrittenTensor:
         record, share = self._record, None
-        if record.name in self._of.requested:
+        if record.name in self._file.requested:
             base, share = self._choose()
             if share <= MAX_EXCEPTIONS:
                 exceptions = self._pack(base)
@@ -123,7 +123,7 @@ class _OneTensor:
         return WrittenTensor(record.name, record.n_bytes, record.n_bytes, exceptions=share)
 
     def _choose(self) -> tuple[int, float]:
-        """(base, share of exceptions in a sample)"""
+        """Return (base, share of exceptions in a sample)."""
         step = max(1, self._n_weights // _SAMPLES)
         sample = np.concatenate(
             [
@@ -135,34 +135,34 @@ class _OneTensor:
         return base, len(_CODEC.encode(sample, base)[2]) / len(sample)
 
     def _pack(self, base: int) -> np.ndarray:
-        """Write the planes; the exceptions, or more than are borne."""
-        result: list[np.ndarray] = []
+        """Write the planes; return the exceptions, incomplete once there are too many."""
+        exceptions: list[np.ndarray] = []
         num_found = 0
-        for read_chunk in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
-            result.append(read_chunk)
-            num_found += len(read_chunk)
+        for some in self._in_threads(partial(self._pack_piece, base), self._codec_pieces()):
+            exceptions.append(some)
+            num_found += len(some)
             if num_found > self._planes.max_exceptions:
                 break
-        return np.concatenate(result) if result else np.zeros(0, np.uint64)
+        return np.concatenate(exceptions) if exceptions else np.zeros(0, np.uint64)
 
     def _pack_piece(self, base: int, start: int, end: int) -> np.ndarray:
         signs, codes, exceptions = _CODEC.encode(self._weights(start, end), base)
         _write_at(self._out, signs, self._at + self._planes.signs + start)
         _write_at(self._out, codes, self._at + self._planes.codes + start // 2)
-        self._of.advance((end - start) * 2)
+        self._file.advance((end - start) * 2)
         return exceptions + (np.uint64(start) << np.uint64(8))
 
     def _finish(self, base: int, exceptions: np.ndarray) -> int:
-        """Write what stands around the planes, and compare; the bytes of the whole."""
+        """Write header and exceptions, and verify; return the size of the packed tensor."""
         n_bytes = self._planes.n_bytes(len(exceptions))
         first = np.frombuffer(header(base, len(exceptions)), np.uint8)
         _write_at(self._out, first, self._at)
         _write_at(
             self._out, exceptions.astype("<u8").view(np.uint8), self._at + self._planes.exceptions
         )
-        if self._of.verify:
+        if self._file.verify:
             stored = np.memmap(
-                self._of.destination, np.uint8, "r", offset=self._at, shape=(n_bytes,)
+                self._file.destination, np.uint8, "r", offset=self._at, shape=(n_bytes,)
             )
             decode = _CODEC.opened(stored, self._n_weights)
 
@@ -178,15 +178,15 @@ class _OneTensor:
         pieces = list(_parts(self._record.n_bytes, _COPIED_AT_ONCE))
         for _ in self._in_threads(self._copy_piece, pieces):
             pass
-        if self._of.verify:
+        if self._file.verify:
             self._compare(self._written, pieces, 1)
 
     def _copy_piece(self, start: int, end: int) -> None:
         _write_at(self._out, self._bytes(start, end), self._at + start)
-        self._of.advance(end - start)
+        self._file.advance(end - start)
 
     def _written(self, start: int, end: int) -> np.ndarray:
-        return _read_at(self._out, self._at + start, end - start, self._of.destination)
+        return _read_at(self._out, self._at + start, end - start, self._file.destination)
 
     def _compare(
         self,
@@ -200,9 +200,9 @@ class _OneTensor:
             ):
                 raise PackError(
                     f"{self._record.name} does not come back as it was from "
-                    f"{self._of.destination}: the storage is broken, or this is a bug"
+                    f"{self._file.destination}: the storage is broken, or this is a bug"
                 )
-            self._of.advance((end - start) * itemsize)
+            self._file.advance((end - start) * itemsize)
 
         for _ in self._in_threads(compare, pieces):
             pass
@@ -214,16 +214,16 @@ class _OneTensor:
         return self._bytes(2 * start, 2 * end).view("<u2")
 
     def _bytes(self, start: int, end: int) -> np.ndarray:
-        return _read_at(self._source, self._record.offset + start, end - start, self._of.source)
+        return _read_at(self._source, self._record.offset + start, end - start, self._file.source)
 
     def _in_threads(
         self, work: Callable[[int, int], Any], pieces: Iterable[tuple[int, int]]
     ) -> Iterator[Any]:
-        """Results in order, of a few pieces at a time, so that one may stop early."""
-        rest = iter(pieces)
-        while some := list(islice(rest, 4 * self._of.n_threads)):
+        """Yield results in order, a few pieces at a time, so that the caller may stop early."""
+        remaining = iter(pieces)
+        while some := list(islice(remaining, 4 * self._file.n_threads)):
             futures = [self._threads.submit(work, start, end) for start, end in some]
-            # None of them may still write when the caller stops and goes on with the same bytes.
+            # None of them may still write when the caller stops and writes to the same bytes.
             yield from [future.result() for future in futures]
 
 
@@ -235,9 +235,11 @@ def _parts(n: int, limit: int) -> Iterator[tuple[int, int]]:
 def _header_bytes(
     metadata: Mapping[str, str], records: Iterable[TensorRecord], requested: frozenset[str]
 ) -> int:
-    """Bytes that a header needs at most, whichever of the `wanted` tensors are packed."""
+    """Return the maximum size of a header, whichever of the `requested` tensors are packed."""
     written = [
-        WrittenTensor(r.name, r.n_bytes, _FAR, _CODEC.name if r.name in requested else "")
+        WrittenTensor(
+            r.name, r.n_bytes, _MAX_TENSOR_BYTES, _CODEC.name if r.name in requested else ""
+        )
         for r in records
     ]
     n_bytes = 8 + len(_header_text(metadata, records, written))
@@ -258,17 +260,17 @@ def _header_text(
     metadata: Mapping[str, str], records: Iterable[TensorRecord], written: Iterable[WrittenTensor]
 ) -> bytes:
     entries, packed, at = {}, {}, 0
-    for record, item in zip(records, written, strict=True):
+    for record, tensor in zip(records, written, strict=True):
         dtype, shape = record.dtype, list(record.shape)
-        if item.scheme:
-            packed[record.name] = {"scheme": item.scheme, "dtype": dtype, "shape": shape}
-            dtype, shape = "U8", [item.n_bytes]
-        offsets = [at, at + item.n_bytes]
+        if tensor.scheme:
+            packed[record.name] = {"scheme": tensor.scheme, "dtype": dtype, "shape": shape}
+            dtype, shape = "U8", [tensor.n_bytes]
+        offsets = [at, at + tensor.n_bytes]
         entries[record.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-        at += item.n_bytes
+        at += tensor.n_bytes
     listed = json.dumps({"version": VERSION, "tensors": packed}, separators=(",", ":"))
-    sequences = {**metadata, METADATA_KEY: listed}
-    return json.dumps({"__metadata__": sequences, **entries}, separators=(",", ":")).encode()
+    strings = {**metadata, METADATA_KEY: listed}
+    return json.dumps({"__metadata__": strings, **entries}, separators=(",", ":")).encode()
 
 
 def _read_at(descriptor: int, offset: int, n_bytes: int, path: Path) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""What a model multiplies, from its config or header alone."""
+"""Shapes of a model's matrices, from its config or header alone."""

@@ -1,4 +1,4 @@
-"""The shape of a GGUF model, from its header alone; neither llama.cpp nor torch is loaded."""
+"""Shape of a GGUF model, from its header alone; neither llama.cpp nor torch is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from backends.shapes.shape import (
 from offload.formats.tensors import TensorRecord
 from offload.units import MIB
 
-# Every so-manieth layer sees all of the context, the others a window: src/models/*.cpp of llama.cpp
+# Every n-th layer has full attention, the others a sliding window: src/models/*.cpp of llama.cpp
 # (set_swa_pattern), for files that do not say it themselves.
 _FULL_LAYER_PERIOD = {
     "gemma2": 2,
@@ -44,7 +44,8 @@ _FULL_LAYER_PERIOD = {
 }
 _ACTIVATION_BYTES = 4  # ggml computes in float32
 _PROCESS_BYTES = 470 * MIB
-"""Plans of the large grown mixtures have 455 to 477 MiB of base, headroom, activations, tables."""
+"""Process memory: memory plans of the large grown mixtures have 455 to 477 MiB of base, headroom,
+activations and tables."""
 
 
 def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelShape:
@@ -91,14 +92,14 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
 
 def _matrices(records: Iterable[TensorRecord], n_used: int) -> Iterable[Matrix]:
     for record in records:
-        # blk.<number>.<what>.weight; biases of experts have two dimensions, too.
-        what, _, kind = record.name.split(".", 2)[2].rpartition(".")
+        # blk.<number>.<name>.weight; biases of experts have two dimensions, too.
+        name, _, kind = record.name.split(".", 2)[2].rpartition(".")
         if len(record.shape) >= 2 and kind == "weight":
-            yield _matrix(_role(what), record, n_used if what.endswith("_exps") else None)
+            yield _matrix(_role(name), record, n_used if name.endswith("_exps") else None)
 
 
 def _matrix(role: str, record: TensorRecord, n_active: int | None) -> Matrix:
-    """n_active: of the matrices in a tensor of three dimensions; None for all."""
+    """n_active: matrices of a 3-dimensional tensor that a row uses; None for all."""
     n_out, n_in = record.shape[-2:]
     n_matrices = math.prod(record.shape[:-2])
     return Matrix(
@@ -112,18 +113,18 @@ def _matrix(role: str, record: TensorRecord, n_active: int | None) -> Matrix:
     )
 
 
-def _role(what: str) -> str:
-    if what.startswith("attn_output"):
+def _role(name: str) -> str:
+    if name.startswith("attn_output"):
         return OUTPUT
-    if what.startswith("attn_"):
+    if name.startswith("attn_"):
         return QKV
-    return FFN if what.startswith("ffn_") else OTHER
+    return FFN if name.startswith("ffn_") else OTHER
 
 
 def _attention(
     model: GgufModel, keys: Keys, windows: tuple[int | None, ...], type_k: str, type_v: str
 ) -> tuple[AttentionShape | None, ...]:
-    """Of each layer; the last ones may share an earlier one's cache."""
+    """Return the attention of each layer; the last layers may share an earlier layer's cache."""
     owners = model.kv_shape.layers
     n_counted = keys.integer("block_count", 1, MAX_LAYERS)
     heads = keys.per_layer("attention.head_count", n_counted, MAX_HEADS)
@@ -133,7 +134,7 @@ def _attention(
         if not heads[i] or not kv.n_heads:
             shapes.append(None)
             continue
-        # Compressed values (MLA) are a part of the keys: kept once, multiplied all the same.
+        # Compressed values (MLA) are a part of the cached keys, but multiplied like any values.
         length = kv.value_length or keys.integer(
             "attention.value_length", 1, MAX_HEAD_SIZE, kv.key_length
         )
@@ -155,7 +156,7 @@ def _attention(
 
 
 def _windows(model: GgufModel, keys: Keys) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
-    """(window of each layer, what was assumed)."""
+    """Return (window of each layer, notes on assumptions)."""
     n_layers, size = model.n_layers, model.sliding_window
     if size is None:
         return (None,) * n_layers, ()

@@ -1,7 +1,7 @@
-"""The shape of a Hugging Face model: from its config, and its safetensors' headers where there are.
+"""Shape of a Hugging Face model, from its config and, if present, its safetensors' headers.
 
-transformers builds the modules on the meta device, so every family that it has is counted by the
-code that would run it, mixtures of experts that the torch backend does not run included.
+transformers builds the modules on the meta device, so every family is counted by the code that
+would run it, including mixtures of experts that the torch backend does not run.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from offload.units import MIB, format_bytes
 
 _FORMATS = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _PROCESS_BYTES = 680 * MIB
-"""Plans of the large grown mixture have 665 to 688 MiB of base, headroom and activations."""
+"""Process memory: memory plans of the large grown mixture have 665 to 688 MiB of base, headroom and
+activations."""
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|expert|fc\d|fc_(in|out)", re.IGNORECASE)
-# What families call the projection that leads out of attention.
+# Names of the output projection of attention in the families.
 _OUTPUTS = {"o_proj", "out_proj", "dense", "c_proj", "wo", "out"}
 
 
 def hf_shape(directory: Path) -> ModelShape:
-    """Read config.json and what headers there are; a directory without weights will do.
+    """Read config.json and the headers of any weights; a directory without weights is enough.
 
-    Raises CheckpointError and UnsupportedModel for what cannot be read or built.
+    Raises CheckpointError and UnsupportedModel for a model that cannot be read or built.
     """
     config = load_config(directory)
     with config_faults(directory):
@@ -91,7 +92,7 @@ def shape_of(
     match: TensorMatch,
     notes: tuple[str, ...] = (),
 ) -> ModelShape:
-    """The shape of a model on the meta device; tensors not in `match` have the model's dtype."""
+    """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
     config, dtype = model.config, model.dtype
     sizes = _Sizes(match, dtype)
     name, modules = decoder_layers(model)
@@ -127,28 +128,29 @@ def shape_of(
 
 
 def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
-    """How much smaller the files are than what is computed with, by the scheme."""
+    """Return a note on the stored and decoded sizes for each packing scheme."""
     notes = []
-    for scheme in sorted({item.record.scheme for item in packed.values()}):
-        same = [item for item in packed.values() if item.record.scheme == scheme]
-        n_bytes = sum(item.record.n_bytes for item in same)
+    for scheme in sorted({tensor.record.scheme for tensor in packed.values()}):
+        same = [tensor for tensor in packed.values() if tensor.record.scheme == scheme]
+        n_bytes = sum(tensor.record.n_bytes for tensor in same)
+        decoded_bytes = sum(tensor.decoded_bytes for tensor in same)
         notes.append(
             f"{len(same)} matrices are stored as {scheme}: {format_bytes(n_bytes)} for "
-            f"{format_bytes(sum(item.decoded_bytes for item in same))} of {same[0].record.dtype}"
+            f"{format_bytes(decoded_bytes)} of {same[0].record.dtype}"
         )
     return tuple(notes)
 
 
 class _Sizes:
-    """Bytes of parameters in the checkpoint."""
+    """Sizes of parameters in the checkpoint."""
 
     def __init__(self, match: TensorMatch, dtype: torch.dtype) -> None:
         self._match = match
         self._dtype = dtype
 
     def n_bytes(self, name: str, parameter: torch.Tensor) -> int:
-        """As stored; as the model's dtype where the checkpoint has no such tensor (experts, which
-        transformers lays out anew)."""
+        """Return the stored bytes; the size in the model's dtype if the checkpoint has no such
+        tensor (experts, which transformers stores in another layout)."""
         record = self._match.find(name)
         if record is not None and math.prod(record.shape) == parameter.numel():
             return record.n_bytes

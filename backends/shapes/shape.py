@@ -1,8 +1,8 @@
-"""What a model multiplies, without its weights: the sizes behind a roofline.
+"""Shapes of a model's matrix products without its weights: the input of a roofline analysis.
 
-Made from a GGUF header (`gguf_shape`) or from a config.json and, where they are there, the headers
-of its safetensors (`hf_shape`). Tensors that multiply are told from those that do not by their
-rank: norms and biases are vectors, and cost nothing beside the matrices.
+Read from a GGUF header (`gguf_shape`) or from a config.json and, if present, the headers of its
+safetensors (`hf_shape`). Matrices are recognised by their rank: norms and biases are vectors, whose
+cost is negligible.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ OUTPUT = "output"
 FFN = "ffn"
 OTHER = "other"
 HEAD = "head"
-"""Roles of a matrix: the projections into attention and out of it, the feed-forward part (routers
-and experts included), what a family has besides, and the head."""
+"""Roles of a matrix: the projections into and out of attention, the feed-forward part (including
+routers and experts), anything else in a layer, and the head."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights [n_in, n_out] that multiply rows; or several of that shape, of which a row meets
-    some: the experts of a mixture, or one for each attention head."""
+    """A weight matrix [n_in, n_out], or several of that shape of which a row uses some: the experts
+    of a mixture, or one for each attention head."""
 
     role: str
     n_in: int
     n_out: int
     n_bytes: int
-    """Of all of them, as stored."""
+    """Stored bytes of all matrices."""
     number_format: str
     n_matrices: int = 1
     n_active: int = 1
@@ -43,11 +43,11 @@ class Matrix:
 
     @property
     def is_routed(self) -> bool:
-        """Whether rows choose among several."""
+        """Whether each row uses only some of the matrices (experts)."""
         return self.n_active < self.n_matrices
 
     def read_share(self, num_tokens: int) -> float:
-        """Of the matrices those that so many rows are likely to be multiplied with."""
+        """Return the expected share of the matrices that a pass of `num_tokens` reads."""
         if not self.is_routed:
             return 1.0
         return likely_hit(self.n_matrices, self.n_active, num_tokens) / self.n_matrices
@@ -59,23 +59,23 @@ class AttentionShape:
 
     n_heads: int
     n_kv_heads: int
-    """Fewer than heads where several queries share a key (GQA)."""
+    """Number of KV heads, less than `n_heads` with grouped-query attention."""
     key_length: int
     value_length: int
     kv_bytes_per_token: int
-    """That one token's keys and values take in the layer's cache."""
+    """Bytes of one token's keys and values in the layer's cache."""
     kv_format: str
     window: int | None = None
-    """Last tokens that a query sees; None for all."""
+    """Sliding window in tokens; None for full attention."""
     owns_kv: bool = True
-    """False where the layer looks into another one's cache."""
+    """Whether the layer has a cache of its own instead of sharing another layer's."""
 
     def n_keys(self, num_tokens: int, context: int) -> int:
-        """Keys that at least one of the last `n_rows` of `context` tokens sees."""
+        """Return the number of keys that any of the last `num_tokens` of `context` tokens sees."""
         return context if self.window is None else min(context, self.window + num_tokens - 1)
 
     def n_keys_of_a_row(self, context: int) -> int:
-        """Most keys that one row sees."""
+        """Return the maximum number of keys that one row sees."""
         return context if self.window is None else min(context, self.window)
 
 
@@ -84,16 +84,16 @@ class LayerShape:
     matrices: tuple[Matrix, ...]
     attention: AttentionShape | None
     n_bytes: int
-    """Of all tensors, vectors included."""
+    """Bytes of all tensors, including vectors."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model."""
+    """Shape of one model."""
 
     path: Path
     family: str
-    """model_type, or general.architecture."""
+    """Value of model_type (config.json) or general.architecture (GGUF)."""
     hidden_size: int
     vocab_size: int
     max_context: int
@@ -102,11 +102,11 @@ class ModelShape:
     non_layer_bytes: int
     """Embedding, final norm and head; a tied head counts once."""
     activation_bytes: int
-    """Of one number that goes from one operator to the next."""
+    """Bytes of one number of an activation."""
     process_bytes: int = 0
-    """That a process which runs it takes beside weights and KV cache, activations included."""
+    """Memory of the process beside weights and KV cache, including activations."""
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """Assumptions that were made."""
 
     def matrices(self) -> Iterator[Matrix]:
         for layer in self.layers:
@@ -119,12 +119,12 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the layers, those of matrices that rows choose among."""
+        """Bytes of all routed experts."""
         return sum(m.n_bytes for layer in self.layers for m in layer.matrices if m.is_routed)
 
     @property
     def n_experts_in_all(self) -> int:
-        """Of all layers."""
+        """Number of experts of all layers."""
         return sum(
             max((m.n_matrices for m in layer.matrices if m.is_routed), default=0)
             for layer in self.layers
@@ -138,7 +138,7 @@ class ModelShape:
         )
 
     def read_expert_bytes(self, num_tokens: int) -> float:
-        """Of these, what so many rows are likely to be multiplied with."""
+        """Return the expected bytes of routed experts that a pass of `num_tokens` reads."""
         routed = (m for layer in self.layers for m in layer.matrices if m.is_routed)
         return sum(m.read_share(num_tokens) * m.n_bytes for m in routed)
 
@@ -148,12 +148,12 @@ class ModelShape:
 
     @property
     def n_weights(self) -> int:
-        """In the matrices that multiply: a separate embedding is not among them."""
+        """Number of weights of all matrices, without a separate embedding."""
         return sum(matrix.n_weights for matrix in self.matrices())
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers' caches, in full length also where a window would need less."""
+        """KV cache bytes per token of all layers, in full length even with a sliding window."""
         return sum(
             layer.attention.kv_bytes_per_token
             for layer in self.layers
@@ -162,6 +162,6 @@ class ModelShape:
 
     @property
     def number_formats(self) -> tuple[str, ...]:
-        """All that a pass multiplies in, the KV cache's included."""
+        """Number formats of all products of a pass, including the KV cache's."""
         caches = (x.attention.kv_format for x in self.layers if x.attention is not None)
         return tuple(dict.fromkeys([*(m.number_format for m in self.matrices()), *caches]))

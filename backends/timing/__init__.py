@@ -1,1 +1,1 @@
-"""How fast this machine multiplies, measured on the shapes of a model."""
+"""Measurement of this machine's matrix products and passes, in the shapes of a model."""

@@ -1,7 +1,7 @@
-"""Measured curves, kept from run to run: measuring takes seconds, and starts should not.
+"""Disk cache of measured compute curves: measuring takes seconds, and starts should not.
 
-A read limit in force (`offload.storage.read_limit`) is not the machine's: under one, what is timed
-beside reads is neither kept nor recalled. What was timed while other programs computed is not kept.
+Curves beside reads are neither cached nor loaded under a read limit (`offload.storage.read_limit`),
+which is no property of the machine. Curves timed while other programs computed are not cached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PREFIX = "times-"
 
 
 def forget_curves() -> None:
-    """Those of all models: what is asked for next is measured."""
+    """Delete the cached curves of all models, so that they are measured again."""
     for path in cache_folder().glob(f"{_PREFIX}*.json"):
         path.unlink(missing_ok=True)
 
@@ -30,11 +30,11 @@ def forget_curves() -> None:
 def cached_curve(
     what: str, measure: Callable[[], ComputeCurve], reading: Path | None = None
 ) -> ComputeCurve:
-    """What `measure` found within the last month on this machine, or finds now.
+    """Return `measure`'s result on this machine, at most a month old, or call it now.
 
     Args:
-        what: all that the figures depend on: versions, threads, shapes.
-        reading: a file that is read meanwhile; its device is a part of the machine.
+        what: key, all that the times depend on: versions, threads, shapes.
+        reading: a file that is read meanwhile; its device is a part of the key.
     """
     if reading is not None and read_limit_in_force(reading) is not None:
         return measure()
@@ -42,12 +42,12 @@ def cached_curve(
     machine = f"{what} {device} {os.cpu_count()} {processor()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
     path = cache_folder() / f"{_PREFIX}{digest}.json"
-    known = _read(load_cached_figure(path) or {})
-    if known is not None:
-        return known
-    with beside_other_processes() as rest:
+    cached = _read(load_cached_figure(path) or {})
+    if cached is not None:
+        return cached
+    with beside_other_processes() as remaining:
         curve = measure()
-    if not rest.are_busy:
+    if not remaining.are_busy:
         kinds = {
             "rows": curve.num_tokens,
             "alone": curve.alone,
@@ -58,7 +58,7 @@ def cached_curve(
 
 
 def _read(figure: Mapping[str, Any]) -> ComputeCurve | None:
-    """None for anything that is not a curve of seconds."""
+    """Return the curve of a cached value, or None if it is not a curve of seconds."""
     try:
         rows, *kinds = (tuple(figure[key]) for key in ("rows", "alone", "beside_reads"))
         alone, beside_reads = (tuple(map(float, kind)) for kind in kinds)

@@ -1,4 +1,4 @@
-"""How this machine's arithmetic is measured: products of several numbers of rows, timed.
+"""Time this machine's matrix products for several numbers of tokens.
 
 While storage is read the same product takes longer, by up to twice on a virtual machine whose disk
 is served by the processors that compute. Streamed passes compute beside reads nearly all the time.
@@ -19,16 +19,16 @@ from offload.ring.bandwidth import busy_storage, is_measurable
 from offload.units import MIB
 
 WEIGHT_BYTES = 64 * MIB
-"""Of the weights that products take in turn: more than the processor's caches hold."""
+"""Bytes of the weights that products use in turn: more than the processor's caches hold."""
 _MIN_SECONDS = 0.02
-"""Of products of one size: a longer one counts by itself, and what starting it takes is little of
-it."""
+"""Minimum seconds to repeat a product for; of a longer one a single run is enough, since the
+overhead of starting it is small."""
 _MINOR_SHARE = 0.01
-"""Formats with less than this share of the matrices' bytes are not worth measuring."""
+"""Share of the matrices' bytes below which a format is not measured."""
 
 
 def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
-    """The number formats of a model's matrices, the most used first; traces are left out."""
+    """Return the number formats of a model's matrices, the most used first, minor ones left out."""
     n_bytes: dict[str, int] = {}
     for record in records:
         if len(record.shape) >= 2:
@@ -38,7 +38,7 @@ def matrix_formats(records: Iterable[TensorRecord]) -> tuple[str, ...]:
 
 
 Product = Callable[[], object]
-"""Multiplies once; each call takes other weights, so that none stay in the processor's caches."""
+"""Function that multiplies once, each time by other weights, so that none stay in the caches."""
 
 
 def measure_curve(
@@ -46,16 +46,16 @@ def measure_curve(
     n_bytes: float | Mapping[int, float],
     reading: Path | None = None,
 ) -> ComputeCurve:
-    """Seconds per byte of weights.
+    """Return seconds per byte of weights.
+
+    The slowdown beside reads hardly depends on the number of tokens: it is timed at the minimum,
+    the maximum and the middle, and interpolated.
 
     Args:
-        products: by their rows.
-        n_bytes: of the weights of one product, or of each by its rows.
-        reading: a weight file that is read meanwhile, for the second figure; the first one is taken
-            for both where there is none, or it is too small to be read for long.
-
-    How many times as long products take beside reads hardly depends on their rows: timed with the
-    fewest, the most, and some between.
+        products: by their number of tokens.
+        n_bytes: bytes of the weights of a product, or by its number of tokens.
+        reading: a weight file to read meanwhile, for `beside_reads`; without one, or with one too
+            small to be read for long, these equal the times alone.
     """
     rows = tuple(sorted(products))
     sizes = n_bytes if isinstance(n_bytes, Mapping) else dict.fromkeys(rows, n_bytes)
@@ -75,7 +75,7 @@ def measure_curve(
 
 
 def _typical_seconds(product: Product) -> float:
-    """Median over some time; of several products the first one warms up and does not count."""
+    """Return the median of repeated runs; the first one is a warm-up, unless it is the only one."""
     taken: list[float] = []
     while sum(taken) < _MIN_SECONDS:
         started = time.perf_counter()

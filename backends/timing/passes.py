@@ -1,8 +1,8 @@
-"""A model's passes, timed as they are: it is loaded for a moment and run.
+"""Time whole forward passes of a model that is loaded for the measurement.
 
-What a pass takes beside its products (the interpreter, starting some hundred small operations) is
-nothing for a model of gigabytes and nearly all for one of a few megabytes, which is timed itself.
-Of a large one a few layers may be (backends/gguf/timed_sample.py).
+The overhead of a pass beside its products (the interpreter, starting some hundred small operations)
+is negligible for a model of gigabytes, but dominates one of a few megabytes, which is timed itself.
+Of a large model a few layers may be timed (backends/gguf/timed_sample.py).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from offload.placement.plan import plan_placement
 from offload.units import MIB
 
 SMALL_BYTES = 64 * MIB
-"""Larger models take longer to read and to multiply with than all the rest of a pass, at least."""
+"""Size above which reading and multiplying take longer than the overhead of a pass."""
 _ROWS = (1, 8, 32)
 _N_PREFIX = 8
 _PLENTY_BYTES = 1 << 62
 
 
 def is_small(source: ModelSource) -> bool:
-    """Whether the model is to be timed itself."""
+    """Return whether the model is so small that its own passes are to be timed."""
     experts = sum(layer.n_bytes for layer in source.experts if layer is not None)
     return source.pass_bytes(1) + experts + source.non_layer_bytes <= SMALL_BYTES
 
 
 def measure_small(source: ModelSource, libraries: str, **where: Any) -> ModelCompute:
-    """Passes of a small model that is loaded for that, once in a month for each shape.
+    """Load a small model and time its passes, once a month for each shape.
 
     Args:
-        libraries: versions and settings of what computes.
-        where: fields of the Loading of a model that is not loaded into host memory.
+        libraries: versions and settings of the libraries that compute.
+        where: fields of Loading for a model that is not loaded into host memory.
 
-    Raises what loading the model raises.
+    Raises the errors of loading the model.
     """
     shapes = [(r.scheme or r.dtype, r.shape) for layer in source.layers for r in layer.tensors]
     experts = [(x.n_used, [r.shape for r in x.tensors[0]]) for x in source.experts if x is not None]
@@ -64,11 +64,12 @@ def measure_passes(
     placement: Placement | None = None,
     **where: Any,
 ) -> ComputeCurve:
-    """Seconds of passes of these rows, per byte of the weights of a model that fits in memory.
+    """Return seconds of passes of `rows` tokens per byte of weights, for a model in memory.
 
+    rows: numbers of tokens to time.
     reading: see `measure_curve`.
-    residency: None: all in host memory.
-    where: further fields of the Loading.
+    placement: None: all in host memory.
+    where: further fields of Loading.
     """
     loading = Loading(
         placement or plan_placement(source.layers, _PLENTY_BYTES),
@@ -88,7 +89,7 @@ def measure_passes(
 
 
 def _pass(sequence: SequenceKV, num_tokens: int, n_prefix: int) -> Product:
-    """A level of a tree: so many nodes next to each other."""
+    """Return a function that runs a pass over `num_tokens` sibling nodes and drops them."""
 
     def run() -> None:
         sequence.extend([0] * num_tokens, [PREFIX] * num_tokens)

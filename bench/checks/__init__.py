@@ -1,1 +1,1 @@
-"""Do sequences stay equal, and does anything break: checks, some of which run for hours."""
+"""Checks of equal outputs and of robustness, some of which run for hours."""

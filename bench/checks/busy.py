@@ -1,4 +1,4 @@
-"""How fast is a model beside other programs that compute?
+"""Decoding speed beside other programs that compute.
 
     python -m bench.checks.busy -m pair:target --loops 0,1,2,4
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 PROMPT = "def fibonacci(n):\n    "
-SETTLE_SECONDS = 1.5
-"""Until the scheduler has spread the loops, and the load has been noticed."""
+REST_SECONDS = 1.5
+"""Time for the scheduler to spread the loops, and for the load to be noticed."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager
 def busy_loops(n_loops: int) -> Iterator[None]:
-    """Programs that compute and never wait, for the time of the block."""
+    """Run programs that compute and never wait, for the time of the block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_loops)]
     try:
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(REST_SECONDS)
         yield
     finally:
         for loop in loops:
@@ -49,7 +49,7 @@ def busy_loops(n_loops: int) -> Iterator[None]:
 
 
 def tokens_per_second(llm: LLM, max_tokens: int, seconds: float) -> float:
-    """Decode the prompt again and again for about so many seconds."""
+    """Return the decode speed, measured over about so many seconds."""
     n_tokens, decode_seconds, began = 0, 0.0, time.monotonic()
     while time.monotonic() - began < seconds:
         stats = llm.generate(PROMPT, max_tokens=max_tokens, ignore_eos=True).stats
@@ -65,8 +65,8 @@ def main(
     memory_budget: Annotated[str | None, typer.Option("--memory-budget")] = None,
     loops: Annotated[str, typer.Option("--loops", help="Numbers of busy loops.")] = "0,1,2,4",
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens")] = 64,
-    seconds: Annotated[float, typer.Option("--seconds", help="Of each measurement.")] = 4.0,
-    n_turns: Annotated[int, typer.Option("--turns", help="The median of so many is told.")] = 3,
+    seconds: Annotated[float, typer.Option("--seconds", help="Seconds of each measurement.")] = 4.0,
+    n_turns: Annotated[int, typer.Option("--turns", help="Runs, whose median counts.")] = 3,
 ) -> None:
     """Measure tokens per second beside busy loops."""
     import specdec
@@ -75,20 +75,20 @@ def main(
     load |= {"memory_budget": memory_budget} if memory_budget else {}
     load |= {} if draft_model else {"spec_type": "none"}
     numbers = [int(number) for number in loops.split(",")]
-    result: dict[int, list[float]] = {number: [] for number in numbers}
+    speeds: dict[int, list[float]] = {number: [] for number in numbers}
     with specdec.load(**load) as llm:
         tokens_per_second(llm, max_tokens, 1.0)
         for _ in range(n_turns):
             for number in numbers:
                 with busy_loops(number):
-                    result[number].append(tokens_per_second(llm, max_tokens, seconds))
+                    speeds[number].append(tokens_per_second(llm, max_tokens, seconds))
     n_cpus = usable_cpus()
-    medians = {number: statistics.median(values) for number, values in result.items()}
+    medians = {number: statistics.median(values) for number, values in speeds.items()}
     typer.echo("loops  tokens/s  of the fair share")
     for number, value in medians.items():
         fair = medians.get(0, 0.0) * n_cpus / (n_cpus + number)
         typer.echo(f"{number:5}  {value:8.1f}  {value / fair if fair else 0:17.2f}")
-    typer.echo(json.dumps({"tokens_per_second": result, "load": load, **collect(sys.argv)}))
+    typer.echo(json.dumps({"tokens_per_second": speeds, "load": load, **collect(sys.argv)}))
 
 
 if __name__ == "__main__":

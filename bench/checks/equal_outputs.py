@@ -1,7 +1,7 @@
-"""Texts that must be equal: where the target is exact, one that differs is an error.
+"""Check that outputs of an exact target are equal.
 
 A record says in its stats whether its tokens are plain decoding's to the bit (`is_exact`). Records
-of other programs do not say so, nor do those of a target that is not exact: they promise nothing.
+of other programs, and of a target that is not exact, do not promise that.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ class OutputsDiffer(SpecdecError):
 
 
 def are_exact(records: Iterable[RecordDict]) -> bool:
-    """Whether each of them promises plain decoding's tokens; False where there are none."""
+    """Return whether every record promises plain decoding's tokens; False if there is none."""
     promises = [bool(record.get("stats", {}).get("is_exact")) for record in records]
     return bool(promises) and all(promises)
 
 
 def check_equal_outputs(records: Iterable[RecordDict]) -> None:
-    """Compare what exact decodings made of each prompt, as far as they go; a slow one goes less
-    far, but sequences that ended must be equally long.
+    """Compare the exact outputs of each prompt over their common length; finished ones must be
+    equally long.
 
-    Raises TextsDiffer with the first prompt and position.
+    Raises OutputsDiffer with the first prompt and position.
     """
     first: dict[str, RecordDict] = {}
     for record in records:
         if are_exact([record]):
-            requested = first.setdefault(record["prompt"], record)
-            at = _first_difference(requested, record)
+            reference = first.setdefault(record["prompt"], record)
+            at = _first_difference(reference, record)
             if at is not None:
                 raise OutputsDiffer(
-                    f"two sequences of {record['prompt']} differ from token {at} on, although the "
+                    f"two outputs for {record['prompt']} differ from token {at} on, although the "
                     "target is exact: this should not happen, please report it"
                 )
 
 
 def percent_equal(token_match: float | None) -> str:
-    """Of tokens. 100 % are all of them: less is rounded down."""
+    """Return the share of equal tokens; rounded down, so that 100 % means all of them."""
     if token_match is None:
         return "-"
     return "100 %" if token_match == 1 else f"{math.floor(1000 * token_match) / 10:.1f} %"
 
 
 def _first_difference(left: RecordDict, right: RecordDict) -> int | None:
-    tokens, rest = left["token_ids"], right["token_ids"]
+    left_ids, right_ids = left["token_ids"], right["token_ids"]
     if not (left.get("finish_reason") and right.get("finish_reason")):
-        n = min(len(tokens), len(rest))
-        tokens, rest = tokens[:n], rest[:n]
-    return first_mismatch(tokens, rest)
+        n = min(len(left_ids), len(right_ids))
+        left_ids, right_ids = left_ids[:n], right_ids[:n]
+    return first_mismatch(left_ids, right_ids)

@@ -1,11 +1,11 @@
-"""Is a text the same in every way of decoding it, token for token?
+"""Check that every mode of decoding gives the same tokens.
 
     python -m bench.checks.equality TARGET DRAFT --memory-budgets 1.5GiB,2.5GiB,3.5GiB
 
 The reference is plain decoding with the whole model in memory. Each prompt is then decoded in some
-of the WAYS at some of the budgets: both take turns. At the end of each budget the process starts
-again from the prompt cache file of its last text. Prints how many tokens of each way are the
-reference's, and exits with 2 where one is not.
+of the MODES at some of the budgets, in turns. At the end of each budget the process starts again
+from the prompt cache file of its last sequence. Prints how many tokens of each mode equal the
+reference, and exits with 2 if one does not.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 GREEDY, SAMPLED, SECOND_TURN, BEAMS = "greedy", "sampled", "second turn", "beams"
 N_BEAMS = 4
 TEMPERATURE = 0.7
-RESTORED = "greedy, restored from a prompt cache file"
+FROM_CACHE_FILE = "greedy, restored from a prompt cache file"
 _NEXT_TURN = "\n\n# The same again, with another name:\n"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Outputs = dict[tuple[str, str], list[int]]
-"""(prompt's name, kind of text) -> token ids."""
+"""(prompt's name, kind of output) -> token ids."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding a kind of text; the reference has the same kinds."""
+    """Mode of decoding a kind of output; the reference has the same kinds."""
 
     name: str
     kind: str
@@ -76,30 +76,30 @@ Task = tuple[Prompt, Mode]
 
 @dataclass
 class Equal:
-    """Tokens of one way that are the reference's, at the same place."""
+    """Count of tokens of one mode that equal the reference at the same position."""
 
     num_seqs: int = 0
     n_tokens: int = 0
     n_equal: int = 0
 
-    def add(self, requested: Sequence[int], result: Sequence[int]) -> None:
-        at = first_mismatch(requested, result)
+    def add(self, reference: Sequence[int], token_ids: Sequence[int]) -> None:
+        at = first_mismatch(reference, token_ids)
         self.num_seqs += 1
-        self.n_tokens += max(len(requested), len(result))
-        self.n_equal += len(requested) if at is None else at
+        self.n_tokens += max(len(reference), len(token_ids))
+        self.n_equal += len(reference) if at is None else at
 
 
 def tasks_of(prompts: Sequence[Prompt], n_budgets: int, num_modes: int) -> list[list[Task]]:
-    """For each budget its tasks, when every prompt is decoded in `n_ways` ways."""
+    """Return the tasks of each budget, with every prompt decoded in `num_modes` modes."""
     tasks: list[list[Task]] = [[] for _ in range(n_budgets)]
     for number, prompt in enumerate(prompts):
-        for slot_turn in range(num_modes * number, num_modes * (number + 1)):
-            tasks[slot_turn % n_budgets].append((prompt, MODES[slot_turn % len(MODES)]))
+        for turn in range(num_modes * number, num_modes * (number + 1)):
+            tasks[turn % n_budgets].append((prompt, MODES[turn % len(MODES)]))
     return [some for some in tasks if some]
 
 
 def generate(llm: LLM, prompt: Prompt, mode: Mode, max_tokens: int, **more: Any) -> list[int]:
-    """Token ids of one text; of a second turn those of both."""
+    """Return the token ids of one output; for a second turn those of both turns."""
     keywords: dict[str, Any] = {"max_tokens": max_tokens, **more}
     if mode.kind == BEAMS:
         keywords["num_beams"] = N_BEAMS
@@ -114,8 +114,8 @@ def generate(llm: LLM, prompt: Prompt, mode: Mode, max_tokens: int, **more: Any)
 
 
 def reference(load: Mapping[str, Any], tasks: Sequence[Task], n: int) -> Outputs:
-    """Every text once, one token per pass, with the model in memory; second turns without any
-    key of the first."""
+    """Decode every output once, plainly, with the model in memory; second turns without a cached
+    prefix."""
     import specdec
 
     outputs: Outputs = {}
@@ -132,7 +132,7 @@ def reference(load: Mapping[str, Any], tasks: Sequence[Task], n: int) -> Outputs
 def decode(
     load: Mapping[str, Any], tasks: Sequence[Task], n: int
 ) -> Iterator[tuple[Prompt, Mode, list[int]]]:
-    """Decode every task in turn within one load, and the last prompt again after another."""
+    """Decode every task within one load, and the last prompt again after reloading."""
     import specdec
 
     with tempfile.TemporaryDirectory() as folder:
@@ -144,48 +144,48 @@ def decode(
                 yield prompt, mode, generate(llm, prompt, mode, n, spec=spec)
         last = tasks[-1][0]
         with specdec.load(**load) as llm:
-            yield last, Mode(RESTORED, GREEDY), generate(llm, last, MODES[0], n)
+            yield last, Mode(FROM_CACHE_FILE, GREEDY), generate(llm, last, MODES[0], n)
 
 
 @app.command()
 def main(
-    target: Annotated[str, typer.Argument(help="As `specdec run -m` takes it.")],
-    draft: Annotated[str, typer.Argument(help="As `specdec run -md` takes it.")],
+    target: Annotated[str, typer.Argument(help="Model, as for `specdec run -m`.")],
+    draft: Annotated[str, typer.Argument(help="Draft model, as for `specdec run -md`.")],
     memory_budgets: Annotated[str, typer.Option("--memory-budgets", metavar="SIZE,...")],
     prompts: options.Prompts = BUILT_IN,
     n_prompts: options.NPrompts = 16,
     max_tokens: options.MaxTokens = 64,
-    modes_per_prompt: Annotated[int, typer.Option("--ways-per-prompt", min=1, max=len(MODES))] = 1,
+    modes_per_prompt: Annotated[int, typer.Option("--modes-per-prompt", min=1, max=len(MODES))] = 1,
     ctx_size: Annotated[int, typer.Option("-c", "--ctx-size")] = 1024,
 ) -> None:
-    """Compare sequences decoded in many ways with plain decoding in memory."""
+    """Compare sequences decoded in many modes with plain decoding in memory."""
     load = {"model": target, "draft_model": draft, "ctx_size": ctx_size, "exact": "on"}
     budgets = memory_budgets.split(",")
     tasks = tasks_of(read_prompts(prompts, n_prompts), len(budgets), modes_per_prompt)
     last = [(some[-1][0], MODES[0]) for some in tasks]
-    requested = reference(load, [item for some in (*tasks, last) for item in some], max_tokens)
+    expected = reference(load, [task for some in (*tasks, last) for task in some], max_tokens)
     result: dict[tuple[str, str], Equal] = defaultdict(Equal)
     for budget, some in zip(budgets, tasks, strict=False):
         streamed = {**load, "memory_budget": budget}
         for prompt, mode, ids in decode(streamed, some, max_tokens):
-            text = requested[prompt.name, mode.kind]
-            result[mode.name, budget].add(text, ids)
-            at = first_mismatch(text, ids)
+            reference_ids = expected[prompt.name, mode.kind]
+            result[mode.name, budget].add(reference_ids, ids)
+            at = first_mismatch(reference_ids, ids)
             verdict = "equal" if at is None else f"differs from token {at} on"
             _say(f"{budget}: {prompt.name}, {mode.name}: {verdict}")
     typer.echo(text_of([table(result)]))
-    n_different = sum(item.n_tokens - item.n_equal for item in result.values())
+    n_different = sum(equal.n_tokens - equal.n_equal for equal in result.values())
     if n_different:
         raise OutputsDiffer(f"{n_different} tokens are not the reference's: please report it")
 
 
 def table(result: Mapping[tuple[str, str], Equal]) -> Table:
-    """A row for each way and budget."""
+    """Return a row for each mode and budget."""
     rows = [
         (mode, budget, str(item.num_seqs), str(item.n_tokens), percent_equal(_match(item)))
         for (mode, budget), item in sorted(result.items())
     ]
-    return Table("Texts", ("mode", "budget", "outputs", "tokens", "equal"), tuple(rows))
+    return Table("Outputs", ("mode", "budget", "outputs", "tokens", "equal"), tuple(rows))
 
 
 def _match(item: Equal) -> float:

@@ -1,10 +1,10 @@
-"""Are a streamed model's logits, bit for bit, those of the same model held in memory?
+"""Check that a streamed model's logits are bit for bit those of the same model in memory.
 
     python -m bench.checks.identity MODEL --memory-budget 3.5GiB
 
-Runs the same passes twice, a prompt, a tree and what follows a commit and a rollback: first
+Runs the same passes twice (a prompt, a tree, a token after a commit and after a rollback): first
 streamed within the budget, then with the whole model in memory in the layout of its file (which
-takes as much memory as the model). Prints the passes and exits with 1 where a bit differs.
+takes as much memory as the model). Prints the passes and exits with 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class NotStreamed(SpecdecError):
-    """The comparison would be of a model with itself."""
+    """Nothing streams, so that the comparison would be of a model with itself."""
 
 
 def passes(target: Backend, prompt_ids: list[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """(name, logits) of passes with one row, several rows, a tree, and a rollback."""
+    """Yield (name, logits) of passes over a prompt, a tree, and after a commit and a rollback."""
     kv = target.new_sequence()
     yield f"prompt of {len(prompt_ids)} tokens", kv.prefill(prompt_ids)
     chain = [(7 * i + 11) % target.vocab_size for i in range(N_NODES)]
@@ -47,7 +47,7 @@ def passes(target: Backend, prompt_ids: list[int]) -> Iterator[tuple[str, NDArra
 
 
 def record(load: dict[str, Any], *, streamed: bool) -> list[tuple[str, NDArray[np.float32]]]:
-    """The passes of one loaded model."""
+    """Return the passes of one loaded model."""
     import specdec
 
     with specdec.load(spec_type="ngram", num_draft_tokens=N_NODES, **load) as llm:
@@ -58,7 +58,7 @@ def record(load: dict[str, Any], *, streamed: bool) -> list[tuple[str, NDArray[n
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Argument(help="A model as `specdec run -m` takes it.")],
+    model: Annotated[str, typer.Argument(help="Model, as for `specdec run -m`.")],
     memory_budget: Annotated[str, typer.Option("--memory-budget", help="Of the streamed run.")],
     ctx_size: Annotated[int, typer.Option("-c", "--ctx-size")] = 512,
 ) -> None:

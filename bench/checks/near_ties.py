@@ -1,10 +1,10 @@
-"""Is a difference between two greedy decodings only a near tie?
+"""Check whether a difference between two greedy decodings is only a near tie.
 
-For targets that are not exact to the bit (--exact off, and GPUs): their sums of one row and of many
-rows may have different orders, so a token's logits depend a little on what else was in its pass.
-Where the best two tokens are closer than that drift, either may win, with or without a draft. This
-measures both figures at the first difference of a pair of decodings. An exact target has no drift:
-there every difference is an error (bench/checks/equal_outputs.py).
+For targets that are not batch-invariant (--exact off, and GPUs): sums over one token and over many
+may have different orders, so a token's logits depend a little on the other tokens of its pass. If
+the best two tokens are closer than that drift, either may win, with or without a draft. This
+measures gap and drift at the first difference of a pair of decodings. An exact target has no
+drift: there every difference is an error (bench/checks/equal_outputs.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BATCH_SIZES = (1, 8, 64)
 
 @dataclass(frozen=True)
 class NearTie:
-    """Two decodings part at token `position` of the output."""
+    """First difference of two decodings, at token `position` of the output."""
 
     position: int
     tokens: tuple[int, int]
     gap: float
-    """Distance of the two tokens' logits in a pass of one row."""
+    """Distance of the two tokens' logits in a pass of one token."""
     drift: float
-    """Largest difference of any logit between passes that differ in their other rows only."""
+    """Largest difference of any logit between passes that differ in their other tokens only."""
 
     @property
     def is_explained(self) -> bool:
@@ -44,10 +44,10 @@ class NearTie:
 def examine(
     target: Backend, prompt_ids: Sequence[int], left: Sequence[int], right: Sequence[int]
 ) -> NearTie | None:
-    """Look at the first difference of two continuations; None when there is none.
+    """Return the first difference of two continuations; None when there is none.
 
-    Runs the text up to the difference in passes of 1, 8 and 64 rows, or as many as the target has
-    room for, and once as a prompt.
+    Runs the sequence up to the difference in passes of 1, 8 and 64 tokens, or as many as the
+    target's KV cache has slots for, and once as a prompt.
     """
     position = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
     if position is None:
@@ -61,7 +61,7 @@ def examine(
 
 
 def _rows(target: Backend, prefix: Sequence[int]) -> list[NDArray[np.float32]]:
-    """Logits after `prefix` from passes of different sizes, that of one row first."""
+    """Return logits after `prefix` from passes of different sizes, of one token first."""
     kv = target.new_sequence()
     as_prompt = kv.prefill(prefix)
     kv.rollback(len(prefix) - 1)

@@ -1,1 +1,1 @@
-"""The `specdec-bench` command, one file for each of its commands."""
+"""Commands of `specdec-bench`, one file for each."""

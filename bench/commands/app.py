@@ -52,7 +52,7 @@ app.command("report")(with_options(report_command))
 
 @app.command(context_settings=_PASSED_ON)
 def synth(context: typer.Context) -> None:
-    """Grow a small model to any size; its text stays the same."""
+    """Grow a small model to any size; its output stays the same."""
     _pass_on("synth", "bench.commands.synth", "synth_command", context.args)
 
 
@@ -69,16 +69,16 @@ def root(context: typer.Context) -> None:
 
 
 def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None:
-    """Run a command that lives in a module of its own, imported only now (it needs torch)."""
-    item = typer.Typer(
+    """Run a command of a module that is imported only now, for it needs torch."""
+    command_app = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    item.command()(with_options(getattr(importlib.import_module(module), function)))
-    raise typer.Exit(run_app(item, f"{NAME} {name}", argv))
+    command_app.command()(with_options(getattr(importlib.import_module(module), function)))
+    raise typer.Exit(run_app(command_app, f"{NAME} {name}", argv))
 
 
 def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
-    """Run the command line, by which `name` it calls itself, and return its exit code."""
+    """Run the command line under this name and return its exit code."""
     return run_app(app, name, sys.argv[1:] if argv is None else argv)

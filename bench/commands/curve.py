@@ -1,4 +1,4 @@
-"""`specdec-bench curve`: what a pair of any acceptance rate would gain on this machine."""
+"""`specdec-bench curve`: the speedup of any acceptance rate on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rates = Annotated[
 Sizes = Annotated[
     str, typer.Option("--sizes", metavar="N,N,...", help="Draft tokens of the chains.")
 ]
-GuessSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the guesses.")]
+GuessSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the simulated drafts.")]
 
 
 def curve_command(
@@ -38,7 +38,7 @@ def curve_command(
     output_file: options.OutputFile = None,
     log: options.Log = None,
 ) -> None:
-    """Speedup against acceptance rate, with a drafter of known accuracy."""
+    """Measure speedup against acceptance rate, with a drafter of known accuracy."""
     from bench.checks.equal_outputs import check_equal_outputs
     from bench.decode.curve import CurveError, CurveSettings, CurveSpec, run_curve
     from bench.process.results import CURVE
@@ -53,16 +53,16 @@ def curve_command(
     result = run_curve(spec, ["specdec-bench", *context.obj.argv], enforce=enforce)
     show(CURVE, result, output, output_file)
     check_equal_outputs(result["records"])
-    n_unexplained = sum(not item.get("explained", True) for item in result["differences"])
+    n_unexplained = sum(not tie.get("explained", True) for tie in result["differences"])
     if n_unexplained:
         raise CurveError(
-            f"{n_unexplained} of {result['n_texts']} sequences are not those of plain decoding, by "
-            "more than a near tie: this should not happen, please report it"
+            f"{n_unexplained} of {result['num_seqs']} sequences differ from plain decoding by more "
+            "than a near tie: this should not happen, please report it"
         )
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Different numbers above 0 and at most 1. Raises UsageMistake."""
+    """Return distinct numbers above 0 and at most 1. Raises UsageMistake."""
     result = []
     for part in text.split(","):
         try:
@@ -78,7 +78,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Different counts from 1 to MAX_DRAFT_TOKENS. Raises UsageMistake."""
+    """Return distinct counts from 1 to MAX_DRAFT_TOKENS. Raises UsageMistake."""
     result = []
     for part in map(str.strip, text.split(",")):
         is_count = part.isascii() and part.isdigit() and len(part) < 10

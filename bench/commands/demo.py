@@ -1,4 +1,4 @@
-"""`specdec-bench demo`, which `specdec demo` becomes: the speedup on this machine, at once."""
+"""`specdec-bench demo`, which `specdec demo` runs: the speedup on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def demo_command(
     ] = "auto",
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Where to put the target.", show_default="the cache folder"),
+        typer.Option("--dir", help="Folder for the target.", show_default="the cache folder"),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the grown target.")] = False,
     format: Annotated[
         str, typer.Option("--format", metavar="hf|gguf", help="Format of the target and draft.")
     ] = "hf",
 ) -> None:
-    """A grown target of at least twice its budget, plain against speculative; about two minutes."""
+    """Compare plain and speculative decoding of a grown target of at least twice its budget."""
     from bench.checks.equal_outputs import check_equal_outputs, percent_equal
     from bench.demo import run_demo, text_of_first_prompt
     from bench.process.results import SPEEDUP
@@ -39,6 +39,6 @@ def demo_command(
     typer.echo(text_of_first_prompt(result))
     show(SPEEDUP, result, "table", None)
     equal, seconds = percent_equal(result["token_match"]), time.monotonic() - started
-    reported = f"tokens equal {equal}, {seconds:.0f} s in all"
-    typer.echo(labelled([("demo", reported)], VERDICT_WIDTH)[0])
+    summary = f"tokens equal {equal}, {seconds:.0f} s in all"
+    typer.echo(labelled([("demo", summary)], VERDICT_WIDTH)[0])
     check_equal_outputs(result["records"])

@@ -1,4 +1,4 @@
-"""`specdec-bench experts`: what memory for experts is worth."""
+"""`specdec-bench experts`: decoding speed against memory for experts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def experts_command(
     ] = None,
     output_file: options.OutputFile = None,
 ) -> None:
-    """A mixture of experts by memory budget: plain tokens/s, and how often experts are found."""
+    """Measure a mixture of experts by memory budget: plain tokens/s and expert cache hits."""
     from bench.process.provenance import collect
     from bench.process.results import write_json
 
@@ -90,10 +90,10 @@ def experts_command(
 
 def _check_drafting(keywords: dict[str, Any]) -> None:
     if not keywords.get("draft_model"):
-        raise UsageMistake("--trees compares what a draft is worth: give one with -md")
+        raise UsageMistake("--trees compares sizes of drafts: give one with -md")
     if keywords.get("num_draft_tokens") is not None:
         raise UsageMistake("--trees and --draft-max say the same: give one of them")
-    # The plan may think nothing of the draft; here it is loaded all the same.
+    # The plan may reject the draft; here it is loaded all the same.
     keywords["spec_type"] = keywords.get("spec_type") or "draft,ngram"
 
 
@@ -109,13 +109,13 @@ def _check_mixture(keywords: dict[str, Any], memory_budget: int) -> None:
 def _measure(
     load: dict[str, Any], outputs: list[str], max_tokens: int, sizes: list[int | None]
 ) -> dict[str, Any]:
-    """One budget."""
+    """Measure one budget."""
     from bench.experts import depths, hits
 
     model = Path(load["model"])
     if sizes:
         result = depths.measure_budget(depths.DepthsSpec(load, outputs, max_tokens, sizes), model)
-        best = max(item["tokens_per_second"] for item in result["depths"])
+        best = max(depth["tokens_per_second"] for depth in result["depths"])
     else:
         result = hits.measure_budget(hits.HitsSpec(load, outputs, max_tokens), model)
         best = result["tokens_per_second"]
@@ -129,10 +129,10 @@ def _tables(rows: list[dict[str, Any]]) -> list[Table]:
             Table(
                 "Sizes of trees",
                 ("tree", *headings(_DEPTH_COLUMNS)),
-                tuple((_tree(item), *cells(item, _DEPTH_COLUMNS)) for item in row["depths"]),
+                tuple((_tree(depth), *cells(depth, _DEPTH_COLUMNS)) for depth in row["depths"]),
                 about=(
                     f"{format_bytes(row['memory_budget'])}, {row['share_held']:.1%} of all experts "
-                    f"in memory; sequences {'equal' if row['texts_equal'] else 'NOT EQUAL'}",
+                    f"in memory; sequences {'equal' if row['outputs_equal'] else 'NOT EQUAL'}",
                 ),
             )
             for row in rows

@@ -1,4 +1,4 @@
-"""`specdec-bench peers`: should I use this? Answered on the user's own machine and model."""
+"""`specdec-bench peers`: comparison with other programs on the user's machine and model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PeerMemory = Annotated[
     str | None,
     typer.Option(
         "--peer-cpu-memory",
-        help="Weights that the peer keeps in memory, e.g. 2GiB.",
+        help="Memory for the peer's weights, e.g. 2GiB.",
         show_default="the fastest of several",
     ),
 ]
@@ -89,7 +89,7 @@ def peers_command(
     output: options.Output = "table",
     output_file: options.OutputFile = None,
 ) -> None:
-    """specdec against other programs: same weights, prompts, threads and memory limit."""
+    """Compare specdec with other programs: same weights, prompts, threads and memory limit."""
     from bench.checks.equal_outputs import check_equal_outputs
     from bench.peers.compare import compare
     from bench.peers.runs import settings_for
@@ -145,10 +145,10 @@ def parse_peers(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def parse_interpreters(outputs: Sequence[str], names: Sequence[str]) -> dict[str, Interpreter]:
-    """Of NAME=PYTHON, the interpreter for each NAME, which must be among `names`."""
+def parse_interpreters(arguments: Sequence[str], names: Sequence[str]) -> dict[str, Interpreter]:
+    """Parse NAME=PYTHON arguments; each NAME must be among `names`."""
     result: dict[str, Interpreter] = {}
-    for text in outputs:
+    for text in arguments:
         name, _, path = text.partition("=")
         if not path:
             raise UsageMistake(
@@ -169,7 +169,7 @@ def parse_interpreters(outputs: Sequence[str], names: Sequence[str]) -> dict[str
 def all_weights(
     model: str, draft: str | None, other_model: str | None, other_draft: str | None
 ) -> list[Weights]:
-    """The model in one format or in both, each with its draft."""
+    """Return the model in one format or in both, each with its draft."""
     if other_model is None and other_draft is not None:
         raise UsageMistake("--other-draft goes with --other-model, which was not given")
     first = Weights.named(model, draft)
@@ -178,8 +178,8 @@ def all_weights(
     if other_draft is None and isinstance(first.draft, str):
         other_draft = first.draft
     elif other_draft is None and draft is not None and draft.startswith(PAIR_PREFIX):
-        requested = GGUF if first.format == HF else HF
-        other_draft = draft.removesuffix(".gguf") + (".gguf" if requested == GGUF else "")
+        other_format = GGUF if first.format == HF else HF
+        other_draft = draft.removesuffix(".gguf") + (".gguf" if other_format == GGUF else "")
     second = Weights.named(other_model, other_draft)
     if second.format == first.format:
         raise UsageMistake(

@@ -1,4 +1,4 @@
-"""`specdec-bench policy`: the automatic size of trees against fixed ones."""
+"""`specdec-bench policy`: automatic against fixed sizes of trees."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def policy_command(
         typer.Option(
             "--sizes",
             metavar="NxD,NxD,...",
-            help="Fixed trees: draft tokens x levels[:on|off] (drafting ahead).",
+            help="Fixed trees: draft tokens x depth[:on|off] (parallel drafting).",
         ),
     ] = "2x2,4x4,8x4,8x8,16x8,32x8,64x16",
     with_plain: Annotated[
         bool,
-        typer.Option("--plain/--no-plain", help="Also plain decoding, which may take long."),
+        typer.Option("--plain/--no-plain", help="Also decode plainly, which may take long."),
     ] = True,
     prompts: options.Prompts = BUILT_IN,
     n_prompts: options.NPrompts = 2,
@@ -37,7 +37,7 @@ def policy_command(
     output_file: options.OutputFile = None,
     log: options.Log = None,
 ) -> None:
-    """The automatic size of trees against fixed ones, in one process."""
+    """Compare the automatic size of trees with fixed ones, in one process."""
     from bench.checks.equal_outputs import check_equal_outputs
     from bench.decode.modes import parse_sizes
     from bench.decode.policy import run_policy

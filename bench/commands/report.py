@@ -27,11 +27,11 @@ def report_command(
         typer.Option(
             "--within",
             min=0.0,
-            help="Of two runs of peers: percent that a ratio may differ by; else exit code 1.",
+            help="For two runs of peers: percent that a ratio may differ by; else exit code 1.",
         ),
     ] = None,
 ) -> None:
-    """One self-contained HTML page with tables and plots, and the plots as PNG files."""
+    """Write a self-contained HTML page with tables and plots, and the plots as PNG files."""
     from bench.process.results import read_all
     from bench.report.page import agreement_of, write_report
     from bench.report.programs import agreement_table
@@ -41,10 +41,10 @@ def report_command(
     several = read_all(results)
     for path in write_report(several, output_file):
         typer.echo(path)
-    result = agreement_of(several)
-    if result:
-        typer.echo(text_of([agreement_table(result)]))
+    agreements = agreement_of(several)
+    if agreements:
+        typer.echo(text_of([agreement_table(agreements)]))
     elif within is not None:
         raise UsageMistake("--within compares two runs of peers with programs in common: give both")
-    if within is not None and max(item.difference for item in result) > within / 100:
+    if within is not None and max(agreement.difference for agreement in agreements) > within / 100:
         raise typer.Exit(1)

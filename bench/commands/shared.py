@@ -1,4 +1,4 @@
-"""What the commands that measure begin and end with."""
+"""Shared start and end of the commands that measure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def check_enforced(load: RunOptions, enforce: bool) -> None:
 def model_and_prompts(
     load: dict[str, Any], prompts: Path, n_prompts: int
 ) -> tuple[dict[str, Any], list[Prompt]]:
-    """These keywords of `specdec.load` with the model's own path, and the file's first prompts.
+    """Return the keywords of `specdec.load` with the model's path, and the file's first prompts.
 
-    Raises UsageMistake for a prompt that leaves no room in the context.
+    Raises UsageMistake for a prompt that fills the context.
     """
     from bench.prompts.lengths import refuse_long
     from bench.prompts.workloads import read_prompts
@@ -37,7 +37,7 @@ def model_and_prompts(
 
 
 def show(kind: str, result: dict[str, Any], output: str, output_file: Path | None) -> None:
-    """Keep a result of one kind (`bench.process.results`) in its file, and print it."""
+    """Write a result of one kind (`bench.process.results`) to its file, and print it."""
     from bench.process.results import write_json
     from bench.report.tables import tables
     from bench.table import text_of

@@ -12,7 +12,7 @@ from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN
 from specdec.cli.groups import LOAD, Load, Sampling
 
-# Refused, with the command that took its place.
+# Refused with the name of the command that replaced it.
 Peer = Annotated[
     str | None,
     typer.Option("--peer", "--peer-prompts", "--peer-tokens", "--peer-cpu-memory", hidden=True),
@@ -33,7 +33,7 @@ def speedup_command(
     output_file: options.OutputFile = None,
     log: options.Log = None,
 ) -> None:
-    """Plain streamed decoding against speculative decoding of the same target."""
+    """Compare plain streamed decoding with speculative decoding of the same target."""
     from bench.checks.equal_outputs import check_equal_outputs
     from bench.decode.measure import MeasureSpec
     from bench.decode.speedup import run_speedup

@@ -1,4 +1,4 @@
-"""`specdec-bench sweep`: how budget, storage and tree size make the speed."""
+"""`specdec-bench sweep`: speed against budget, storage speed and tree size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 STORAGE_SPEEDS = {"sd-card": 90.0, "sata": 500.0, "ufs-3.1": 1500.0, "full": None}
-"""MB/s that reads are held to, by name."""
+"""Named limits of reads in MB/s."""
 
 Budgets = Annotated[
     str,
@@ -53,7 +53,7 @@ Prediction = Annotated[
     bool,
     typer.Option(
         "--prediction",
-        help="Hold the plan to what it says of seconds per pass and tokens per second.",
+        help="Compare the plan's seconds per pass and tokens per second with measured ones.",
     ),
 ]
 Reference = Annotated[
@@ -66,7 +66,7 @@ Reference = Annotated[
 ]
 Lines = Annotated[
     Path,
-    typer.Option("-o", "--output-file", help="JSON Lines; what it holds is not measured again."),
+    typer.Option("-o", "--output-file", help="JSON Lines; its settings are not measured again."),
 ]
 
 
@@ -87,7 +87,7 @@ def sweep_command(
     prediction: Prediction = False,
     reference: Reference = None,
 ) -> None:
-    """Budgets x storage speeds x tree sizes; interrupted, it goes on where it was."""
+    """Measure budgets x storage speeds x tree sizes; the same command resumes."""
     from bench.checks.equal_outputs import check_equal_outputs
     from bench.peers.registry import Weights
     from bench.peers.runs import settings_for
@@ -149,7 +149,7 @@ def sweep_command(
 
 
 def parse_speeds(text: str) -> list[float | None]:
-    """MB/s; None is the storage's own speed."""
+    """Return speeds in MB/s; None is the storage's own speed."""
     speeds: list[float | None] = []
     for name in text.split(","):
         if name in STORAGE_SPEEDS:
@@ -167,12 +167,12 @@ def parse_speeds(text: str) -> list[float | None]:
 
 
 def parse_trees(text: str) -> list[int | None]:
-    """Draft tokens per pass; None is auto."""
+    """Return draft tokens per pass; None is auto."""
     return list(dict.fromkeys(parse_num_draft_tokens(item, "--trees") for item in text.split(",")))
 
 
 def parse_budgets(text: str) -> list[int]:
-    """Bytes, in the order given; empty for "auto"."""
+    """Return bytes, in the order given; empty for "auto"."""
     if text == "auto":
         return []
     try:
@@ -185,7 +185,7 @@ def parse_budgets(text: str) -> list[int]:
 
 
 def find_budgets(load: Load) -> list[int]:
-    """Bytes, as the planner sees the models on this machine now."""
+    """Return the budgets in bytes that the planner finds for the models on this machine."""
     from bench.peers.sweep import auto_budgets
     from specdec.planning.plan import plan_run
 
@@ -194,7 +194,7 @@ def find_budgets(load: Load) -> list[int]:
 
 
 def describe(setting: Any, line: dict[str, Any] | None) -> str:
-    """One line for people: the setting and what came of it."""
+    """Return a line for the terminal: the setting and its result."""
     speed, tree = setting.storage_mbps, setting.num_draft_tokens
     text = format_bytes(setting.memory_budget_bytes)
     text += ", full speed" if speed is None else f", {speed:g} MB/s"
@@ -208,7 +208,7 @@ def describe(setting: Any, line: dict[str, Any] | None) -> str:
 
 @contextmanager
 def _progress(n_settings: int) -> Iterator[Any]:
-    """A bar with the time left, and a line for each setting, on stderr."""
+    """Show a bar with the time left, and a line for each setting, on stderr."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -240,7 +240,7 @@ def _progress(n_settings: int) -> Iterator[Any]:
 
 
 def count_setting(bar: Progress, task: TaskID, is_measured: bool) -> None:
-    """One more is done; what was there took no time, and says nothing of the time left."""
+    """Advance the bar; a setting that was in the file must not change the estimated time left."""
     if is_measured:
         bar.advance(task)
     else:

@@ -40,7 +40,7 @@ def synth_command(
         typer.Option(
             "--like",
             metavar="NAME",
-            help=f"Shape to take: {', '.join(SHAPES)}; of mixtures {', '.join(MIXTURES)}.",
+            help=f"Shape to take: {', '.join(SHAPES)}; for mixtures {', '.join(MIXTURES)}.",
         ),
     ] = None,
     size: Annotated[
@@ -65,17 +65,17 @@ def synth_command(
         str | None,
         typer.Option(
             metavar="TYPE",
-            help=f"Of the weights. hf: {', '.join(_DTYPES['hf'])}; "
+            help=f"Type of the weights. hf: {', '.join(_DTYPES['hf'])}; "
             f"gguf: {', '.join(_DTYPES['gguf'])}.",
             show_default="bf16 for hf, q4_0 for gguf",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the checkpoint or GGUF file at PATH.")
     ] = False,
 ) -> None:
-    """Grow a small model to a large one's bytes, FLOPs and shapes; its text stays the same."""
+    """Grow a small model to a large one's bytes, FLOPs and shapes; its output stays the same."""
     dtype = _check_dtype(format, dtype)
     if like is None and size is None:
         size = DEFAULT_SIZE
@@ -83,7 +83,7 @@ def synth_command(
     n_bytes = parse_bytes(size) if size else None
     (refuse_gguf_file if format == "gguf" else refuse_folder)(out.expanduser(), force)
 
-    # Takes its time: a mistyped option should not have to wait for it.
+    # Slow imports, after the options were checked.
     from bench.synth.checkpoint import grow
     from bench.synth.gguf import grow_gguf
     from bench.synth.layouts import LAYOUTS
@@ -114,7 +114,7 @@ def synth_command(
 
 
 def _check_dtype(format: str, dtype: str | None) -> str:
-    """The type of the weights under its first name; the format's own by default."""
+    """Return the canonical name of the type of the weights; by default the format's first."""
     if format not in _DTYPES:
         raise SynthError(f"unknown format {format!r}; known: {', '.join(_DTYPES)}")
     known = _DTYPES[format]

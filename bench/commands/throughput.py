@@ -1,4 +1,4 @@
-"""`specdec-bench throughput`: tokens per second against the number of sequences at once."""
+"""`specdec-bench throughput`: tokens per second against the number of running sequences."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _COLUMNS: Columns = (
     ("tokens/s", "tokens_per_second", "{:.2f}", 1.0),
     ("roofline", "roofline", "{:.2f}", 1.0),
     ("GB/token", "bytes_per_token", "{:.3f}", 1e9),
-    ("tokens/pass of a text", "tokens_per_pass_of_a_text", "{:.2f}", 1.0),
-    ("texts that differ", "n_different_texts", "{:.0f}", 1.0),
+    ("tokens/pass of a sequence", "tokens_per_pass_of_a_sequence", "{:.2f}", 1.0),
+    ("sequences that differ", "n_different_outputs", "{:.0f}", 1.0),
     ("peak GiB", "peak_memory_bytes", "{:.2f}", 2.0**30),
 )
 
@@ -29,14 +29,14 @@ def throughput_command(
     load: Load,
     sampling: Sampling,
     counts: Annotated[
-        str, typer.Option("--texts", metavar="N,N,...", help="Texts computed at a time.")
+        str, typer.Option("--sequences", metavar="N,N,...", help="Sequences in one pass.")
     ] = "1,2,4,8,16,32",
     modes: Annotated[
-        str, typer.Option("--modes", help="plain: a row for each text; speculative.")
+        str, typer.Option("--modes", help="plain: a token per sequence in each pass; speculative.")
     ] = "plain,speculative",
     min_prompts: Annotated[
         int,
-        typer.Option("--least-prompts", min=1, help="Of few sequences at a time, so many in all."),
+        typer.Option("--min-prompts", min=1, help="Minimum number of prompts in all, in groups."),
     ] = 2,
     prompts: options.Prompts = BUILT_IN,
     max_tokens: options.MaxTokens = 64,
@@ -44,7 +44,7 @@ def throughput_command(
     ignore_eos: options.IgnoreEos = False,
     output_file: options.OutputFile = None,
 ) -> None:
-    """Tokens per second of many sequences in one pass; a prompt's text is the same in every one."""
+    """Measure tokens per second by number of sequences, and check that outputs are equal."""
     from bench.decode.throughput import (
         ThroughputSpec,
         refuse_differences,
@@ -78,11 +78,11 @@ def throughput_command(
     if output_file is not None:
         write_json(result, output_file)
     rows = tuple(
-        (f"{row['n_texts']} {row['mode']}", *cells(row, _COLUMNS)) for row in result["rows"]
+        (f"{row['num_seqs']} {row['mode']}", *cells(row, _COLUMNS)) for row in result["rows"]
     )
     table = Table(
-        "Texts at once",
-        ("outputs", *headings(_COLUMNS)),
+        "Throughput",
+        ("sequences", *headings(_COLUMNS)),
         rows,
         notes=tuple(summarise(result["rows"])),
     )

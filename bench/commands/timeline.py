@@ -19,7 +19,7 @@ def timeline_command(
     sampling: Sampling,
     picture: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="PNG", help="Where to draw the picture."),
+        typer.Option("-o", "--output", metavar="PNG", help="PNG file of the picture."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -29,9 +29,9 @@ def timeline_command(
     ] = None,
     prompts: Prompts = BUILT_IN,
     max_tokens: options.MaxTokens = 32,
-    rounds: Annotated[
+    steps: Annotated[
         int,
-        typer.Option("--rounds", min=0, help="Rounds to draw, from the middle; 0 draws all."),
+        typer.Option("--steps", min=0, help="Steps to draw, from the middle; 0 draws all."),
     ] = 3,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     ignore_eos: IgnoreEos = False,
@@ -50,7 +50,7 @@ def timeline_command(
         {**sampling_keywords(max_tokens, ignore_eos, sampling), "speculative": not plain},
         picture,
         trace,
-        rounds,
+        steps,
         ["specdec-bench", *context.obj.argv],
     )
     typer.echo("\n".join(lines))

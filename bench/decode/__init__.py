@@ -1,1 +1,1 @@
-"""How fast decoding is, with and without a draft."""
+"""Measurements of decoding speed, with and without a draft."""

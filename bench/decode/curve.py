@@ -1,13 +1,13 @@
 """Speedup curves: real passes of a real target, and a drafter whose accuracy is known.
 
-A speedup depends on the machine, on the target and on how often the draft is right. The first two
-are measured here, the third is set, so that readers can place a pair of their own:
+A speedup depends on the machine, on the target and on the acceptance rate of the draft. The first
+two are measured here, the third is set, so that readers can place a pair of their own:
 
     python -m bench.decode.curve SPEC.json RESULT.json
 
-For every prompt the target first decodes plainly: that text is what the drafter knows. Then, for
-every rate, plain decoding and chains of every length take turns, which begin with another one each
-time, so that a drift of the storage's speed falls on all of them.
+For every prompt the target first decodes plainly: the drafter knows that output. Then, for every
+rate, plain decoding and chains of every length take turns, beginning with another one each time,
+so that a drift of the storage's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specdec.metrics.stats import GenerationStats
 
 _PLAIN = 0  # draft tokens
-_PLAIN_SHARE = 4  # plain decoding has no luck to average out: a part of the text will do
+_PLAIN_SHARE = 4  # plain decoding has no variance to average out: part of the tokens will do
 _MIN_PLAIN_TOKENS = 9
 
 
@@ -46,25 +46,25 @@ class CurveError(SpecdecError):
 
 @dataclass(frozen=True)
 class CurveSettings:
-    """What to measure."""
+    """Settings of a curve."""
 
     rates: tuple[float, ...]
     """Probabilities that a draft token is right."""
     lengths: tuple[int, ...]
     """Draft tokens of a chain."""
     max_tokens: int = 64
-    """Of each decoding with a draft, which ends with the round that reaches them."""
+    """Tokens of each decoding with a draft, which ends with the step that reaches them."""
     ignore_eos: bool = False
     seed: int = 0
-    """Of the guesses."""
+    """Seed of the simulated drafts."""
 
     @property
     def text_tokens(self) -> int:
-        """Of the text that the drafter knows: so many that no chain is cut off."""
+        """Length of the output that the drafter knows, so that no chain is cut off."""
         return self.max_tokens + max(self.lengths)
 
     def requested_tokens(self, n_drafted: int) -> int:
-        """Of a decoding with so many draft tokens."""
+        """Return the tokens to decode with so many draft tokens."""
         if n_drafted != _PLAIN:
             return self.max_tokens
         return min(self.max_tokens, max(_MIN_PLAIN_TOKENS, self.max_tokens // _PLAIN_SHARE))
@@ -72,18 +72,18 @@ class CurveSettings:
 
 @dataclass(frozen=True)
 class CurveSpec:
-    """A measurement; written as JSON for the process that does it."""
+    """Specification of a measurement; written as JSON for the process that does it."""
 
     load: dict[str, Any]
     """Keywords of `specdec.load` without a draft; "model" is a local path."""
     prompts: list[Prompt]
     settings: CurveSettings
     log: str | None = None
-    """JSON lines, appended to as records are made."""
+    """JSON Lines file to which each record is appended."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> CurveSpec:
-        """From JSON."""
+        """Return the specification from JSON values."""
         settings = values["settings"]
         settings |= {name: tuple(settings[name]) for name in ("rates", "lengths")}
         prompts = [Prompt(**prompt) for prompt in values["prompts"]]
@@ -93,7 +93,7 @@ class CurveSpec:
 def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[str, Any]:
     """Measure in a process of its own, inside the memory budget if enforced.
 
-    The keys of `measure_curve`, and model, enforced, provenance.
+    Returns the keys of `measure_curve`, and model, enforced, provenance.
     """
     provenance = collect(argv, Path(spec.load["model"]))
     limit = spec.load["memory_budget"] if enforce else None
@@ -102,7 +102,7 @@ def run_curve(spec: CurveSpec, argv: Sequence[str], *, enforce: bool) -> dict[st
 
 
 def load_keywords(load: dict[str, Any], settings: CurveSettings) -> dict[str, Any]:
-    """For `specdec.load`: room for the longest chain, and no draft model."""
+    """Return keywords of `specdec.load`: capacity for the longest chain, and no draft model."""
     return {**load, "spec_type": ("ngram",), "num_draft_tokens": max(settings.lengths)}
 
 
@@ -115,19 +115,19 @@ def measure_curve(
 ) -> dict[str, Any]:
     """Measure with a loaded target (`specdec.load(**load_keywords(...))`).
 
-    log: JSON lines, where each record goes at once.
+    log: JSON Lines file to which each record is appended.
 
     Returns:
         the keys of `curve_figures.summarise`, and
-        is_exact        every text must be plain decoding's to the bit (`bench.checks.equal_outputs`)
-        differences     sequences that are not plain decoding's: prompt, rate, n_draft_tokens, position;
-                        where the target is not exact the rest of `near_ties.NearTie`
-        n_texts         that were compared
+        is_exact        outputs must be plain decoding's to the bit (`bench.checks.equal_outputs`)
+        differences     outputs that are not plain decoding's: prompt, rate, n_draft_tokens,
+                        position; for a target that is not exact also the near tie's fields
+        num_seqs        number of outputs that were compared
         plan, n_prompts, max_tokens, memory_budget_bytes
         records         `bench.process.results.Record`s with rate and n_draft_tokens (0: plain)
 
     Raises:
-        CurveError: a prompt and its text do not fit in the context.
+        CurveError: a prompt and its output do not fit in the context.
     """
     progress = _Progress(out, len(prompts) * len(settings.rates) * (1 + len(settings.lengths)))
     records: list[dict[str, Any]] = []
@@ -157,7 +157,7 @@ def measure_curve(
 
 
 class _Turns:
-    """One prompt: its text, and the decodings that repeat it."""
+    """One prompt: its plain output, and the decodings that repeat it."""
 
     def __init__(self, llm: LLM, prompt: Prompt, index: int, settings: CurveSettings) -> None:
         self._llm, self._prompt, self._index = llm, prompt, index
@@ -166,16 +166,16 @@ class _Turns:
         requested = len(self._prompt_ids) + settings.text_tokens
         if requested > llm.max_context:
             raise CurveError(
-                f"{prompt.name} takes {len(self._prompt_ids)} tokens and its text "
+                f"{prompt.name} takes {len(self._prompt_ids)} tokens and its output "
                 f"{settings.text_tokens} (-n and the longest chain), together more than the "
                 f"context of {llm.max_context}: give -c {requested}, shorter chains or a smaller -n"
             )
-        # All decodings, this first one too, take up the KV of the prompt from the one before.
+        # All decodings, this first one too, reuse the cached KV of the prompt.
         self._run(1, None, speculative=False)
         self._text, _ = self._run(settings.text_tokens, None, speculative=False)
 
     def order(self) -> list[tuple[float, int]]:
-        """(rate, draft tokens): rate by rate, beginning with another length each time."""
+        """Return (rate, draft tokens), rate by rate, beginning with another length each time."""
         lengths = [_PLAIN, *self._settings.lengths]
         modes = []
         for i, rate in enumerate(self._settings.rates):
@@ -184,7 +184,7 @@ class _Turns:
         return modes
 
     def warm_up(self) -> None:
-        """The first pass of the largest size pays for scratch memory."""
+        """Run a pass of the largest size, which allocates scratch memory."""
         self._decode(1.0, max(self._settings.lengths), num_requested=2)
 
     def decode(self, rate: float, n_drafted: int) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Turns:
         return {**asdict(record), "rate": rate, "n_draft_tokens": n_drafted}
 
     def differences(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The sequences that are not plain decoding's; where the target is not exact: near ties?"""
+        """Return the outputs that differ from plain decoding; with near ties if inexact."""
         known: dict[tuple[int, int], dict[str, Any]] = {}  # by position and token
         result = []
         for record in records:
@@ -208,7 +208,7 @@ class _Turns:
             if at is None:
                 continue
             where = {key: record[key] for key in ("prompt", "rate", "n_draft_tokens")}
-            if are_exact([record]):  # nothing explains it
+            if are_exact([record]):  # an error
                 result.append({**where, "position": at})
                 continue
             place = (at, tokens[at])
@@ -239,10 +239,9 @@ class _Turns:
     def _run(
         self, num_requested: int, text: Sequence[int] | None, **how: Any
     ) -> tuple[list[int], GenerationStats]:
-        """Decode at least so many tokens, greedily, unless the text ends.
+        """Decode at least so many tokens, greedily, unless the sequence ends.
 
-        Where it leaves the `text` of plain decoding, what follows is unknown to the drafter: that
-        is where it ends, too.
+        Also ends where it differs from `text`, the plain output: the drafter knows no further.
         """
         stream = self._llm.stream(
             self._prompt_ids,
@@ -261,7 +260,7 @@ class _Turns:
 
 
 class _Progress:
-    """A line for each decoding."""
+    """Printer of a line for each decoding."""
 
     def __init__(self, out: TextIO, n_total: int) -> None:
         self._out, self._n_total, self._n_done = out, n_total, 0

@@ -1,4 +1,4 @@
-"""From the records of a speedup curve to its points. Pure functions."""
+"""Points of a speedup curve from its records. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bench.results import efficiency, median_pass_seconds, pass_times_of
 from specdec.metrics.stats import ratio
 
 PLAIN_ROWS = 1
-"""A pass over the pending token alone."""
+"""Tokens of a plain pass: the pending token alone."""
 
 
 def standard_error(accuracy: float, n_drafted: int, n_passes: int) -> float:
-    """Of the mean of the tokens of so many passes over chains of known accuracy.
+    """Return the standard error of the mean tokens per pass over chains of known accuracy.
 
     E[X²] = Σ (2k - 1)·P(X ≥ k), and P(X ≥ k) = a^(k-1) for the k-th of at most n + 1 tokens.
     """
@@ -26,22 +26,22 @@ def standard_error(accuracy: float, n_drafted: int, n_passes: int) -> float:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The curve's points.
+    """Return the curve's points:
 
         points          for each rate and chain length:
-            rate, n_draft_tokens    asked for
-            accuracy                accepted / tried guesses: what the rate came out as
+            rate, n_draft_tokens    as requested
+            accuracy                accepted / tried guesses: the measured rate
             tokens_per_pass, expected_tokens_per_pass, standard_error (of the former's mean)
             tokens_per_second, speedup (over plain decoding in the turns of the same rate)
             predicted_speedup       expected tokens per pass · T(1) / T(N)
-            pass_seconds            T(N), median of the passes of N = n_draft_tokens + 1 rows
+            pass_seconds            T(N), median of the passes of N = n_draft_tokens + 1 tokens
             plain_pass_seconds      T(1) in the same turns
             efficiency              speedup / (tokens per pass · T(1) / T(N))
             passes
         best            for each rate, n_draft_tokens and speedup of the fastest chain
 
     Args:
-        records: of `bench.decode.curve.measure_curve`; n_draft_tokens is 0 for plain decoding.
+        records: those of `bench.decode.curve.measure_curve`; n_draft_tokens is 0 if plain.
     """
     points = []
     for rate in dict.fromkeys(record["rate"] for record in records):

@@ -1,9 +1,9 @@
-"""A drafter whose accuracy is known, because it knows the text: an instrument, not a method.
+"""Drafter of known accuracy, because it knows the output: an instrument, not a method.
 
-Where every guess is right with the same probability a, independently of all others, a pass over a
+If every guess is right with the same probability a, independently of all others, a pass over a
 chain of n draft tokens emits (1 - a^(n+1)) / (1 - a) tokens in expectation (Leviathan et al. 2023,
-equation 1). With this drafter that holds by construction, so real passes of a real target show what
-a pair with an acceptance rate of a would gain.
+equation 1). With this drafter that holds by construction, so real passes of a real target show the
+speedup of a pair with an acceptance rate of a.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.verification.tree import ROOT, DraftTree
 
 
 class AccuracyError(SpecdecError, ValueError):
-    """A probability that is none."""
+    """Invalid probability."""
 
 
 def check_accuracy(accuracy: float) -> None:
@@ -29,20 +29,20 @@ def check_accuracy(accuracy: float) -> None:
 
 
 def expected_tokens(accuracy: float, n_drafted: int) -> float:
-    """Per pass over a chain of so many draft tokens, each right with that probability."""
+    """Return the expected tokens per pass over a chain of so many draft tokens."""
     return sum(accuracy**i for i in range(n_drafted + 1))
 
 
 class KnownAccuracyDrafter(Drafter):
-    """Proposes chains of the known text; each token is wrong with probability 1 - accuracy.
+    """Drafter of chains of the known output; each token is wrong with probability 1 - accuracy.
 
     Tokens after a wrong one are never accepted, but make the pass as large as that of a real chain.
 
     Args:
-        text_ids: the prompt and what the target continues it with.
+        text_ids: the prompt and the target's output.
         accuracy: probability that a token is right, in (0, 1], independently of all others.
-        n_tokens: of the vocabulary, at least 2; a wrong token is any other one, equally likely.
-        seed: of all guesses. They are drawn anew for every proposal.
+        n_tokens: vocabulary size, at least 2; a wrong token is any other one, equally likely.
+        seed: seed of all guesses, which are drawn anew for every proposal.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class KnownAccuracyDrafter(Drafter):
         self._rng = np.random.default_rng(list(seed))
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        """The chain is as long as the limits allow, or the text goes on.
+        """Return a chain as long as the limits and the known output allow.
 
-        A context of another text has no known continuation: nothing is proposed.
+        An unknown context has no known continuation: nothing is proposed.
         """
         tree, node = DraftTree(context_ids[-1]), ROOT
         n_known = len(context_ids)

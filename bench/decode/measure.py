@@ -1,12 +1,11 @@
-"""One loaded model, prompt by prompt: plain and speculative decoding, or other ways, side by side.
+"""Plain and speculative decoding, or other modes, of one loaded model, prompt by prompt.
 
-Runs as a process of its own, so that memory figures and limits mean this measurement and nothing
-else:
+Runs as a process of its own, so that memory results and limits concern this measurement alone:
 
     python -m bench.decode.measure SPEC.json RESULT.json
 
-Every prompt is decoded in every way, each in turn the first, the storage probed in between.
-Each record also goes to a log at once, so that an interrupted measurement keeps what it has.
+Every prompt is decoded in every mode, each in turn the first, the storage probed in between. Each
+record is also logged at once, so that an interrupted measurement keeps its records.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 MODES = (PLAIN, SPECULATIVE)
-# Read-ahead goes on for a moment after a generation; a probe must have the storage to itself.
-SETTLE_SECONDS = 0.5
+# Read-ahead goes on for a moment after a generation; a probe needs idle storage.
+REST_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """What to measure; written as JSON for the process that does it."""
+    """Specification of a measurement; written as JSON for the process that does it."""
 
     load: dict[str, Any]
     """Keywords of `specdec.load`."""
@@ -48,24 +47,24 @@ class MeasureSpec:
     sampling: dict[str, Any]
     """Keywords of `LLM.generate`."""
     log: str | None = None
-    """JSON lines, appended to as records are made."""
-    adjust_seconds: float = SETTLE_SECONDS
+    """JSON Lines file to which each record is appended."""
+    adjust_seconds: float = REST_SECONDS
     modes: tuple[str, ...] = MODES
     """Names of `bench.decode.modes`."""
     probes: bool = True
-    """Whether the storage and each prompt's own pass are measured too."""
+    """Whether the storage and each prompt's prefill are measured too."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> MeasureSpec:
-        """From JSON."""
+        """Return the specification from JSON values."""
         prompts = [Prompt(**prompt) for prompt in values["prompts"]]
         return cls(**{**values, "prompts": prompts, "modes": tuple(values["modes"])})
 
 
 def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
-    """`measure` in a process of its own, inside the specification's memory budget if enforced.
+    """Run `measure` in a process of its own, inside the memory budget if enforced.
 
-    Raises typer.Exit with the child's exit code where that has told why it failed.
+    Raises typer.Exit with the child's exit code if the child has reported its error.
     """
     limit = spec.load["memory_budget"] if enforce else None
     return result_of_child("bench.decode.measure", spec, limit)
@@ -74,7 +73,7 @@ def measure_in_child(spec: MeasureSpec, *, enforce: bool) -> dict[str, Any]:
 def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     """Run the whole specification; progress goes to `out`.
 
-    Sequences of a target that is not exact are examined where they differ (`near_ties`).
+    Differences between outputs of an inexact target are examined (`near_ties`).
     """
     from specdec.api import load
     from specdec.cli.output import loading_progress
@@ -97,7 +96,7 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
 
 
 def _without_probe(spec: MeasureSpec) -> dict[str, Any]:
-    """The probe's buffers live in this process too: they come out of the budget."""
+    """Return the load keywords with the probe's buffers, which are in this process, subtracted."""
     budget = spec.load.get("memory_budget", "auto")
     if budget == "auto" or not spec.probes:
         return spec.load
@@ -110,26 +109,24 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
     for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
         llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
-    experiences = {mode: AcceptanceStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
+    statistics = {mode: AcceptanceStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):
         first = index % len(spec.modes)
-        slot_turn = []
+        turn = []
         for mode in spec.modes[first:] + spec.modes[:first]:
-            llm.session.use_statistics(experiences[mode])
-            slot_turn.append(
-                _measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe)
-            )
+            llm.session.use_statistics(statistics[mode])
+            turn.append(_measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe))
             if spec.log is not None:
-                append_line(asdict(slot_turn[-1]), Path(spec.log))
-        records += slot_turn
-        _report(out, slot_turn, index + 1, len(spec.prompts), time.monotonic() - started)
+                append_line(asdict(turn[-1]), Path(spec.log))
+        records += turn
+        _report(out, turn, index + 1, len(spec.prompts), time.monotonic() - started)
     return records
 
 
 def _near_ties(llm: LLM, spec: MeasureSpec, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """For every prompt whose two greedy decodings differ: was it a near tie?"""
+    """Return the near tie of every prompt whose two greedy decodings differ."""
     result = []
     for prompt in spec.prompts:
         plain, speculative = (
@@ -146,12 +143,12 @@ def _measure_one(
     llm: LLM, prompt: Prompt, mode: str, how: dict[str, Any], probe: Probe | None
 ) -> Record:
     before = probe.latest() if probe else 0.0
-    # Where the prompt's time is measured too, the other ways' KV of it is of no use.
+    # If prefill is measured too, the KV that another mode has cached must not be used.
     stream = llm.stream(prompt.text, cache_prompt=probe is None, **how)
     arrivals = []
     started = time.perf_counter()
     for chunk in stream:
-        if chunk.token_ids:  # the last one may bring text alone
+        if chunk.token_ids:  # the last one may have text only
             arrivals.append((time.perf_counter() - started, len(chunk.token_ids)))
     result = stream.result
     after = probe.measure() if probe else 0.0
@@ -169,22 +166,22 @@ def _measure_one(
 
 
 class Probe:
-    """Raw bandwidth of the model's own file; how it was read is `method`."""
+    """Probe of the raw bandwidth of the model's file; `method` says how it was read."""
 
     def __init__(self, model: Path, adjust_seconds: float) -> None:
         self._path = largest_weight_file(model)
-        self._settle_seconds = adjust_seconds
+        self._rest_seconds = adjust_seconds
         self._latest: float | None = None
         self.method = ""
 
     def measure(self) -> float:
-        time.sleep(self._settle_seconds)
+        time.sleep(self._rest_seconds)
         bandwidth = probe_bandwidth(self._path)
         self._latest, self.method = bandwidth.bytes_per_second, bandwidth.method
         return self._latest
 
     def latest(self) -> float:
-        """The probe that ended the run before, or a first one."""
+        """Return the result of the last probe, or of a first one."""
         return self.measure() if self._latest is None else self._latest
 
 

@@ -1,4 +1,4 @@
-"""The ways in which a measurement decodes every prompt, by name."""
+"""Decoding modes of a measurement, by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from bench.options import UsageMistake
 from specdec.config import SpecConfig
 
 PLAIN, SPECULATIVE, AUTO = "plain", "speculative", "auto"
-"""Without a draft; as the model was loaded; with trees of automatic sizes. Others: fixed sizes."""
+"""Modes: without a draft; as loaded; trees of automatic sizes. Other names are fixed sizes."""
 
 
 @dataclass(frozen=True)
 class TreeSize:
-    """A fixed size: draft tokens and levels; drafting ahead as asked for elsewhere, or as here."""
+    """Fixed tree size: draft tokens and depth; parallel drafting as here, or None: as loaded."""
 
     n_nodes: int
     depth: int
@@ -33,7 +33,7 @@ class TreeSize:
 
 
 def parse_sizes(text: str) -> tuple[TreeSize, ...]:
-    """From "8x4,16x8:on": draft tokens x levels, drafting ahead or not. Raises UsageMistake."""
+    """Parse "8x4,16x8:on": draft tokens x depth, parallel drafting or not. Raises UsageMistake."""
     return tuple(_parse_size(part.strip()) for part in text.split(","))
 
 
@@ -43,14 +43,14 @@ def _parse_size(text: str) -> TreeSize:
     is_size = x and left.isdigit() and right.isdigit() and int(left) and int(right)
     if not is_size or (colon and ahead not in ("on", "off")):
         raise UsageMistake(
-            f"--sizes has {text!r}: give draft tokens x levels, e.g. 8x4,16x8; "
-            "16x8:on and 16x8:off draft ahead or not"
+            f"--sizes has {text!r}: give draft tokens x depth, e.g. 8x4,16x8; "
+            "16x8:on and 16x8:off draft in parallel or not"
         )
     return TreeSize(int(left), int(right), ahead or None)
 
 
 def keywords_of(mode: str, spec: SpecConfig) -> dict[str, Any]:
-    """Of `LLM.generate`. spec: what the model was loaded with."""
+    """Return keywords of `LLM.generate`. spec: the configuration that the model was loaded with."""
     if mode in (PLAIN, SPECULATIVE):
         return {"speculative": mode == SPECULATIVE}
     if mode == AUTO:

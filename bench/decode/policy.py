@@ -1,8 +1,8 @@
-"""The automatic policy against fixed sizes of trees: how near does it come to the best one?
+"""Comparison of the automatic policy with fixed sizes of trees.
 
-One loaded pair decodes every prompt in every way, in turns that rotate, so that a drift of the
-machine falls on all of them. Each way has an experience of its own: the automatic one learns
-nothing from the fixed ones.
+One loaded pair decodes every prompt in every mode, in turns that rotate, so that a drift of the
+machine affects all of them. Each mode has acceptance statistics of its own: the automatic one
+learns nothing from the fixed ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def run_policy(
     log: str | None = None,
     enforce: bool = False,
 ) -> dict[str, Any]:
-    """Rows by way, the two ratios that matter, model, plan, all records, is_exact, enforced.
+    """Return rows by mode, the two main ratios, model, plan, all records, is_exact, enforced.
 
-    Raises typer.Exit with the child's exit code where that has told why it failed.
+    Raises typer.Exit with the child's exit code if the child has reported its error.
     """
     modes = [*([PLAIN] if with_plain else []), *(size.name for size in sizes), AUTO]
     limit = max(size.n_nodes for size in sizes)
@@ -55,11 +55,11 @@ def run_policy(
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row for each way; the automatic one against the best fixed one and against plain."""
+    """Return one row for each mode, and the automatic one's ratios to the best fixed and plain."""
     rows = []
     for name in dict.fromkeys(record["mode"] for record in records):
-        of_way = of_mode(records, name)
-        stats = aggregate_stats(of_way)
+        mode_records = of_mode(records, name)
+        stats = aggregate_stats(mode_records)
         rows.append(
             {
                 "mode": name,

@@ -1,6 +1,6 @@
 """Plain streamed decoding against speculative decoding of the same target.
 
-This process only directs: what measures is a fresh process, inside the memory limit.
+This process only coordinates: the measurement runs in a fresh process, inside the memory limit.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def run_speedup(spec: MeasureSpec, argv: Sequence[str], *, enforce: bool) -> dic
 
 
 def build_report(spec: MeasureSpec, measured: dict[str, Any]) -> dict[str, Any]:
-    """The figures of our own runs.
+    """Return the results of our own runs.
 
-    is_exact: every text must be plain decoding's to the bit (`bench.checks.equal_outputs`).
+    is_exact: outputs must be plain decoding's to the bit (`bench.checks.equal_outputs`).
     """
     records = measured["records"]
     plain, speculative = (of_mode(records, mode) for mode in ("plain", "speculative"))
@@ -74,7 +74,7 @@ def _efficiency(
     plain: Sequence[RecordDict],
     speculative: Sequence[RecordDict],
 ) -> dict[str, float | None]:
-    """T(1), T(N) and what of their promise arrives; N is what the trees came to."""
+    """Return T(1), T(N) and the efficiency; N is the typical tree size."""
     seconds_1, seconds_n = (
         typical_pass_seconds(pass_times_of(records)) for records in (plain, speculative)
     )
@@ -86,5 +86,5 @@ def _efficiency(
 
 
 def _budget_bytes(spec: MeasureSpec, measured: dict[str, Any]) -> int:
-    asked = spec.load["memory_budget"]
-    return int(measured["plan"]["memory_budget_bytes"] if asked == "auto" else parse_bytes(asked))
+    budget = spec.load["memory_budget"]
+    return int(measured["plan"]["memory_budget_bytes"] if budget == "auto" else parse_bytes(budget))

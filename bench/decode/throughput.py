@@ -1,8 +1,8 @@
-"""Tokens per second of many sequences at once: what one read of the model serves.
+"""Tokens per second by number of sequences that share one read of the model.
 
-One loaded pair computes the same prompts in groups of every size, with drafts and without. Plain
-groups are FlexGen's way (Sheng et al. 2023): one row for each text. Every text must be the one that
-plain decoding of it alone gives.
+One loaded pair decodes the same prompts in groups of every size, with drafts and without. Plain
+groups are FlexGen's method (Sheng et al. 2023): one token per sequence in each pass. Every output
+must equal plain decoding of the sequence alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 @dataclass(frozen=True)
 class ThroughputSpec:
-    """What one process measures.
+    """Specification of one process's measurement.
 
     load: keywords of `specdec.load`.
-    counts: sequences at a time. The first `least_prompts` prompts are computed at each count, or as
-        many as the count has.
+    counts: group sizes. The first `min_prompts` prompts are decoded at each count, or `count` of
+        them if that is more.
     """
 
     load: dict[str, Any]
@@ -44,9 +44,9 @@ class ThroughputSpec:
 
 
 def run_throughput(spec: ThroughputSpec, *, enforce: bool) -> dict[str, Any]:
-    """Rows by count and mode, plan, whether every text was plain decoding's.
+    """Return rows by count and mode, plan, model, enforced.
 
-    Raises typer.Exit with the child's exit code where that has told why it failed.
+    Raises typer.Exit with the child's exit code if the child has reported its error.
     """
     limit = spec.load["memory_budget"] if enforce else None
     measured = result_of_child("bench.decode.throughput", spec, limit)
@@ -77,7 +77,7 @@ def _measure_row(
     llm: Any, spec: ThroughputSpec, count: int, mode: str, outputs: dict[int, tuple[int, ...]]
 ) -> dict[str, Any]:
     prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.min_prompts)]]
-    llm.session.forget_prompt()  # every way computes the prompts itself
+    llm.session.forget_prompt()  # every mode prefills the prompts itself
     before, began = llm.target.stream_use.bytes_streamed, time.perf_counter()
     results = []
     for start in range(0, len(prompts), count):
@@ -86,7 +86,8 @@ def _measure_row(
     seconds = time.perf_counter() - began
     n_tokens = sum(result.stats.generated_tokens for result in results)
     n_different = sum(
-        outputs.setdefault(i, item.token_ids) != item.token_ids for i, item in enumerate(results)
+        outputs.setdefault(i, result.token_ids) != result.token_ids
+        for i, result in enumerate(results)
     )
     return {
         "num_seqs": count,
@@ -96,18 +97,18 @@ def _measure_row(
         "seconds": seconds,
         "tokens_per_second": ratio(n_tokens, seconds),
         "bytes_per_token": ratio(llm.target.stream_use.bytes_streamed - before, n_tokens),
-        "tokens_per_pass_of_a_text": ratio(
+        "tokens_per_pass_of_a_sequence": ratio(
             n_tokens - len(results), sum(result.stats.passes for result in results)
         ),
-        "n_different_texts": n_different,
+        "n_different_outputs": n_different,
         "is_exact": all(result.stats.is_exact for result in results),
         "peak_memory_bytes": results[-1].stats.peak_memory_bytes,
     }
 
 
 def refuse_differences(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise TextsDiffer where sequences that promise to be equal are not."""
-    n_different = sum(row["n_different_texts"] for row in rows if row["is_exact"])
+    """Raise OutputsDiffer if outputs of an exact target are not equal."""
+    n_different = sum(row["n_different_outputs"] for row in rows if row["is_exact"])
     if n_different:
         raise OutputsDiffer(
             f"{n_different} sequences differ from the first one of the same prompt, although the "
@@ -116,13 +117,13 @@ def refuse_differences(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many times as fast as one text after the other."""
+    """Return a line per mode: the speedup of the largest group over the smallest."""
     lines = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         own = [row for row in rows if row["mode"] == mode]
         first, last = own[0], own[-1]
         times = ratio(last["tokens_per_second"], first["tokens_per_second"])
-        lines.append(f"{mode}: {last['n_texts']} sequences {times:.2f} x {first['n_texts']}")
+        lines.append(f"{mode}: {last['num_seqs']} sequences {times:.2f} x {first['num_seqs']}")
     return lines
 
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: what their tokens are routed to, and what a cache of experts has of it."""
+"""Measurements of mixtures of experts and of their expert cache."""

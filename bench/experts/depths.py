@@ -1,8 +1,8 @@
-"""What drafting is worth on a mixture: tokens per second and bytes by the size of the trees.
+"""Gain of drafting on a mixture: tokens per second and bytes by the size of the trees.
 
-One process under the limit decodes every text with each size, and the sizes take turns, so that
-neither the storage's moods nor what the cache has from the text before favours one: that is another
-prompt's, but for some begins of a round. Prompts are read before the clock starts.
+One process under the limit decodes every prompt with each size, and the sizes take turns, so that
+neither a drift of the storage nor the cache's contents favour one: these mostly stem from another
+prompt. Prefill is not timed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from specdec.api import LLM
 
 Trees = Sequence[int | None]
-"""Draft tokens of a pass; None is automatic, 0 plain decoding."""
+"""Draft tokens per pass; None is automatic, 0 plain decoding."""
 
 
 @dataclass(frozen=True)
 class DepthsSpec:
-    """What one process measures. load: keywords of `specdec.load`."""
+    """Specification of one process's measurement. load: keywords of `specdec.load`."""
 
     load: dict[str, Any]
     prompts: list[str]
@@ -38,7 +38,7 @@ class DepthsSpec:
 
 @dataclass
 class Depth:
-    """Totals of one size of trees."""
+    """Totals of one tree size."""
 
     num_draft_tokens: int | None
     tokens: int = 0
@@ -49,7 +49,7 @@ class Depth:
     experts_found: int = 0
     token_ids: list[list[int]] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
-    """The number of each text's."""
+    """Index of each output's prompt."""
 
     @property
     def outputs(self) -> dict[int, list[int]]:
@@ -67,7 +67,7 @@ class Depth:
 
 
 def in_turns(trees: Trees, n_prompts: int) -> Iterator[tuple[int | None, int]]:
-    """(size, number of a prompt): each pair once, in as many rounds as prompts."""
+    """Yield (size, prompt index): each pair once, the sizes in turn."""
     for first in range(n_prompts):
         for i, n in enumerate(trees):
             yield n, (first + i) % n_prompts
@@ -78,7 +78,7 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
 
     spec = DepthsSpec(**values)
     depths = {n: Depth(n) for n in spec.trees}
-    # With an automatic size, memory is divided as for a user who fixed none.
+    # With an automatic size, memory is planned as if no size was given.
     limit = None if None in spec.trees else max((n for n in spec.trees if n), default=None)
     with load(**{**spec.load, "num_draft_tokens": limit}) as llm:
         for prompt in spec.prompts:
@@ -92,7 +92,7 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
         "n_experts": plan.get("n_experts", 0),
         "share_held": ratio(plan.get("n_expert_slots", 0), plan.get("n_experts", 0)),
         "depths": [depth.results() for depth in depths.values()],
-        "texts_equal": all(d.outputs == depths[spec.trees[0]].outputs for d in depths.values()),
+        "outputs_equal": all(d.outputs == depths[spec.trees[0]].outputs for d in depths.values()),
     }
 
 
@@ -107,7 +107,7 @@ def _decode(llm: LLM, prompt: str, n_tokens: int, into: Depth) -> None:
     into.seconds += time.perf_counter() - began
     after = llm.target.stream_use
     into.tokens += result.stats.generated_tokens
-    # Of a text's first token the pass is its prompt's last one, which is counted here as well.
+    # The prompt's last pass, which gives the first token, is counted as well.
     into.passes += 1 + result.stats.passes
     into.bytes_read += after.bytes_streamed - before.bytes_streamed
     into.experts_asked += after.experts_asked - before.experts_asked
@@ -116,7 +116,7 @@ def _decode(llm: LLM, prompt: str, n_tokens: int, into: Depth) -> None:
 
 
 def measure_budget(spec: DepthsSpec, model: Path) -> dict[str, Any]:
-    """In a process of its own, the page cache dropped."""
+    """Measure in a process of its own, after dropping the page cache."""
     forget_model(model)
     result = result_of_child("bench.experts.depths", spec, spec.load["memory_budget"])
     return {**result, "memory_budget": spec.load["memory_budget"]}

@@ -1,7 +1,7 @@
-"""What a cache of experts is worth: speed and hit rate against the memory budget.
+"""Gain of the expert cache: speed and hit rate against the memory budget.
 
-Every budget is a fresh process under that limit, which decodes plainly. What it asked for is
-replayed with other rules than its own: the least recently used, and Belady's, which no rule beats.
+Every budget is a fresh process under that limit, which decodes plainly. Its accesses are replayed
+with other eviction rules: least recently used, and Belady's, which is optimal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_EVENTS = 4_000_000
 
 @dataclass(frozen=True)
 class HitsSpec:
-    """What one process measures. load: keywords of `specdec.load`."""
+    """Specification of one process's measurement. load: keywords of `specdec.load`."""
 
     load: dict[str, Any]
     prompts: list[str]
@@ -39,9 +39,9 @@ class HitsSpec:
 
 
 def measure(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of one budget, of decoding alone: prompts are read before the clock starts.
+    """Return the results of one budget, of decoding without prefill.
 
-    The first prompt's text fills the cache, and is not counted.
+    The first prompt fills the cache, and is not counted.
     """
     from specdec.api import load
 
@@ -52,7 +52,7 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
             outputs = [_decode(llm, prompt, spec.max_tokens) for prompt in spec.prompts]
         plan = llm.plan.to_dict()
     if trace.n_dropped:
-        raise RuntimeError(f"{trace.n_dropped} events are more than are kept: use fewer tokens")
+        raise RuntimeError(f"{trace.n_dropped} events were dropped: use fewer tokens")
     n_slots, n_experts = plan.get("n_expert_slots", 0), plan.get("n_experts", 0)
     reads = [e for e in trace.events if e.kind == READ and any(x.holds(e) for x in outputs[1:])]
     n_tokens, n_read = sum(len(x.token_ids) for x in outputs[1:]), sum(e.n_bytes for e in reads)
@@ -79,8 +79,8 @@ def measure(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """What decoding it took, by `time.perf_counter`, once its prompt was read."""
+class _Decoding:
+    """Decoding of one prompt after its prefill; times by `time.perf_counter`."""
 
     began: float
     ended: float
@@ -94,12 +94,12 @@ class _Text:
         return self.began <= event.started < self.ended
 
 
-def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
+def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Decoding:
     llm.generate(prompt, max_tokens=1, ignore_eos=True)
     began, before = time.perf_counter(), llm.target.stream_use
     result = llm.generate(prompt, max_tokens=n_tokens, ignore_eos=True)
     ended, after = time.perf_counter(), llm.target.stream_use
-    return _Text(
+    return _Decoding(
         began,
         ended,
         list(result.token_ids),
@@ -111,9 +111,9 @@ def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Text:
 
 
 def rules(visits: list[Access], n_slots: int) -> dict[str, float]:
-    """Hit rates of rules for what tokens ask for, prompts and the first text included.
+    """Return hit rates by eviction rule, prefill and the first prompt included.
 
-    Nothing where all experts are in memory, and no cache is asked.
+    Empty if all experts are in memory and there is no cache.
     """
     if not visits:
         return {}
@@ -126,10 +126,10 @@ def rules(visits: list[Access], n_slots: int) -> dict[str, float]:
 
 
 def measure_budget(spec: HitsSpec, model: Path) -> dict[str, Any]:
-    """In a process of its own, the page cache dropped before it, and the storage probed after it.
+    """Measure in a process of its own, after dropping the page cache; then probe the storage.
 
     read_share: seconds that the bytes need at the storage's speed, for reads of that size, over all
-    seconds. 1 would be a run that only reads, as fast as the storage can.
+    seconds. 1 is a run that only reads, at full speed.
     """
     forget_model(model)
     result = result_of_child("bench.experts.hits", spec, spec.load["memory_budget"])

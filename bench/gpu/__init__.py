@@ -1,1 +1,1 @@
-"""All measurements on a GPU in one command."""
+"""Measurements on a GPU, in one command."""

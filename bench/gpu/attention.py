@@ -1,8 +1,8 @@
-"""How long the ways of computing a tree pass's attention take on a device: which one to build on.
+"""Time of two implementations of a tree pass's attention on a device.
 
 `whole` is what transformers does with a mask over all keys: keys and values repeated for every
-query head, then SDPA. `segments` is backends/attention/segments.py. Both ways get the same tensors,
-and their outputs are compared.
+query head, then SDPA. `segments` is backends/attention/segments.py. Both get the same tensors, and
+their outputs are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backends.attention.segments import attend_segments
 
 @dataclass(frozen=True)
 class Comparison:
-    """One shape: heads of queries and of keys, numbers per head, nodes, tokens before them."""
+    """Result for one shape: query heads, KV heads, head dimension, tree nodes, context tokens."""
 
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Comparison:
     whole_seconds: float
     segments_seconds: float
     difference: float
-    """Largest, between the two outputs."""
+    """Largest difference between the two outputs."""
 
 
 def compare(
@@ -44,7 +44,7 @@ def compare(
     device: torch.device,
     n_runs: int = 5,
 ) -> Comparison:
-    """Medians of `n_runs` after one that is not counted. shape: heads, kv heads, head dim."""
+    """Return medians of `n_runs` after a warm-up. shape: heads, kv heads, head dim."""
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""What the measurements on a GPU are held against."""
+"""Checks of the measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MAX_VERSUS_COPIES = 1.1
 _MIN_VERSUS_PLAIN = 8.0
 _MIN_VERSUS_PEER = 15.0
 _MAX_DRIFT = 1.0
-"""Of the rows' own drift: layers that move may differ by as much as passes of other sizes do."""
+"""Limit relative to the drift between passes of different sizes, for layers that move."""
 
 
 def checks(settings: Settings, match: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """{"name", "value", "wanted", "holds"} of everything that was measured; the rest is left out.
+    """Return {"name", "value", "wanted", "holds"} of every check that has a measured value.
 
-    On a CPU only what needs no GPU is held against anything.
+    On a CPU only the checks that need no GPU are made.
     """
     decode, tiers = match.get("decode", {}), match.get("three tiers", {})
     result = [_at_least("fp32 tokens are equal", _equal(match), 1.0)]
@@ -56,18 +56,18 @@ def checks(settings: Settings, match: Mapping[str, Mapping[str, Any]]) -> list[d
             )
             if budget:
                 result.append(_at_most(f"VRAM peak, host of {name}", peak, budget))
-    return [item for item in result if item["value"] is not None]
+    return [check for check in result if check["value"] is not None]
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """For the user."""
+    """Return a summary for the terminal."""
     result = [
-        f"{'holds ' if item['holds'] else 'FAILS '} {item['name']}: {item['value']:.4g} "
-        f"({item['wanted']})"
-        for item in report["checks"]
+        f"{'holds ' if check['holds'] else 'FAILS '} {check['name']}: {check['value']:.4g} "
+        f"({check['wanted']})"
+        for check in report["checks"]
     ]
-    note = "" if report["is_measurement"] else " (a test of the suite: the figures mean nothing)"
-    ended = [f"{name}: {item['exit']}" for name, item in report["sections"].items()]
+    note = "" if report["is_measurement"] else " (a test of the suite: the results mean nothing)"
+    ended = [f"{name}: {check['exit']}" for name, check in report["sections"].items()]
     return [", ".join(ended) + note, *result]
 
 
@@ -86,7 +86,7 @@ def _of(section: Mapping[str, Any], part: str, key: str) -> Any:
 
 
 def _equal(result: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """1 where all ways gave the same tokens."""
+    """Return 1 if all modes gave the same tokens, else 0; None if not measured."""
     equal = result.get("fp32", {}).get("equal")
     return None if equal is None else float(all(equal.values()))
 

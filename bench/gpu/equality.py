@@ -1,4 +1,4 @@
-"""Correctness on a GPU: layers that move give what layers give that stay."""
+"""Correctness on a GPU: layers that move must give the results of layers that stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_TOKENS = 8
 
 
 def drift(s: Settings, note: Note) -> None:
-    """bf16 logits of layers that move against those of layers that stay where they are computed."""
+    """Compare bf16 logits of layers that move with those of resident layers."""
     from bench.checks.identity import record
 
     resident = record({"model": s.small_target, **_staying(s)}, streamed=False)
@@ -39,7 +39,7 @@ def drift(s: Settings, note: Note) -> None:
 
 
 def fp32(s: Settings, note: Note) -> None:
-    """Greedy tokens of an fp32 model: staying, moving, drafted for, and on the CPU."""
+    """Compare greedy tokens of an fp32 model: resident, moving, with a draft, and on the CPU."""
     prompts = read_prompts(BUILT_IN, 2)
     modes: dict[str, tuple[bool, str | None, str]] = {  # do layers move, draft, device
         "staying": (False, None, s.device),
@@ -56,7 +56,7 @@ def fp32(s: Settings, note: Note) -> None:
                 llm.generate(prompt.text, max_tokens=s.exact_tokens, ignore_eos=True)
                 for prompt in prompts
             ]
-            result[name] = [list(text.token_ids) for text in outputs]
+            result[name] = [list(output.token_ids) for output in outputs]
     reference = result["staying"]
     note("equal", {name: tokens == reference for name, tokens in result.items()})
 
@@ -66,26 +66,26 @@ def _staying(s: Settings) -> dict[str, Any]:
 
 
 def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
-    """Options with which the layers of `model` stream, to the GPU if there is one."""
+    """Return options with which the layers of `model` stream, to the GPU if there is one."""
     name = "vram_budget" if s.device == CUDA else "memory_budget"
     return {**_staying(s), name: smallest_budget(name, model, draft, _staying(s))}
 
 
 def smallest_budget(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
-    """The smallest such budget that works at this moment, with the draft if there is one, as the
-    refusal of another one says."""
-    asked = {**options, name: 1}
+    """Return the smallest such budget that works now, with the draft if there is one; it is read
+    from the error about a budget of one byte."""
+    keywords = {**options, name: 1}
     if draft is not None:
-        asked["spec_type"] = SPEC_TYPES  # or the refusal is that of a run without it
+        keywords["spec_type"] = SPEC_TYPES  # or the error is that of a run without it
     try:
-        plan_run(model, draft, **asked)
+        plan_run(model, draft, **keywords)
     except BudgetExceeded as error:
         return error.smallest_budget_bytes
     raise AssertionError("a budget of one byte is refused")
 
 
 def _drift_of_rows(s: Settings) -> float:
-    """Largest difference of a logit between passes of one and of several rows."""
+    """Return the largest difference of a logit between passes of one and of several tokens."""
     from backends.contract.backend import PREFIX
 
     with load(s.small_target, spec_type="none", num_beams=_NUM_TOKENS, **_staying(s)) as llm:

@@ -1,4 +1,4 @@
-"""The GPU itself: its memory, its link, products and logits, each alone."""
+"""Measurements of the GPU itself: memory, link, products and logits, each alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ALIGNMENTS = (("round", 0), ("8 bytes on", 8))
 _PRODUCT, _VOCAB_SIZE = (13824, 5120), 32000
 _ROWS, _CONTEXTS = (1, 128, 1024), (1024, 8192)
 _HEADS = ((40, 40, 128), (32, 8, 128))
-"""Of the large target, and with shared keys: heads of queries and of keys, numbers in each."""
+"""Shapes of the large target, and with grouped queries: heads, KV heads, head dimension."""
 
 
 def machine(s: Settings, note: Note) -> None:
-    """The GPU and its link; the rest of the machine is in the report's provenance."""
+    """Note the GPU and its link; the rest of the machine is in the report's provenance."""
     if s.device == CPU:
         note("device", "cpu")
         return
@@ -44,8 +44,8 @@ def machine(s: Settings, note: Note) -> None:
 def alone(
     device: str, shape: tuple[int, int], rows: Sequence[int], vocab_size: int
 ) -> dict[str, Any]:
-    """Seconds by rows of bf16 products, with weights that begin at a round address or 8 bytes
-    behind one, as files have them; and of bringing logits to the host."""
+    """Return seconds by number of tokens of bf16 products, with weights at a round address or 8
+    bytes after one, as in files; and of copying logits to the host."""
     import torch
 
     def product(offset: int, num_tokens: int) -> float:
@@ -73,27 +73,27 @@ def attention(
     nodes: Sequence[int],
     contexts: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Of a tree, both ways."""
+    """Return the times of both implementations of a tree's attention."""
     import torch
 
     from bench.gpu.attention import compare
 
     return [
-        asdict(compare(*item, torch.bfloat16, torch.device(device)))
-        for item in itertools.product(heads, nodes, contexts)
+        asdict(compare(*shape, torch.bfloat16, torch.device(device)))
+        for shape in itertools.product(heads, nodes, contexts)
     ]
 
 
 def vram_outside_torch() -> int:
-    """CUDA's context and kernels, for which a plan assumes a figure; and what others have taken."""
+    """Return the VRAM of CUDA's context and kernels (estimated by plans) and of other programs."""
     from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
-    return memory.total_bytes - memory.free_bytes - memory.pinned_bytes
+    return memory.total_bytes - memory.free_bytes - memory.used_bytes
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
-    """Of one of several that follow each other; the median of a few runs."""
+    """Return seconds per call of several consecutive calls; the median of a few runs."""
     import torch
 
     def wait() -> None:

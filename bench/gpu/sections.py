@@ -1,6 +1,6 @@
-"""The measurements on a GPU, one function each: `bench.gpu.suite` runs them one by one.
+"""Sections of the measurements on a GPU, one function each, which `bench.gpu.suite` runs.
 
-Each gets a `note` that keeps what was measured so far, should the section be cut short.
+Each gets a `note` that saves results so far, should the section be cut short.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specdec.run_options import AUTO, CUDA
 
 SMALLEST = "smallest"
 _MORE_LAYERS = 4
-"""Of the small targets, in times the source's: what smallest budgets leave over holds a few."""
+"""Layers of the small targets, in multiples of the source's: the smallest budgets hold a few."""
 
 
 def grow_targets(s: Settings, note: Note) -> None:
-    """The large target, and two small ones: the source with more layers, enough to be moved."""
+    """Grow the large target, and two small ones: the source with more layers, enough to move."""
     from bench.synth.checkpoint import grow
     from bench.synth.shapes import named_shape
     from bench.synth.source import SourceModel
@@ -38,15 +38,15 @@ def grow_targets(s: Settings, note: Note) -> None:
     source = resolve_model(s.source)
     own = SourceModel(source).shape
     small = replace(own, n_layers=_MORE_LAYERS * own.n_layers)
-    requested = (
+    targets = (
         (s.small_target, small, "bf16"),
         (s.exact_target, small, "fp32"),
         (s.target, small if s.shape is None else named_shape(s.shape), "bf16"),
     )
-    for out, shape, dtype in requested:
+    for out, shape, dtype in targets:
         started = time.perf_counter()
-        made = grow(source, out, shape, dtype=dtype, force=True, source_name=s.source)
-        results = {"n_bytes": made.n_bytes, "n_layers": made.shape.n_layers, "from": s.source}
+        grown = grow(source, out, shape, dtype=dtype, force=True, source_name=s.source)
+        results = {"n_bytes": grown.n_bytes, "n_layers": grown.shape.n_layers, "from": s.source}
         note(out.name, {**results, "seconds": time.perf_counter() - started})
 
 
@@ -54,17 +54,17 @@ def grow_targets(s: Settings, note: Note) -> None:
 
 
 def decode(s: Settings, note: Note) -> None:
-    """Plain and speculative, and the curve over synthetic acceptance, with host memory enough."""
+    """Measure plain and speculative decoding, and the curve, with sufficient host memory."""
     with _loaded(s, s.host_budget, note) as llm:
         prompts = read_prompts(BUILT_IN, 1)
         plain, known = _decode_modes(llm, s, prompts[0], note)
         sampled = _timed(llm, s, prompts[0], s.speculative_tokens, temperature=0.7, seed=0)
-        note("speculative, T = 0.7", _figures(sampled[0]))
+        note("speculative, T = 0.7", _values(sampled[0]))
         _curve(llm, s, prompts[0], (plain, known), note)
 
 
 def three_tiers(s: Settings, note: Note) -> None:
-    """The same with too little host memory: storage has its part in every pass."""
+    """Measure decoding with too little host memory, so that every pass reads storage."""
     with _loaded(s, s.small_host_budget, note) as llm:
         _decode_modes(llm, s, read_prompts(BUILT_IN, 1)[0], note)
 
@@ -85,13 +85,13 @@ def _loaded(s: Settings, host_budget: str, note: Note) -> LLM:
 def _decode_modes(
     llm: LLM, s: Settings, prompt: Prompt, note: Note
 ) -> tuple[GenerationStats, tuple[int, ...]]:
-    """Statistics of plain decoding, and the greedy text."""
+    """Return statistics of plain decoding, and the greedy token ids."""
     llm.generate(prompt.text, max_tokens=2)  # warms up
     plain, _ = _timed(llm, s, prompt, s.plain_tokens, speculative=False)
-    note("plain", _figures(plain))
+    note("plain", _values(plain))
     note("pass", _pass_against_bounds(llm, plain))
     drafted, text = _timed(llm, s, prompt, s.speculative_tokens)
-    note("speculative", _figures(drafted))
+    note("speculative", _values(drafted))
     note("speculative_versus_plain", ratio(drafted.tokens_per_second, plain.tokens_per_second))
     if s.device == CUDA:
         note("vram_outside_torch_bytes", vram_outside_torch())
@@ -101,7 +101,7 @@ def _decode_modes(
 def _timed(
     llm: LLM, s: Settings, prompt: Prompt, n_tokens: int, **how: Any
 ) -> tuple[GenerationStats, tuple[int, ...]]:
-    """One generation, cut short where it takes too long; its token ids."""
+    """Return statistics and token ids of one generation, cut short if it takes too long."""
     started = time.perf_counter()
     stream = llm.stream(
         prompt.text, cache_prompt=False, ignore_eos=True, max_tokens=n_tokens, **how
@@ -112,13 +112,13 @@ def _timed(
     return stream.result.stats, tuple(stream.result.token_ids)
 
 
-def _figures(stats: GenerationStats) -> dict[str, Any]:
+def _values(stats: GenerationStats) -> dict[str, Any]:
     seconds_per_pass = ratio(stats.decode_seconds, stats.passes)
     return {**stats.to_dict(), "seconds_per_pass": seconds_per_pass}
 
 
 def _pass_against_bounds(llm: LLM, plain: GenerationStats) -> dict[str, float]:
-    """A plain pass beside what its copies and its reads alone would take."""
+    """Return the seconds of a plain pass, and of its copies and its reads alone."""
     plan = llm.plan
     copied = plan.placement.moved_bytes if plan.device == CUDA else 0
     copies = ratio(copied, plan.chosen.target.copy_bytes_per_second)
@@ -141,9 +141,9 @@ def _curve(
     decoded: tuple[GenerationStats, tuple[int, ...]],
     note: Note,
 ) -> None:
-    """Speed with drafts that are right with a given probability.
+    """Measure speed with drafts that are right with a given probability.
 
-    decoded: plainly, and the text that they are to be right about.
+    decoded: statistics of plain decoding, and the output that the drafter knows.
     """
     plain, known = decoded
     n_chain = min(s.chain_tokens, llm.plan.n_draft_tokens)
@@ -151,9 +151,9 @@ def _curve(
     script = [*llm.tokenizer.encode(prompt.text), *known]
     points = []
     for rate in s.rates:
-        requested = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
+        n_tokens = 1 + round(s.n_curve_passes * expected_tokens(rate, n_chain))
         drafter = KnownAccuracyDrafter(script, rate, llm.tokenizer.n_tokens, (round(1e6 * rate),))
-        stats, _ = _timed(llm, s, prompt, min(requested, len(known)), spec=spec, drafter=drafter)
+        stats, _ = _timed(llm, s, prompt, min(n_tokens, len(known)), spec=spec, drafter=drafter)
         points.append(
             {
                 "rate": rate,
@@ -169,7 +169,7 @@ def _curve(
 
 
 def peer(s: Settings, note: Note) -> None:
-    """transformers + accelerate on the same checkpoint, with the same limits for its weights."""
+    """Measure transformers + accelerate with the same checkpoint and limits for weights."""
     if "accelerate" not in versions():
         note("skipped", "accelerate is not installed")
         return

@@ -1,4 +1,4 @@
-"""What the measurements on a GPU are made with, and the same for a test on a CPU."""
+"""Settings of the measurements on a GPU, and of a test on a CPU."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 Note = Callable[[str, Any], None]
-"""(name, value): keeps a part of a section's result."""
+"""Function (name, value) that saves a part of a section's result."""
 SECTIONS = ("machine", "grow", "decode", "three tiers", "peer", "drift", "fp32")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All sections read these."""
+    """Settings of all sections."""
 
     device: str
     folder: str
-    """Where the grown targets lie."""
+    """Folder of the grown targets."""
     limits: dict[str, float]
-    """Seconds that each section may take."""
+    """Maximum seconds of each section."""
     shape: str | None
-    """Of the large target, from bench.synth.shapes; None: that of the small ones."""
+    """Shape of the large target, from bench.synth.shapes; None: that of the small ones."""
     vram_budget: str
-    """Of the large target; "smallest" is what a plan says."""
+    """VRAM budget of the large target; "smallest" is the planner's minimum."""
     host_budget: str
-    """With room for all layers that VRAM has none for."""
+    """Host budget that holds all layers that are not in VRAM."""
     small_host_budget: str
-    """With too little room, so that storage is needed too."""
+    """Host budget that does not, so that layers stream from storage."""
     sections: tuple[str, ...] = SECTIONS
-    """To be run, in this order."""
+    """Sections to run, in this order."""
     source: str = "pair:target"
     draft: str = "pair:draft"
     ctx_size: int = 1024
@@ -44,7 +44,7 @@ class Settings:
     n_curve_passes: int = 8
     peer_tokens: int = 8
     exact_tokens: int = 24
-    """Of each fp32 text."""
+    """Tokens of each fp32 output."""
 
     @property
     def target(self) -> Path:
@@ -52,12 +52,12 @@ class Settings:
 
     @property
     def small_target(self) -> Path:
-        """The source with more layers, bf16."""
+        """Path of the source with more layers, in bf16."""
         return Path(self.folder) / "small-bf16"
 
     @property
     def exact_target(self) -> Path:
-        """The source with more layers, fp32."""
+        """Path of the source with more layers, in fp32."""
         return Path(self.folder) / "small-fp32"
 
     def write(self, path: Path) -> None:
@@ -71,11 +71,11 @@ class Settings:
 
 
 def full_settings(device: str, folder: Path) -> Settings:
-    """A 13B shape, 26 GB; within 9 minutes in all.
+    """Return settings of a 13B shape, 26 GB; within 9 minutes in all.
 
-    What the limits were made for: writing 26 GB at 0.3 GB/s or more, reading them at 1 GB/s (twice,
-    and half of them for three tiers), copies at 40 GB/s and reads at 1.5 GB/s. A plan of this on
-    paper copies 21 GB in a pass, and with 12 GiB reads 13 GB of them. Slower ones are cut short.
+    The limits assume writing 26 GB at 0.3 GB/s or more, reading them at 1 GB/s (twice, and half of
+    them for three tiers), copies at 40 GB/s and reads at 1.5 GB/s. The plan copies 21 GB in a pass,
+    and with 12 GiB reads 13 GB of them. Slower machines are cut short.
     """
     limits = (25.0, 120.0, 130.0, 110.0, 85.0, 30.0, 35.0)
     return Settings(
@@ -90,7 +90,7 @@ def full_settings(device: str, folder: Path) -> Settings:
 
 
 def tiny_settings(device: str, folder: Path) -> Settings:
-    """The embedded pair as it is: all sections run, none of their figures mean anything."""
+    """Return settings of the embedded pair: all sections run, but their results mean nothing."""
     return Settings(
         device=device,
         folder=str(folder),

@@ -1,13 +1,13 @@
-"""All measurements on a GPU in one command, and one JSON.
+"""Command that runs all measurements on a GPU and writes one JSON.
 
     python -m bench.gpu.suite --output-file cuda.json           (about 9 minutes, 30 GB of disk)
-    python -m bench.gpu.suite --device cpu --tiny               (does it run at all?)
+    python -m bench.gpu.suite --device cpu --tiny               (a test of the suite)
     python -m bench.gpu.suite --sections "three tiers,peer" --dir FOLDER    (targets grown before)
 
 Grows a 13B target of 26 GB from the embedded pair, runs it in 8 GiB of VRAM and 24 or 12 GiB of
-host memory, and holds the result against what docs/benchmarks.md asks for. Each section is a
-process of its own with a time limit: one that hangs, fails or is killed costs no other, and what
-it had measured by then is kept.
+host memory, and checks the results against docs/benchmarks.md. Each section is a process of its own
+with a time limit: one that hangs, fails or is killed does not affect the others, and its results up
+to then are saved.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from specdec.run_options import CPU, CUDA
 
 MAX_SECONDS = 540.0
 _MIN_SECONDS = 5.0
-"""A section with less time left than this is not begun."""
+"""Minimum time left to begin a section."""
 
 RunSection = Callable[[str, Settings, float], dict[str, Any]]
-"""(section, settings, seconds) -> its figures, with "exit" and "seconds"."""
+"""(section, settings, seconds) -> its results, with "exit" and "seconds"."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,10 +55,10 @@ def run_suite(
     seconds: float = MAX_SECONDS,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Figures by section. A section gets its own limit, or what is left of `seconds`; and what
-    those before it left over, as long as those behind it have theirs.
+    """Return results by section. A section gets its own limit, or what is left of `seconds`, and
+    time left over by earlier sections, as long as later ones have their limits.
 
-    keep: called with all figures so far after each section, should the rest be cut short.
+    keep: called with all results so far after each section, should the rest be cut short.
     """
     deadline = time.monotonic() + seconds
     result: dict[str, Any] = {}
@@ -76,14 +76,16 @@ def run_suite(
 
 
 def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
-    """Run a section in a process of its own, which is killed after so many seconds."""
+    """Run a section in a process of its own, which is killed at its time limit."""
     with tempfile.TemporaryDirectory(prefix="specdec-cuda-") as folder:
-        task, result, log = (Path(folder) / item for item in ("task.json", "result.json", "log"))
+        task, result_path, log = (
+            Path(folder) / item for item in ("task.json", "result.json", "log")
+        )
         settings.write(task)
         argv = [sys.executable, "-m", "bench.gpu.suite", "--section", name]
-        argv += ["--task", str(task), "--output-file", str(result)]
+        argv += ["--task", str(task), "--output-file", str(result_path)]
         outcome = run_limited(argv, Limits(None, seconds), child_environment(), log)
-        results = json.loads(result.read_text()) if result.exists() else {}
+        results = json.loads(result_path.read_text()) if result_path.exists() else {}
         results |= {"exit": outcome.exit, "seconds": outcome.seconds}
         if outcome.exit != "ok":
             results["log"] = log.read_text(errors="replace").splitlines()[-8:]
@@ -91,7 +93,7 @@ def in_child(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
 
 
 def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, Any]:
-    """Run a section here; what is known is written after every step."""
+    """Run a section in this process; results are written after every step."""
     from bench.gpu.sections import FUNCTIONS
 
     results: dict[str, Any] = {}
@@ -106,7 +108,7 @@ def do_section(name: str, settings: Settings, result: Path | None) -> dict[str, 
 
 
 def check_device(device: str, tiny: bool) -> None:
-    """Raise SuiteError where there is no such device, or nothing to measure on it."""
+    """Raise SuiteError if there is no such device, or nothing to measure on it."""
     if device not in (CPU, CUDA):
         raise SuiteError(f"--device is {device!r}, must be cpu or cuda")
     if device == CPU and not tiny:
@@ -123,7 +125,7 @@ def check_device(device: str, tiny: bool) -> None:
 def main(
     device: Annotated[str, typer.Option(metavar="cuda|cpu", help="Where to compute.")] = CUDA,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="The embedded pair instead of 26 GB: a test, no figures.")
+        bool, typer.Option("--tiny", help="The embedded pair instead of 26 GB: only a test.")
     ] = False,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Grow the targets here.", show_default="temporary")
@@ -131,9 +133,9 @@ def main(
     output_file: Annotated[
         Path | None, typer.Option(help="Write the JSON here.", show_default="stdout")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="For all of it.")] = MAX_SECONDS,
+    seconds: Annotated[float, typer.Option(help="Time limit of the whole suite.")] = MAX_SECONDS,
     sections: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Only these; --dir has what others have grown.")
+        str, typer.Option(metavar="NAME,...", help="Only these; --dir has the grown targets.")
     ] = ",".join(SECTIONS),
     section: Annotated[str | None, typer.Option(hidden=True)] = None,
     task: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -144,12 +146,10 @@ def main(
         do_section(section, Settings.read(task), output_file)
         return
     check_device(device, tiny)
-    requested = _sections(sections)
+    chosen = _sections(sections)
     own = None if folder is not None else tempfile.mkdtemp(prefix="specdec-cuda-suite-")
     place = folder if folder is not None else Path(str(own))
-    settings = replace(
-        (tiny_settings if tiny else full_settings)(device, place), sections=requested
-    )
+    settings = replace((tiny_settings if tiny else full_settings)(device, place), sections=chosen)
     argv = ["bench.gpu.suite", *sys.argv[1:]]
 
     def keep(result: dict[str, Any]) -> None:
@@ -170,21 +170,21 @@ def main(
 
 
 def _sections(names: str) -> tuple[str, ...]:
-    """In the order of SECTIONS."""
-    requested = {name.strip() for name in names.split(",")}
-    unknown = requested - set(SECTIONS)
+    """Return the named sections in the order of SECTIONS."""
+    chosen = {name.strip() for name in names.split(",")}
+    unknown = chosen - set(SECTIONS)
     if unknown:
         raise SuiteError(
             f"--sections has {', '.join(sorted(map(repr, unknown)))}; there are "
             f"{', '.join(map(repr, SECTIONS))}"
         )
-    return tuple(name for name in SECTIONS if name in requested)
+    return tuple(name for name in SECTIONS if name in chosen)
 
 
 def summarise(
     settings: Settings, result: dict[str, Any], tiny: bool, argv: Sequence[str]
 ) -> dict[str, Any]:
-    """The one JSON: what was measured, and what of it was asked for."""
+    """Return the report: results of the sections, checks and provenance."""
     return {
         "device": settings.device,
         "is_measurement": settings.device == CUDA and not tiny,

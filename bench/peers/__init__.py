@@ -1,1 +1,1 @@
-"""specdec beside other programs, with the same weights, prompts and limits."""
+"""Comparison of specdec with other programs, with the same weights, prompts and limits."""

@@ -1,4 +1,4 @@
-"""The peer: the same checkpoint on transformers + accelerate with disk offload.
+"""Peer: the same checkpoint on transformers + accelerate with disk offload.
 
 Set up as the accelerate guide on big models recommends: `device_map="auto"` with a `max_memory`
 for the CPU, the rest on disk. The safetensors files are read where they lie (transformers'
@@ -20,7 +20,7 @@ from bench.prompts.workloads import Prompt
 
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`: cpu_memory_bytes, of weights that stay in memory."""
+    """Run a task. Its options: cpu_memory_bytes, memory for weights."""
     import torch
     from transformers import AutoTokenizer
 
@@ -49,7 +49,7 @@ def program(task: Task, journal: Journal) -> None:
 
 
 class Decoder:
-    """Greedy decoding by `generate`, of any model with its interface."""
+    """Greedy decoder by `generate`, of any model with its interface."""
 
     def __init__(self, model: Any, tokenizer: Any, assistant: Any, n_tokens: int) -> None:
         self._model, self._tokenizer, self._n_tokens = model, tokenizer, n_tokens
@@ -75,14 +75,14 @@ class Decoder:
 
 
 class Arrivals:
-    """A streamer for `generate` that notes on a clock when tokens come."""
+    """Streamer for `generate` that notes the arrival of tokens on a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
-        if self._prompt_seen:  # the first call brings the prompt
+        if self._prompt_seen:  # the first call has the prompt
             self._clock.reach(int(value.numel()))
         self._prompt_seen = True
 
@@ -91,7 +91,7 @@ class Arrivals:
 
 
 def _all(ids: Any, is_over: bool) -> Any:
-    """What a stopping criterion returns: one answer for each sequence."""
+    """Return the result of a stopping criterion: one bool for each sequence."""
     import torch
 
     return torch.full((ids.shape[0],), is_over, dtype=torch.bool, device=ids.device)
@@ -100,9 +100,9 @@ def _all(ids: Any, is_over: bool) -> Any:
 def load_offloaded(
     model_dir: Path, cpu_memory_bytes: int, offload_dir: str, vram_bytes: int | None = None
 ) -> Any:
-    """The model with as many layers in memory as the limits allow, the rest on disk.
+    """Load the model with as many layers in memory as the limits allow, the rest on disk.
 
-    vram_bytes: of the first GPU; None computes on the CPU.
+    vram_bytes: limit of the first GPU; None computes on the CPU.
     """
     from transformers import AutoModelForCausalLM
 
@@ -118,10 +118,10 @@ def load_offloaded(
 
 
 def load_assistant(draft_dir: Path, vocab_size: int) -> Any:
-    """The draft in memory, with as many rows of vocabulary as the target.
+    """Load the draft into memory, its vocabulary padded to the target's size.
 
-    `generate` compares the two sizes, and would translate by way of text between vocabularies that
-    differ only in padding. The added rows are copies of the last real one: hardly ever chosen.
+    `generate` compares the two sizes, and would re-tokenize between vocabularies that differ only
+    in padding. The added rows are copies of the last real one: hardly ever chosen.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -139,7 +139,7 @@ def load_assistant(draft_dir: Path, vocab_size: int) -> Any:
 
 
 def count_modules(model: Any, place: str | int) -> int:
-    """Of those that accelerate has placed: none where all of the model fits on the CPU."""
+    """Return the number of modules that accelerate placed there; 0 if all fits on the CPU."""
     return sum(where == place for where in getattr(model, "hf_device_map", {}).values())
 
 

@@ -1,8 +1,8 @@
-"""Do two runs of `specdec-bench peers` agree in their ratios? `specdec-bench report --within`.
+"""Agreement of the ratios of two runs of `specdec-bench peers`: `specdec-bench report --within`.
 
-How far a program comes within its time differs from run to run, and ratios over other tokens
-compare sequences. So each pair is taken over the places of the prompts' sequences that both programs came
-to in both runs.
+The number of tokens that a program decodes within its time differs from run to run, and ratios
+over different tokens are not comparable. So each pair of programs is compared over the tokens that
+both decoded in both runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from bench.peers.compare import label
 from bench.results import seconds_by_position
 
 Seconds = dict[tuple[str, int], float]
-"""(prompt, position in the text) -> of this token."""
+"""(prompt, position in the output) -> seconds of this token."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Speed of `name` over that of `other`, in two runs."""
+    """Ratio of the speed of `name` to that of `other`, in two runs."""
 
     name: str
     other: str
@@ -32,13 +32,13 @@ class Agreement:
 
     @property
     def difference(self) -> float:
-        """By how much the larger ratio exceeds the smaller one, as a fraction: the same whichever
-        run is the first, and whichever program is above the line."""
+        """Relative excess of the larger ratio over the smaller one, independent of the order of the
+        runs and of the programs."""
         return max(self.first, self.again) / min(self.first, self.again) - 1
 
 
 def agreements(first: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[Agreement]:
-    """Every pair of programs that decoded the same tokens in both results of `peers`."""
+    """Yield every pair of programs that decoded the same tokens in both results of `peers`."""
     runs = _seconds(first), _seconds(again)
     names = [name for name in runs[0] if name in runs[1]]
     for other, name in combinations(names, 2):  # specdec's own rows are the last ones

@@ -1,13 +1,13 @@
-"""The peer: the same checkpoint on AirLLM.
+"""Peer: the same checkpoint on AirLLM.
 
-Set up as its documentation says: `AutoModel.from_pretrained` splits the checkpoint into one file
-for each layer, together as large as the checkpoint (`rewritten` keeps them for the next process:
-the first one does no prompt), and reads them one after another in every pass. Compression stays
-off, as it would change the weights; prefetching stays on, its default; the device is the CPU. The
-KV cache stays on, the default of `generate`.
+Set up as documented: `AutoModel.from_pretrained` splits the checkpoint into one file for each
+layer, together as large as the checkpoint (in the folder `rewritten`, for the next process: the
+first one decodes no prompt), and reads them one after another in every pass. Compression stays off,
+as it would change the weights; prefetching stays on, its default; the device is the CPU. The KV
+cache stays on, the default of `generate`.
 
-AirLLM 4.0.0 computes on the CPU as it stands. After every layer it runs the garbage collector of
-Python (airllm.utils.clean_memory), which costs most of a pass where layers are small.
+AirLLM 4.0.0 runs on the CPU unmodified. After every layer it runs the garbage collector of Python
+(airllm.utils.clean_memory), which costs most of a pass if layers are small.
 
     python -m bench.peers.airllm TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
@@ -21,7 +21,7 @@ from bench.peers.program import Journal, Task, run_program
 
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`: rewritten, a folder for the split checkpoint."""
+    """Run a task. Its options: rewritten, a folder for the split checkpoint."""
     import airllm
     import torch
     from transformers import AutoConfig

@@ -1,11 +1,12 @@
-"""The comparison: every program on the same prompts, weights and limits, in turns.
+"""Comparison of programs on the same prompts, weights and limits, in turns.
 
 Every program decodes the first half of its prompts and then, in reverse order, every one the second
-half, so that a drift of the storage's speed falls on all of them. What cannot run is a row too.
+half, so that a drift of the storage's speed affects all of them. A program that cannot run is a row
+too.
 
-The result (JSON; `null` where there is nothing to say):
+The result (JSON; `null` if not applicable):
 
-    peers           list of rows, in the order asked for:
+    peers           list of rows, in the requested order:
         peer, weights           name; "hf" or "gguf"
         exit, reason            "ok", "oom-killed", "timeout", "failed" or "not-run"; one line
         tokens_per_second, time_to_first_token, seconds_per_token_median, seconds_per_token_p90,
@@ -14,10 +15,10 @@ The result (JSON; `null` where there is nothing to say):
         peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes, load_seconds
                                 the largest of its processes
         token_match             share of tokens equal to specdec-plain's on the same weights
-        is_exact                its sequences must be specdec-plain's to the bit (checks/equal_texts.py)
-        by_category             category -> the figures of `summarise`
-        settings, trials        how the program was set up; what was tried for that
-        rewrite_seconds         for the weights in a format of its own, beforehand; else null
+        is_exact                outputs must be specdec-plain's to the bit (checks/equal_outputs.py)
+        by_category             category -> the results of `summarise`
+        settings, trials        settings of the program; the ones that were tried for that
+        rewrite_seconds         for converting the weights beforehand, if needed; else null
         processes               exit, seconds, memory and probed storage speed of each process
         prompts                 the records of bench.peers.program
     ratios          peer -> other -> {ratio, n_prompts, n_tokens}: speed over speed, on the tokens
@@ -52,12 +53,12 @@ _LARGEST = ("peak_anonymous_bytes", "cgroup_peak_bytes", "peak_rss_bytes", "load
 
 @dataclass
 class Entry:
-    """One row: a program on weights of one format, and what its processes did."""
+    """Row of the comparison: a program on weights of one format, and the runs of its processes."""
 
     peer: Peer
     weights: Weights | None
     problem: str | None = None
-    """Why it is not run."""
+    """Reason why it is not run."""
     runner: ProgramRunner | None = None
     runs: list[ProcessRun] = field(default_factory=list)
 
@@ -67,7 +68,7 @@ class Entry:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is to be had from another process."""
+        """Return whether no further process is started: it cannot run, or one has failed."""
         return self.problem is not None or any(run.exit != limited.OK for run in self.runs)
 
     def row(self) -> dict[str, Any]:
@@ -105,9 +106,9 @@ def compare(
     save: Callable[[dict[str, Any]], None] = lambda result: None,
     n_too_long: int = 0,
 ) -> dict[str, Any]:
-    """Run the programs of these names; see the module's text for the keys.
+    """Run the programs of these names; see the module's docstring for the keys.
 
-    `save` is called with the result so far after every process: an interrupted comparison keeps it.
+    `save` is called with the result so far after every process, should the rest be interrupted.
     `n_too_long` prompts of the file were left out, as they do not fit the context.
 
     Raises:
@@ -149,7 +150,7 @@ def compare(
 
 
 def _result(entries: Sequence[Entry], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what has run so far."""
+    """Return the result so far."""
     rows = [entry.row() for entry in entries]
     _match_tokens(rows)
     probes = [run.storage_bytes_per_second for entry in entries for run in entry.runs]
@@ -166,24 +167,24 @@ def make_entries(
     weights: Sequence[Weights],
     interpreters: Mapping[str, Interpreter],
 ) -> Iterator[Entry]:
-    """Every program with every format of the weights that it reads; at least one row for each."""
+    """Yield every program with every format of the weights that it reads; at least one row each."""
     for name in names:
         peer, interpreter = PEERS[name], interpreters.get(name)
         fitting = [weight for weight in weights if weight.format in peer.formats]
-        for item in fitting:
-            yield Entry(peer, item, why_not(peer, item, interpreter))
+        for weight in fitting:
+            yield Entry(peer, weight, why_not(peer, weight, interpreter))
         if not fitting:
             yield Entry(peer, None, why_not(peer, None, interpreter))
 
 
 def label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The program's name, with the format of its weights where it has several rows."""
+    """Return the program's name, with the format of its weights if it has several rows."""
     several = sum(other["peer"] == row["peer"] for other in rows) > 1
     return f"{row['peer']} ({row['weights']})" if several else str(row["peer"])
 
 
 def _match_tokens(rows: Sequence[dict[str, Any]]) -> None:
-    """Greedy sequences of the same weights should be equal: says how far they are."""
+    """Add the share of tokens equal to specdec-plain's on the same weights to each row."""
     for row in rows:
         references = [
             other["prompts"]

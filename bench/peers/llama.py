@@ -1,16 +1,16 @@
-"""The peer: the same GGUF file on plain llama.cpp, its weights mapped from the file.
+"""Peer: the same GGUF file on plain llama.cpp, its weights mapped from the file.
 
 Plain greedy decoding or, with a draft, a chain of draft tokens verified in one batch, as
 llama.cpp's own `speculative-simple` example does (common/speculative.cpp, "draft-simple"): the
 draft's likeliest token at each step, until the chain is as long as allowed or its probability
 *among the ten likeliest* falls below a threshold. Length and threshold are the caller's, as their
-defaults changed between versions (bench.peers.registry.DRAFT_CHAINS). Two things are done in the
-peer's favour: the draft keeps its cache of the tokens that it proposed, where the example decodes
-every verified batch again, and the prompt's last token is not decoded in a pass of its own.
+defaults changed between versions (bench.peers.registry.DRAFT_CHAINS). Two things favour the peer:
+the draft keeps the KV of the tokens that it proposed, while the example decodes every verified
+batch again, and the prompt's last token is not decoded in a pass of its own.
 
-The low-level API is used, because the high-level class of llama-cpp-python cannot switch repacked
-weights off: those are anonymous memory, and the kernel kills a process that repacks a file larger
-than its limit.
+The low-level API is used, because the high-level class of llama-cpp-python cannot disable repacked
+weights: those are anonymous memory, and the kernel kills a process that repacks a file larger than
+its limit.
 
     python -m bench.peers.llama TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
@@ -33,23 +33,23 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 
 _N_CANDIDATES = 10
-"""Tokens that a draft's probability is taken among: top_k of draft-simple's sampler."""
+"""Number of candidates for a draft's probability: top_k of draft-simple's sampler."""
 _N_UBATCH = 512
-"""Tokens that are computed at once, llama.cpp's default: scratch memory grows with them, and what
-it takes is lost to the page cache of the weights."""
+"""llama.cpp's default micro-batch: scratch memory grows with it, and reduces the page cache of the
+weights."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """How many tokens a draft proposes."""
+    """Limits of a draft's chain."""
 
     max_count: int
     min_probability: float
-    """Among the _N_CANDIDATES likeliest tokens; the chain ends before one below it."""
+    """Probability among the _N_CANDIDATES likeliest tokens below which the chain ends."""
 
 
 class Model:
-    """A model with a context of one sequence, and the tokens that its cache holds."""
+    """Model with a context of one sequence, and the tokens in its KV cache."""
 
     def __init__(self, path: Path, n_ctx: int, n_threads: int) -> None:
         params = llama_cpp.llama_model_default_params()
@@ -75,7 +75,7 @@ class Model:
         self.tokens: list[int] = []
 
     def decode(self, tokens: Sequence[int], *, all_rows: bool = False) -> NDArray[np.float32]:
-        """Append tokens; logits [n or 1, vocab] of all of them or the last."""
+        """Append tokens; return logits [n or 1, vocab] of all of them or the last."""
         n = len(tokens)
         batch = llama_cpp.llama_batch_init(n, 0, 1)
         try:
@@ -93,16 +93,16 @@ class Model:
         return np.stack([self._row(i) for i in (range(n) if all_rows else (n - 1,))])
 
     def cut(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
+        """Remove all tokens from `length` on."""
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
             raise SpecdecError(f"llama.cpp cannot cut its cache to {length} tokens")
         del self.tokens[length:]
 
     def tokenize(self, text: str) -> list[int]:
         raw = text.encode()
-        expert_cache = len(raw) + 8
-        ids = (llama_cpp.llama_token * expert_cache)()
-        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), ids, expert_cache, True, True)
+        capacity = len(raw) + 8
+        ids = (llama_cpp.llama_token * capacity)()
+        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), ids, capacity, True, True)
         return list(ids[:n])
 
     def is_end(self, token: int) -> bool:
@@ -114,7 +114,7 @@ class Model:
 
 
 class Decoder:
-    """Greedy decoding with a target and, if given, a draft."""
+    """Greedy decoder with a target and, if given, a draft."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Decoder:
             self._draft.decode(ids)
         clock.reach(1)
         while len(tokens) < self._n_tokens and not self._is_over(tokens) and not clock.is_up:
-            new = self._round(ids + tokens, self._n_tokens - len(tokens))
+            new = self._step(ids + tokens, self._n_tokens - len(tokens))
             clock.reach(len(new))
             tokens += new
         return {"token_ids": tokens}
@@ -144,12 +144,12 @@ class Decoder:
     def _is_over(self, tokens: Sequence[int]) -> bool:
         return not self._ignore_eos and self._target.is_end(tokens[-1])
 
-    def _round(self, context: Sequence[int], num_requested: int) -> list[int]:
-        """One batch of the target: the pending token and the draft's guesses."""
+    def _step(self, context: Sequence[int], num_requested: int) -> list[int]:
+        """Verify one batch: the pending token and the draft tokens; return the new tokens."""
         drafted = self._propose(context, min(self._chain.max_count, num_requested - 1))
-        rows = self._target.decode([context[-1], *drafted], all_rows=True)
+        logits = self._target.decode([context[-1], *drafted], all_rows=True)
         emitted: list[int] = []
-        for row, guess in zip(rows, [*drafted, None], strict=True):
+        for row, guess in zip(logits, [*drafted, None], strict=True):
             emitted.append(int(row.argmax()))
             if emitted[-1] != guess or self._is_over(emitted):
                 break
@@ -174,14 +174,14 @@ class Decoder:
 
 
 def probability_of_best(row: NDArray[np.float32]) -> float:
-    """Of the likeliest token among the _N_CANDIDATES likeliest, of logits [vocab]."""
+    """Return the best token's probability among the _N_CANDIDATES likeliest, of logits [vocab]."""
     n = min(_N_CANDIDATES, len(row))
     top = np.partition(row, len(row) - n)[-n:].astype(np.float64)
     return float(1.0 / np.exp(top - top.max()).sum())
 
 
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common prefix."""
     n = 0
     for item, other in zip(first, second, strict=False):
         if item != other:
@@ -191,7 +191,7 @@ def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`, with a draft: most_draft_tokens, least_draft_probability."""
+    """Run a task. Its options, with a draft: max_draft_tokens, min_draft_probability."""
     llama_cpp.llama_log_set(_say_nothing, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     target = Model(Path(task.model), task.n_ctx, task.n_threads)
@@ -219,7 +219,7 @@ def program(task: Task, journal: Journal) -> None:
 
 @llama_cpp.llama_log_callback
 def _say_nothing(level: int, text: bytes, data: Any) -> None:
-    """llama.cpp's log is not part of the report."""
+    """Drop llama.cpp's log, which is not part of the report."""
 
 
 if __name__ == "__main__":

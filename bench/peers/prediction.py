@@ -1,4 +1,4 @@
-"""Does the plan's prediction hold? What it says of passes of the size that ran, beside those."""
+"""Comparison of the plan's prediction with measured passes of the same size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_SECONDS = 4.0
 
 
 def probe_storage(model: str) -> float:
-    """Bytes per second, which a plan is then made of, as `specdec profile --refresh` does."""
+    """Measure storage in bytes/s for the next plan, as `specdec profile --refresh` does."""
     from offload.ring.bandwidth import measure_storage
     from specdec.models.weight_files import largest_weight_file
 
@@ -27,10 +27,10 @@ def probe_storage(model: str) -> float:
 
 
 def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the plan said of passes of the size that ran, beside what they took.
+    """Return the plan's prediction for passes of the measured size, and the measurements.
 
-    Tokens per pass and runs of the draft are the measured ones: how sure it is of its tokens, and
-    how often it is right, is the draft's and not the plan's.
+    Tokens per pass and runs of the draft are the measured ones: they depend on the draft's
+    confidence and accuracy, not on the plan.
     """
     stats = aggregate_stats(records)
     passes, n_drafted, n_draft_runs = (
@@ -56,7 +56,7 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     }
     measured = {
         "pass_seconds": ratio(stats["pass_seconds"], passes),
-        # These two of the prompts' passes, too.
+        # These two include prefill passes.
         "stall_seconds": ratio(stats["stall_seconds"], passes + len(records)),
         "drafting_seconds": ratio(stats["draft_seconds"], passes),
         "tokens_per_second": stats["tokens_per_second"],

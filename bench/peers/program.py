@@ -1,16 +1,16 @@
-"""What every measured program is given and what it writes: the same for peers and for specdec.
+"""Interface of every measured program, peers and specdec alike: its task and its journal.
 
     python -m bench.peers.NAME TASK.json JOURNAL.jsonl
 
-The journal is written line by line, so that a program which is killed leaves what it had measured:
+The journal is written line by line, so that the results of a killed program are not lost:
 
     {"loaded": {"load_seconds": s, "settings": {...}}}
     {"prompt": {... a `bench.process.results.Record`, and "ended": "whole" or "time"}}
     {"done": {"peak_rss_bytes": n}}
     {"error": "one line"}
 
-An *arrival* is (seconds since the prompt was handed over, tokens that came at once): one for each
-pass of the target, the first one with the prompt.
+An *arrival* is (seconds since the prompt was handed over, number of tokens): one for each pass of
+the target, the first one with the prompt.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 
 MIN_TOKENS = 5
-"""Of each prompt that is begun, however slow: below that a rate says little."""
+"""Minimum tokens of each prompt that is begun, however slow: a rate over fewer says little."""
 MIN_SPECULATED_TOKENS = 16
-"""The same where a draft proposes: some passes, and not just the first, which may wait for the
-draft to read the prompt."""
+"""The same with a draft: some passes beyond the first, which may wait for the draft to prefill the
+prompt."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to decode and with what; the program's settings of its own are `options`."""
+    """Task of a program: what to decode and how; `options` are specific to the program."""
 
     model: str
     draft: str | None
     prompts: tuple[Prompt, ...]
     n_tokens: int
     seconds: float
-    """For decoding: a slow program does fewer prompts, and fewer tokens of each."""
+    """Time for decoding: a slow program decodes fewer prompts, and fewer tokens of each."""
     memory_bytes: int
     n_threads: int
     n_ctx: int
     min_tokens: int = MIN_TOKENS
-    """Of each prompt that is begun, also when its time is over."""
+    """Minimum tokens of each prompt that is begun, also when its time is over."""
     ignore_eos: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -63,24 +63,23 @@ class Task:
 
 
 class Journal:
-    """The file in which a program writes down what it did, at once."""
+    """File in which a program writes down its results at once."""
 
     def __init__(self, path: Path, task: Task) -> None:
         self._path, self._task = path, task
         self._started = time.perf_counter()
 
     def loaded(self, settings: dict[str, Any]) -> None:
-        """The model is ready; call once, before the first prompt."""
+        """Note that the model is ready; call once, before the first prompt."""
         seconds = time.perf_counter() - self._started
         self.note("loaded", {"load_seconds": seconds, "settings": settings})
         self._pace = _Pace(self._task)
 
     def decode(self, decode: Callable[[Prompt, Clock], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Call `decode` for the prompts that there is time for; it returns its record's extras.
+        """Call `decode` for the prompts that there is time for, and return the records.
 
-        Returns the records.
-
-        `decode` must note every arrival on the clock and end when the clock says so.
+        `decode` returns more fields of its record. It must note every arrival on the clock and end
+        when the clock says so.
         """
         records = []
         for prompt in self._task.prompts:
@@ -110,7 +109,7 @@ class Journal:
 
 
 class Clock:
-    """When the tokens of one prompt came, and how much was read for them."""
+    """Clock of one prompt: arrival times of its tokens, and bytes read for them."""
 
     def __init__(self, num_requested: int, limit_seconds: float, min_count: int) -> None:
         self._num_requested, self._min_count = num_requested, min_count
@@ -120,7 +119,7 @@ class Clock:
         self._started = time.perf_counter()
 
     def reach(self, n_tokens: int) -> None:
-        """So many tokens are there now."""
+        """Note the arrival of so many tokens."""
         self._arrivals.append((time.perf_counter() - self._started, n_tokens))
         if len(self._arrivals) == 1:
             self._read.append(bytes_read())
@@ -131,7 +130,7 @@ class Clock:
 
     @property
     def is_up(self) -> bool:
-        """Whether this prompt has had its share of the time."""
+        """Return whether this prompt has used its share of the time."""
         seconds = time.perf_counter() - self._started
         return self.n_tokens >= self._min_count and seconds > self._limit_seconds
 
@@ -145,7 +144,7 @@ class Clock:
 
 
 class _Pace:
-    """Shares the time left evenly among the prompts left."""
+    """Scheduler that shares the time left evenly among the prompts left."""
 
     def __init__(self, task: Task) -> None:
         self._deadline = time.perf_counter() + task.seconds
@@ -156,7 +155,7 @@ class _Pace:
         return time.perf_counter() >= self._deadline
 
     def time_limit(self) -> float:
-        """Seconds for the next prompt."""
+        """Return the seconds for the next prompt."""
         return (self._deadline - time.perf_counter()) / self._n_left
 
     def count(self) -> None:
@@ -164,10 +163,10 @@ class _Pace:
 
 
 def bytes_read() -> int | None:
-    """Bytes that the storage delivered to this process: page faults, read-ahead, direct reads.
+    """Return bytes that storage delivered to this process: page faults, read-ahead, direct reads.
 
     Source: `read_bytes` of /proc/self/io (Documentation/filesystems/proc.rst of Linux). None where
-    the system does not tell.
+    the system does not report them.
     """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -177,13 +176,13 @@ def bytes_read() -> int | None:
 
 
 def run_program(argv: Sequence[str], program: Callable[[Task, Journal], None]) -> int:
-    """The `main` of every measured program; the exit code."""
+    """Run a task as the `main` of a measured program; return the exit code."""
     task = Task.read(Path(argv[0]))
     journal = Journal(Path(argv[1]), task)
     try:
         program(task, journal)
         journal.done()
-    except Exception as error:  # other people's programs fail in many ways; each is a result
+    except Exception as error:  # peers fail in many ways; each is a result
         journal.failed(error)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

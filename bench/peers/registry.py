@@ -1,4 +1,4 @@
-"""Which programs can be compared, on what weights, and why one cannot run.
+"""Registry of the programs that can be compared, of their weights, and reasons why one cannot run.
 
 Every program is a module `bench.peers.*` that does a `bench.peers.program.Task` in a process of its
 own.
@@ -20,14 +20,14 @@ HF, GGUF = "hf", "gguf"
 MEMORY, DRAFTING = "memory", "drafting"
 _FORMAT_NAMES = {HF: "a Hugging Face checkpoint", GGUF: "a GGUF file"}
 
-# What an interpreter with torch and transformers takes before any weight is loaded.
+# Memory of an interpreter with torch and transformers before any weight is loaded.
 _MIN_OVERHEAD_BYTES = 512 * MIB
 MIN_AMOUNT_BYTES = 64 * MIB
 _STEPS = 4
 
 # llama.cpp's defaults (common/common.h, as in llama-cpp-python 0.3.36), the length in the README of
 # its speculative-simple, and the defaults of 2025 with and without their threshold. A pass that
-# waits for storage takes more rows nearly for free; a draft that is itself read again does not.
+# waits for storage takes more tokens nearly for free; a draft that streams itself does not.
 DRAFT_CHAINS = (
     {"max_draft_tokens": 3, "min_draft_probability": 0.0},
     {"max_draft_tokens": 7, "min_draft_probability": 0.0},
@@ -38,26 +38,25 @@ DRAFT_CHAINS = (
 
 @dataclass(frozen=True)
 class Peer:
-    """One program in one set-up."""
+    """Program in one configuration."""
 
     name: str
     module: str
     formats: tuple[str, ...]
     about: str
-    """How it is set up, for the table's legend."""
+    """Description of its configuration, for the table's legend."""
     uses_draft: bool = False
     package: str = ""
-    """What must be importable for it."""
+    """Package that it needs."""
     install: str = ""
     tunes: str = ""
-    """Which of its settings the fastest is sought for, on one prompt: MEMORY or DRAFTING."""
+    """Settings that are tuned for speed on one prompt: MEMORY or DRAFTING."""
     drafts_with_target: bool = False
-    """Whether a draft without files, self:window=N, will do."""
+    """Whether it can use a draft without files, self:window=N."""
     speculates: bool = False
     """Whether it has a mean acceptance length to report."""
     rewrites: bool = False
-    """Whether it writes the weights anew before it runs them: a process of its own does that first,
-    which is not measured."""
+    """Whether it converts the weights first, in a process of its own that is not measured."""
 
 
 PEERS = {
@@ -127,12 +126,12 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Weights:
-    """The target in one format, and its draft."""
+    """Target in one format, and its draft."""
 
     format: str
     model: Path
     draft: Path | str | None = None
-    """A text is the name of a draft without files: self:window=N."""
+    """Path, or as str the name of a draft without files: self:window=N."""
 
     @classmethod
     def of(cls, model: Path, draft: Path | str | None = None) -> Weights:
@@ -140,21 +139,21 @@ class Weights:
 
     @classmethod
     def named(cls, model: str, draft: str | None = None) -> Weights:
-        """From the names that a user types. Raises specdec.models.names.ModelNotFound."""
+        """Return the weights of typed names. Raises specdec.models.names.ModelNotFound."""
         return cls.of(resolve_model(model), resolve_draft(draft) or draft)
 
     @property
     def draft_path(self) -> Path | None:
-        """Of its files, where it has any."""
+        """Path of the draft's files, if it has any."""
         return self.draft if isinstance(self.draft, Path) else None
 
 
 def why_not(
     peer: Peer, weights: Weights | None, interpreter: Interpreter | None = None
 ) -> str | None:
-    """Why a peer cannot run; None when it can. `weights` is None where its format is not there.
+    """Return why a peer cannot run; None if it can. `weights` is None if its format is missing.
 
-    interpreter: the one that it runs on, where that is not ours.
+    interpreter: the one that it runs on, if that is not ours.
     """
     if peer.package and not has_module(peer.package, interpreter):
         where = "" if interpreter is None else f" for {interpreter.path}"
@@ -175,14 +174,14 @@ def why_not(
 
 
 def settings_to_try(peer: Peer, budget_bytes: int) -> list[dict[str, Any]]:
-    """`Task.options` of which the fastest is sought; empty where nothing is."""
+    """Return the `Task.options` to tune over; empty if nothing is tuned."""
     if peer.tunes == MEMORY:
         return [{"cpu_memory_bytes": amount} for amount in memory_amounts(budget_bytes)]
     return [dict(chain) for chain in DRAFT_CHAINS] if peer.tunes == DRAFTING else []
 
 
 def memory_amounts(budget_bytes: int) -> Iterator[int]:
-    """Amounts of memory for weights, from the largest that could work down to almost none.
+    """Yield amounts of memory for weights, from the largest that could work down to almost none.
 
     The largest is not always the fastest: transformers maps the weights that it keeps "in memory"
     from the file, so they share the page cache with those on disk.

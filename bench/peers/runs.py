@@ -1,4 +1,4 @@
-"""Runs a program on prompts: each time a fresh process inside the same limits."""
+"""Runs of a program on prompts, each in a fresh process inside the same limits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from specdec.models.weight_files import largest_weight_file, weight_files
 from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0
-"""Allowed beside the time for decoding, which may be overrun once more for the last prompt."""
+"""Time limit beside that of decoding, which may be exceeded for the last prompt."""
 REWRITE_BYTES_PER_SECOND = 10e6
-"""For the time limit of a program that writes the weights anew: LOAD_SECONDS and twice this."""
+"""Assumed speed of converting weights, for its time limit: LOAD_SECONDS and twice that time."""
 TRIAL_TOKENS = 10
-"""The page cache serves more of a model's file as it fills: the first few tokens do not show it."""
+"""Tokens of a trial: the page cache fills during the first few tokens."""
 TRIAL_SPECULATED_TOKENS = MIN_SPECULATED_TOKENS
 _AMOUNT = "cpu_memory_bytes"
 _JOURNAL: dict[str, Any] = {"loaded": {}, "done": {}, "error": None, "prompts": []}
@@ -42,32 +42,32 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISA
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What is the same for every program."""
+    """Settings shared by all programs."""
 
     memory_bytes: int
     n_tokens: int
     seconds: float
-    """For decoding, of each program."""
+    """Time for decoding, of each program."""
     n_threads: int
     n_ctx: int
     enforce: bool = True
     storage_mbps: float | None = None
-    """Reads are held to so many MB (10^6 bytes) per second."""
+    """Limit of reads, in MB (10^6 bytes) per second."""
     ignore_eos: bool = False
     cpu_memory_bytes: int | None = None
-    """For accelerate: memory for weights, instead of the best of several amounts."""
+    """Memory for accelerate's weights, instead of the best of several amounts."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """More keywords of `specdec.load`, for specdec alone."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of `LLM.generate`, for specdec alone; greedy where it is empty."""
+    """Keywords of `LLM.generate`, for specdec alone; greedy if empty."""
     predict: bool = False
-    """Whether specdec's plan is held to what it said."""
+    """Whether specdec's plan is compared with the measurements."""
     interpreters: Mapping[str, Interpreter] = field(default_factory=dict)
-    """By the name of the program, where it has one of its own."""
+    """Interpreter by program, for programs with one of their own."""
 
 
 def settings_for(load: Mapping[str, Any], **more: Any) -> RunSettings:
-    """The same threads and context for all programs, the other keywords of `load` for specdec."""
+    """Return settings with `load`'s threads and context for all, its other keywords for specdec."""
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
     return RunSettings(
         n_threads=load.get("threads") or psutil.cpu_count(logical=False) or 1,
@@ -79,50 +79,50 @@ def settings_for(load: Mapping[str, Any], **more: Any) -> RunSettings:
 
 @dataclass(frozen=True)
 class ProcessRun(Outcome):
-    """How one process ended, and what it wrote in its journal."""
+    """Outcome of one process, and the contents of its journal."""
 
     reason: str | None
-    """One line where it did not end well."""
+    """One line about a failure."""
     storage_bytes_per_second: float
-    """Probed just before, without a throttle."""
+    """Storage speed probed just before, without a throttle."""
     load_seconds: float | None
     settings: dict[str, Any]
     peak_rss_bytes: int | None
     records: list[dict[str, Any]]
     notes: dict[str, Any] = field(default_factory=dict)
-    """What else it wrote."""
+    """Further entries of the journal."""
 
     def results(self) -> dict[str, Any]:
-        """What JSON has of it: `exit` and `reason` tell how it ended."""
+        """Return the fields for JSON; `exit` and `reason` describe its end."""
         left_out = ("code", "oom_kills", "records", "settings", "notes")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 class ProgramRunner:
-    """Runs a program's processes, with the settings that suit it best."""
+    """Runner of a program's processes, with its fastest settings."""
 
     def __init__(self, peer: Peer, weights: Weights, settings: RunSettings) -> None:
         self.peer, self.weights, self.settings = peer, weights, settings
         self.trials: list[dict[str, Any]] = []
-        """Settings that were tried before the best was chosen, and how fast they were."""
+        """Settings that were tried for tuning, and their speeds."""
         self._tuned: dict[str, Any] | None = None
         if peer.tunes == MEMORY and settings.cpu_memory_bytes is not None:
             self._tuned = {_AMOUNT: settings.cpu_memory_bytes}
         self.rewrite_seconds: float | None = None
-        """For the weights in a format of the program's own, before anything is measured."""
+        """Seconds for converting the weights before anything is measured."""
         self._rewritten: tempfile.TemporaryDirectory[str] | None = None
         self._interpreter = settings.interpreters.get(peer.name)
 
     def close(self) -> None:
-        """Remove what the program wrote beside the model."""
+        """Remove files that the program wrote beside the model."""
         if self._rewritten is not None:
             self._rewritten.cleanup()
 
-    def learn_from(self, rest: Iterable[ProgramRunner | None]) -> None:
-        """Take over the best amount of memory, less the draft's, from one with the same target."""
+    def learn_from(self, runners: Iterable[ProgramRunner | None]) -> None:
+        """Take over the best memory, less the draft's, from a runner with the same target."""
         if self.peer.tunes != MEMORY or self._tuned is not None:
             return
-        for other in rest:
+        for other in runners:
             if (
                 other is not None
                 and other._tuned is not None
@@ -133,7 +133,7 @@ class ProgramRunner:
                 self._tuned = {_AMOUNT: max(other._tuned[_AMOUNT] - used, MIN_AMOUNT_BYTES)}
 
     def run(self, prompts: Sequence[Prompt], seconds: float) -> ProcessRun:
-        """One process for these prompts."""
+        """Run one process for these prompts."""
         if self.peer.rewrites and self.rewrite_seconds is None:
             rewriting = self._rewrite()
             if rewriting.exit != limited.OK:
@@ -146,15 +146,15 @@ class ProgramRunner:
         return self._run(prompts, self.settings.n_tokens, seconds, self._tuned or {})
 
     def _rewrite(self) -> ProcessRun:
-        """A process that does no prompt: it loads the model and ends."""
-        # On the model's own storage, which is what is measured.
+        """Run a process without prompts: it loads the model, which converts it, and ends."""
+        # On the model's own storage, which is measured.
         parent = self.weights.model.parent
         self._rewritten = tempfile.TemporaryDirectory(prefix=f".{self.peer.name}-", dir=parent)
         n_bytes = sum(path.stat().st_size for path in weight_files(self.weights.model))
         return self._run([], 0, n_bytes / REWRITE_BYTES_PER_SECOND, {})
 
     def _find_fastest(self, prompt: Prompt) -> tuple[dict[str, Any] | None, ProcessRun | None]:
-        """(the fastest settings, None), or (None, the last run) where none works."""
+        """Return (the fastest settings, None), or (None, the last run) if none works."""
         n_tokens = TRIAL_TOKENS if self.peer.tunes == MEMORY else TRIAL_SPECULATED_TOKENS
         best: tuple[float, dict[str, Any]] | None = None
         run = None
@@ -214,7 +214,7 @@ class ProgramRunner:
             )
 
     def _forget_cached(self) -> None:
-        """Every process begins with cold storage."""
+        """Drop cached pages, so that every process begins with cold storage."""
         forget_model(self.weights.model)
         if self.weights.draft_path is not None:
             forget_model(self.weights.draft_path)
@@ -243,7 +243,7 @@ class ProgramRunner:
 
 
 def describe_tuned(name: str, value: float) -> str:
-    """A setting that was sought, for people."""
+    """Return a tuned setting as text for the terminal."""
     if name == _AMOUNT:
         return f"weights in {value / GIB:.2f} GiB"
     return f"{name.replace('_', ' ')} {value:g}"
@@ -254,7 +254,7 @@ def say(line: str) -> None:
 
 
 def _read_journal(path: Path) -> dict[str, Any]:
-    """What the program wrote; a last line that was cut off by a kill is left out."""
+    """Return the contents of a journal; a last line that a kill cut off is left out."""
     journal = deepcopy(_JOURNAL)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
@@ -270,7 +270,7 @@ def _read_journal(path: Path) -> dict[str, Any]:
 
 
 def _reason(outcome: Outcome, journal: Mapping[str, Any], log: Path) -> str | None:
-    """One line for a run that did not end well."""
+    """Return one line about a failed run; None if it succeeded."""
     if outcome.exit == limited.OK:
         return None
     if outcome.exit == limited.OOM_KILLED:

@@ -1,4 +1,4 @@
-"""specdec as one of the programs that are compared: the same task, the same journal.
+"""specdec as one of the compared programs, with the same task and journal.
 
 python -m bench.peers.specdec TASK.json JOURNAL.jsonl       (see bench.peers.program)
 """
@@ -18,9 +18,9 @@ _WARM_UP_TOKENS = 8  # the first passes pay for threads, caches and scratch memo
 
 
 def program(task: Task, journal: Journal) -> None:
-    """`options`: more keywords of `specdec.load`; spec_type "none" decodes plainly.
+    """Run a task. Its options: keywords of `specdec.load`; spec_type "none" decodes plainly.
 
-    And "sampling", keywords of `LLM.generate`; "predict", whether to hold the plan to what it said.
+    Also "sampling", keywords of `LLM.generate`; "predict", whether to check the plan's prediction.
     """
     from bench.peers.prediction import compare, probe_storage
     from specdec.api import load
@@ -55,7 +55,7 @@ def _decode(
         prompt.text, max_tokens=task.n_tokens, ignore_eos=task.ignore_eos, **sampling
     )
     for chunk in stream:
-        if chunk.token_ids:  # the last one may bring text alone
+        if chunk.token_ids:  # the last one may have text only
             clock.reach(len(chunk.token_ids))
         if clock.is_up:
             stream.cancel()

@@ -1,25 +1,25 @@
-"""Budgets x storage speeds x tree sizes, each a fresh process; what is done is not done again.
+"""Sweep over budgets x storage speeds x tree sizes, each in a fresh process; it can be resumed.
 
 Every setting is one line of a JSON Lines file, written when it is finished:
 
     setting     memory_budget_bytes, storage_mbps (null: as fast as it is), num_draft_tokens
                 (null: auto; 0: plain decoding)
-    key         of the setting, the models, the prompts and the tokens: what a restart looks for
+    key         hash of the setting, the models, the prompts and the tokens, for resuming
     exit, reason, tokens_per_second, time_to_first_token, seconds_per_token_median,
     seconds_per_token_p90, bytes_read_per_token, mean_acceptance_length, n_prompts, n_tokens,
     acceptance_by_depth, peak_anonymous_bytes, cgroup_peak_bytes, peak_rss_bytes,
     storage_bytes_per_second (probed), records
                 as in bench.peers.compare
-    n_texts, n_equal_texts, first_mismatch
-                compared with the first setting's sequences, or with those of an earlier report, as far
-                as both go
+    num_seqs, n_equal_outputs, first_mismatch
+                comparison with the first setting's outputs, or with an earlier report's, over
+                their common length
     is_lossless, is_exact, sampling
-                is_exact: sequences of one call of the command must be equal (bench.checks.equal_outputs)
+                is_exact: outputs of one run must be equal (bench.checks.equal_outputs)
     prediction, storage_bytes_per_second_after
                 with --prediction: see bench.peers.prediction
     bytes_per_pass, predicted_tokens_per_second, smallest_budget_bytes     of specdec's own plan
-    auto_budgets                the budgets that --budgets auto chose, and the key of what for; null
-                                where they were given
+    auto_budgets                budgets that --budgets auto chose, and the key of their plan; null
+                                if they were given
     model, draft_model, max_tokens, provenance
 """
 
@@ -44,37 +44,37 @@ from specdec.models.weight_files import weight_files
 from specdec.planning.run_plan import RunPlan
 
 N_AUTO_BUDGETS = 6
-_LINE_START = b'{"setting": '  # of every line, as `measure_setting` makes them
+_LINE_START = b'{"setting": '  # start of every line of `measure_setting`
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the sweep."""
+    """Point of the sweep."""
 
     memory_budget_bytes: int
     storage_mbps: float | None
     num_draft_tokens: int | None
-    """None is auto, 0 plain decoding."""
+    """Number of draft tokens: None is auto, 0 plain decoding."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all points share."""
+    """Settings shared by all points."""
 
     weights: Weights
     prompts: tuple[Prompt, ...]
     base: RunSettings
-    """Budget, storage and tree are replaced by each setting's."""
+    """Base settings; budget, storage and tree are replaced by each setting's."""
     auto_budgets: tuple[int, ...] = ()
-    """What --budgets auto chose; empty where budgets were given."""
+    """Budgets that --budgets auto chose; empty if budgets were given."""
     reference: Mapping[str, Sequence[int]] | None = None
-    """Tokens by prompt that all sequences are compared with; None: those of the first setting."""
+    """Reference tokens by prompt; None: those of the first setting."""
 
 
 def all_settings(
     budgets: Sequence[int], speeds: Sequence[float | None], trees: Sequence[int | None]
 ) -> list[Setting]:
-    """Every combination; the fastest storage and the largest budgets first: those tell soonest."""
+    """Return every combination; the fastest storage and the largest budgets first."""
     fastest_first = sorted(speeds, key=lambda speed: -float("inf") if speed is None else -speed)
     return [
         Setting(budget, speed, tree)
@@ -85,21 +85,21 @@ def all_settings(
 
 
 def auto_budgets(plan: Callable[[int | str], RunPlan], n: int = N_AUTO_BUDGETS) -> list[int]:
-    """From the smallest budget that works to one in which nothing streams, in equal steps.
+    """Return budgets from the smallest that works to one without streaming, in equal steps.
 
     `plan` gives the plan of a budget in bytes, or of "auto".
     """
     smallest = plan("auto").smallest_budget_bytes
-    # A little more: the process that measures is not the one that plans here.
+    # A little more, for the process that measures has other overheads than this one.
     largest = whole_budget(plan, smallest) * 103 // 100
     return [smallest + (largest - smallest) * i // (n - 1) for i in range(n)]
 
 
 def recorded_budgets(path: Path, sweep: Sweep) -> list[int]:
-    """What --budgets auto chose for these models when the file was begun; empty where it did not.
+    """Return the budgets that --budgets auto chose when the file was begun; empty if none.
 
-    Planned again, they would differ by a few bytes of measured memory and time, and every setting
-    would look new.
+    New ones would differ by a few bytes of measured memory and time, and every setting would look
+    new.
     """
     key = _plan_key(sweep)
     for line in _finished_lines(path):
@@ -110,7 +110,7 @@ def recorded_budgets(path: Path, sweep: Sweep) -> list[int]:
 
 
 def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
-    """The smallest budget, within 1 %, in which all of the model stays in memory."""
+    """Return the smallest budget, within 1 %, in which all of the model stays in memory."""
     low, high = smallest, smallest
     while (placement := plan(high).placement).n_streamed_layers:
         low, high = high, high + max(placement.streamed_bytes, high // 100)
@@ -124,7 +124,7 @@ def whole_budget(plan: Callable[[int | str], RunPlan], smallest: int) -> int:
 
 
 def _finished_lines(path: Path) -> list[dict[str, Any]]:
-    """Of the settings that a file already holds; a kill is a result too."""
+    """Return the lines of the settings that a file has; a killed process is a result too."""
     if not path.exists() or not path.stat().st_size:
         return []
     results = read_results(path)
@@ -135,7 +135,7 @@ def _finished_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def prepare_file(path: Path) -> None:
-    """Make a file ready for further lines; raise ResultsError where it holds something else."""
+    """Make a file ready for further lines; raise ResultsError if it holds something else."""
     drop_torn_line(path)
     _finished_lines(path)
 
@@ -143,7 +143,7 @@ def prepare_file(path: Path) -> None:
 def drop_torn_line(path: Path) -> None:
     """Cut off a last line that was not finished, so that the next one starts on its own.
 
-    Raises ResultsError, and leaves the file alone, where that line is none of a sweep.
+    Raises ResultsError, and leaves the file alone, if that line is not of a sweep.
     """
     if not path.exists():
         return
@@ -158,7 +158,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def setting_key(sweep: Sweep, setting: Setting) -> str:
-    """The same for the same measurement: models by their files' names, sizes and times."""
+    """Return a hash of a measurement; models count by their files' names, sizes and times."""
     chosen = {"sampling": dict(sweep.base.sampling), "predict": sweep.base.predict}
     parts = {
         **_planned_parts(sweep),
@@ -172,7 +172,7 @@ def setting_key(sweep: Sweep, setting: Setting) -> str:
 
 
 def _plan_key(sweep: Sweep) -> str:
-    """The same for sweeps whose automatic budgets would be chosen from the same models."""
+    """Return a hash of everything that automatic budgets depend on."""
     return _digest(_planned_parts(sweep))
 
 
@@ -193,7 +193,7 @@ def _digest(parts: Mapping[str, Any]) -> str:
 
 
 def fingerprint(model: Path) -> list[list[Any]]:
-    """Of each weight file: name, size, time of the last change."""
+    """Return name, size and modification time of each weight file."""
     stats = [(path, path.stat()) for path in weight_files(model)]
     return [[path.name, status.st_size, status.st_mtime_ns] for path, status in stats]
 
@@ -201,7 +201,7 @@ def fingerprint(model: Path) -> list[list[Any]]:
 def run_sweep(
     sweep: Sweep, settings: Sequence[Setting], path: Path, provenance: Mapping[str, Any]
 ) -> Iterator[dict[str, Any] | None]:
-    """Measure what the file does not hold yet, one line each; yields None for what it does hold.
+    """Measure the settings that the file lacks and yield their lines; None for those that it has.
 
     Raises:
         ResultsError: the file holds something else.
@@ -210,7 +210,7 @@ def run_sweep(
     lines = _finished_lines(path)
     done = {str(line["key"]) for line in lines}
     known = [outputs for line in lines if (outputs := outputs_of(line.get("records", ())))]
-    requested = sweep.reference or (known[0] if known else None)
+    reference = sweep.reference or (known[0] if known else None)
     chosen = {"key": _plan_key(sweep), "bytes": list(sweep.auto_budgets)}
     more = {"auto_budgets": chosen if sweep.auto_budgets else None, "provenance": dict(provenance)}
     for setting in settings:
@@ -220,8 +220,8 @@ def run_sweep(
             continue
         line = measure_setting(sweep, setting)
         outputs = outputs_of(line.get("records", ()))
-        requested = requested or outputs or None
-        line |= {**_equality(outputs, requested or {}), "key": key, **more}
+        reference = reference or outputs or None
+        line |= {**_equality(outputs, reference or {}), "key": key, **more}
         append_line(line, path)
         done.add(key)
         yield line
@@ -232,12 +232,12 @@ Outputs = Mapping[str, Sequence[int]]
 
 
 def outputs_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Prompt -> token ids."""
+    """Return prompt -> token ids."""
     return {record["prompt"]: list(record["token_ids"]) for record in records}
 
 
 def reference_outputs(path: Path) -> dict[str, list[int]]:
-    """Of a report of `speedup`, or of a sweep's first setting. Raises ResultsError."""
+    """Return outputs of a `speedup` report or a sweep's first setting. Raises ResultsError."""
     results = read_results(path)
     if results.kind == SPEEDUP:
         records = of_mode(results.value["records"], "speculative")
@@ -248,24 +248,24 @@ def reference_outputs(path: Path) -> dict[str, list[int]]:
     return outputs_of(records)
 
 
-def _equality(outputs: Outputs, requested: Outputs) -> dict[str, Any]:
-    """As far as both sequences go: a slow setting does fewer tokens."""
-    shared = [name for name in outputs if name in requested]
+def _equality(outputs: Outputs, reference: Outputs) -> dict[str, Any]:
+    """Compare outputs over their common length, for a slow setting decodes fewer tokens."""
+    shared = [name for name in outputs if name in reference]
     result = {
-        name: first_mismatch(outputs[name][:n], requested[name][:n])
+        name: first_mismatch(outputs[name][:n], reference[name][:n])
         for name in shared
-        for n in [min(len(outputs[name]), len(requested[name]))]
+        for n in [min(len(outputs[name]), len(reference[name]))]
     }
     mismatches = {name: at for name, at in result.items() if at is not None}
     return {
         "num_seqs": len(shared),
-        "n_equal_texts": len(shared) - len(mismatches),
+        "n_equal_outputs": len(shared) - len(mismatches),
         "first_mismatch": mismatches,
     }
 
 
 def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
-    """One process of specdec."""
+    """Measure a setting in one process of specdec."""
     settings = replace(
         sweep.base,
         memory_bytes=setting.memory_budget_bytes,
@@ -277,7 +277,7 @@ def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
         run = runner.run(sweep.prompts, settings.seconds)
     return {
         "setting": asdict(setting),
-        **_figures(run, peer.speculates),
+        **_values(run, peer.speculates),
         "model": str(sweep.weights.model),
         "draft_model": None if sweep.weights.draft is None else str(sweep.weights.draft),
         "max_tokens": settings.n_tokens,
@@ -287,7 +287,7 @@ def measure_setting(sweep: Sweep, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _figures(run: ProcessRun, speculates: bool) -> dict[str, Any]:
+def _values(run: ProcessRun, speculates: bool) -> dict[str, Any]:
     plan = run.settings.get("plan", {})
     return {
         "exit": run.exit,

@@ -1,4 +1,4 @@
-"""What a model's files hold: bytes in all and by type. Names the conversion between two formats."""
+"""Description of a model's files: bytes in all and by type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.formats.gguf_index import GgufIndex
 
 
 def describe_weights(weights: Weights) -> dict[str, Any]:
-    """format, model, draft, n_bytes, and types: share of the bytes, the largest first."""
+    """Return format, model, draft, n_bytes, and types: share of the bytes, the largest first."""
     index = (
         GgufIndex.from_path(weights.model)
         if weights.format == GGUF

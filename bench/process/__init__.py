@@ -1,1 +1,1 @@
-"""One measured child process, within limits, and what it leaves behind."""
+"""Measured child processes within limits, and their results."""

@@ -1,6 +1,6 @@
 """Fresh processes for measurements, inside a memory limit or not.
 
-What to measure goes there as JSON, and the result comes back as JSON:
+The specification is passed as JSON, and the result is returned as JSON:
 
     python -m bench.MODULE SPEC.json RESULT.json
 """
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 Measure = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""Gets a specification as JSON has it; returns what JSON can hold."""
+"""Function from a specification (JSON values) to a result (JSON values)."""
 
 
 class ChildFailed(SpecdecError):
-    """A measuring process ended without a result."""
+    """Measuring process that ended without a result."""
 
 
 def result_of_child(
@@ -43,15 +43,15 @@ def result_of_child(
     spec: DataclassInstance,
     memory_limit: str | int | None,
 ) -> dict[str, Any]:
-    """What `measure_for_parent` of `module` writes, run in a process of its own.
+    """Run `module` in a process of its own, and return the result of its `measure_for_parent`.
 
     Args:
-        spec: what to measure; its fields hold what JSON can.
-        memory_limit: of a cgroup; None for no limit.
+        spec: specification; its fields are JSON values.
+        memory_limit: limit of a cgroup; None for no limit.
 
     Raises:
-        typer.Exit: with the child's exit code, where that has told why it failed.
-        ChildFailed: it ended without a word.
+        typer.Exit: with the child's exit code, if the child has reported its error.
+        ChildFailed: the child ended without a report.
     """
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
@@ -63,9 +63,9 @@ def result_of_child(
 
 
 def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) -> int:
-    """Run `python -m module argv...` and return its exit code; None means no limit of memory.
+    """Run `python -m module argv...` and return its exit code; None means no memory limit.
 
-    The child shares our terminal, and does not outlive this process, however that ends.
+    The child shares our terminal, and never outlives this process.
     """
     if memory_limit is not None:
         return run_enforced(module, argv, memory_limit)
@@ -73,18 +73,18 @@ def run_child(module: str, argv: Sequence[str], memory_limit: str | int | None) 
 
 
 def measure_for_parent(argv: Sequence[str], measure: Measure) -> int:
-    """The child of `result_of_child`: returns its exit code.
+    """Run as the child of `result_of_child`, and return the exit code.
 
     Args:
         argv: file of the specification, file for the result.
-        measure: gets the one, returns the other.
+        measure: function from the specification to the result.
     """
 
     def work() -> None:
         spec_path, result_path = map(Path, argv)
         try:
             result = measure(json.loads(spec_path.read_text(encoding="utf-8")))
-        except KeyboardInterrupt:  # the parent got it too, and says so
+        except KeyboardInterrupt:  # the parent got it too, and reports it
             raise typer.Exit(EXIT_INTERRUPTED) from None
         result_path.write_text(json.dumps(result), encoding="utf-8")
 
@@ -102,23 +102,23 @@ def forget_model(model: Path) -> None:
 
 
 def forget_files(paths: Iterable[Path]) -> None:
-    """Drop the page cache of files; what is not yet written is written first."""
+    """Drop the page cache of files, after writing back dirty pages."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fdatasync(descriptor)  # the kernel keeps pages that only memory holds
+            os.fdatasync(descriptor)  # dirty pages cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def check_child(code: int, what: str) -> None:
-    """Raise for a child that failed; one that has told why ends us with the same exit code.
+    """Raise for a child that failed; one that has reported its error gives its exit code.
 
     Raises:
-        KeyboardInterrupt: it was interrupted, and we are too.
-        typer.Exit: nothing more is to be said.
-        ChildFailed: it ended without a word.
+        KeyboardInterrupt: the child was interrupted.
+        typer.Exit: the child has reported its error.
+        ChildFailed: the child ended without a report.
     """
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt

@@ -1,8 +1,7 @@
-"""Python interpreters that programs run on: ours, or that of an environment of their own.
+"""Python interpreters of compared programs: ours, or that of an environment of their own.
 
-Programs that are compared may need versions of packages that exclude ours. Their module of this
-package (bench.peers.*) then runs on the other interpreter, with that one's packages and, beside
-them, our own sources alone.
+Compared programs may need package versions that conflict with ours. Their module of this package
+(bench.peers.*) then runs on the other interpreter, with its packages and our own sources only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from offload.errors import SpecdecError
 _OWN_PACKAGES = ("bench", "specdec", "backends", "offload")
 _MIN_VERSION = (3, 10)  # requires-python of pyproject.toml
 _PROBE_SECONDS = 60
-# For any version of Python, so that an old one is named and does not fail.
+# Runs on any version of Python, so that an old one is reported.
 _PROBE = """
 import json, sys
 found = {"version": list(sys.version_info[:3]), "versions": {}, "modules": []}
@@ -41,27 +40,27 @@ print(json.dumps(found))
 
 
 class InterpreterError(SpecdecError):
-    """What was named as an interpreter is none, or none that can be used."""
+    """Invalid or unusable interpreter."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Another interpreter than the one that runs us."""
+    """Interpreter other than the one that runs us."""
 
     path: str
-    """Absolute; a link is kept, as what it lies in is the environment."""
+    """Absolute path; links are not resolved, as their folder is the environment."""
     versions: dict[str, str]
-    """Of Python and of the packages that a measurement depends on."""
+    """Versions of Python and of the packages that a measurement depends on."""
     modules: frozenset[str]
-    """Of those asked for, what can be imported there."""
+    """Requested modules that can be imported there."""
 
     def describe(self) -> dict[str, Any]:
-        """For a record's provenance."""
+        """Return its description for a record's provenance."""
         return {"path": self.path, "versions": self.versions}
 
 
 def probe(text: str, modules: tuple[str, ...]) -> Interpreter:
-    """Ask an interpreter what it has. `text`: a path, or a name to be found on PATH.
+    """Return an interpreter's versions and modules. `text`: a path, or a name on PATH.
 
     Raises:
         InterpreterError: there is none, or it is too old.
@@ -69,20 +68,20 @@ def probe(text: str, modules: tuple[str, ...]) -> Interpreter:
     path = os.path.expanduser(text)
     if os.path.isdir(path):
         raise InterpreterError(f"{text} is a folder: name the interpreter in it, as bin/python")
-    result = shutil.which(path)
-    if result is None:
+    program = shutil.which(path)
+    if program is None:
         raise InterpreterError(f"{text}: there is no such program")
-    answer = _ask(os.path.abspath(result), text, modules)
+    answer = _ask(os.path.abspath(program), text, modules)
     version = ".".join(map(str, answer["version"]))
     if tuple(answer["version"]) < _MIN_VERSION:
         minimum = ".".join(map(str, _MIN_VERSION))
         raise InterpreterError(f"{text} is Python {version}: {minimum} or later is needed")
     versions = {"python": version, **answer["versions"]}
-    return Interpreter(os.path.abspath(result), versions, frozenset(answer["modules"]))
+    return Interpreter(os.path.abspath(program), versions, frozenset(answer["modules"]))
 
 
 def has_module(name: str, interpreter: Interpreter | None) -> bool:
-    """Whether a module can be imported; None asks the interpreter that runs us."""
+    """Return whether a module can be imported; None asks the interpreter that runs us."""
     if interpreter is None:
         return importlib.util.find_spec(name) is not None
     return name in interpreter.modules
@@ -93,9 +92,9 @@ def executable(interpreter: Interpreter | None) -> str:
 
 
 def own_packages(folder: Path) -> dict[str, str]:
-    """Environment with which another interpreter finds our packages, linked in `folder`.
+    """Return environment variables with which another interpreter finds our packages.
 
-    Only those: where we are installed, what lies beside us are the packages of our interpreter.
+    They are linked in `folder`, for our site-packages would add packages of our interpreter.
     """
     for name in _OWN_PACKAGES:
         (folder / name).symlink_to(ROOT / name, target_is_directory=True)
@@ -113,7 +112,7 @@ def _ask(path: str, text: str, modules: tuple[str, ...]) -> dict[str, Any]:
             errors="replace",
             timeout=_PROBE_SECONDS,
             stdin=subprocess.DEVNULL,
-            # As the program will run: what lies in the working directory is not installed.
+            # As the program will run: without packages in the working directory.
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:

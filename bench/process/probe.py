@@ -1,7 +1,7 @@
-"""Raw bandwidth of the storage under one file: the roofline that streaming is held against.
+"""Raw bandwidth of the storage under one file: the roofline of streaming.
 
-A plain loop of threads and `preadv`, into buffers of its own. It shares no code with the streamer:
-a fault that slowed the streamer's reads would slow its own yardstick too, and hide.
+A plain loop of threads and `preadv`, into buffers of its own. It shares no code with the streamer,
+so that a fault that slows the streamer's reads does not also slow this reference.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from offload.errors import SpecdecError
 
 BLOCK_BYTES = 8 << 20
-"""One read. Larger ones are no faster and take memory from the run that is measured."""
+"""Bytes per read. Larger reads are no faster and take memory from the measured run."""
 N_THREADS = 4
 BUFFER_BYTES = N_THREADS * BLOCK_BYTES
-"""What a probe with the defaults allocates while it runs."""
+"""Memory of a probe with the defaults."""
 PROBE_BYTES = 1 << 30
 DIRECT = "O_DIRECT"
 BUFFERED = "buffered reads, page cache dropped by posix_fadvise"
@@ -38,13 +38,13 @@ class ProbeError(SpecdecError):
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One measurement."""
+    """Result of one measurement."""
 
     n_bytes: int
     """Bytes that were read: the whole range, once."""
     seconds: float
     method: str
-    """DIRECT, or BUFFERED where the file system refuses O_DIRECT: then memory may flatter it."""
+    """DIRECT, or BUFFERED if the file system refuses O_DIRECT, which caches may make too fast."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -58,10 +58,10 @@ def probe_bandwidth(
     block_bytes: int = BLOCK_BYTES,
     n_threads: int = N_THREADS,
 ) -> Bandwidth:
-    """Read `n_bytes` of the file (all of it where it is shorter) with `n_threads` at a time.
+    """Read `n_bytes` of the file (or all of it if shorter) with `n_threads` at a time.
 
     The range begins at a random block and wraps around at the end of the file, so that a cache
-    below the file system cannot answer one probe with what it kept from the last.
+    below the file system cannot answer one probe with data of the last.
 
     Raises:
         ProbeError: the file cannot be read, is empty, or ends before its own size.
@@ -81,7 +81,7 @@ def probe_bandwidth(
 
 
 def _open(path: Path) -> tuple[int, str]:
-    """(descriptor, method); one page is read, since some file systems refuse only the reads."""
+    """Return (descriptor, method); reads one page, since some file systems refuse only reads."""
     if _O_DIRECT:
         descriptor = -1
         page = mmap.mmap(-1, _PAGE_BYTES)
@@ -119,12 +119,12 @@ def _read_range(
         if reader.error is not None:
             raise reader.error
     if method == BUFFERED:
-        _drop_cached(descriptor)  # the pages would count in the memory limit of what runs next
+        _drop_cached(descriptor)  # the pages would count in the memory limit of the next run
     return Bandwidth(sum(reader.n_read for reader in readers), seconds, method)
 
 
 def _blocks(size: int, n_bytes: int, block_bytes: int) -> Iterator[int]:
-    """Offsets of the blocks to read, from a random one on. `next` on it is atomic in CPython."""
+    """Return offsets of the blocks, from a random one on. `next` on it is atomic in CPython."""
     n_blocks = -(-size // block_bytes)
     first = random.randrange(n_blocks)
     offsets = [(first + i) % n_blocks * block_bytes for i in range(n_blocks)]
@@ -132,14 +132,14 @@ def _blocks(size: int, n_bytes: int, block_bytes: int) -> Iterator[int]:
 
 
 class _Reader(threading.Thread):
-    """Takes the next block, reads it, and so on to the last; a fault ends it and is kept."""
+    """Thread that reads the next block until the last; an error ends it and is stored."""
 
     def __init__(self, descriptor: int, blocks: Iterator[int], size: int, block_bytes: int) -> None:
         super().__init__(name="storage-probe", daemon=True)
         self._descriptor, self._blocks, self._size = descriptor, blocks, size
         self.n_read = 0
         self.error: OSError | None = None
-        # Pages are there before the clock starts; mmap aligns them as O_DIRECT wants.
+        # Pages are touched before the clock starts; mmap aligns them as O_DIRECT requires.
         self._buffer = mmap.mmap(-1, block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._use_huge_pages()
@@ -155,17 +155,17 @@ class _Reader(threading.Thread):
             self.error = error
 
     def _read_block(self, view: memoryview, offset: int) -> None:
-        requested = min(len(view), self._size - offset)
+        n_bytes = min(len(view), self._size - offset)
         done = 0
-        while done < requested:
+        while done < n_bytes:
             n_read = os.preadv(self._descriptor, [view[done:]], offset + done)
-            rest = requested - done
-            # O_DIRECT goes on only at a whole page, so what follows the last one is read again.
-            step = n_read if n_read >= rest else n_read - n_read % _PAGE_BYTES
+            n_left = n_bytes - done
+            # O_DIRECT continues only at a whole page, so a partial page is read again.
+            step = n_read if n_read >= n_left else n_read - n_read % _PAGE_BYTES
             if step == 0:
                 raise OSError(errno.EIO, f"the file ended at {offset + done} of {self._size} bytes")
             done += step
-        self.n_read += requested
+        self.n_read += n_bytes
 
     def _use_huge_pages(self) -> None:
         with suppress(OSError):  # a kernel without them: small pages are only slower

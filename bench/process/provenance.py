@@ -1,4 +1,4 @@
-"""Where figures come from: revision, versions, command, machine."""
+"""Provenance of results: revision, versions, command, machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = tuple("torch transformers numpy safetensors accelerate airllm llama-c
 
 
 def collect(argv: Sequence[str], model: Path | None = None) -> dict[str, Any]:
-    """What is needed to repeat a measurement; `model` adds the storage that it lies on."""
+    """Return what is needed to repeat a measurement; `model` adds the storage that it is on."""
     result: dict[str, Any] = {
         "git_revision": git_revision(),
         "versions": versions(),
@@ -33,7 +33,7 @@ def collect(argv: Sequence[str], model: Path | None = None) -> dict[str, Any]:
 
 
 def git_revision(root: Path = ROOT) -> str | None:
-    """The commit, with "+changes" when files differ from it; None outside our own repository."""
+    """Return the commit, with "+changes" when files differ; None outside our own repository."""
     # An installed copy may lie inside some other project's repository: ask for a file of ours.
     if not _git(root, "ls-files", "--error-unmatch", "bench/process/provenance.py"):
         return None
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def storage(path: Path) -> dict[str, Any]:
-    """The device below a path, as the kernel lists it."""
+    """Return the device below a path, as the kernel lists it."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     try:

@@ -1,4 +1,4 @@
-"""Result files: written whole or line by line, and told apart when they are read."""
+"""Result files, written whole or line by line; reading detects their kind."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class ResultsError(SpecdecError):
-    """A file holds no results of ours."""
+    """Invalid result file, or one that cannot be written."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt, decoded once by any program: what all figures are made of."""
+    """Record of one prompt, decoded once by any program: the source of all results."""
 
     prompt: str
     mode: str = ""
-    """In which way, where there are several."""
+    """Decoding mode, if there are several."""
     category: str = ""
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the prompt was handed over, tokens that came at once)."""
+    """(seconds since the prompt was handed over, number of tokens that arrived together)."""
     finish_reason: str = ""
     text: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
-    """Of a `GenerationStats`; specdec's own."""
+    """Values of a `GenerationStats`; only of specdec."""
     pass_times: list[Any] = field(default_factory=list)
-    """Of every decode pass: rows, seconds, and whether there was drafting beside it."""
+    """(tokens, seconds, whether a draft ran in parallel) of every decode pass."""
     bytes_read: list[int] | None = None
-    """From storage: at the start, at the first token, at the end; where somebody looked."""
+    """Bytes read from storage at the start, at the first token and at the end, if measured."""
     storage_bytes_per_second: float = 0.0
-    """Mean of the probes just before and just after; 0 where nothing was probed."""
+    """Mean of the probes just before and just after; 0 if not probed."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What one file holds."""
+    """Contents of one file."""
 
     path: Path
     kind: str
     """PEERS, SPEEDUP, SWEEP, CURVE, POLICY or PICTURE."""
     value: dict[str, Any]
-    """The file's JSON object; of a sweep {"settings": [its lines]}."""
+    """JSON object of the file; for a sweep {"settings": [its lines]}."""
     png: bytes = b""
-    """Of a picture, such as `specdec-bench timeline` draws."""
+    """Data of a picture, such as `specdec-bench timeline` draws."""
     given_name: str = ""
 
     @property
     def name(self) -> str:
-        """In headings, and in the names of pictures."""
+        """Name for headings and picture files."""
         return self.given_name or self.path.stem
 
 
 def write_json(result: Mapping[str, Any], path: Path | None) -> None:
-    """JSON to a file, or to stdout."""
+    """Write JSON to a file, or to stdout."""
     text = json.dumps(result, indent=1) + "\n"
     if path is None:
         sys.stdout.write(text)
@@ -73,12 +73,12 @@ def write_json(result: Mapping[str, Any], path: Path | None) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """To a file wholly or not at all, by way of a neighbour; a device or a pipe is written to.
+    """Write a file atomically through a temporary file; a device or a pipe is written to directly.
 
-    A link stays one. Raises ResultsError.
+    Symbolic links are followed. Raises ResultsError.
     """
     try:
-        if path.exists() and not path.is_file():  # /dev/null, say: nothing may take its place
+        if path.exists() and not path.is_file():  # e.g. /dev/null, which must not be replaced
             path.write_bytes(data)
             return
         path = path.resolve()
@@ -90,18 +90,18 @@ def write_whole(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise ResultsError(
-            f"cannot write {path}: {error.strerror}; name a file where there is room"
+            f"cannot write {path}: {error.strerror}; name a file on a disk with free space"
         ) from error
 
 
 def append_line(value: Mapping[str, Any], path: Path) -> None:
-    """One line of JSON Lines, at once: an interrupted measurement keeps what it has."""
+    """Append one line of JSON Lines at once, so that an interrupted measurement keeps it."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
 def read_all(paths: Iterable[Path]) -> list[Results]:
-    """`read_results` of each; where several files have one name, the later ones get a number."""
+    """Return `read_results` of each; files with the name of an earlier one get a number."""
     result: dict[str, Results] = {}
     for path in paths:
         names = chain([path.stem], (f"{path.stem}-{n}" for n in count(2)))
@@ -114,7 +114,7 @@ def read_results(path: Path) -> Results:
     """Read a file of any kind.
 
     Raises:
-        ResultsError: it cannot be read or holds something else; says what is known.
+        ResultsError: it cannot be read or holds something else.
     """
     try:
         data = path.read_bytes()
@@ -151,7 +151,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    """Lines of a sweep; a last one that was cut off is left out."""
+    """Return the lines of a sweep; a last one that was cut off is left out."""
     lines = text.splitlines()
     result: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):

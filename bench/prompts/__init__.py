@@ -1,1 +1,1 @@
-"""Prompts to measure with."""
+"""Prompts of the benchmarks."""

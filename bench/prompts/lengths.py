@@ -1,4 +1,4 @@
-"""Which prompts fit the context: found out before anything runs, not in the middle of an hour."""
+"""Selection of prompts that fit the context, before anything runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from specdec.text.prompts import PromptError, check_context_capacity, encode_pro
 
 
 class Context:
-    """The tokens that a model takes at once, and those of a prompt.
+    """Context size of a model, and lengths of prompts in its tokens.
 
-    Raises SpecdecError where specdec cannot run the model.
+    Raises SpecdecError if specdec cannot run the model.
     """
 
     def __init__(self, model: Path, ctx_size: int | None) -> None:
-        quiet_libraries()  # transformers has a word on long prompts, too
+        quiet_libraries()  # transformers warns about long prompts, too
         opened = open_model(model, BackendOptions())
         self._tokenizer = opened.tokenizer
         self.n_model = opened.source.max_context
         self.n_tokens = min(ctx_size or DEFAULT_CTX_SIZE, self.n_model)
 
     def length(self, prompt: Prompt) -> int:
-        """Tokens of a prompt. Raises UsageMistake for a text that is none."""
+        """Return the tokens of a prompt. Raises UsageMistake for an invalid one."""
         try:
             return len(encode_prompt(prompt.text, self._tokenizer))
         except PromptError as error:
@@ -37,7 +37,7 @@ class Context:
 
 
 def refuse_long(prompts: Sequence[Prompt], model: Path, ctx_size: int | None) -> None:
-    """Raise UsageMistake for the first prompt that leaves no room for a token."""
+    """Raise UsageMistake for the first prompt that fills the context."""
     context = Context(model, ctx_size)
     for prompt in prompts:
         n_tokens = context.length(prompt)
@@ -50,21 +50,21 @@ def refuse_long(prompts: Sequence[Prompt], model: Path, ctx_size: int | None) ->
 def fitting(
     prompts: Sequence[Prompt], model: Path, ctx_size: int | None, n_new: int
 ) -> tuple[list[Prompt], int]:
-    """(those that fit together with `n_new` tokens, how many do not).
+    """Return (prompts that fit together with `n_new` tokens, how many do not).
 
-    All of them where specdec cannot run the model: its row says why, and others may run it.
+    All of them if specdec cannot run the model: its row says why, and other programs may run it.
 
-    Raises UsageMistake where none fits.
+    Raises UsageMistake if none fits.
     """
     try:
         context = Context(model, ctx_size)
     except SpecdecError:
         return list(prompts), 0
-    result = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
-    if not result:
+    fit = [prompt for prompt in prompts if context.length(prompt) + n_new <= context.n_tokens]
+    if not fit:
         longer = "a larger -c, " if context.n_tokens < context.n_model else ""
         raise UsageMistake(
             f"no prompt fits the context of {context.n_tokens} tokens with {n_new} more "
             f"(the model has {context.n_model}): give {longer}a smaller -n or other prompts"
         )
-    return result, len(prompts) - len(result)
+    return fit, len(prompts) - len(fit)

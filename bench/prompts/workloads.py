@@ -1,7 +1,7 @@
 """Prompt files: JSON lines with `prompt`, or with `turns` of which the first is used.
 
-A `category`, where there is one, is kept: results can be told by category. HumanEval's and
-Spec-Bench's files are read as they are published.
+An optional `category` is read, for results by category. HumanEval's and Spec-Bench's files are read
+as published.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specdec.opening import open_now
 BUILT_IN = Path(__file__).parent / "prompts.jsonl"
 MAX_FILE_BYTES = 64 * MIB  # HumanEval has 0.2
 WARM_UP_TOKENS = 3
-"""Decoded before anything is timed: the first pass pays for threads, caches and scratch memory."""
+"""Warm-up tokens before anything is timed: the first pass sets up threads, caches and memory."""
 _NAMES = ("id", "task_id", "question_id")
 
 
 class PromptFileError(SpecdecError):
-    """A prompt file cannot be used."""
+    """Invalid prompt file."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prompt:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Read the first `limit` prompts, or all when there are fewer or `limit` is None.
+    """Read the first `limit` prompts, or all if there are fewer or `limit` is None.
 
     Raises:
         PromptFileError: the file cannot be read, or a line is no prompt; names the line.
@@ -50,7 +50,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise PromptFileError(f"{path}: byte {error.start} is not UTF-8 text") from None
     prompts: list[Prompt] = []
-    # Not splitlines(), which would also split at characters that may stand inside of a string.
+    # Not splitlines(), which would also split at characters that strings may contain.
     for number, line in enumerate(text.split("\n"), start=1):
         if limit is not None and len(prompts) == limit:
             break
@@ -64,7 +64,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """All of the file. Raises PromptFileError for one that might never end."""
+    """Return the whole file. Raises PromptFileError if it is larger than MAX_FILE_BYTES."""
     with open_now(path) as file:
         raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:
@@ -73,9 +73,9 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """`limit` prompts: the first of each category, then the second of each, and so on.
+    """Return `limit` prompts: the first of each category, then the second of each, and so on.
 
-    Files keep their categories together, so the first so many would be of one kind.
+    Files group prompts by category, so the first `limit` would be of one kind.
     """
     seen: Counter[str] = Counter()
     turns = []
@@ -86,7 +86,7 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
 
 
 def describe_left_out(n_too_long: int, n_new: int) -> str:
-    """For people, where prompts of a file are not used (see bench.prompts.lengths)."""
+    """Return a note on prompts that are not used (see bench.prompts.lengths)."""
     return f"prompts left out: {n_too_long}, too long for the context with {n_new} tokens more"
 
 

@@ -1,1 +1,1 @@
-"""Which of several drafts serves a target best."""
+"""Ranking of several drafts for a target."""

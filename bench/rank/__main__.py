@@ -1,4 +1,4 @@
-"""Entry of `specdec check --rank`, which becomes this program: `specdec` cannot import `bench`.
+"""Entry point of `specdec check --rank`, which execs this program: it cannot import `bench`.
 
 Imports next to nothing, as `specdec.cli.entry` does, so that Ctrl-C is one line from the start.
 """

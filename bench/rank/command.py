@@ -1,4 +1,4 @@
-"""The command line of `specdec check --rank`: which draft serves a target best?"""
+"""Command line of `specdec check --rank`: measures which draft serves a target best."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rank_command(
     enforce: options.Enforce = False,
     json: options.Json = False,
 ) -> None:
-    """Plain decoding, n-grams and each draft model (-md A -md B) on prompts of yours."""
+    """Measure plain decoding, n-grams and each draft model (-md A -md B) on your prompts."""
     if prompts is None:
         raise UsageMistake("--rank measures on prompts of yours: add --prompts FILE")
     _check_drafts(load)
@@ -62,7 +62,7 @@ def rank_command(
 
 
 def _check_drafts(named: list[RunOptions]) -> None:
-    """Raise for names that lead nowhere, and where no draft model would be used."""
+    """Raise for unknown names, and if no draft model would be used."""
     if named[0].draft_model is None:
         raise UsageMistake("no draft model was named: use -md (--draft-model), once for each")
     check_local_name(named[0].model)

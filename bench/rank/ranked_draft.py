@@ -1,4 +1,4 @@
-"""How one draft did in a ranking, and how far two of them are apart."""
+"""Result of one draft in a ranking, and comparison of two drafts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from statistics import fmean, stdev
 
 @dataclass(frozen=True)
 class RankedDraft:
-    """How one candidate did, or why it cannot be used."""
+    """Result of one candidate, or the reason why it cannot be used."""
 
     name: str
-    """A draft model's name; "none" is plain decoding, "ngram" n-grams alone."""
+    """Name of a draft model; "none" is plain decoding, "ngram" n-grams alone."""
     problem: str | None = None
-    """Why it was not measured; all figures are then 0."""
+    """Reason why it was not measured; all results are then 0."""
     tokens_per_second: float = 0.0
-    """Decode only, over all prompts: tokens after the first / seconds after the first."""
+    """Decode speed over all prompts: tokens after the first / seconds after the first."""
     predicted_tokens_per_second: float = 0.0
-    """What the plan expected before anything was measured."""
+    """Prediction of the plan, before anything was measured."""
     mean_acceptance_length: float = 0.0
     """Tokens per pass, over all prompts."""
     draft_seconds: float = 0.0
@@ -27,10 +27,10 @@ class RankedDraft:
     is_lossless: bool = True
     decode_seconds: float = 0.0
     seconds_per_token: tuple[float, ...] = ()
-    """Of each prompt, decode only; 0 where nothing came after the first token."""
+    """Decode seconds per token of each prompt; 0 if there is no token after the first."""
 
     def row(self) -> tuple[str, ...]:
-        """Of the table: its name, its figures, and what is to be said of them."""
+        """Return the row of the table: name, results, remarks."""
         if self.problem is not None:
             return (self.name, "", "", "", "", f"cannot be used: {self.problem}")
         speeds = (self.tokens_per_second, self.predicted_tokens_per_second)
@@ -45,14 +45,14 @@ class RankedDraft:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The fastest against the next, prompt by prompt."""
+    """Comparison of the fastest candidate with the next, prompt by prompt."""
 
     name: str
-    """Of the next."""
+    """Name of the next."""
     lead: float
     """Mean over the prompts of log(its seconds per token / the fastest's)."""
     margin: float | None
-    """Twice the standard error of `lead`; None where fewer than two prompts can be compared."""
+    """Twice the standard error of `lead`; None if fewer than two prompts can be compared."""
     n_prompts: int
 
     @property
@@ -64,12 +64,12 @@ class Comparison:
         if self.margin is None:
             return f"{text}; a margin of noise takes more prompts: --n-prompts"
         low, high = (math.exp(self.lead + sign * self.margin) for sign in (-1, 1))
-        reported = "" if self.is_clear else ": they cannot be told apart"
-        return f"{text} ({low:.2f} to {high:.2f}, from {self.n_prompts} prompts){reported}"
+        remark = "" if self.is_clear else ": they cannot be told apart"
+        return f"{text} ({low:.2f} to {high:.2f}, from {self.n_prompts} prompts){remark}"
 
 
 def compare_speeds(best: RankedDraft, other: RankedDraft) -> Comparison:
-    """On the prompts for which both have a time."""
+    """Compare two candidates on the prompts for which both have a time."""
     leads = [
         math.log(theirs / ours)
         for ours, theirs in zip(best.seconds_per_token, other.seconds_per_token, strict=True)

@@ -1,13 +1,13 @@
-"""Which draft serves a target best: measured on the user's own prompts, not guessed.
+"""Ranking of drafts for a target, measured on the user's own prompts.
 
 Every candidate is loaded as a run would load it, in the same budget, and decodes the same prompts
-with the same seed: no draft at all, n-grams alone, and each draft model. What a draft's memory
-takes from the target's layers is thereby part of the outcome. Each has processes of its own, so
-that none finds less memory because of what another one left behind.
+with the same seed: no draft at all, n-grams alone, and each draft model. So the result includes the
+memory that a draft takes from the target's layers. Each has processes of its own, so that none
+finds less memory because of another one.
 
 The machine drifts: every candidate decodes the first half of the prompts and then, in reverse
-order, every one the second half. What is left of it shows in how differently the prompts compare
-two candidates, and that is the margin within which they cannot be told apart.
+order, every one the second half. The remaining noise shows in the variance over prompts of the
+ratio of two candidates, which gives the margin within which they do not differ clearly.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _TOTALS = (
     *("tokens_per_second", "decode_seconds", "mean_acceptance_length", "draft_seconds"),
     *("passes", "generated_tokens", "is_lossless"),
 )
-"""Figures of a `RankedDraft` that bench.results knows by the same names."""
+"""Fields of a `RankedDraft` that bench.results has under the same names."""
 
 
 class RankingError(SpecdecError):
-    """What no draft is to blame for: the ranking cannot be made."""
+    """Error of the target: the ranking cannot be made."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one measurement needs to know; plain values, so that it can be handed to a process."""
+    """Specification of one measurement; plain values, so that it can be passed to a process."""
 
     name: str
     load: dict[str, Any]
@@ -58,18 +58,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process found of a candidate."""
+    """Results of one process for a candidate."""
 
     problem: str | None = None
-    """Why it cannot be used."""
+    """Reason why it cannot be used."""
     predicted_tokens_per_second: float = 0.0
     stats: Sequence[dict[str, Any]] = ()
-    """Of each prompt's `GenerationStats`."""
+    """Values of each prompt's `GenerationStats`."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The candidates, fastest first; those that cannot be used come last."""
+    """Candidates, fastest first; unusable ones last."""
 
     model: str
     n_prompts: int
@@ -83,9 +83,9 @@ class Ranking:
 
     @property
     def next_best(self) -> Comparison | None:
-        """How far behind the second one is; None where there is no other to be used."""
-        rest = [candidate for candidate in self.candidates[1:] if candidate.problem is None]
-        return compare_speeds(self.best, rest[0]) if rest else None
+        """Return the comparison with the second one; None if there is no other usable one."""
+        usable = [candidate for candidate in self.candidates[1:] if candidate.problem is None]
+        return compare_speeds(self.best, usable[0]) if usable else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -98,7 +98,7 @@ class Ranking:
         }
 
     def lines(self) -> list[str]:
-        """A table, and the best one below it."""
+        """Return a table, and the best candidate below it."""
         columns = ("draft", "tokens/pass", "draft s", "tok/s", "predicted", "")
         table = Table("", columns, tuple(candidate.row() for candidate in self.candidates))
         speedup = ratio(self.best.tokens_per_second, self.plain_tokens_per_second)
@@ -125,11 +125,11 @@ def rank_drafts(
 
     Args:
         model: the target; drafts: names of draft models; one that cannot be used with this target
-            or this budget is listed with the reason.
+            or budget is listed with the reason.
         prompts: at least one; max_tokens: new tokens for each of them.
         measure: `measure_in_child`, or `measure_here`.
         load_options: further keywords of `specdec.load` for every candidate; spec_type is that of
-            the draft models, which are measured even where a plan would leave them out.
+            the draft models, which are measured even if a plan would leave them out.
         sampling: options of SamplingParams; seed 0 unless it has one.
 
     Raises:
@@ -146,31 +146,31 @@ def rank_drafts(
         own = {"model": model, "draft_model": draft_model, "spec_type": spec_type}
         options = {"seed": 0, **sampling, "max_tokens": max_tokens}
         candidates.append(Candidate(name, {**load_options, **own}, list(prompts), options))
-    result = _in_turns(candidates, measure)
-    plain = result[0].tokens_per_second
-    result.sort(key=lambda item: (item.problem is not None, -item.tokens_per_second))
-    return Ranking(model, len(prompts), max_tokens, plain, tuple(result))
+    ranked = _in_turns(candidates, measure)
+    plain = ranked[0].tokens_per_second
+    ranked.sort(key=lambda item: (item.problem is not None, -item.tokens_per_second))
+    return Ranking(model, len(prompts), max_tokens, plain, tuple(ranked))
 
 
 def _in_turns(candidates: Sequence[Candidate], measure: Measure) -> list[RankedDraft]:
-    """One of each. Half of the prompts, then in reverse order the other half of them."""
-    result: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
+    """Measure each on half of the prompts, then in reverse order on the other half."""
+    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
     n_prompts = len(candidates[0].prompts)
     half = (n_prompts + 1) // 2
     for part, order in ((slice(half), candidates), (slice(half, None), candidates[::-1])):
         for candidate in order:
-            prompts, before = candidate.prompts[part], result[candidate.name]
+            prompts, before = candidate.prompts[part], measured[candidate.name]
             if not prompts or (before and before[-1].problem is not None):
                 continue
             before.append(measure(replace(candidate, prompts=prompts)))
             problem = before[-1].problem
             if problem is not None and not candidate.has_draft_model:
                 raise RankingError(problem)
-    return [figures_of(name, halves) for name, halves in result.items()]
+    return [figures_of(name, halves) for name, halves in measured.items()]
 
 
 def measure_here(candidate: Candidate) -> Measured:
-    """Load the candidate in this process and decode the prompts; or the reason why it cannot."""
+    """Load the candidate in this process and decode the prompts; or return why it cannot."""
     from specdec.api import load
 
     title = f"loading {candidate.load['model']} for {candidate.name}"
@@ -186,9 +186,9 @@ def measure_here(candidate: Candidate) -> Measured:
 
 
 def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> Measured:
-    """The same in a process of its own, inside a cgroup of the memory budget if enforced.
+    """Measure in a process of its own, inside a cgroup of the memory budget if enforced.
 
-    Raises RankingError where it ends without a result; its own words went to stderr before.
+    Raises RankingError if it ends without a result; it has printed its error on stderr.
     """
     limit = candidate.load["memory_budget"] if enforce else None
     try:
@@ -202,7 +202,7 @@ def measure_in_child(candidate: Candidate, *, enforce: bool = False) -> Measured
 
 
 def figures_of(name: str, halves: Sequence[Measured]) -> RankedDraft:
-    """Totals over the prompts, not means of rates. A half with a problem speaks for all."""
+    """Return totals over the prompts, not means of rates; a problem of one half is the result."""
     if halves[-1].problem is not None:
         return RankedDraft(name, problem=halves[-1].problem)
     stats = [stat for half in halves for stat in half.stats]

@@ -1,1 +1,1 @@
-"""Results of all these as one page with plots."""
+"""Results of all benchmarks as one page with plots."""

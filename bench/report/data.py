@@ -1,4 +1,4 @@
-"""From result files of every kind to what the plots show. Pure functions."""
+"""Data of the plots from result files of every kind. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from bench.results import count_of
 from specdec.metrics.stats import ratio
 
 MIN_TRIED = 5
-"""A share of fewer rounds says nothing and is not drawn."""
+"""Minimum number of steps for a share to be drawn."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One program's speed."""
+    """Speed of one program."""
 
     name: str
     tokens_per_second: float | None
     note: str
-    """Beside the bar: tokens per pass, or why there is none."""
+    """Text beside the bar: tokens per pass, or why there is none."""
     is_ours: bool
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured speed at one budget."""
+    """Measured speed at one budget."""
 
     series: str
-    """"plain" or how it drafted."""
+    """Name of the line: "plain" or the kind of drafting."""
     storage_mbps: float | None
-    """What reads were held to; None: nothing."""
+    """Limit of reads; None: no limit."""
     budget_bytes: int
     tokens_per_second: float
     bytes_per_pass: int | None
     storage_bytes_per_second: float | None
-    """Probed, or the limit where that is lower."""
+    """Storage speed: probed, or the limit if that is lower."""
     tokens_per_pass: float
 
     @property
     def roofline(self) -> float | None:
-        """Tokens per second if passes did nothing but read, at full speed; None without reading."""
+        """Return tokens/s if passes did nothing but read at full speed; None without reads."""
         if not self.bytes_per_pass or not self.storage_bytes_per_second:
             return None
         return self.tokens_per_pass * self.storage_bytes_per_second / self.bytes_per_pass
@@ -68,17 +68,17 @@ class Curve:
 
     n_draft_tokens: int
     relative_pass_seconds: float
-    """T(N) / T(1): geometric mean of those of each rate, which were measured in turns."""
+    """T(N) / T(1): geometric mean over the rates."""
     measured: tuple[tuple[float, float, float], ...]
-    """(acceptance rate, speedup, its standard error for the luck of the guesses)."""
+    """(acceptance rate, speedup, its standard error from random guesses)."""
 
     def predicted(self, rate: float) -> float:
-        """Speedup if nothing but passes took time."""
+        """Return the speedup if nothing but passes took time."""
         return expected_tokens(rate, self.n_draft_tokens) / self.relative_pass_seconds
 
 
 def bars(results: Results) -> list[Bar]:
-    """Of a comparison of programs, of a speedup, or of ways to draft."""
+    """Return the bars of a comparison of programs, of a speedup, or of tree sizes."""
     if results.kind == POLICY:
         rows = results.value["rows"]
         return [_speedup_bar(row["mode"], row, row["mode"] == AUTO) for row in rows]
@@ -92,9 +92,9 @@ def bars(results: Results) -> list[Bar]:
 
 
 def points(several: Iterable[Results]) -> list[Point]:
-    """Every speed that was measured at a known budget.
+    """Return every speed that was measured at a known budget.
 
-    Files have lines of their own, as their drafts and sampling may differ.
+    Each file has lines of its own, as drafts and sampling may differ.
     """
     result = {results.name: made for results in several if (made := _points_of(results))}
     if len(result) == 1:
@@ -110,12 +110,12 @@ def _points_of(results: Results) -> list[Point]:
 
 
 def depths(several: Iterable[Results]) -> list[Depths]:
-    """Acceptance by depth, wherever enough rounds were recorded for a share to say something."""
+    """Return acceptance by depth, up to the depth that at least MIN_TRIED steps reached."""
     result: dict[str, list[Depths]] = {}
-    for results in several:
-        shown = [cut for item in _depths_of(results) if (cut := _cut(item)).tried]
+    for recorded in several:
+        shown = [cut for item in _depths_of(recorded) if (cut := _cut(item)).tried]
         if shown:
-            result[results.name] = shown
+            result[recorded.name] = shown
     if len(result) == 1:
         return next(iter(result.values()))
     return [replace(item, name=f"{name}: {item.name}") for name in result for item in result[name]]
@@ -134,13 +134,13 @@ def _depths_of(results: Results) -> list[Depths]:
 
 
 def _cut(item: Depths) -> Depths:
-    """Down to the depth that too few rounds came to."""
+    """Return the depths that at least MIN_TRIED steps reached."""
     n = sum(tried >= MIN_TRIED for tried in item.tried)
     return Depths(item.name, item.tried[:n], item.accepted[:n])
 
 
 def _peer_bars(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Programs that decoded more than others say how much, as their speeds are of other sequences."""
+    """Return a bar per program, with its number of tokens if programs decoded different ones."""
     counts = {(row["n_prompts"], row["n_tokens"]) for row in rows if row["tokens_per_second"]}
     return [
         _counted(bar, row["n_prompts"], row["n_tokens"])
@@ -188,7 +188,7 @@ def _sweep_point(line: Mapping[str, Any]) -> Point:
 
 
 def series_name(num_draft_tokens: int | None) -> str:
-    """Of a tree's size: None is auto, 0 plain decoding."""
+    """Return the name of a tree's size: None is auto, 0 plain decoding."""
     if num_draft_tokens == 0:
         return PLAIN
     return "tree: auto" if num_draft_tokens is None else f"tree: {num_draft_tokens} tokens"
@@ -218,7 +218,7 @@ def _depths(named: Iterable[tuple[str, Sequence[Mapping[str, int]] | None]]) -> 
 
 
 def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
-    """All budgets and speeds of one tree together: they do not change what is accepted."""
+    """Sum acceptance over budgets and storage speeds, on which it does not depend."""
     result = []
     for size in dict.fromkeys(line["setting"]["num_draft_tokens"] for line in lines):
         counts = [
@@ -236,12 +236,12 @@ def _sweep_depths(lines: Sequence[Mapping[str, Any]]) -> list[Depths]:
 
 
 def share(numerators: Sequence[int], denominators: Sequence[int]) -> list[float]:
-    """Element by element."""
+    """Return ratios element by element."""
     return [ratio(n, d) for n, d in zip(numerators, denominators, strict=True)]
 
 
 def curves(results: Results) -> list[Curve]:
-    """One for each length of which passes were timed, shortest first."""
+    """Return a curve for each chain length with timed passes, shortest first."""
     if results.kind != CURVE:
         return []
     points = [point for point in results.value["points"] if point["efficiency"] is not None]

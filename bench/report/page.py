@@ -1,4 +1,4 @@
-"""Result files -> one self-contained HTML page, and the same pictures as PNG files beside it."""
+"""Report of result files: a self-contained HTML page, and its pictures as PNG files beside it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ p.note, details { color: #555; font-size: 13.5px } pre { white-space: pre-wrap }
 
 @dataclass(frozen=True)
 class Picture:
-    """One plot and what it shows."""
+    """Plot with its name and heading."""
 
     name: str
     heading: str
@@ -52,7 +52,7 @@ class Picture:
 
 
 def draw(several: Sequence[Results]) -> list[Picture]:
-    """All pictures that these results allow, in the order of the page."""
+    """Return all pictures of these results, in the order of the page."""
     pictures = []
     for results in several:
         if some := bars(results):
@@ -61,9 +61,9 @@ def draw(several: Sequence[Results]) -> list[Picture]:
             name = results.name
             pictures.append(Picture(f"speed-{name}", f"Speed: {name}", png))
     for name, group in _budget_groups(several).items():
-        if result := points(group):
+        if budget_points := points(group):
             heading = f"Speed against memory budget: {name}"
-            png = plots.to_png(plots.speed_against_budget(result, heading))
+            png = plots.to_png(plots.speed_against_budget(budget_points, heading))
             pictures.append(Picture(f"budgets-{name}", heading, png))
     for results in several:
         if lines := curves(results):
@@ -81,7 +81,7 @@ def draw(several: Sequence[Results]) -> list[Picture]:
 
 
 def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
-    """Every sweep is a picture of its own; single budgets of one model make one together."""
+    """Group results by picture: one for each sweep, one for all speedups of a model."""
     groups: dict[str, list[Results]] = {}
     for results in several:
         if results.kind == SWEEP:
@@ -92,9 +92,9 @@ def _budget_groups(several: Sequence[Results]) -> dict[str, list[Results]]:
 
 
 def write_report(several: Sequence[Results], path: Path) -> list[Path]:
-    """Write the page to `path` and its pictures beside it; all the files.
+    """Write the page to `path` and its pictures beside it; return all files.
 
-    Raises ResultsError for results that are damaged, or that would be written over.
+    Raises ResultsError for results that are damaged, or that would be overwritten.
     """
     for results in several:
         _check_whole(results)
@@ -112,7 +112,7 @@ def write_report(several: Sequence[Results], path: Path) -> list[Path]:
 
 
 def _check_whole(results: Results) -> None:
-    """Raise ResultsError where something that the page shows is not there or of another type."""
+    """Raise ResultsError if something that the page shows is missing or of another type."""
     try:
         if [*bars(results), *curves(results)]:
             describe(results)
@@ -129,7 +129,7 @@ def _check_whole(results: Results) -> None:
 
 
 def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
-    """The page: nothing in it is fetched from anywhere."""
+    """Return the page, which loads nothing from elsewhere."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>specdec: measurements</title>',
@@ -139,8 +139,8 @@ def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
         data = base64.b64encode(picture.png).decode("ascii")
         parts.append(f"<h2>{escape(picture.heading)}</h2>")
         parts.append(f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">')
-    if result := agreement_of(several):
-        parts += _table(agreement_table(result), "Agreement of two runs")
+    if agreement := agreement_of(several):
+        parts += _table(agreement_table(agreement), "Agreement of two runs")
     for results in several:
         for table in tables(results.kind, results.value):
             parts += _table(table, f"{table.heading}: {results.name}")
@@ -149,13 +149,13 @@ def render(several: Sequence[Results], pictures: Sequence[Picture]) -> str:
 
 
 def agreement_of(several: Sequence[Results]) -> list[Agreement]:
-    """Of the first two results of `peers`, where they have programs in common."""
+    """Return the agreement of the first two results of `peers`, if they share programs."""
     runs = [results.value for results in several if results.kind == PEERS]
     return list(agreements(*runs[:2])) if len(runs) > 1 else []
 
 
 def describe(results: Results) -> str:
-    """One line: what was measured within what."""
+    """Return one line: models, budget and storage limit."""
     from offload.units import format_bytes
 
     value = results.value
@@ -163,7 +163,7 @@ def describe(results: Results) -> str:
     n_bytes = value.get("memory_budget_bytes") or value["plan"]["memory_budget_bytes"]
     budget = format_bytes(n_bytes)
     slowed = value.get("storage_mbps")
-    storage = "" if slowed is None else f", storage held to {slowed:g} MB/s"
+    storage = "" if slowed is None else f", storage limited to {slowed:g} MB/s"
     return f"{', '.join(Path(name).name for name in names)} in {budget}{storage}"
 
 
@@ -188,15 +188,15 @@ def _cell(text: str) -> str:
 
 
 def _provenance(results: Results) -> Iterable[str]:
-    result = _find_provenance(results.value)
-    if result is None:
+    provenance = _find_provenance(results.value)
+    if provenance is None:
         return
     lines = [
-        f"{results.path.name}: {result.get('date')}, revision {result.get('git_revision')}",
-        " ".join(str(word) for word in result.get("argv", [])),
-        ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items()),
-        ", ".join(f"{key} {value}" for key, value in result.get("storage", {}).items()),
-        ", ".join(f"{key} {value}" for key, value in result.get("versions", {}).items()),
+        f"{results.path.name}: {provenance.get('date')}, revision {provenance.get('git_revision')}",
+        " ".join(str(word) for word in provenance.get("argv", [])),
+        ", ".join(f"{key} {value}" for key, value in provenance.get("machine", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in provenance.get("storage", {}).items()),
+        ", ".join(f"{key} {value}" for key, value in provenance.get("versions", {}).items()),
     ]
     text = escape("\n".join(lines))
     yield f"<details><summary>Where this comes from</summary><pre>{text}</pre></details>"
@@ -204,5 +204,5 @@ def _provenance(results: Results) -> Iterable[str]:
 
 def _find_provenance(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     lines = value.get("settings") or [{}]
-    result: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
-    return result
+    provenance: Mapping[str, Any] | None = value.get("provenance") or lines[-1].get("provenance")
+    return provenance

@@ -1,4 +1,4 @@
-"""The report's pictures, as matplotlib figures. They open no window and keep no global state."""
+"""Pictures of the report, as matplotlib figures, without windows and global state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bench.report.data import Bar, Curve, Depths, Point, share
 from offload.errors import SpecdecError
 from offload.units import GIB
 
-# Okabe and Ito's colours: told apart by colour-blind readers too.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("o-", "s--", "^:")
-"""One for each round through the colours."""
+"""Line styles, one for each cycle through the colours."""
 _OURS, _THEIRS, _FAINT = "#0072B2", "#8C8C8C", "#666666"
 
 
 def speed_bars(bars: Sequence[Bar], title: str) -> Any:
-    """Tokens per second by program, the reason where there is none."""
+    """Plot tokens per second by program, or the reason if there is none."""
     figure = _figure(8.0, 0.9 + 0.42 * len(bars))
     axes = figure.add_subplot()
     largest = max((bar.tokens_per_second or 0.0 for bar in bars), default=0.0) or 1.0
@@ -27,13 +27,13 @@ def speed_bars(bars: Sequence[Bar], title: str) -> Any:
         speed = bar.tokens_per_second
         if speed is not None:
             axes.barh(index, speed, color=_OURS if bar.is_ours else _THEIRS, height=0.62)
-        results = "" if speed is None else f"{speed:.2f}" + ("   " if bar.note else "")
+        value = "" if speed is None else f"{speed:.2f}" + ("   " if bar.note else "")
         at = (speed or 0.0) + 0.01 * largest
-        figures_text = axes.text(at, index, results, va="center", fontweight="bold")
+        value_label = axes.text(at, index, value, va="center", fontweight="bold")
         axes.annotate(
             _shortened(bar.note),
             (1, 0.5),
-            xycoords=figures_text,
+            xycoords=value_label,
             va="center",
             fontsize=8.5,
             color=_FAINT,
@@ -49,17 +49,17 @@ def speed_bars(bars: Sequence[Bar], title: str) -> Any:
 
 
 def speed_against_budget(points: Sequence[Point], title: str) -> Any:
-    """One panel for each storage speed; dashed is what reading alone would allow."""
+    """Plot one panel for each storage speed; dashed is the roofline of reading alone."""
     speeds = sorted(
         {p.storage_mbps for p in points}, key=lambda s: float("inf") if s is None else s
     )
     names = sorted({p.series for p in points}, key=lambda name: (name != PLAIN, name))
     colours = dict(zip(names, _COLOURS * len(names), strict=False))
     n_columns = min(len(speeds), 2)
-    num_tokens = -(-len(speeds) // n_columns)
-    height = 3.1 * num_tokens + 0.9 + 0.12 * max(0, len(names) - 3)
+    num_rows = -(-len(speeds) // n_columns)
+    height = 3.1 * num_rows + 0.9 + 0.12 * max(0, len(names) - 3)
     figure = _figure(5.0 * n_columns + 1.5 * (n_columns == 1), height)
-    grid = figure.subplots(num_tokens, n_columns, sharey=True, sharex=True, squeeze=False)
+    grid = figure.subplots(num_rows, n_columns, sharey=True, sharex=True, squeeze=False)
     panels = list(grid.flat)[: len(speeds)]
     for unused in list(grid.flat)[len(speeds) :]:
         unused.set_visible(False)
@@ -80,19 +80,21 @@ def speed_against_budget(points: Sequence[Point], title: str) -> Any:
 
 
 def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
-    """How far a walk gets, and how often the next guess is right where it has got to."""
+    """Plot the share of steps that accept a token at each depth, and accepted / tried."""
     figure = _figure(9.0, 3.9 + 0.1 * len(several))
     reach, each = figure.subplots(1, 2)
     for index, item in enumerate(several):
         colour = _COLOURS[index % len(_COLOURS)]
         style = _STYLES[index // len(_COLOURS) % len(_STYLES)]
         at = range(1, len(item.tried) + 1)
-        n_rounds = [item.tried[0]] * len(item.tried)
-        reach.plot(at, share(item.accepted, n_rounds), style, color=colour, ms=3.5, label=item.name)
+        num_steps = [item.tried[0]] * len(item.tried)
+        reach.plot(
+            at, share(item.accepted, num_steps), style, color=colour, ms=3.5, label=item.name
+        )
         each.plot(at, share(item.accepted, item.tried), style, color=colour, ms=3.5)
     deepest = max(len(item.tried) for item in several)
-    reach.set_title("rounds that accept a token at this depth", fontsize=10)
-    each.set_title("a guess is right, where the walk gets that far", fontsize=10)
+    reach.set_title("steps that accept a token at this depth", fontsize=10)
+    each.set_title("accepted / tried draft tokens at this depth", fontsize=10)
     for axes in (reach, each):
         axes.set_ylim(0, 1.03)
         axes.set_xlim(0.5, deepest + 0.5)
@@ -107,7 +109,7 @@ def acceptance_by_depth(several: Sequence[Depths], title: str) -> Any:
 
 
 def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
-    """Measured points on the lines that the times of passes predict, by length of the chain."""
+    """Plot measured speedups and the lines predicted from pass times, by chain length."""
     figure = _figure(8.6, 4.9)
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
@@ -115,7 +117,7 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
     axes = figure.add_subplot()
     rates = [rate for curve in curves for rate, *_ in curve.measured]
     low, high = max(0.0, min(rates) - 0.03), min(1.0, max(rates) + 0.02)
-    step = 0.006 * (high - low)  # side by side, so that their bars can be told apart
+    step = 0.006 * (high - low)  # side by side, so that error bars do not overlap
     for i, curve in enumerate(curves):
         colour = colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
         aside = step * (i - (len(curves) - 1) / 2)
@@ -138,7 +140,10 @@ def speedup_curves(curves: Sequence[Curve], title: str) -> Any:
         Line2D([], [], color=_FAINT, lw=1.4),
         Line2D([], [], color=_FAINT, marker="o", ls=""),
     ]
-    labels += ["expected tokens per pass\nx T(1) / T(N)", "measured; bars: luck of\nthe guesses"]
+    labels += [
+        "expected tokens per pass\nx T(1) / T(N)",
+        "measured, with\nstandard errors",
+    ]
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
@@ -151,7 +156,7 @@ def to_png(figure: Any) -> bytes:
 
 
 def _figure(width: float, height: float) -> Any:
-    """Inches. Raises where matplotlib is missing."""
+    """Return a figure of a size in inches. Raises SpecdecError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -182,7 +187,7 @@ def _draw_series(axes: Any, points: Sequence[Point], colour: str, name: str) -> 
 def _draw_curve(
     axes: Any, curve: Curve, colour: Any, between: tuple[float, float], aside: float
 ) -> None:
-    """The line between two rates, and the points with their standard errors, so far aside."""
+    """Draw the line between two rates, and points with standard errors, shifted by `aside`."""
     low, high = between
     at = [low + (high - low) * i / 200 for i in range(201)]
     axes.plot(at, [curve.predicted(rate) for rate in at], "-", color=colour, lw=1.4)
@@ -199,14 +204,14 @@ def _tidy_log_axis(axes: Any, points: Sequence[Point]) -> None:
     _tidy_log_ticks(axes)
     rooflines = [p.roofline for p in points if p.roofline is not None]
     measured = [p.tokens_per_second for p in points]
-    # Rooflines run away to infinity where almost nothing is read.
+    # Rooflines go to infinity where almost nothing is read.
     highest = max(max(measured), min(max(rooflines, default=0.0), 2.5 * max(measured)))
     axes.set_ylim(min(measured) / 1.5, highest * 1.4)
     axes.set_xlim(left=0)
 
 
 def _tidy_log_ticks(axes: Any) -> None:
-    """1, 2, 5, 10 ... as plain numbers."""
+    """Set ticks at 1, 2, 5, 10 ... as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -218,20 +223,20 @@ def _tidy_log_ticks(axes: Any) -> None:
 
 
 def _legend(figure: Any, panels: Sequence[Any], more: Mapping[str, tuple[str, str]]) -> None:
-    """One for all panels, below them."""
+    """Draw one legend for all panels, below them."""
     from matplotlib.lines import Line2D
 
-    result: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
-        result |= dict(zip(labels, handles, strict=True))
+        entries |= dict(zip(labels, handles, strict=True))
     for name, (style, colour) in more.items():
-        result[name] = Line2D([], [], linestyle=style, color=colour)
-    inches = 0.6 + 0.075 * max(map(len, result))  # of the widest column
-    n_columns = max(1, min(len(result), 4, int(figure.get_figwidth() / inches)))
+        entries[name] = Line2D([], [], linestyle=style, color=colour)
+    inches = 0.6 + 0.075 * max(map(len, entries))  # of the widest column
+    n_columns = max(1, min(len(entries), 4, int(figure.get_figwidth() / inches)))
     figure.legend(
-        result.values(),
-        result.keys(),
+        entries.values(),
+        entries.keys(),
         loc="outside lower center",
         ncols=n_columns,
         frameon=False,
@@ -241,7 +246,7 @@ def _legend(figure: Any, panels: Sequence[Any], more: Mapping[str, tuple[str, st
 
 def _storage_name(speed: float | None, points: Sequence[Point]) -> str:
     if speed is not None:
-        return f"storage held to {speed:g} MB/s"
+        return f"storage limited to {speed:g} MB/s"
     probed = [p.storage_bytes_per_second for p in points if p.storage_bytes_per_second]
     return f"storage at {sum(probed) / len(probed) / 1e9:.1f} GB/s" if probed else "storage"
 

@@ -1,4 +1,4 @@
-"""A comparison of programs as tables: figures, ratios, categories, and how each was set up."""
+"""Tables of a comparison of programs: results, ratios, categories and configurations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _measured_with(value: Value) -> Iterator[str]:
         pairs.append(("draft", weights["draft"] or "none"))
     probed, slowed = value.get("storage_bytes_per_second"), value["storage_mbps"]
     storage = "storage not probed" if probed is None else f"storage {probed / 1e9:.2f} GB/s"
-    slower = "" if slowed is None else f", held to {slowed:g} MB/s"
+    slower = "" if slowed is None else f", limited to {slowed:g} MB/s"
     pairs.append(("budget", f"{pinned(value)}; {storage}{slower}"))
     limits = ""
     if "n_threads" in value:
@@ -96,7 +96,7 @@ def _ratio(result: Value | None) -> str:
 
 
 def _by_category(results: Value, kind: str) -> str:
-    """Tokens per second, and tokens per pass where the program speculates."""
+    """Return tokens per second, and tokens per pass if the program speculates."""
     result = results.get(kind)
     if result is None or result["tokens_per_second"] is None:
         return "-"
@@ -132,7 +132,7 @@ def _interpreter(interpreter: Value) -> str:
 
 
 def _trial(trial: Value) -> str:
-    """One of the settings that were tried, and how fast it was."""
+    """Return one of the settings that were tried, and its speed."""
     known = ("tokens_per_second", "exit")
     what = " ".join(describe_tuned(k, v) for k, v in trial.items() if k not in known)
     speed = trial["tokens_per_second"]
@@ -140,7 +140,7 @@ def _trial(trial: Value) -> str:
 
 
 def agreement_table(result: list[Agreement]) -> Table:
-    """The ratios of two runs over the tokens of both."""
+    """Return a table of the ratios of two runs over the tokens of both."""
     rows = tuple(
         (
             f"{item.name} / {item.other}",
@@ -157,9 +157,9 @@ def agreement_table(result: list[Agreement]) -> Table:
 
 
 def pinned(value: Value) -> str:
-    """The budget, and whether the kernel held the programs to it."""
-    cached = "enforced by a cgroup" if value.get("enforced") else "NOT enforced"
-    return f"{format_bytes(value['memory_budget_bytes'])} ({cached})"
+    """Return the budget, and whether the kernel enforced it."""
+    enforced = "enforced by a cgroup" if value.get("enforced") else "NOT enforced"
+    return f"{format_bytes(value['memory_budget_bytes'])} ({enforced})"
 
 
 def exit_of(row: Value) -> str:

@@ -1,4 +1,4 @@
-"""What results say, as tables: on the terminal after a measurement, and on the report's page."""
+"""Tables of results, for the terminal after a measurement and for the report's page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offload.units import GIB, format_bytes
 Value = Mapping[str, Any]
 
 VERDICT_WIDTH = 18
-"""Of the labels below the table of a speedup."""
+"""Width of the labels below the table of a speedup."""
 
 
 def tables(kind: str, value: Value) -> list[Table]:
-    """Of results of one kind (`bench.process.results`); none for a picture."""
+    """Return the tables of results of one kind (`bench.process.results`); none for a picture."""
     makers = {
         PEERS: program_tables,
         SPEEDUP: _speedup,
@@ -78,7 +78,7 @@ def _speedup(value: Value) -> Iterator[Table]:
 
 
 def _verdict(value: Value) -> Iterator[tuple[str, str]]:
-    """(label, what it came to)"""
+    """Yield (label, result)."""
     yield "speedup", f"{value['speedup']:.2f}x over plain"
     if value.get("efficiency") is not None:
         yield (
@@ -99,7 +99,7 @@ def _verdict(value: Value) -> Iterator[tuple[str, str]]:
     equal, match = value["prompts_equal"], percent_equal(value.get("token_match"))
     yield "tokens equal", f"{match} ({equal} of {value['n_prompts']} prompts wholly)"
     if lossy_mark(value["speculative"]):
-        yield "LOSSY", "--accept-threshold: the speculative text is not the target's own"
+        yield "LOSSY", "--accept-threshold: the speculative output is not the target's own"
     if value.get("draft_model") and "acceptance_rate" in value["speculative"]:
         yield (
             "acceptance rate",
@@ -109,7 +109,7 @@ def _verdict(value: Value) -> Iterator[tuple[str, str]]:
 
 
 def _mismatches(value: Value) -> Iterator[str]:
-    """Where sequences begin to differ from plain decoding's, and why."""
+    """Yield where outputs begin to differ from plain decoding's, and why."""
     ties = {tie["prompt"]: tie for tie in value.get("near_ties", ())}
     not_explained = ": an ERROR, the target is exact" if value.get("is_exact") else ""
     for prompt, position in value.get("first_mismatches", {}).items():
@@ -143,7 +143,7 @@ def _sweep(value: Value) -> Iterator[Table]:
     setting = partial(_setting, names_target=len(targets) > 1)
     yield Table(
         "Sweep",
-        (*_SETTING, *headings(_SWEEP_COLUMNS), "equal texts", "exit"),
+        (*_SETTING, *headings(_SWEEP_COLUMNS), "equal sequences", "exit"),
         tuple(
             (*setting(line), *cells(line, _SWEEP_COLUMNS), _equal_outputs(line), exit_of(line))
             for line in lines
@@ -163,8 +163,8 @@ def _setting(line: Value, names_target: bool) -> tuple[str, ...]:
 
 
 def _equal_outputs(line: Value) -> str:
-    """To those of the first setting, or of --reference; older records do not say."""
-    equal = f"{line['n_equal_texts']} of {line['n_texts']}" if line.get("num_seqs") else "-"
+    """Return how many outputs equal those of the first setting or --reference; "-" if unknown."""
+    equal = f"{line['n_equal_outputs']} of {line['num_seqs']}" if line.get("num_seqs") else "-"
     return equal + lossy_mark(line)
 
 
@@ -173,11 +173,11 @@ def _prediction(lines: Sequence[Value], setting: Callable[[Value], tuple[str, ..
     keys = ("pass_seconds", "tokens_per_second")
     rows = []
     for line in lines:
-        result = line["prediction"]
-        shown = [str(result["num_tokens"])]
+        prediction = line["prediction"]
+        shown = [str(prediction.get("num_tokens", prediction.get("n_rows")))]
         for key in keys:
-            shown += [f"{result[side][key]:.3f}" for side in ("predicted", "measured")]
-            shown.append(f"{result['error'][key]:+.1%}")
+            shown += [f"{prediction[side][key]:.3f}" for side in ("predicted", "measured")]
+            shown.append(f"{prediction['error'][key]:+.1%}")
         rows.append((*setting(line), *shown))
     largest = max(abs(e) for line in lines for e in line["prediction"]["error"].values())
     pairs = tuple(f"{name}, {item}" for name in ("s/pass", "tok/s") for item in what)
@@ -185,7 +185,7 @@ def _prediction(lines: Sequence[Value], setting: Callable[[Value], tuple[str, ..
         f"Largest error {largest:.1%}, of seconds per pass and tokens per second; tokens per pass "
         "and runs of the draft are the measured ones."
     )
-    return Table("Prediction", (*_SETTING, "rows", *pairs), tuple(rows), notes=(note,))
+    return Table("Prediction", (*_SETTING, "tokens", *pairs), tuple(rows), notes=(note,))
 
 
 # --- sizes of trees -------------------------------------------------------------------------------
@@ -261,10 +261,10 @@ def _curve(value: Value) -> Iterator[Table]:
 
 
 def _difference_lines(value: Value) -> Iterator[str]:
-    """How many sequences are plain decoding's, and where and why others are not."""
+    """Yield how many outputs equal plain decoding's, and where and why others differ."""
     differences = value["differences"]
     n_equal = value["num_seqs"] - len(differences)
-    yield f"texts equal to plain decoding's: {n_equal} of {value['n_texts']}"
+    yield f"sequences equal to plain decoding's: {n_equal} of {value['num_seqs']}"
     for prompt, position in dict.fromkeys(
         (difference["prompt"], difference["position"]) for difference in differences
     ):

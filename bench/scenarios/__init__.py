@@ -1,1 +1,1 @@
-"""Texts, drafts and machines without models, in virtual time, for the policy to decode in."""
+"""Simulated sequences, drafts and machines in virtual time, for tests of the policy."""

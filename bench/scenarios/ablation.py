@@ -1,9 +1,9 @@
-"""What each part of the policy brings: worlds decoded with that part switched off.
+"""Ablation of the policy: scenarios decoded with one part switched off.
 
     python -m bench.scenarios.ablation [PART ...]
 
 In virtual time, on one thread: neither models nor an idle machine are needed. Prints a table in
-Markdown; a part that is named alone is judged alone.
+Markdown, of all parts or of the named ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specdec.policy.acceptance_statistics import AcceptanceStatistics, ModeStati
 from specdec.policy.calibration import Calibration
 from specdec.policy.cost_model import CostModel
 
-SHORT, MEDIUM = 64, 400  # tokens of a text
+SHORT, MEDIUM = 64, 400  # tokens of a sequence
 SEEDS = range(8000, 8004)  # nothing was tuned on them
 
-Patch = tuple[Any, str, Any]  # object, attribute, what it is meanwhile
+Patch = tuple[Any, str, Any]  # object, attribute, replacement
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def _one_bias_for_all(buckets: Any) -> Any:
 NOTHING: Any = lambda *_: None  # noqa: E731
 ANYTHING: Any = property(lambda _: 10**9)
 PARTS: Mapping[str, Sequence[Patch]] = {
-    "the yield of levels (the draft's own probability instead)": [
+    "marginal gain per depth (the draft's own probability instead)": [
         (tree_shape, "note_levels", NOTHING)
     ],
     "calibration": [(Calibration, "observe", NOTHING)],
@@ -61,17 +61,17 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     ],
     "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
     "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
-    "the bound on what a disturbed pass counts": [(shared_step, "_MAX_OUTLIER", math.inf)],
+    "the bound on outliers of pass times": [(shared_step, "_MAX_OUTLIER", math.inf)],
     "slow start, and no more candidates than of use": [(ModeStatistics, "n_candidates", ANYTHING)],
     "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
-    "the plan's word for four rounds (for half a round)": [(modes, "_PLAN_WEIGHT", 0.5)],
-    "drafting ahead": [(CostModel, "streams", property(lambda _: False))],
+    "the plan's weight of four steps (of half a step)": [(modes, "_PLAN_WEIGHT", 0.5)],
+    "parallel drafting": [(CostModel, "is_streamed", property(lambda _: False))],
 }
 
 
 # --- the table -----------------------------------------------------------------------------------
 
-Rates = dict[tuple[str, int], float]  # (world, tokens) -> tokens per second
+Rates = dict[tuple[str, int], float]  # (scenario, tokens) -> tokens per second
 
 
 def automatic() -> Rates:
@@ -105,7 +105,7 @@ def row(name: str, result: Rates, full: Rates, fixed: Rates) -> str:
 
 def main(requested: Sequence[str]) -> None:
     print(
-        "| without | 64 tokens | 400 tokens | worst (world, tokens) "
+        "| without | 64 tokens | 400 tokens | worst (scenario, tokens) "
         "| of the best fixed size | six settings | useless drafts |\n|---|---|---|---|---|---|---|"
     )
     full, fixed = automatic(), best()

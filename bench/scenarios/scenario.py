@@ -1,11 +1,11 @@
-"""A world without models, in virtual time: sequences, a draft that is wrong in known ways, and costs.
+"""Simulation scenario without models, in virtual time: sequences, a draft with known errors, costs.
 
-The text is fixed in advance, token by token. At every position the draft offers WIDTH candidates
+The output is fixed in advance, token by token. At every position the draft has WIDTH candidates
 with probabilities q that depend on the position (easy and hard passages) and on the token before,
-whether that one is right or not: nodes off the text look as good as those on it. The text's token
-is candidate k with probability c_k, and c differs from q: `sharpness` and `bias` bend it (the
-draft is over- or underconfident), so a policy that believes q is misled. Times carry noise, and
-the plan that the policy starts from is wrong.
+whether that one is right or not: wrong nodes look as good as right ones. The output's token is
+candidate k with probability c_k, and c differs from q by `sharpness` and `bias` (the draft is over-
+or underconfident), so a policy that believes q is misled. Times have noise, and the plan that the
+policy starts from is wrong.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
 
 WIDTH = 6
-OTHER = WIDTH  # the text's token is none of the candidates
+OTHER = WIDTH  # the output's token is none of the candidates
 MAX_BEAMS = 12
 MAX_NODES = 96
 NEVER = 10**9
-STUMBLE = 5.0  # times as long as usual, where something else on the machine held it up
+STUMBLE = 5.0  # factor of an outlier, caused by another program
 
 
 @dataclass(frozen=True)
 class Draft:
-    """How a draft model behaves. Probabilities in logits."""
+    """Behaviour of a draft model. Probabilities in logits."""
 
     ease: float = 1.5  # mean of logit(q) of the best candidate
-    spread: float = 1.5  # of its slow changes over the text
+    spread: float = 1.5  # of its slow changes over the output
     jitter: float = 1.0  # of its changes from node to node
     sharpness: float = 1.0
     bias: float = 0.0  # logit of the truth = sharpness * logit(q) + bias
@@ -50,22 +50,22 @@ class Draft:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Costs and sequences. The second kind of text and speed begin at `change_at`."""
+    """Costs and sequences. The second draft and read speed begin at `change_at`."""
 
     target: CostModel
     draft: Draft | None = None
-    copied_share: float = 0.0  # of the text in passages that n-grams predict
-    passage: tuple[int, int] = (20, 50)  # tokens of one, at least and below
+    copied_share: float = 0.0  # of the output in passages that n-grams predict
+    passage: tuple[int, int] = (20, 50)  # tokens of one: minimum and exclusive maximum
     planned_error: float = 0.7  # of arithmetic: planned / true
     pass_noise: float = 0.05
-    stumbles: float = 0.0  # share of passes and drafts that another program holds up, fivefold
+    stumbles: float = 0.0  # share of passes that another program slows down fivefold
     change_at: int = NEVER
     slower: float = 1.0  # reads take so many times as long after the change
     draft_after: Draft | None = None
     seed: int = 0
-    hit_rate: float = 0.0  # of drafting ahead
-    slowdown: float = 1.0  # of a pass with drafting beside it
-    max_nodes: int = MAX_NODES  # that memory is set aside for
+    hit_rate: float = 0.0  # of parallel drafting
+    slowdown: float = 1.0  # of a pass with parallel drafting
+    max_nodes: int = MAX_NODES  # that memory is reserved for
 
     def planned(self) -> CostModel:
         off, cost = self.planned_error, self.target
@@ -79,7 +79,7 @@ class Scenario:
 
 
 class Text:
-    """The tokens that the target will choose, and what the draft thinks at each place."""
+    """Tokens that the target will choose, and the draft's logits at each position."""
 
     def __init__(self, scenario: Scenario, n_tokens: int) -> None:
         rng = np.random.default_rng(scenario.seed)
@@ -113,12 +113,12 @@ class Text:
         return int(np.searchsorted(np.cumsum(probs), uniform))
 
 
-text_of = lru_cache(maxsize=2)(Text)  # the same for every way of decoding it
+text_of = lru_cache(maxsize=2)(Text)  # the same for every mode of decoding it
 
 
 @cache
 def candidate_shares() -> np.ndarray:
-    """Of what the best candidate leaves, the share of each other one; index 0 is the best."""
+    """Return each candidate's share of the probability that the best one leaves; index 0 is 0."""
     shares = 0.5 ** np.arange(WIDTH)
     shares[0] = 0.0
     return shares / shares.sum()
@@ -138,14 +138,14 @@ class Clock:
 
 @dataclass
 class SimulatedDraft(Drafter):
-    """Grows trees level by level as ModelDrafter does, and takes virtual time for it."""
+    """Drafter that grows trees level by level as ModelDrafter does, in virtual time."""
 
     text: Text
     draft: Draft
     clock: Clock
     noise: np.random.Generator
-    is_hidden: bool = False  # this drafting was done ahead
-    n_fresh_runs: int = 0  # of the last tree that was not
+    is_hidden: bool = False  # this drafting was done in parallel
+    n_fresh_runs: int = 0  # of the last tree that was not drafted in parallel
     log_shares: np.ndarray = field(default_factory=lambda: np.log(candidate_shares()[1:]))
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
@@ -164,14 +164,14 @@ class SimulatedDraft(Drafter):
                 break
             if probability < limits.min_level_probability and not self._is_run_ahead(depth):
                 break
-        if self.is_hidden:  # it was run beside the pass
+        if self.is_hidden:  # it ran beside the pass
             self.clock.now, tree.n_runs, tree.n_run_nodes = began, 0, 0
         else:
             self.n_fresh_runs = depth
         return tree.best_subset(limits.max_nodes)
 
     def _is_run_ahead(self, depth: int) -> bool:
-        """Half of what is run ahead is below the right outcome; what it costs is not asked."""
+        """Return whether this depth was drafted in parallel, so that its cost does not matter."""
         return self.is_hidden and depth < self.n_fresh_runs
 
     def _run(self, tree: DraftTree, n_nodes: int) -> None:
@@ -196,7 +196,7 @@ class SimulatedDraft(Drafter):
 
 @dataclass
 class SimulatedNgrams(Drafter):
-    """Right in copied passages; elsewhere it sometimes offers what is mostly wrong."""
+    """N-gram drafter that is right in copied passages and mostly wrong elsewhere."""
 
     text: Text
 
@@ -222,19 +222,19 @@ def _nth_best(tree: DraftTree, n: int) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """(virtual time, tokens so far) after every round, and the sizes of the trees."""
+    """Virtual time and tokens so far after every step, and the sizes of the trees."""
 
     times: list[float]
     counts: list[int]
     sizes: list[int]
 
     def at(self, n_tokens: int) -> tuple[int, float]:
-        """(tokens, virtual time) after the round that brought the n-th."""
+        """Return (tokens, virtual time) after the step that emitted the n-th token."""
         i = next(i for i, count in enumerate(self.counts) if count >= n_tokens)
         return self.counts[i], self.times[i]
 
     def rate(self, first: int = 0) -> float:
-        """Tokens per second from the first-th token on."""
+        """Return tokens per second from token number `first` on."""
         n_before, start = self.at(first)
         return (self.counts[-1] - n_before) / (self.times[-1] - start)
 
@@ -246,11 +246,11 @@ def simulate(
     acceptance_statistics: AcceptanceStatistics | None = None,
     *,
     start: int = 0,
-    n_rounds: int = NEVER,
+    n_steps: int = NEVER,
 ) -> Outcome:
-    """Decode a text with the policy that `spec` asks for; without experience unless given.
+    """Decode a sequence with the policy of `spec`, with empty acceptance statistics unless given.
 
-    start: the place in the text where decoding begins; n_rounds: after which it ends.
+    start: position where decoding begins; n_steps: number of steps after which it ends.
     """
     text, clock = text_of(scenario, n_tokens), Clock()
     noise = np.random.default_rng((scenario.seed, 1))
@@ -265,7 +265,7 @@ def simulate(
     policy = DraftPolicy(spec, acceptance_statistics, NEVER, clock=clock)
     context, n = [0, *map(int, text.tokens[1 : 1 + start])], start
     result = Outcome([0.0], [start], [])
-    while n < n_tokens and len(result.sizes) < n_rounds:
+    while n < n_tokens and len(result.sizes) < n_steps:
         limits = policy.limits(len(context), NEVER, NEVER)
         (tree,) = trim_together([policy], [drafter.propose(context, limits)])
         is_ahead = should_draft_ahead([policy])

@@ -1,4 +1,4 @@
-"""The worlds in which the policy is judged, and the fixed sizes of trees that it competes with."""
+"""Scenarios in which the policy is tested, and the fixed tree sizes that it is compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.policy.cost_model import CostModel
 STREAMED = CostModel(read_seconds=1.0, fixed_seconds=0.1, seconds_per_token=0.02)
 RESIDENT = CostModel(read_seconds=0.0, fixed_seconds=0.05, seconds_per_token=0.012)
 FEW_FREE = CostModel(read_seconds=1.6, fixed_seconds=0.5, seconds_per_token=0.14)  # 13B Q4_0
-USELESS = Draft(sharpness=0.3, bias=-4.0, coverage=0.1)  # as sure as a good one, never right
+USELESS = Draft(sharpness=0.3, bias=-4.0, coverage=0.1)  # as confident as a good one, never right
 MISTAKEN = Draft(sharpness=0.3, bias=-4.0)  # its second choices are right, its first ones never
 
 SIX: Mapping[str, Scenario] = {
@@ -26,7 +26,7 @@ SIX: Mapping[str, Scenario] = {
     "in memory, sure draft": Scenario(RESIDENT, Draft(ease=2.5, bias=0.5, run_seconds=0.01)),
     "n-grams, streamed": Scenario(CostModel(0.3, 0.03, 0.006), None, copied_share=0.5),
 }
-"""What stands for the six settings of the table in docs/benchmarks.md."""
+"""Scenarios of the six settings of the table in docs/benchmarks.md."""
 
 REST: Mapping[str, Scenario] = {
     "fast storage": Scenario(CostModel(0.4, 0.08, 0.012), Draft(sharpness=1.3, bias=0.3)),
@@ -72,12 +72,12 @@ DOES_NOT_PAY: Mapping[str, Scenario] = {
     "slower than the target": Scenario(STREAMED, Draft(ease=1.0, run_seconds=1.5)),
     "good, a level takes 0.9 of a pass": Scenario(STREAMED, Draft(run_seconds=0.9)),
 }
-"""Where plain decoding is best, and the policy is to keep 0.95 of it over the first 64 tokens."""
+"""Scenarios where plain decoding is best; the policy must reach 0.95 of it over 64 tokens."""
 
 SCENARIOS = {**SIX, **REST, **DOES_NOT_PAY}
 PLAIN = SpecConfig(num_draft_tokens=0)
 SIZES = ((2, 2), (4, 4), (8, 4), (16, 3), (16, 12), (32, 4), (64, 16))
-"""(draft tokens, levels) of the fixed trees."""
+"""(draft tokens, depth) of the fixed trees."""
 
 
 def fixed(n_nodes: int, depth: int) -> SpecConfig:
@@ -85,7 +85,7 @@ def fixed(n_nodes: int, depth: int) -> SpecConfig:
 
 
 class Speed(NamedTuple):
-    """Tokens per second over the first `n_tokens` of several sequences, each with nothing learnt."""
+    """Tokens/s over the first `n_tokens` of several sequences, each with empty statistics."""
 
     n_tokens: int
     rate: float
@@ -105,7 +105,7 @@ def speeds(
 def best_fixed(
     scenario: Scenario, lengths: Sequence[int], seeds: Sequence[int]
 ) -> tuple[Speed, ...]:
-    """For each length the speed of the best fixed size there, plain decoding among them."""
+    """Return for each length the speed of the best fixed size, plain decoding among them."""
     specs = [PLAIN, *(fixed(*size) for size in SIZES)]
-    result = zip(*(speeds(scenario, spec, lengths, seeds) for spec in specs), strict=True)
-    return tuple(max(of_length, key=lambda speed: speed.rate) for of_length in result)
+    by_length = zip(*(speeds(scenario, spec, lengths, seeds) for spec in specs), strict=True)
+    return tuple(max(of_length, key=lambda speed: speed.rate) for of_length in by_length)

@@ -1,1 +1,1 @@
-"""Models to measure with: a small one grown to any size, with the same text."""
+"""Synthetic large models: a small one grown to any size, with the same output."""

@@ -1,10 +1,10 @@
-"""Grows a small checkpoint (Llama, Qwen3-MoE) to the bytes, FLOPs and shapes of a large one.
+"""Growth of a small checkpoint (Llama, Qwen3-MoE) to the bytes, FLOPs and shapes of a large one.
 
 The grown model computes the same function as the small one (`bench.synth.growth` has the maths), so
-text and acceptance are the small model's while the cost of a pass is the large model's. That
-is what makes honest measurements possible where no large model can be downloaded.
+output and acceptance are the small model's while the cost of a pass is the large model's. So
+measurements need no download of a large model.
 
-Nothing is held in memory but one chunk of one tensor. The checkpoint is written to a hidden
+Only one chunk of one tensor is in memory. The checkpoint is written to a hidden
 folder beside its destination and renamed at the end (`offload.storage.unfinished`), so that an
 error, a full disk or Ctrl-C leaves nothing behind.
 """
@@ -42,7 +42,7 @@ _HEADER_ALIGNMENT = 8  # safetensors pads its header to this many bytes
 
 @dataclass(frozen=True)
 class GrowReport:
-    """What was written."""
+    """Summary of a grown checkpoint."""
 
     path: Path  # the folder, or the GGUF file
     shape: LlamaShape
@@ -53,7 +53,7 @@ class GrowReport:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file of the grown checkpoint."""
+    """Safetensors file of the grown checkpoint."""
 
     name: str
     plans: tuple[TensorPlan, ...]
@@ -73,26 +73,26 @@ def grow(
     progress: Progress | None = None,
     with_data: bool = True,
 ) -> GrowReport:
-    """Writes a checkpoint of `shape` that computes the same function as the one in `source_dir`.
+    """Write a checkpoint of `shape` that computes the same function as the one in `source_dir`.
 
     Args:
         source_dir: a Hugging Face checkpoint of a Llama or a Qwen3-MoE, in safetensors.
-        out_dir: where the grown checkpoint goes; must be empty or absent unless `force`.
-        shape: the wanted sizes. Heads are re-cut to the source's head dimension. A tied shape
-            stays untied if the source's head differs from its embedding.
+        out_dir: folder for the grown checkpoint; must be empty or absent unless `force`.
+        shape: sizes of the grown model. Heads are re-cut to the source's head dimension. A tied
+            shape stays untied if the source's head differs from its embedding.
         vocab_size: replaces the shape's vocabulary; ids beyond the source's are padding.
-        dtype: one of `LAYOUTS`: "fp32" where logits are to be compared exactly; "fp8" and "int4"
-            round what the layers compute.
-        seed: of the random weights.
+        dtype: one of `LAYOUTS`: "fp32" for exact comparisons of logits; "fp8" and "int4" round
+            layers' weights.
+        seed: seed of the random weights.
         force: replaces an existing checkpoint in `out_dir`.
-        shard_bytes: a new file begins where the present one would exceed this.
-        source_name: how the model card calls the source; by default its folder.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
+        source_name: name of the source in the model card; by default its folder.
         progress: called after each chunk.
-        with_data: False leaves holes for the tensors: enough to plan on, and no space on disk.
+        with_data: False leaves holes for the tensors, which suffices for planning.
 
     Raises:
-        SynthError: the source is neither of them, does not fit the shape, the disk lacks room, or
-            `out_dir` is not empty.
+        SynthError: the source is neither of them or does not fit the shape, the disk lacks space,
+            or `out_dir` is not empty.
     """
     if dtype not in LAYOUTS:
         raise SynthError(f"unknown dtype {dtype!r}; known: {', '.join(LAYOUTS)}")
@@ -121,7 +121,7 @@ def grow(
 
 
 def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) -> LlamaShape:
-    """The shape that will be written: head size, vocabulary and tying adapted to the source."""
+    """Return the shape to write: head size, vocabulary and tying adapted to the source."""
     shape = shape.with_head_dim(source.shape.head_dim).with_routing_of(source.shape)
     return replace(
         shape,
@@ -131,7 +131,7 @@ def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) ->
 
 
 def split_shards(plans: list[TensorPlan], layout: Layout, shard_bytes: int) -> list[Shard]:
-    """Splits tensors, in their order, into files of at most `shard_bytes` (or one tensor)."""
+    """Split tensors, in their order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[TensorPlan]] = [[]]
     size = 0
     for plan in plans:
@@ -156,7 +156,7 @@ def write_shards(
     progress: Progress | None = None,
     with_data: bool = True,
 ) -> None:
-    """Writes all shards and, if there are several, their index."""
+    """Write all shards and, if there are several, their index."""
     n_written = 0
     for shard in shards:
         header = shard_header(shard, layout)
@@ -182,7 +182,7 @@ def write_shards(
 
 
 def shard_header(shard: Shard, layout: Layout) -> bytes:
-    """The safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
+    """Return the safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for stored in _stored(shard, layout):
@@ -203,7 +203,7 @@ def _stored(shard: Shard, layout: Layout) -> Iterator[StoredTensor]:
 
 
 def _replace_folder(partial: Path, out_dir: Path) -> None:
-    """Moves a finished checkpoint to its place; an old one goes only when the new one is there."""
+    """Move a finished checkpoint to its place; an old one is removed only afterwards."""
     old = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
     if out_dir.exists():
         out_dir.rename(old)
@@ -214,4 +214,4 @@ def _replace_folder(partial: Path, out_dir: Path) -> None:
             old.rename(out_dir)
         raise
     if old.exists():
-        old.rename(partial)  # to be removed like one that was not finished
+        old.rename(partial)  # removed by `unfinished`

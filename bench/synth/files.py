@@ -1,6 +1,6 @@
-"""Where a grown model goes, and its small files: config.json, tokenizer, model card.
+"""Destination and small files of a grown model: config.json, tokenizer, model card.
 
-Is there room, and is what lies there already ours to replace?
+Checks disk space, and refuses to replace files that are not ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.synth.source import OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
-# What a folder's model computes in; GGUF has its own key.
+# dtype of config.json; GGUF has its own key.
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16", "int4": "bfloat16"}
 _WRITTEN_HERE = {"config.json", "README.md"}
 _WEIGHT_FILES = (
@@ -34,7 +34,7 @@ def write_side_files(
     config: dict[str, Any],
     card: str,
 ) -> None:
-    """Writes config.json and the model card, and copies tokenizer and generation settings."""
+    """Write config.json and the model card, and copy tokenizer and generation settings."""
     for path in source.folder.iterdir():
         unwanted = path.name in _WRITTEN_HERE or path.name.endswith(_WEIGHT_FILES)
         if path.is_file() and not unwanted and not path.name.startswith("."):
@@ -44,7 +44,7 @@ def write_side_files(
 
 
 def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str, Any]:
-    """The source's config with the sizes of `shape`; rotary parameters stay the source's."""
+    """Return the source's config with the sizes of `shape` and its own rotary parameters."""
     renewed = ("torch_dtype", OTHER_NAME_OF_EXPERTS)
     config = {key: value for key, value in source.config.items() if key not in renewed}
     epsilon = float(config.get("rms_norm_eps", 1e-6))
@@ -81,7 +81,7 @@ def model_card(
     seed: int,
     source_name: str | None,
 ) -> str:
-    """Says what this checkpoint is, so that nobody takes it for the large model."""
+    """Return the model card, which says that this is no trained large model."""
     name, small = source_name or source.folder.name, source.shape
     size = f"{format_bytes(n_bytes)} in {dtype}"
     return f"""# Grown from {name}: for benchmarks only
@@ -102,23 +102,23 @@ random numbers (seed {seed}) that are multiplied by zero.
 | head dimension | {shape.head_dim} | {small.head_dim} |
 | vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
 | output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
-| experts of a layer | {_reported(shape.experts)} | {_reported(small.experts)} |
+| experts of a layer | {_describe_experts(shape.experts)} | {_describe_experts(small.experts)} |
 """
 
 
-def _reported(experts: Experts | None) -> str:
+def _describe_experts(experts: Experts | None) -> str:
     if experts is None:
         return "none"
     return f"{experts.n} of size {experts.intermediate_size}, {experts.n_used} for a token"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON with a final newline."""
+    """Write indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> None:
-    """Raises a SynthError if the folder `out_dir` may not be written or its disk lacks room."""
+    """Raise SynthError if the folder `out_dir` may not be written or its disk lacks space."""
     destination, source = out_dir.resolve(), source_dir.resolve()
     if destination == source or destination in source.parents:
         raise SynthError(f"{out_dir} holds the source model; choose another folder")
@@ -127,7 +127,7 @@ def check_folder(out_dir: Path, source_dir: Path, n_bytes: int, force: bool) -> 
 
 
 def refuse_folder(out_dir: Path, force: bool) -> None:
-    """Raises a SynthError if the folder `out_dir` may not be written, whatever is grown."""
+    """Raise SynthError if the folder `out_dir` may not be written, whatever is grown."""
     if out_dir.exists() and not out_dir.is_dir():
         raise SynthError(f"{out_dir} is a file; choose a folder")
     if out_dir.is_dir() and any(out_dir.iterdir()):
@@ -138,13 +138,13 @@ def refuse_folder(out_dir: Path, force: bool) -> None:
 
 
 def check_gguf_file(path: Path, n_bytes: int, force: bool) -> None:
-    """Raises a SynthError if the file `path` may not be written or its disk lacks room."""
+    """Raise SynthError if the file `path` may not be written or its disk lacks space."""
     refuse_gguf_file(path, force)
     check_context_capacity(path, n_bytes)
 
 
 def refuse_gguf_file(path: Path, force: bool) -> None:
-    """Raises a SynthError if the file `path` may not be written, whatever is grown."""
+    """Raise SynthError if the file `path` may not be written, whatever is grown."""
     if path.suffix != ".gguf":
         raise SynthError(f"{path} must end in .gguf: with --format gguf, -o names a file")
     if path.is_dir():
@@ -160,11 +160,11 @@ def refuse_gguf_file(path: Path, force: bool) -> None:
 
 
 def check_context_capacity(destination: Path, n_bytes: int) -> None:
-    """Raises a SynthError if the disk below `destination` has less than `n_bytes` free."""
+    """Raise SynthError if the disk below `destination` has less than `n_bytes` free."""
     existing = next(p for p in (destination, *destination.parents) if p.exists())
     free, needed = shutil.disk_usage(existing).free, n_bytes + _MARGIN_BYTES
     if free < needed:
         raise SynthError(
-            f"not enough room at {existing}: {format_bytes(needed)} needed, "
+            f"not enough disk space at {existing}: {format_bytes(needed)} needed, "
             f"{format_bytes(free)} free"
         )

@@ -10,14 +10,14 @@ from offload.formats.tensors import CheckpointError, TensorRecord
 
 
 def read_float32(record: TensorRecord, rows: range | None = None) -> np.ndarray:
-    """One tensor, float32 in its own shape; BF16 and F16 are widened exactly.
+    """Return one tensor, float32 in its own shape; BF16 and F16 are widened exactly.
 
     Args:
-        record: which tensor.
-        rows: consecutive ones of it (its first dimension); all without.
+        record: the tensor.
+        rows: consecutive rows (of its first dimension); None: all.
 
     Raises:
-        CheckpointError: another type, or the file has become shorter.
+        CheckpointError: the type is another one, or the file is too short.
     """
     if record.scheme:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""How weights are stored: floats, or ggml's blocks of quantised numbers.
+"""Storage formats of weights: floats, or ggml's blocks of quantised numbers.
 
-A row of a tensor is a row of blocks. Zeros stay exactly zero, which is what `bench.synth.growth`
-needs; in some formats only where all of a group are zeros (`WeightFormat.zero_group`).
+A row of a tensor is a row of blocks. Zeros stay exactly zero, as `bench.synth.growth` requires; in
+some formats only if all weights of a group are zeros (`WeightFormat.zero_group`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from bench.synth.gguf_file import import_gguf
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way of storing weights.
+    """Storage format of weights.
 
     `encode` takes float32 [n_blocks, block_size] and returns uint8 [n_blocks, block_bytes]. Raises
-    LlamaError or SynthError where what it needs is not installed.
+    LlamaError or SynthError if a package is not installed.
     """
 
     name: str  # the same in safetensors and in ggml
     block_size: int  # weights
     block_bytes: int
     encode: Callable[[np.ndarray], np.ndarray]
-    zero_group: int = 1  # neighbours of which one is exactly zero only where all of them are
+    zero_group: int = 1  # zeros are exact only in groups of so many zeros
 
     def n_bytes(self, n_weights: int) -> int:
-        """Bytes of so many weights, which must fill whole blocks."""
+        """Return the bytes of so many weights, which must fill whole blocks."""
         assert n_weights % self.block_size == 0
         return n_weights // self.block_size * self.block_bytes
 
@@ -41,14 +41,14 @@ def _encode_float(dtype: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def _encode_bf16(blocks: np.ndarray) -> np.ndarray:
-    """The upper half of a float32, rounded to nearest, ties to even."""
+    """Encode as the upper half of a float32, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(blocks, dtype="<f4").view("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.astype("<u2").view(np.uint8)
 
 
 def _encode_ggml(kind: str, n_bytes: int, blocks: np.ndarray) -> np.ndarray:
-    """As llama-quantize does without an importance matrix: by ggml, each block for itself."""
+    """Encode by ggml as llama-quantize does without an importance matrix, block by block."""
     values = np.ascontiguousarray(blocks, np.float32)
     made = np.empty((len(values), n_bytes), np.uint8)
     type_id = int(import_gguf().GGMLQuantizationType[kind])

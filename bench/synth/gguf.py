@@ -1,7 +1,7 @@
-"""Grows a small model to a large one's size as one GGUF file, as `checkpoint` does for folders.
+"""Growth of a small model to a large one's size as one GGUF file, as `checkpoint` does for folders.
 
-Types are llama-quantize's (`bench.synth.recipes`), and so are the bytes of what comes from the
-source: ggml quantises them. No float copy of the model is made, in memory or on disk.
+Types are llama-quantize's (`bench.synth.recipes`), and so are the bytes of the source's weights,
+which ggml quantises. No float copy of the model is made, in memory or on disk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def grow_gguf(
     progress: Progress | None = None,
     with_data: bool = True,
 ) -> GrowReport:
-    """Writes one GGUF file of `shape` that computes the same function as the source.
+    """Write one GGUF file of `shape` that computes the same function as the source.
 
     The arguments are those of `bench.synth.checkpoint.grow`, but for `out_file`, whose name must
     end in .gguf, and `dtype`, one of `RECIPES`. The quantised weights of the source round its
@@ -54,7 +54,7 @@ def grow_gguf(
 
     Raises:
         SynthError: as `grow` does; also if zeros beside the source's weights would not be exact,
-            and for a tokenizer or rotary embedding that is not written here.
+            or for an unsupported tokenizer or rotary embedding.
         LlamaError: llama.cpp, whose ggml quantises, is not installed.
     """
     if dtype not in RECIPES:
@@ -63,7 +63,7 @@ def grow_gguf(
     out_file = Path(out_file).expanduser().absolute()
     source = SourceModel(Path(source_dir))
     grown = fit_shape(source, shape, vocab_size)
-    is_llama = source.shape.experts is None  # of which llama.cpp rotates neighbours
+    is_llama = source.shape.experts is None  # llama.cpp rotates neighbouring rows of Llamas
     read = partial(_read_interleaved, source) if is_llama else source.read
     maker = TensorMaker(read, partial(recipe.format_of, grown), seed)
     model_type = source.config["model_type"]
@@ -92,7 +92,7 @@ def grow_gguf(
 
 
 def _read_interleaved(source: SourceModel, name: str, rows: range) -> np.ndarray:
-    """Rows in llama.cpp's order, for which Q and K are read by whole heads."""
+    """Return rows in llama.cpp's order, for which Q and K are read by whole heads."""
     if not name.endswith(_ROTARY):
         return source.read(name, rows)
     size = source.shape.head_dim
@@ -109,7 +109,7 @@ def _tensors(
     maker: TensorMaker,
     recipe: Recipe,
 ) -> list[GgufTensor]:
-    """In the order of the plans; a layer's experts are one tensor for each of their matrices."""
+    """Return tensors in the order of the plans; a layer's experts share one tensor per matrix."""
     same: dict[str, list[TensorPlan]] = {}
     for plan in plans:
         name = gguf_name(plan.name, model_type, grown.n_layers)

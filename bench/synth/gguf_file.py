@@ -1,7 +1,7 @@
-"""Writing a GGUF file of a Llama or a Qwen3-MoE: names, layout, header, data.
+"""Writer of a GGUF file of a Llama or a Qwen3-MoE: names, layout, header, data.
 
-The header is the `gguf` package's work; the data is written in chunks, so that a file of any size
-takes no memory.
+The `gguf` package writes the header; the data is written in chunks, so that memory does not grow
+with the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor to be written: `chunks()` yields its bytes in order."""
+    """Tensor to write: `chunks()` yields its bytes in order."""
 
     name: str
     shape: tuple[int, ...]  # row-major, as in the checkpoint
@@ -41,16 +41,16 @@ class GgufTensor:
 
 
 def gguf_name(name: str, model_type: str, n_layers: int) -> str:
-    """llama.cpp's name of a tensor of a checkpoint; of an expert's, the one that holds them all.
+    """Return llama.cpp's name of a checkpoint's tensor; for an expert's, that of all experts.
 
     Raises:
         SynthError: such a model has no such tensor.
     """
     known = _known_names(model_type, n_layers)
-    result = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
-    if result is None:
+    known_name = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
+    if known_name is None:
         raise SynthError(f"tensor {name!r} is no part of a plain {model_type}")
-    return result
+    return known_name
 
 
 @cache
@@ -60,7 +60,7 @@ def _known_names(model_type: str, n_layers: int) -> Any:
 
 
 def interleave_rotary(name: str, tensor: np.ndarray, n_heads: int, n_kv_heads: int) -> np.ndarray:
-    """Reorders the rows of Q and K: llama.cpp rotates neighbours (2i, 2i+1) within a head.
+    """Reorder the rows of Q and K: llama.cpp rotates neighbours (2i, 2i+1) within a head.
 
     Hugging Face rotates (i, i + E/2), so row i of each half becomes rows 2i and 2i + 1; other
     tensors are returned as they are.
@@ -82,15 +82,15 @@ def write_gguf(
     with_data: bool = True,
     model_type: str = "llama",
 ) -> None:
-    """Writes one GGUF file; the caller removes it when an error leaves it unfinished.
+    """Write one GGUF file; the caller removes it if an error leaves it unfinished.
 
     Args:
-        path: replaced if it exists.
+        path: the file, replaced if it exists.
         add_metadata: adds everything but `general.architecture`.
-        tensors: in the order in which they shall lie in the file.
+        tensors: the tensors in the order of the file.
         progress: called after each chunk.
-        with_data: False leaves a hole for the tensors: enough to plan on, and no space on disk.
-        model_type: of the checkpoint, a key of `ARCHITECTURES`.
+        with_data: False leaves a hole for the tensors, which suffices for planning.
+        model_type: the checkpoint's, a key of `ARCHITECTURES`.
     """
     gguf = import_gguf()
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[model_type]]
@@ -145,7 +145,7 @@ def _padded_bytes(tensors: list[GgufTensor]) -> int:
 
 
 def reserve_blocks(descriptor: int, n_bytes: int) -> None:
-    """Reserves the file's blocks at once: contiguous, and a full disk is noticed early."""
+    """Reserve the file's blocks at once: contiguous, and a full disk is noticed early."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, n_bytes)
@@ -155,7 +155,7 @@ def reserve_blocks(descriptor: int, n_bytes: int) -> None:
 
 
 def import_gguf() -> Any:
-    """The `gguf` package. Raises SynthError where it is missing."""
+    """Return the `gguf` package. Raises SynthError if it is missing."""
     try:
         import gguf
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""The key-value block of a GGUF file, from the JSON files of a Hugging Face checkpoint.
+"""Key-value block of a GGUF file, from the JSON files of a Hugging Face checkpoint.
 
-Only plain Llamas with GPT-2's byte-level BPE: what llama.cpp splits and merges exactly as the
-checkpoint's own tokenizer does. Anything else is refused.
+Only GPT-2's byte-level BPE, which llama.cpp splits and merges exactly as the checkpoint's own
+tokenizer does. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
-    """Adds sizes and constants of a Llama or a Qwen3-MoE.
+    """Add sizes and constants of a Llama or a Qwen3-MoE.
 
     Args:
-        config: as in config.json.
-        name: of the model, for people.
+        config: contents of config.json.
+        name: display name of the model.
         file_type: a name of `gguf.LlamaFileType`, for example "MOSTLY_F16".
 
     Raises:
-        SynthError: a kind of rotary embedding that is not written here.
+        SynthError: the kind of rotary embedding is not supported.
     """
     n_heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // n_heads)
@@ -54,7 +54,7 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of plain rotary embeddings; transformers 5 nests it."""
+    """Return the base of plain rotary embeddings; transformers 5 nests it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
@@ -63,10 +63,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def add_tokenizer(writer: GGUFWriter, folder: Path, num_tokens: int) -> None:
-    """Adds the tokenizer in `folder`, padded with unused tokens to `n_rows` rows of the embedding.
+    """Add the tokenizer in `folder`, padded to `num_tokens` rows of the embedding.
 
     Raises:
-        SynthError: it is no GPT-2-style byte-level BPE, or has more than `n_rows` tokens.
+        SynthError: it is no GPT-2-style byte-level BPE, or has more than `num_tokens` tokens.
     """
     tokenizer = read_json(folder / "tokenizer.json")
     _check_is_gpt2_like(tokenizer, folder)
@@ -79,8 +79,8 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, num_tokens: int) -> None:
         raise SynthError(
             f"{folder} has tokens up to id {max(tokens)}, but its embedding has {num_tokens} rows"
         )
-    # llama.cpp wants a token for every row. No text ever becomes one of type UNUSED, and it has
-    # no text; the name is convert_hf_to_gguf.py's.
+    # llama.cpp needs a token for every row. Tokens of type UNUSED are never produced, and decode to
+    # nothing; the name is convert_hf_to_gguf.py's.
     table = [tokens.get(i, (f"[PAD{i}]", types.UNUSED)) for i in range(num_tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -92,7 +92,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, num_tokens: int) -> None:
 
 
 def _check_is_gpt2_like(tokenizer: Mapping[str, Any], folder: Path) -> None:
-    """llama.cpp's `gpt-2` splits as ByteLevel with its own pattern, and adds nothing."""
+    """Raise SynthError if llama.cpp's `gpt-2` pre-tokenizer would split differently."""
     model, split = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
     after = tokenizer.get("post_processor") or {}
     fine = {
@@ -102,7 +102,7 @@ def _check_is_gpt2_like(tokenizer: Mapping[str, Any], folder: Path) -> None:
         "there is no normalizer": tokenizer.get("normalizer") is None,
         "text is split by ByteLevel's pattern": split.get("type") == "ByteLevel"
         and split.get("use_regex", True),
-        "no space is put before a text": not split.get("add_prefix_space"),
+        "no space is put before the text": not split.get("add_prefix_space"),
         "no special tokens are added": not after.get("special_tokens")
         and after.get("type") in (None, "ByteLevel", "TemplateProcessing"),
     }

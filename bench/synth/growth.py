@@ -1,4 +1,4 @@
-"""The maths of function-preserving expansion: which weight goes where.
+"""Function-preserving expansion: the place of every weight.
 
 The hidden state of the grown model holds the small model's in its first d of D dimensions and
 zeros in the others, after every layer. That needs exact zeros in two places only:
@@ -8,7 +8,7 @@ zeros in the others, after every layer. That needs exact zeros in two places onl
 - additions: the columns of `o_proj` (and `down_proj`) that read added heads (neurons) are zero
   in the old rows too. In an added layer all of them are, so it adds nothing.
 
-Everything else that is new multiplies a zero, or is multiplied by one, and is random. An RMS norm
+All other new weights multiply a zero, or are multiplied by one, and are random. An RMS norm
 over D dimensions of which D - d are zero sees a mean square smaller by d / D, so its weight is
 scaled by sqrt(d / D) and its epsilon by d / D. bench/synth/mixture.py has the layers of experts.
 
@@ -29,7 +29,7 @@ from bench.synth.tensors import Fill, Patch, TensorPlan
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Where the heads of the source go.
+    """Placement of the source's heads.
 
     query_slots[i] is the slot of the source's query head i; kv_sources[s] is the source's
     key/value head of which slot s holds a copy, or None.
@@ -40,7 +40,7 @@ class HeadMap:
 
 
 def map_heads(source: LlamaShape, grown: LlamaShape) -> HeadMap:
-    """Places the source's heads into the grown model, group by group.
+    """Place the source's heads into the grown model, group by group.
 
     Raises:
         SynthError: the grown model has too few key/value heads to hold the copies.
@@ -64,15 +64,15 @@ def map_heads(source: LlamaShape, grown: LlamaShape) -> HeadMap:
 
 
 def layer_places(n_source: int, n_grown: int) -> dict[int, int]:
-    """Maps layers of the grown model to those of the source, spread evenly.
+    """Map layers of the grown model to those of the source, spread evenly.
 
-    Spread, so that a resident and a streamed share of the layers both do real work.
+    So resident and streamed layers both include the source's.
     """
     return {(i * n_grown) // n_source: i for i in range(n_source)}
 
 
 def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
-    """Raises a SynthError naming the first size in which the source does not fit."""
+    """Raise SynthError naming the first size in which the source does not fit."""
     for what, small, large in (
         ("hidden size", source.hidden_size, grown.hidden_size),
         ("intermediate size", source.intermediate_size, grown.intermediate_size),
@@ -107,7 +107,7 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
 
 
 class GrowthPlanner:
-    """Plans every tensor of a grown model, in the order in which it is written."""
+    """Planner of every tensor of a grown model, in the order of writing."""
 
     def __init__(self, source: LlamaShape, grown: LlamaShape) -> None:
         check_growable(source, grown)
@@ -117,7 +117,7 @@ class GrowthPlanner:
         self.norm_scale = math.sqrt(source.hidden_size / grown.hidden_size)
 
     def tensors(self) -> list[TensorPlan]:
-        """All tensors: embedding, layers, final norm, and the head unless it is tied."""
+        """Return all tensors: embedding, layers, final norm, and the head unless it is tied."""
         plans = [self._table("model.embed_tokens.weight", "model.embed_tokens.weight", Fill.ZERO)]
         for index in range(self.grown.n_layers):
             plans += self._layer(index, self.places.get(index))
@@ -128,7 +128,7 @@ class GrowthPlanner:
         return plans
 
     def _table(self, name: str, source: str, new_columns: Fill) -> TensorPlan:
-        """An embedding or head [V, D]; rows of padding ids are random in the old columns."""
+        """Return an embedding or head [V, D]; rows of padding ids are random in the old columns."""
         d, v = self.source.hidden_size, self.source.vocab_size
         patches = [Patch(0, 0, v, d, source)]
         if self.grown.vocab_size > v and new_columns is Fill.ZERO:
@@ -142,7 +142,7 @@ class GrowthPlanner:
         return TensorPlan(name, (self.grown.hidden_size,), Fill.GAIN, patches, self.norm_scale)
 
     def _layer(self, index: int, source_index: int | None) -> list[TensorPlan]:
-        """One decoder layer; without a source layer it is an exact no-op."""
+        """Return one decoder layer; without a source layer it is an exact no-op."""
         prefix = f"model.layers.{index}."
         origin = None if source_index is None else f"model.layers.{source_index}."
         big_d = self.grown.hidden_size

@@ -1,8 +1,8 @@
-"""How a checkpoint folder stores a grown model: as floats, or quantised as other libraries do it.
+"""Layouts of a grown checkpoint folder: floats, or quantised as other libraries do it.
 
-Quantised are the matrices of the decoder layers; embeddings, norms and head stay bf16. A matrix is
-made in float32, some of its rows at a time, and quantised as it is written. Zeros stay zeros, and
-every other weight is off by what the format rounds away.
+The matrices of the decoder layers are quantised; embeddings, norms and head stay bf16. A matrix is
+made in float32, some of its rows at a time, and quantised as it is written. Zeros stay zeros; other
+weights are rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EPSILON = 2.0**-7  # the scale of a group of zeros: bf16's epsilon, as compress
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as safetensors lists it."""
+    """Tensor as listed in a safetensors header."""
 
     name: str
     dtype: str
@@ -40,21 +40,21 @@ class StoredTensor:
 
 
 class Scheme(Protocol):
-    """How a matrix is quantised."""
+    """Quantisation scheme of a matrix."""
 
     settings: Mapping[str, Any]
     """`quantization_config` in config.json."""
 
     def stored(self, module: str, n_out: int, n_in: int) -> list[StoredTensor]:
-        """What the file has of it."""
+        """Return the stored tensors of a module's matrix."""
 
     def quantise(self, matrix: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The contents of `stored`, in order, from float32 [n, n_in]: the matrix's rows, some
+        """Yield the contents of `stored`, in order, from the matrix's rows, float32 [n, n_in], some
         multiple of _STEP at a time."""
 
 
 class Fp8Blocks:
-    """DeepSeek's: float8_e4m3, and a float32 scale for each block of 128 x 128."""
+    """DeepSeek's scheme: float8_e4m3, and a float32 scale for each block of 128 x 128."""
 
     settings: Mapping[str, Any] = {
         "activation_scheme": "dynamic",
@@ -81,8 +81,8 @@ class Fp8Blocks:
 
 
 class Int4Groups:
-    """compressed-tensors' "pack-quantized": four bits around zero, and a bf16 scale for each 128 of
-    a row."""
+    """compressed-tensors' scheme "pack-quantized": 4-bit symmetric, and a bf16 scale for each 128
+    weights of a row."""
 
     settings: Mapping[str, Any] = {
         "config_groups": {
@@ -132,7 +132,7 @@ class Int4Groups:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a folder are stored."""
+    """Layout of the tensors of a folder."""
 
     form: WeightFormat  # of what is not quantised
     scheme: Scheme | None = None  # of the layers' matrices
@@ -143,11 +143,11 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json says of it."""
+        """Entries for config.json."""
         return {} if self.scheme is None else {"quantization_config": self.scheme.settings}
 
     def model_bytes(self, shape: LlamaShape) -> int:
-        """Of all weights of a model of this shape."""
+        """Return the bytes of all weights of a model of this shape."""
         plans = GrowthPlanner(shape, shape).tensors()
         return sum(map(self.n_bytes, plans))
 
@@ -155,11 +155,11 @@ class Layout:
         return sum(stored.n_bytes for stored in self.stored(plan))
 
     def form_of(self, plan: TensorPlan) -> WeightFormat:
-        """What the maker of tensors makes."""
+        """Return the format that `TensorMaker` makes for a tensor."""
         return F32 if self._is_quantised(plan) else self.form
 
     def stored(self, plan: TensorPlan) -> list[StoredTensor]:
-        """What the file has of a tensor, in order. Raises SynthError for one of odd sizes."""
+        """Return the stored tensors of a plan, in order. Raises SynthError for unsuitable sizes."""
         if self.scheme is None or not self._is_quantised(plan):
             return [StoredTensor(plan.name, self.form.name, plan.shape)]
         n_out, n_in = plan.shape
@@ -171,7 +171,7 @@ class Layout:
         return self.scheme.stored(plan.name.removesuffix(".weight"), n_out, n_in)
 
     def chunks(self, plan: TensorPlan, maker: TensorMaker) -> Iterator[memoryview]:
-        """The bytes of what is stored, in order."""
+        """Yield the bytes of the stored tensors, in order."""
         if self.scheme is None or not self._is_quantised(plan):
             yield from maker.chunks(plan)
             return

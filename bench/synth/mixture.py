@@ -1,14 +1,14 @@
-"""Layers of routed experts in a grown mixture: which weight goes where.
+"""Layers of routed experts in a grown mixture: the place of every weight.
 
-Experts are as many as in the source, and a token takes the same ones: the router's new columns
-multiply zeros. An expert's neurons are the source's first; the others are random, and write to
-nothing. Where rows are quantised, weights are rounded in groups and what they are multiplied with
-in blocks. So neurons up to the end of the source's last block put out zero: their gate is 0.
+The number of experts is the source's, and a token takes the same ones: the router's new columns
+multiply zeros. An expert's first neurons are the source's; the others are random, and their output
+columns are zero. With quantised rows, weights are rounded in groups and activations in blocks. So
+neurons up to the end of the source's last block output zero: their gate is 0.
 
 The norms of a head's queries and keys keep their width, but have the model's epsilon, which is
-scaled for the others: of 1e-5, as trained models have, nothing of that can be seen.
+scaled for the other norms: for 1e-5, as in trained models, the effect is negligible.
 
-An added layer adds nothing, but routes as the source's layer before it does, by the same numbers:
+An added layer adds nothing, but routes as the source's layer before it does, with the same weights:
 its experts are read like any others.
 """
 
@@ -26,9 +26,9 @@ _BLOCK = 256  # numbers that llama.cpp rounds together, at most (Q8_K)
 def mixture_plans(
     source: LlamaShape, grown: LlamaShape, index: int, places: Mapping[int, int]
 ) -> list[TensorPlan]:
-    """Norms, router and experts of layer `index`.
+    """Return norms, router and experts of layer `index`.
 
-    places: layer of the grown model -> of the source, for those that are copied; 0 is among them.
+    places: copied layers, grown model's index -> source's index; 0 is among them.
     """
     assert source.experts is not None
     assert grown.experts is not None
@@ -66,8 +66,8 @@ def _expert(
     def plan(name: str, shape: tuple[int, int], fill: Fill, *patches: Patch) -> TensorPlan:
         return TensorPlan(prefix + name, shape, fill, patches if origin else ())
 
-    def silent(row: int, column: int, num_tokens: int, n_columns: int) -> tuple[Patch, ...]:
-        return (Patch(row, column, num_tokens, n_columns, scale=0.0),) if n_silent else ()
+    def silent(row: int, column: int, num_rows: int, n_columns: int) -> tuple[Patch, ...]:
+        return (Patch(row, column, num_rows, n_columns, scale=0.0),) if n_silent else ()
 
     source_name = origin or ""
     return [
@@ -90,7 +90,7 @@ def _expert(
 
 
 def _norm(source: LlamaShape, grown: LlamaShape, prefix: str, origin: str) -> TensorPlan:
-    """Before the router: an added layer has that of the layer whose router it has."""
+    """Return the norm before the router; an added layer has that of the layer of its router."""
     name = "post_attention_layernorm.weight"
     scale = math.sqrt(source.hidden_size / grown.hidden_size)
     patch = Patch(0, 0, 1, source.hidden_size, origin + name, scale=scale)
@@ -98,6 +98,6 @@ def _norm(source: LlamaShape, grown: LlamaShape, prefix: str, origin: str) -> Te
 
 
 def _head_norm(grown: LlamaShape, name: str, origin: str | None) -> TensorPlan:
-    """Of a head's queries or keys, whose size is the source's."""
+    """Return the norm of a head's queries or keys, whose size is the source's."""
     patches = (Patch(0, 0, 1, grown.head_dim, origin),) if origin else ()
     return TensorPlan(name, (grown.head_dim,), Fill.GAIN, patches)

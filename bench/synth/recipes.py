@@ -1,4 +1,4 @@
-"""Which format llama-quantize stores each tensor in, for each of its file types.
+"""Tensor formats of llama-quantize, for each of its file types.
 
 The rules are those of `llama_tensor_get_type` and `tensor_type_fallback` in llama.cpp's
 llama-quant.cpp, without an importance matrix (no file type here demands one).
@@ -31,58 +31,58 @@ from bench.synth.shapes import LlamaShape
 from bench.synth.tensors import EXPERTS, TensorPlan
 
 Rule = Callable[[int, LlamaShape], WeightFormat]
-"""A layer's format: its index, the model's shape."""
+"""Function (layer index, model shape) -> format."""
 
 _LAYERS_OF_70B = 80
-_LARGE_GROUP = 4  # query heads of a key/value head, whose V is small: better formats cost little
+_LARGE_GROUP = 4  # query heads per key/value head: V is small, so better formats cost little
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:\.experts\.\d+)?\.(\w+)\.weight")
 _ROUTER = "mlp.gate"
-# Of blocks that do not fill a row; of blocks of 32 it is F16.
+# For rows that are no multiple of the block; F16 for blocks of 32.
 _FALLBACKS = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One file type."""
+    """Recipe of one file type."""
 
     file_type: str  # general.file_type: a name of gguf.LlamaFileType
     form: WeightFormat  # of matrices without a rule
     head: WeightFormat  # of the output head, which a tied embedding is too
     attn_v: Rule | None = None
     ffn_down: Rule | None = None
-    experts: WeightFormat | None = None  # where it is another than other matrices'
+    experts: WeightFormat | None = None  # if it differs from other matrices
 
     def format_of(self, grown: LlamaShape, plan: TensorPlan) -> WeightFormat:
-        """The format of one tensor of a model."""
+        """Return the format of one tensor of a model."""
         if len(plan.shape) == 1:
             return F32
-        return _that_fits(self._requested(grown, plan.name), plan.shape[-1])
+        return _fitting_format(self._preferred(grown, plan.name), plan.shape[-1])
 
-    def _requested(self, grown: LlamaShape, name: str) -> WeightFormat:
+    def _preferred(self, grown: LlamaShape, name: str) -> WeightFormat:
         if name == ("model.embed_tokens.weight" if grown.tied else "lm_head.weight"):
             return self.head
-        result = _LAYER_NAME.fullmatch(name)
-        kind = f"{result[2]}.{result[3]}" if result else ""
+        match = _LAYER_NAME.fullmatch(name)
+        kind = f"{match[2]}.{match[3]}" if match else ""
         if kind == _ROUTER:
             return F32
         if self.experts is not None and EXPERTS in name:
             return self.experts
         rules = {"self_attn.v_proj": self.attn_v, "mlp.down_proj": self.ffn_down}
         rule = rules.get(kind)
-        return rule(int(result[1]), grown) if result and rule else self.form
+        return rule(int(match[1]), grown) if match and rule else self.form
 
     @property
     def block_size(self) -> int:
         return self.form.block_size
 
     def model_bytes(self, shape: LlamaShape) -> int:
-        """Bytes of all weights of a model of this shape."""
+        """Return the bytes of all weights of a model of this shape."""
         plans = GrowthPlanner(shape, shape).tensors()
         return sum(self.format_of(shape, plan).n_bytes(plan.n_weights) for plan in plans)
 
 
-def _that_fits(form: WeightFormat, n_columns: int) -> WeightFormat:
-    """The format, or one of smaller blocks where the rows do not fill its own."""
+def _fitting_format(form: WeightFormat, n_columns: int) -> WeightFormat:
+    """Return the format, or one of smaller blocks if the rows are no multiple of its block."""
     fitting = (f for f in (form, _FALLBACKS.get(form, F16)) if n_columns % f.block_size == 0)
     return next(fitting, F16)
 

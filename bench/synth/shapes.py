@@ -13,12 +13,12 @@ from offload.errors import SpecdecError
 
 
 class SynthError(SpecdecError, ValueError):
-    """A checkpoint cannot be grown as asked; the message says why and what would work."""
+    """Checkpoint that cannot be grown as requested; the message says why and what would work."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of each layer of a mixture."""
+    """Routed experts of each layer of a mixture."""
 
     n: int
     n_used: int  # for a token
@@ -27,7 +27,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of one Llama, or of a mixture with the same attention (Qwen3-MoE)."""
+    """Sizes of a Llama, or of a mixture with the same attention (Qwen3-MoE)."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,7 +41,7 @@ class LlamaShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
+        """Number of parameters of one decoder layer."""
         attention = 2 * self.hidden_size * self.head_dim * (self.n_heads + self.n_kv_heads)
         norms = 2 * self.hidden_size
         if self.experts is None:
@@ -52,7 +52,7 @@ class LlamaShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model; a tied head is counted once."""
+        """Number of parameters of the whole model; a tied head is counted once."""
         tables = 1 if self.tied else 2
         return (
             self.n_layers * self.layer_parameters
@@ -61,11 +61,11 @@ class LlamaShape:
         )
 
     def n_bytes(self, bytes_per_weight: float = 2) -> int:
-        """Bytes of all weights on disk, all stored alike."""
+        """Return the bytes of all weights on disk, all stored alike."""
         return round(self.parameters * bytes_per_weight)
 
     def with_head_dim(self, head_dim: int) -> LlamaShape:
-        """The same matrices cut into heads of another size.
+        """Return the same matrices cut into heads of another size.
 
         Heads of 64 become half as many of 128: parameters, FLOPs and KV bytes per token stay.
         """
@@ -84,8 +84,8 @@ class LlamaShape:
         )
 
     def with_routing_of(self, source: LlamaShape) -> LlamaShape:
-        """The same bytes of experts, cut into as many experts as the source has, of which a token
-        takes as many as it takes there: routing is the source's. Raises SynthError."""
+        """Return the same bytes of experts, cut into the source's number of experts, with as many
+        per token: routing is the source's. Raises SynthError."""
         if (self.experts is None) != (source.experts is None):
             kinds = {True: "dense", False: "a mixture of experts"}
             raise SynthError(
@@ -101,14 +101,14 @@ class LlamaShape:
 
 
 class Storage(Protocol):
-    """How a model's weights are stored."""
+    """Storage of a model's weights."""
 
     @property
     def block_size(self) -> int:
-        """Weights that are stored together, in most of its matrices."""
+        """Number of weights per block, in most of its matrices."""
 
     def model_bytes(self, shape: LlamaShape) -> int:
-        """Of all weights of a model of this shape."""
+        """Return the bytes of all weights of a model of this shape."""
 
 
 #                            D      F     N   H   K    E       V  tied
@@ -132,7 +132,7 @@ _EXPERT_STEP = 32  # of their intermediate sizes: the smallest block of a quanti
 
 
 def named_shape(name: str) -> LlamaShape:
-    """Returns a well-known shape.
+    """Return a well-known shape.
 
     Raises:
         SynthError: the name is not in `SHAPES` or `MIXTURES`.

@@ -1,4 +1,4 @@
-"""Shapes of a wished size: layers and MLP width of a well-known one are adjusted.
+"""Shapes of a given size, by adjusting layers and MLP width of a well-known one.
 
 Notation: D hidden size, F intermediate size, N layers.
 """
@@ -14,8 +14,8 @@ from offload.budget import format_up
 from offload.units import MIB, format_bytes
 
 _FFN_STEP = 64  # keeps rows aligned for every matmul kernel
-# Formats differ between layers and around them, so a weight's mean bytes change with the size.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20
+# Layers and non-layer weights have different formats, so mean bytes per weight vary with size.
+_MIN_ITERATIONS, _MAX_ITERATIONS = 3, 20
 _CLOSE = 0.02
 
 
@@ -26,9 +26,9 @@ def choose_shape(
     vocab_size: int | None,
     storage: Storage,
 ) -> LlamaShape:
-    """The shape named, or adjusted to a size; tied only if the source is, so sizes are right.
+    """Return the named shape, or one of a given size; tied only if the source is.
 
-    Adjusted widths fill whole blocks, as those of the models that people have do.
+    Adjusted widths fill whole blocks, as those of real models do.
     """
     if n_bytes is None:
         assert base is not None
@@ -56,14 +56,14 @@ def choose_shape(
 def shape_of_size(
     n_bytes: int, candidates: Sequence[LlamaShape], source: LlamaShape, storage: Storage
 ) -> LlamaShape:
-    """Adjusts the shape of the nearest size: its layers, then its MLP width.
+    """Adjust the shape of the nearest size: its layers, then its MLP width.
 
     Args:
-        n_bytes: the wished size of the weights; met within a tenth.
-        source: has the least layers and the least width.
+        n_bytes: size of the weights; met within a tenth.
+        source: the source's shape, the minimum of layers and width.
 
     Raises:
-        SynthError: no such model is possible; the message has the least size that is.
+        SynthError: no such model is possible; the message has the smallest size that is.
     """
     result = _adjusted(n_bytes, candidates, source, storage)
     if result is not None:
@@ -71,7 +71,7 @@ def shape_of_size(
     smallest = [
         storage.model_bytes(_smallest(candidate, source, storage)) for candidate in candidates
     ]
-    # In whole MiB, which is what the message has; another size may be nearest to another shape.
+    # In whole MiB, as in the message; another size may be nearest to another shape.
     sizes = sorted(-(-item // MIB) * MIB for item in smallest)
     possible = (
         size for size in sizes if size > n_bytes and _adjusted(size, candidates, source, storage)
@@ -87,32 +87,32 @@ def shape_of_size(
 
 
 def _typed(n_bytes: int) -> str:
-    """One word in a shell."""
+    """Return a size as one word for a shell."""
     return format_up(n_bytes).replace(" ", "")
 
 
 def _adjusted(
     n_bytes: int, candidates: Sequence[LlamaShape], source: LlamaShape, storage: Storage
 ) -> LlamaShape | None:
-    """None where the result is not within a tenth of `n_bytes`."""
-    # Of all, so that the width does not change from round to round.
+    """Return the adjusted shape; None if it is not within a tenth of `n_bytes`."""
+    # Chosen once, so that the width does not change between iterations.
     nearest = min(candidates, key=lambda s: abs(math.log(storage.model_bytes(s) / max(1, n_bytes))))
     around_layers = nearest.parameters - nearest.n_layers * nearest.layer_parameters
     minimum, step = _smallest(nearest, source, storage), _width_step(nearest, storage)
     shape = nearest
-    for n_done in range(_MOST_ROUNDS):
-        if n_done >= _LEAST_ROUNDS and _is_met(n_bytes, storage.model_bytes(shape), _CLOSE):
+    for n_done in range(_MAX_ITERATIONS):
+        if n_done >= _MIN_ITERATIONS and _is_met(n_bytes, storage.model_bytes(shape), _CLOSE):
             break
-        capacity = n_bytes * shape.parameters / storage.model_bytes(shape) - around_layers
-        n_layers = max(minimum.n_layers, round(capacity / nearest.layer_parameters))
+        in_layers = n_bytes * shape.parameters / storage.model_bytes(shape) - around_layers
+        n_layers = max(minimum.n_layers, round(in_layers / nearest.layer_parameters))
         if n_layers > MAX_LAYERS:
             raise SynthError(
                 f"{format_bytes(n_bytes)} of this width are {n_layers} layers, more than "
                 f"{MAX_LAYERS}: ask for less, or for a wider shape with --like"
             )
-        # What is left over or missing is spread over the MLPs of all layers.
-        rest = capacity - n_layers * nearest.layer_parameters
-        n_steps = round(rest / (3 * nearest.hidden_size * n_layers) / step)
+        # The rest, which may be negative, is spread over the MLPs of all layers.
+        remainder = in_layers - n_layers * nearest.layer_parameters
+        n_steps = round(remainder / (3 * nearest.hidden_size * n_layers) / step)
         width = max(minimum.intermediate_size, nearest.intermediate_size + n_steps * step)
         shape = replace(nearest, n_layers=n_layers, intermediate_size=width)
     return shape if _is_met(n_bytes, storage.model_bytes(shape), 0.1) else None
@@ -123,7 +123,7 @@ def _is_met(n_bytes: int, matched_bytes: int, tolerance: float) -> bool:
 
 
 def _smallest(shape: LlamaShape, source: LlamaShape, storage: Storage) -> LlamaShape:
-    """The least layers, and the least width in steps from the shape's own."""
+    """Return the shape with the minimum of layers, and of width in steps from the shape's own."""
     step = _width_step(shape, storage)
     minimum = max(step, source.intermediate_size)
     width = shape.intermediate_size - (shape.intermediate_size - minimum) // step * step
@@ -131,12 +131,12 @@ def _smallest(shape: LlamaShape, source: LlamaShape, storage: Storage) -> LlamaS
 
 
 def _width_step(shape: LlamaShape, storage: Storage) -> int:
-    """What the MLP's width changes by."""
+    """Return the step of the MLP's width."""
     return max(1, min(max(_FFN_STEP, storage.block_size), shape.intermediate_size // 4))
 
 
 def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Storage) -> LlamaShape:
-    """As many whole layers as come nearest to `n_bytes`: experts keep their size."""
+    """Return the shape with the number of layers nearest to `n_bytes`; experts keep their size."""
     minimum = storage.model_bytes(replace(shape, n_layers=min_layers))
     layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - minimum
     n_layers = min_layers + max(0, round((n_bytes - minimum) / layer))

@@ -1,4 +1,4 @@
-"""Reading the small checkpoint that is grown: its sizes, and its tensors a few rows at a time."""
+"""Reader of the small checkpoint that is grown: its sizes, and its tensors a few rows at a time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from bench.synth.shapes import Experts, LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.comparing import have_same_bytes
 
-_MAX_FIGURE = 2**24  # far above any model
+_MAX_SIZE = 2**24  # far above any model
 _NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")
 
 
 MIXTURE = "qwen3_moe"
-"""The architecture of mixtures that are grown."""
+"""Architecture of mixtures that can be grown."""
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 OTHER_NAME_OF_EXPERTS = "num_local_experts"
-"""What transformers 5 writes for `num_experts`."""
+"""Name of `num_experts` in transformers 5."""
 
 
 class SourceModel:
-    """A checkpoint of a Llama or a Qwen3-MoE in safetensors; tensors are read when asked for."""
+    """Checkpoint of a Llama or a Qwen3-MoE in safetensors; tensors are read on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises a SynthError or CheckpointError if `folder` holds nothing that can be grown."""
+        """Raise SynthError or CheckpointError if `folder` holds nothing that can be grown."""
         self.folder = folder.expanduser()
         self.config = read_json(self.folder / "config.json")
         self.shape = source_shape(self.config)
@@ -41,12 +41,12 @@ class SourceModel:
         head, embedding = (self._records.get(name) for name in (HEAD, EMBEDDING))
         if head is None and not self.shape.tied:
             raise SynthError(f"{self.folder} has no {HEAD} although its head is untied")
-        # A head that config.json ties counts where it differs, as it does when the model is run.
+        # A stored head that differs from the embedding is used even if config.json ties it.
         if head and embedding and not have_same_bytes(head, embedding):
             self.shape = replace(self.shape, tied=False)
 
     def read(self, name: str, rows: range) -> np.ndarray:
-        """Consecutive rows of one tensor, float32 [rows, columns]; a vector is one row."""
+        """Return consecutive rows of one tensor, float32 [rows, columns]; a vector is one row."""
         try:
             record = self._records[name]
         except KeyError:
@@ -57,10 +57,10 @@ class SourceModel:
 
 
 def source_shape(config: dict[str, Any]) -> LlamaShape:
-    """The sizes in a Hugging Face config.
+    """Return the sizes in a Hugging Face config.
 
     Raises:
-        SynthError: neither a plain Llama nor a plain Qwen3-MoE.
+        SynthError: the model is neither a plain Llama nor a plain Qwen3-MoE.
     """
     kind = config.get("model_type")
     if kind not in ("llama", MIXTURE):
@@ -68,16 +68,16 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
     for option in ("attention_bias", "mlp_bias", "quantization_config", *_NOT_IN_EVERY_LAYER):
         if config.get(option):
             raise SynthError(f"a model with {option} cannot be grown")
-    n_heads = _figure(config, "num_attention_heads")
-    hidden_size = _figure(config, "hidden_size")
+    n_heads = _size(config, "num_attention_heads")
+    hidden_size = _size(config, "hidden_size")
     return LlamaShape(
         hidden_size=hidden_size,
-        intermediate_size=_figure(config, "intermediate_size"),
-        n_layers=_figure(config, "num_hidden_layers"),
+        intermediate_size=_size(config, "intermediate_size"),
+        n_layers=_size(config, "num_hidden_layers"),
         n_heads=n_heads,
-        n_kv_heads=_figure(config, "num_key_value_heads", n_heads),
-        head_dim=_figure(config, "head_dim", hidden_size // n_heads),
-        vocab_size=_figure(config, "vocab_size"),
+        n_kv_heads=_size(config, "num_key_value_heads", n_heads),
+        head_dim=_size(config, "head_dim", hidden_size // n_heads),
+        vocab_size=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config) if kind == MIXTURE else None,
     )
@@ -88,26 +88,26 @@ def _experts(config: dict[str, Any]) -> Experts:
         raise SynthError("a mixture is grown with norm_topk_prob and experts in every layer")
     n_experts = "num_experts" if "num_experts" in config else OTHER_NAME_OF_EXPERTS
     names = (n_experts, "num_experts_per_tok", "moe_intermediate_size")
-    return Experts(*(_figure(config, name) for name in names))
+    return Experts(*(_size(config, name) for name in names))
 
 
-def _figure(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A size of the model; `default` where it is null or missing."""
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """Return a size of the model; `default` if it is null or missing."""
     value = config.get(name)
     if value is None and default is not None:
         return default
     if name not in config:
         raise SynthError(f"config.json lacks {name!r}: download the checkpoint again")
-    if type(value) is not int or not 1 <= value <= _MAX_FIGURE:
+    if type(value) is not int or not 1 <= value <= _MAX_SIZE:
         raise SynthError(
             f"config.json: {name} is {json.dumps(value)[:60]}, must be a whole number from 1 to "
-            f"{_MAX_FIGURE}: download the checkpoint again"
+            f"{_MAX_SIZE}: download the checkpoint again"
         )
     return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of a checkpoint's file. Raises SynthError."""
+    """Return the JSON object in a checkpoint's file. Raises SynthError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""The smallest budget of a grown model that has not been written yet.
+"""Smallest budget of a grown model that has not been written yet.
 
-A stand-in with the same headers, and holes for the weights, takes no space on disk; planning reads
-no more than that. In a process of its own, whose memory is part of the budget.
+A stand-in with the same headers, and holes for the weights, takes no space on disk and suffices for
+planning. Planning runs in a process of its own, whose memory is part of the budget.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from offload.errors import SpecdecError
 
 
 class StandInError(SpecdecError):
-    """A model could not be planned for."""
+    """Model that cannot be planned."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A model as `specdec-bench synth` would grow it, and its draft."""
+    """Model as `specdec-bench synth` would grow it, and its draft."""
 
     source: str
     format: str
@@ -33,14 +33,14 @@ class StandIn:
     vocab_size: int
     draft: str
     ctx_size: int
-    """Tokens that a text may have."""
+    """Context size in tokens."""
 
 
 def smallest_budget(stand_in: StandIn) -> int | None:
-    """In bytes, with the other options of a run left out; None where no such model can be grown.
+    """Return bytes, with default options of a run; None if no such model can be grown.
 
     Raises:
-        StandInError: with the reason that planning gave.
+        StandInError: planning failed; has its reason.
     """
     result = result_of_child("bench.synth.stand_in", stand_in, None)
     if result["problem"] is not None:
@@ -81,7 +81,7 @@ def _grow(stand_in: StandIn, folder: Path) -> Path:
 
 
 def measure(stand_in: StandIn) -> dict[str, Any]:
-    """What `smallest_budget` hands on: its result, or the problem."""
+    """Return the result of `smallest_budget`, or the problem."""
     try:
         return {"smallest_bytes": _plan(stand_in), "problem": None}
     except SynthError:

@@ -1,4 +1,4 @@
-"""What a tensor of a grown model is made of: pieces of the source's, zeros and random numbers."""
+"""Plan of a grown model's tensor: parts of the source's, zeros and random numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 EXPERTS = ".mlp.experts."
-"""In the name of a routed expert's tensor, before its number."""
+"""Part of the name of a routed expert's tensor, before its number."""
 
 
 class Fill(Enum):
-    """What a new tensor holds where nothing is written into it."""
+    """Contents of a new tensor outside its patches."""
 
     ZERO = "zero"
     RANDOM = "random"  # like a trained matrix: normal, small
@@ -20,7 +20,7 @@ class Fill(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle copied from a tensor of the source, times `scale`.
+    """Rectangle copied from a tensor of the source, times `scale`.
 
     Rows and columns are half-open; a norm weight counts as one row. `source` None writes random
     values instead; a scale of 0 writes zeros.
@@ -42,7 +42,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How to make one tensor of the grown model."""
+    """Plan of one tensor of the grown model."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,5 +56,5 @@ class TensorPlan:
 
     @property
     def rows_and_columns(self) -> tuple[int, int]:
-        """The shape with two dimensions: a vector is one row."""
+        """Shape with two dimensions: a vector is one row."""
         return (1, *self.shape)[-2:]  # type: ignore[return-value]

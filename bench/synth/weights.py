@@ -1,4 +1,4 @@
-"""Makes the tensors of a grown model, chunk by chunk, from the source and random numbers."""
+"""Maker of the tensors of a grown model, chunk by chunk, from the source and random numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bench.synth.tensors import Fill, Patch, TensorPlan
 from offload.units import MIB
 
 _CHUNK_BYTES = 32 * MIB
-_FLOATS_AT_ONCE = MIB  # that are encoded together: bounds the float32 temporaries
+_FLOATS_AT_ONCE = MIB  # encoded together: bounds the float32 temporaries
 _POOL_WEIGHTS = 8 * MIB
 _STD = 0.02  # of trained matrices, about
 
 
 class TensorMaker:
-    """Fills tensors by `TensorPlan`, as rows of encoded blocks.
+    """Maker of tensors by `TensorPlan`, as rows of encoded blocks.
 
     Drawing and encoding billions of normal numbers would take minutes: one pool is drawn, and
     blocks are copied from random places of it.
 
     Args:
-        read_source: float32 [rows, columns] of the source: name, and which rows.
-        format_of: in which format a tensor is written.
-        seed: of everything random.
+        read_source: function (name, rows) -> float32 [rows, columns] of the source.
+        format_of: function from a plan to the format of its tensor.
+        seed: seed of all random numbers.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TensorMaker:
         self._loaded: tuple[tuple[str, range], np.ndarray] | None = None
 
     def n_bytes(self, plan: TensorPlan) -> int:
-        """Bytes of a tensor.
+        """Return the bytes of a tensor.
 
         Raises:
-            SynthError: zeros in it could not be exact.
+            SynthError: zeros in it would not be exact.
         """
         form, n_columns = self._format_of(plan), plan.rows_and_columns[1]
         group = form.zero_group
@@ -62,14 +62,14 @@ class TensorMaker:
         return form.n_bytes(plan.n_weights)
 
     def chunks(self, plan: TensorPlan, row_step: int = 1) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor in order, a few times `row_step` rows at a time."""
+        """Yield the bytes of a tensor in order, some multiple of `row_step` rows at a time."""
         form = self._format_of(plan)
-        num_tokens, n_columns = plan.rows_and_columns
+        num_rows, n_columns = plan.rows_and_columns
         n_blocks = n_columns // form.block_size
         step = row_step * max(1, _CHUNK_BYTES // (row_step * n_blocks * form.block_bytes))
         bands = _bands(plan.patches, form)
-        for first in range(0, num_tokens, step):
-            shape = (min(step, num_tokens - first), n_blocks, form.block_bytes)
+        for first in range(0, num_rows, step):
+            shape = (min(step, num_rows - first), n_blocks, form.block_bytes)
             rows = np.empty(shape, dtype=np.uint8)
             self._fill(rows, plan, form)
             for band in bands:
@@ -77,7 +77,7 @@ class TensorMaker:
             yield rows.data.cast("B")
 
     def _fill(self, rows: np.ndarray, plan: TensorPlan, form: WeightFormat) -> None:
-        """Fills rows [n, blocks, block_bytes] with what the tensor holds outside its patches."""
+        """Fill rows [n, blocks, block_bytes] with the tensor's contents outside its patches."""
         if plan.fill is Fill.ZERO:
             rows[:] = form.encode(np.zeros((1, form.block_size), np.float32))[0]
         elif plan.fill is Fill.RANDOM:
@@ -88,7 +88,7 @@ class TensorMaker:
             rows[:] = _encode(gains.reshape(len(rows), -1), form)
 
     def _randomise(self, rows: np.ndarray, form: WeightFormat) -> None:
-        """Copies random blocks into contiguous rows."""
+        """Copy random blocks into contiguous rows."""
         pool = _draw_pool(form, self._seed)
         flat = rows.reshape(-1, form.block_bytes)
         for start in range(0, len(flat), len(pool)):
@@ -97,10 +97,10 @@ class TensorMaker:
             part[:] = pool[offset : offset + len(part)]
 
     def _apply(self, rows: np.ndarray, first: int, band: list[Patch], form: WeightFormat) -> None:
-        """Writes the part of a band that lies in rows [first, first + len(rows)).
+        """Write the part of a band that is in rows [first, first + len(rows)).
 
-        Where a block is only partly the patches', zeros fill it up: between and beside the columns
-        of `o_proj` and `down_proj` they must stand, elsewhere any value is right.
+        The rest of a block that patches cover only partly is zero, as `o_proj` and `down_proj`
+        require; elsewhere any value would do.
         """
         begin = max(first, band[0].row)
         end = min(first + len(rows), band[0].row + band[0].num_tokens)
@@ -117,7 +117,7 @@ class TensorMaker:
             rows[some.start - first : some.stop - first, left:right] = _encode(values, form)
 
     def _values(self, patch: Patch, rows: range) -> np.ndarray:
-        """What a patch writes into these rows of the grown tensor, float32."""
+        """Return a patch's values for these rows of the grown tensor, float32."""
         if patch.source is None:
             drawn = self._normal.standard_normal((len(rows), patch.n_columns), np.float32)
             return drawn * np.float32(_STD * patch.scale)
@@ -127,21 +127,21 @@ class TensorMaker:
         return part[:, columns] * np.float32(patch.scale)
 
     def _source(self, name: str, rows: range) -> np.ndarray:
-        """Rows of a tensor of the source; those read last are kept, for the next head."""
+        """Return rows of a tensor of the source; the last ones are cached for the next head."""
         if self._loaded is None or self._loaded[0] != (name, rows):
             self._loaded = ((name, rows), self._read(name, rows))
         return self._loaded[1]
 
 
 def _open_edges(patches: tuple[Patch, ...]) -> set[int]:
-    """Columns where patches begin or end beside what is not one of the same rows."""
+    """Return columns where patches begin or end without a neighbour in the same rows."""
     starts = {(patch.row, patch.num_tokens, patch.column) for patch in patches}
     ends = {(patch.row, patch.num_tokens, patch.end_column) for patch in patches}
     return {column for _, _, column in starts ^ ends}
 
 
 def _bands(patches: tuple[Patch, ...], form: WeightFormat) -> list[list[Patch]]:
-    """The patches from left to right, together where they share blocks of the same rows."""
+    """Group patches from left to right that share blocks of the same rows."""
     bands: list[list[Patch]] = []
     for patch in sorted(patches, key=lambda patch: (patch.row, patch.column)):
         before = bands[-1][-1] if bands else None
@@ -157,14 +157,14 @@ def _bands(patches: tuple[Patch, ...], form: WeightFormat) -> list[list[Patch]]:
 
 
 def _encode(values: np.ndarray, form: WeightFormat) -> np.ndarray:
-    """Encodes float32 [rows, columns] as uint8 [rows, blocks, block_bytes]."""
+    """Encode float32 [rows, columns] as uint8 [rows, blocks, block_bytes]."""
     blocks = form.encode(values.reshape(-1, form.block_size))
     return blocks.reshape(len(values), -1, form.block_bytes)
 
 
 @lru_cache(maxsize=4)  # formats of one file's matrices
 def _draw_pool(form: WeightFormat, seed: int) -> np.ndarray:
-    """Encoded normal numbers, uint8 [blocks, block_bytes]."""
+    """Return encoded normal numbers, uint8 [blocks, block_bytes]."""
     generator = np.random.default_rng(seed)
     pool = np.empty((_POOL_WEIGHTS // form.block_size, form.block_bytes), np.uint8)
     step = _FLOATS_AT_ONCE // form.block_size

@@ -1,1 +1,1 @@
-"""One run as a picture of what overlapped."""
+"""Timeline of one run as a picture."""

@@ -1,7 +1,7 @@
-"""One run as lanes of events: what the storage, the target and the draft did at the same time.
+"""Timeline of one run: lanes of events of storage, target and draft.
 
-A lane holds what one thread did of one kind, so that its events follow each other or lie inside
-each other and never cross. Times are seconds from the start of the recording.
+A lane has the events of one thread and one kind, so that they follow each other or are nested, and
+never cross. Times are seconds from the start of the recording.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS = (STORAGE, TARGET, DRAFTING, ACCEPTANCE)
 """Kinds of lanes, from top to bottom."""
 _GROUP_OF = {READ: STORAGE, PREFILL: TARGET, PASS: TARGET, DRAFT: DRAFTING, ACCEPT: ACCEPTANCE}
 _TITLES = {STORAGE: "reader", TARGET: "target pass", ACCEPTANCE: "acceptance"}
-"""Of lanes; one of drafting is called as its events are, "draft" or "draft ahead"."""
+"""Titles of lanes; a lane of drafting has the name of its events, "draft" or "draft ahead"."""
 
 
 class TimelineError(SpecdecError):
@@ -33,17 +33,17 @@ class TimelineError(SpecdecError):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one thread did of one kind."""
+    """Events of one thread and one kind."""
 
     group: str
     title: str
     events: tuple[Event, ...]
-    """By their start; an event that holds others comes before them."""
+    """Events by their start; an enclosing event comes before its nested ones."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The lanes of one run."""
+    """Lanes of one run."""
 
     lanes: tuple[Lane, ...]
     seconds: float
@@ -53,16 +53,16 @@ class Timeline:
         result = [event for lane in self.lanes for event in lane.events if event.kind == kind]
         return sorted(result, key=lambda event: event.started)
 
-    def rounds(self, n_rounds: int) -> tuple[float, float]:
-        """The time from the drafting before a pass in the middle to the end of that many rounds."""
+    def steps(self, n_steps: int) -> tuple[float, float]:
+        """Return the time span of so many steps in the middle, each from drafting to acceptance."""
         passes = self.events(PASS)
         if not passes:
             raise TimelineError("the run had no decode pass: ask for more tokens with -n")
-        if n_rounds == 0:
+        if n_steps == 0:
             return 0.0, self.seconds
-        first = max(0, (len(passes) - n_rounds) // 2)
-        shown = passes[first : first + n_rounds]
-        # Before the first pass shown comes its drafting, after the last one its acceptance.
+        first = max(0, (len(passes) - n_steps) // 2)
+        shown = passes[first : first + n_steps]
+        # The span includes the first pass's drafting and the last one's acceptance.
         before = [e.ended for e in self.events(ACCEPT) if e.ended <= shown[0].started]
         after = [e.ended for e in self.events(ACCEPT) if e.ended >= shown[-1].ended]
         prefill = self.events(PREFILL)
@@ -73,9 +73,9 @@ class Timeline:
 def record_run(
     llm: LLM, prompt: Prompt, options: dict[str, Any], draft: Path | None = None
 ) -> tuple[Timeline, dict[str, Any]]:
-    """Generate once with recording on; the lanes, and the run's statistics.
+    """Generate once with recording on; return the lanes and the run's statistics.
 
-    draft: the draft model, whose reads then have lanes of their own.
+    draft: path of the draft model, whose reads get lanes of their own.
     """
     with recording() as trace:
         result = llm.generate(prompt, **options)
@@ -107,7 +107,7 @@ def make_timeline(trace: Trace, draft: Path | None = None) -> Timeline:
 
 
 def _with_acceptance(events: Iterable[Event]) -> Iterator[Event]:
-    """Acceptance, of which the end was recorded, lasts since its pass."""
+    """Set the start of acceptance events, whose end alone was recorded, to their pass's end."""
     verified = 0.0
     for event in sorted(events, key=lambda item: item.ended):
         if event.kind == PASS:
@@ -116,7 +116,7 @@ def _with_acceptance(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _belongs(event: Event, model: Path | None) -> bool:
-    """Whether it is a read of that model's files."""
+    """Return whether an event is a read of that model's files."""
     return event.path is not None and model in (event.path, *event.path.parents)
 
 
@@ -125,11 +125,11 @@ def _nesting(event: Event) -> tuple[float, float]:
 
 
 def _places(events: Sequence[Event]) -> list[tuple[str, str, int]]:
-    """(group, title, thread) of the lane of each event.
+    """Return (group, title, thread) of the lane of each event.
 
     Both models have layers, and some backends compute in a thread of their own. So layers and waits
-    lie in the lane of what holds them: of their own thread's drafting or pass, else of the pass
-    that ran then, else of the drafting.
+    are in the lane of the event that encloses them: drafting or pass of their own thread, else the
+    pass that ran then, else the drafting.
     """
     holders = [event for event in events if event.kind in (PASS, PREFILL, DRAFT)]
     holders.sort(key=lambda item: item.kind == DRAFT)
@@ -150,13 +150,13 @@ def _is_within(event: Event, holder: Event) -> bool:
     return holder.started <= event.started and event.ended <= holder.ended
 
 
-# --- what overlapped ------------------------------------------------------------------------------
+# --- overlap --------------------------------------------------------------------------------------
 
 Span = tuple[float, float]
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union of some spans of time, as spans that do not touch."""
+    """Return the union of spans of time, as spans that do not touch."""
     union: list[Span] = []
     for started, ended in sorted(spans):
         if union and started <= union[-1][1]:
@@ -167,7 +167,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def common_seconds(item: Iterable[Span], other: Iterable[Span]) -> float:
-    """How long both went on."""
+    """Return the seconds that are in both."""
     left, right = merged(item), merged(other)
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
@@ -181,13 +181,13 @@ def common_seconds(item: Iterable[Span], other: Iterable[Span]) -> float:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds within the part of a run that is shown."""
+    """Overlap in seconds within the part of a run that is shown."""
 
     seconds: float
     reading: float
     passing: float
     waiting: float
-    """Of the passes, for storage."""
+    """Time of passes waiting for storage."""
     drafting: float
     drafting_beside_reads: float
     drafting_beside_passes: float
@@ -229,8 +229,8 @@ def _cut(spans: Iterable[Span], window: Sequence[Span]) -> list[Span]:
 
 
 def chrome_trace(timeline: Timeline, about: dict[str, Any]) -> dict[str, Any]:
-    """For chrome://tracing and Perfetto ("Trace Event Format", JSON object form): complete events
-    in microseconds, one thread for each lane, named and sorted by metadata events."""
+    """Return a trace for chrome://tracing and Perfetto ("Trace Event Format", JSON object form):
+    complete events in microseconds, a thread per lane, named and sorted by metadata events."""
     result: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "specdec"})]
     for number, lane in enumerate(timeline.lanes):
         result.append(_metadata("thread_name", number, {"name": lane.title}))

@@ -1,4 +1,4 @@
-"""The Gantt chart of a run, as PNG."""
+"""Gantt chart of a run, as PNG."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _READ, _PASS, _WAIT, _DRAFT, _ACCEPT = "#0072B2", "#009E73", "#D55E00", "#CC79A7
 _PASS_BACK, _DRAFT_BACK = "#CDEBE2", "#F3DCE8"
 _ROW_HEIGHTS = {STORAGE: 0.45, TARGET: 1.0, DRAFTING: 0.8, ACCEPTANCE: 0.5}
 _GAP = 0.18
-_FEWEST_LABELLED = 0.035
-"""Share of the width that a layer must have to bear its number."""
+_MIN_LABELLED = 0.035
+"""Minimum share of the width for a layer to be labelled with its number."""
 _NARROW = 0.004
-"""Share of the width below which a bar has no edge."""
+"""Minimum share of the width for a bar to have an edge."""
 _MAX_LABELLED = 6
-"""Rounds whose outcome is told in words."""
+"""Maximum number of steps whose outcome is labelled."""
 
 
-def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
-    """Draw the rounds in the middle of a run (0: all of it); returns what overlapped, in words.
+def draw(timeline: Timeline, path: Path, *, title: str, n_steps: int) -> str:
+    """Draw the steps in the middle of a run (0: all of it); return the overlap as a sentence.
 
-    Raises TimelineError where matplotlib is missing or nothing is to be drawn.
+    Raises TimelineError if matplotlib is missing or there is nothing to draw.
     """
-    began, ended = timeline.rounds(n_rounds)
+    began, ended = timeline.steps(n_steps)
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -80,7 +80,7 @@ def draw(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
 
 
 def check_matplotlib() -> None:
-    """Raise TimelineError where it is not installed."""
+    """Raise TimelineError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise TimelineError(
             "drawing needs matplotlib: pip install 'specdec[bench]', or give --trace alone"
@@ -90,14 +90,14 @@ def check_matplotlib() -> None:
 def _draw_lane(
     axes: Any, lane: Lane, window: tuple[float, float], bottom: float, size: float
 ) -> None:
-    """Events as bars from -bottom upwards; what lies inside another event is drawn over it."""
+    """Draw events as bars from -bottom upwards; nested events are drawn over enclosing ones."""
     began, ended = window
     shown = [e for e in lane.events if e.ended > began and e.started < ended]
     is_labelled = sum(e.kind == ACCEPT for e in shown) <= _MAX_LABELLED
     for kind, colour, inset in _STYLES:
         for number, event in enumerate(e for e in shown if e.kind == kind):
             low, high = max(event.started, began) - began, min(event.ended, ended) - began
-            # A white edge would hide what is narrow.
+            # A white edge would hide a narrow bar.
             is_wide = high - low > _NARROW * (ended - began)
             face = _shade(lane, kind, colour, number)
             axes.broken_barh(
@@ -109,7 +109,7 @@ def _draw_lane(
                 hatch="////" if kind == WAIT else None,
             )
             middle = -bottom + size / 2
-            if kind == LAYER and high - low > _FEWEST_LABELLED * (ended - began):
+            if kind == LAYER and high - low > _MIN_LABELLED * (ended - began):
                 _label(axes, event, (low + high) / 2, middle)
             if kind == ACCEPT and is_labelled:
                 _label_beside(axes, event, low, middle)
@@ -127,7 +127,7 @@ _STYLES = (
 
 
 def _shade(lane: Lane, kind: str, colour: str, number: int) -> str:
-    """Neighbouring layers differ a little, so that they can be told apart."""
+    """Return the colour of an event; neighbouring layers differ a little."""
     if kind != LAYER:
         return colour
     if lane.group == DRAFTING:
@@ -141,7 +141,7 @@ def _label(axes: Any, event: Event, x: float, y: float) -> None:
 
 
 def _label_beside(axes: Any, event: Event, x: float, y: float) -> None:
-    """Before its bar: the last one stands at the edge of the picture."""
+    """Label an event on the left of its bar, for the last one is at the edge of the picture."""
     axes.text(x, y, event.name + "  ", ha="right", va="center", fontsize=8, clip_on=True)
 
 

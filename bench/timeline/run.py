@@ -19,19 +19,19 @@ def run_timeline(
     generation: dict[str, Any],
     picture: Path | None,
     trace: Path | None,
-    n_rounds: int,
+    n_steps: int,
     command: list[str],
 ) -> list[str]:
-    """Run, draw and write; the lines to show.
+    """Run, draw and write; return the lines to show.
 
-    keywords: of `specdec.load`; generation: of `LLM.generate`.
+    keywords: those of `specdec.load`; generation: keywords of `LLM.generate`.
     """
     from specdec.api import load
     from specdec.cli.output import loading_progress
     from specdec.models.names import resolve_draft
 
     if picture is not None:
-        check_matplotlib()  # before minutes are spent
+        check_matplotlib()  # before the run, which may take minutes
     name = Path(keywords["model"]).name
     draft = resolve_draft(keywords["draft_model"])
     with loading_progress(f"loading {name}") as progress:
@@ -41,7 +41,7 @@ def run_timeline(
         timeline, stats = record_run(llm, prompt.text, generation, draft)
     lines = []
     if timeline.n_dropped:
-        lines.append(f"{timeline.n_dropped} events were not kept: ask for fewer tokens")
+        lines.append(f"{timeline.n_dropped} events were dropped: ask for fewer tokens")
     if trace is not None:
         events = chrome_trace(timeline, {"command": command, "stats": stats})
         write_whole(trace, json.dumps(events).encode())
@@ -54,6 +54,6 @@ def run_timeline(
             f"{stats['mean_acceptance_length']:.2f} tokens per pass, "
             f"{stats['bytes_streamed'] / 1e9:.2f} GB read{lossy_mark(stats)}"
         )
-        sentence = draw(timeline, picture, title=f"{name}: {speed}", n_rounds=n_rounds)
+        sentence = draw(timeline, picture, title=f"{name}: {speed}", n_steps=n_steps)
         lines += [f"{picture}: {sentence}"]
     return lines

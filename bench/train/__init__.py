@@ -1,1 +1,1 @@
-"""Trains the embedded pair."""
+"""Training of the embedded models."""

@@ -1,4 +1,4 @@
-"""What is measured on the finished pair, and its model cards."""
+"""Evaluation of the finished pair, and its model cards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.train.trainer import TrainState
 
 EVALUATED_PROMPTS = 32
 EVALUATED_TOKENS = 128
-# Written for the card: no benchmark's problem is among them.
+# Written for the card; none is a benchmark's problem.
 SAMPLE_PROMPTS = (
     'def read_lines(path: str) -> list[str]:\n    """Return all lines of a file."""\n    with',
     "import os\n\n\nclass Cache:\n    def __init__(self, size, name=None):\n        self.size =",
@@ -32,7 +32,7 @@ SAMPLE_PROMPTS = (
 
 @dataclass(frozen=True)
 class PairQuality:
-    """Losses in nats per token; agreements as the share of positions with the same top-1."""
+    """Quality of the pair: losses in nats per token; agreements as shares of equal top-1 tokens."""
 
     target_loss: float
     draft_loss: float
@@ -47,7 +47,7 @@ class PairQuality:
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, stream: np.ndarray, length: int = 512) -> float:
-    """Mean loss in nats per token over a held-out stream."""
+    """Return the mean loss in nats per token over a held-out stream."""
     losses = [next_token_loss(model, ids).item() for ids in validation_batches(stream, 4, length)]
     return sum(losses) / len(losses)
 
@@ -59,13 +59,13 @@ def top1_agreement(
     batches: Iterable[torch.Tensor],
     skipped: int = 0,
 ) -> float:
-    """Share of positions, after the first `skipped`, where both have the same top-1 token."""
+    """Return the share of positions, after the first `skipped`, with the same top-1 token."""
     same = total = 0
     for ids in batches:
-        requested = forward_logits(target, ids[:, :-1]).argmax(-1)[:, skipped:]
-        got = forward_logits(draft, ids[:, :-1]).argmax(-1)[:, skipped:]
-        same += int((requested == got).sum())
-        total += requested.numel()
+        expected = forward_logits(target, ids[:, :-1]).argmax(-1)[:, skipped:]
+        drafted = forward_logits(draft, ids[:, :-1]).argmax(-1)[:, skipped:]
+        same += int((expected == drafted).sum())
+        total += expected.numel()
     return same / max(1, total)
 
 
@@ -77,7 +77,7 @@ def measure_pair(
     separator: int,
     seed: int,
 ) -> PairQuality:
-    """Measures both models on held-out files, and the draft on the target's own text."""
+    """Measure both models on held-out files, and the draft on the target's own output."""
     prompts = opening_prompts(valid, separator, EVALUATED_PROMPTS, seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -96,7 +96,7 @@ def measure_pair(
 
 
 def sample_outputs(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[str]:
-    """Greedy continuations of `SAMPLE_PROMPTS`, cut where the model ends the document."""
+    """Return greedy continuations of `SAMPLE_PROMPTS`, cut where the model ends the document."""
     outputs = []
     separator = tokenizer.token_to_id(END_OF_TEXT)
     for prompt in SAMPLE_PROMPTS:
@@ -120,7 +120,7 @@ def _training(state: TrainState) -> str:
 
 
 def corpus_section(summary: dict[str, Any]) -> str:
-    """What was read, of which licence; `summary` is `train.summarise`'s."""
+    """Return the corpus section with sources and licences; `summary` is `train.summarise`'s."""
     rows = "\n".join(
         f"| {s['name']} | {s['version']} | {s['licence']} | {s['n_files']} | {s['n_bytes']:,} |"
         for s in summary["sources"]
@@ -149,7 +149,7 @@ def pair_card(
     samples: list[str],
     recipe: dict[str, Any],
 ) -> str:
-    """The model card of `role`, "target" or "draft"."""
+    """Return the model card of `role`, "target" or "draft"."""
     config = model.config
     n_weights = sum(p.numel() for p in model.parameters())
     loss = quality.target_loss if role == "target" else quality.draft_loss

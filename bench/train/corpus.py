@@ -1,4 +1,4 @@
-"""Python source text for the embedded pair: found on this machine, permissively licensed.
+"""Corpus of the embedded pair: permissively licensed Python source on this machine.
 
 A corpus root is any folder that holds installed distributions (a site-packages folder, or
 wheels unpacked side by side): each `*.dist-info` names the licence and lists the files. The
@@ -43,7 +43,7 @@ VALIDATION_SHARE = 100  # one file in this many, chosen by hash, is never traine
 
 @dataclass(frozen=True)
 class Source:
-    """One distribution (or the standard library) that gave text to the corpus."""
+    """Distribution (or the standard library) that is part of the corpus."""
 
     name: str
     version: str
@@ -54,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Whole files and functions to train on, files to validate on, and where they came from."""
+    """Files and functions to train on, files to validate on, and their sources."""
 
     train_files: list[str]
     train_functions: list[str]
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def licence_of(dist: metadata.Distribution) -> str:
-    """Returns the licence a distribution states in its metadata, in one short line."""
+    """Return the licence that a distribution's metadata states, in one short line."""
     meta = dist.metadata
     if "License-Expression" in meta:
         return meta["License-Expression"].strip()
@@ -78,12 +78,12 @@ def licence_of(dist: metadata.Distribution) -> str:
 
 
 def is_permissive(licence: str) -> bool:
-    """True for MIT, BSD, Apache, PSF and the like, and only if nothing else is named."""
+    """Return True for MIT, BSD, Apache, PSF and the like, only if no other licence is named."""
     return bool(PERMISSIVE.search(licence)) and not RESTRICTIVE.search(licence)
 
 
 def is_ordinary_source(text: str) -> bool:
-    """False for generated files, tables and anything that does not look written by hand."""
+    """Return False for generated files, tables and anything that does not look hand-written."""
     if GENERATED.search(text[:2_000]) or FORBIDDEN.search(text):
         return False
     lines = text.splitlines()
@@ -94,14 +94,14 @@ def is_ordinary_source(text: str) -> bool:
 
 
 def strip_header(text: str) -> str:
-    """Drops the comment block (shebang, licence) at the top: the same in thousands of files."""
+    """Drop the comment block (shebang, licence) at the top, which many files share."""
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.strip() and line[0] != "#"), 0)
     return "".join(lines[first:])
 
 
 def documented_functions(text: str) -> Iterator[str]:
-    """Yields each short function with a docstring, dedented, as a document of its own."""
+    """Yield each short function with a docstring, dedented, as a document of its own."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -115,7 +115,7 @@ def documented_functions(text: str) -> Iterator[str]:
 
 
 def read_sources(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """Yields (sha256 of the file, text) of the ordinary files among `paths`."""
+    """Yield (sha256 of the file, text) of the ordinary files among `paths`."""
     for path in paths:
         try:
             raw = path.read_bytes()
@@ -130,8 +130,8 @@ def read_sources(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 def _python_files(dist: metadata.Distribution) -> list[Path]:
     names = [f for f in dist.files or [] if f.suffix == ".py"]
-    cached = [f for f in names if not SKIPPED_FOLDERS.intersection(f.parts[:-1])]
-    return [Path(str(dist.locate_file(f))) for f in cached if not f.name.startswith("test_")]
+    chosen = [f for f in names if not SKIPPED_FOLDERS.intersection(f.parts[:-1])]
+    return [Path(str(dist.locate_file(f))) for f in chosen if not f.name.startswith("test_")]
 
 
 def _stdlib_files() -> list[Path]:
@@ -144,24 +144,25 @@ def _stdlib_files() -> list[Path]:
 
 
 def _candidates(roots: list[Path]) -> Iterator[tuple[str, str, str, list[Path]]]:
-    """Yields (name, version, licence, files): the standard library, then the distributions."""
+    """Yield (name, version, licence, files): the standard library, then the distributions."""
     yield "python-stdlib", platform.python_version(), "PSF-2.0", _stdlib_files()
-    result: dict[str, metadata.Distribution] = {}
+    distributions: dict[str, metadata.Distribution] = {}
     for root in roots:
         for dist in metadata.distributions(path=[str(root)]):
-            result.setdefault(dist.metadata["Name"].lower(), dist)
-    for name in sorted(result):
-        yield name, result[name].version, licence_of(result[name]), _python_files(result[name])
+            distributions.setdefault(dist.metadata["Name"].lower(), dist)
+    for name in sorted(distributions):
+        dist = distributions[name]
+        yield name, dist.version, licence_of(dist), _python_files(dist)
 
 
 def collect(roots: list[Path], cap_bytes: int, favoured: frozenset[str] = frozenset()) -> Corpus:
-    """Reads the corpus.
+    """Read the corpus.
 
     Args:
         roots: folders of installed distributions, besides the standard library.
-        cap_bytes: at most this much text from one distribution, chosen by file hash, so that
-            one large package does not set the style.
-        favoured: names of distributions whose text is repeated, as it is of the wanted kind
+        cap_bytes: maximum bytes from one distribution, chosen by file hash, so that one large
+            package does not set the style.
+        favoured: names of distributions whose text is repeated, for it has the desired style
             (short self-contained functions).
     """
     corpus = Corpus([], [], [], [])

@@ -21,7 +21,7 @@ MAX_POSITIONS = 2048
 def train_tokenizer(
     outputs: list[str], vocab_size: int, sample_bytes: int = 12_000_000
 ) -> Tokenizer:
-    """Trains a byte-level BPE that splits words exactly like GPT-2's (and GGUF's `gpt2`)."""
+    """Train a byte-level BPE that splits words exactly like GPT-2's (and GGUF's `gpt2`)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer."""
+    """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
@@ -56,7 +56,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """Encodes documents, each preceded by the separator, into one uint16 stream [n_tokens]."""
+    """Encode documents, each preceded by the separator, into one uint16 stream [n_tokens]."""
     separator = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.uint16)
     parts: list[np.ndarray] = []
     for start in range(0, len(documents), 512):
@@ -66,12 +66,12 @@ def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 
 
 def mixed_documents(files: list[str], functions: list[str], seed: int) -> list[str]:
-    """Shuffles files with functions, so that functions make `FUNCTION_SHARE` of the text."""
+    """Shuffle files with functions, so that functions make `FUNCTION_SHARE` of the text."""
     rng = random.Random(seed)
-    requested = sum(map(len, files)) * FUNCTION_SHARE / (1 - FUNCTION_SHARE)
+    max_size = sum(map(len, files)) * FUNCTION_SHARE / (1 - FUNCTION_SHARE)
     documents, size = list(files), 0.0
     for function in rng.sample(functions, len(functions)):
-        if size > requested:
+        if size > max_size:
             break
         document = HEADER + function if rng.random() < HEADER_SHARE else function
         documents.append(document)
@@ -82,10 +82,10 @@ def mixed_documents(files: list[str], functions: list[str], seed: int) -> list[s
 
 @dataclass
 class WindowSampler:
-    """Cuts a token stream into windows, in a seeded order that visits each window once an epoch.
+    """Sampler of windows of a token stream, in a seeded order with each window once per epoch.
 
-    The position in the order is counted in tokens, so the window length may change on the way
-    and a resumed run goes on where it stopped.
+    The position in the order is counted in tokens, so the window length may change during training
+    and a resumed run continues where it stopped.
     """
 
     stream: np.ndarray  # [n_tokens], uint16
@@ -93,17 +93,17 @@ class WindowSampler:
     tokens_seen: int = 0
 
     def next_batch(self, num_tokens: int, length: int) -> torch.Tensor:
-        """Returns int64 ids [n_rows, length + 1]: inputs and, shifted by one, their targets."""
+        """Return int64 ids [num_tokens, length + 1]: inputs and, shifted by one, their targets."""
         return torch.stack([self._window(length) for _ in range(num_tokens)])
 
     def _window(self, length: int) -> torch.Tensor:
         per_epoch = (len(self.stream) - length - 1) // length
         epoch, index = divmod(self.tokens_seen // length, per_epoch)
-        # A seeded affine walk visits all windows without keeping a permutation in memory.
+        # A seeded affine map covers all windows without a permutation in memory.
         rng = random.Random(self.seed * 1_000_003 + epoch)
         step = _coprime_step(per_epoch, rng)
         start = ((index * step + rng.randrange(per_epoch)) % per_epoch) * length
-        start += rng.randrange(length)  # epochs cut at different places
+        start += rng.randrange(length)  # epochs are cut at different offsets
         self.tokens_seen += length
         window = self.stream[start : start + length + 1].astype(np.int64)
         return torch.from_numpy(window)
@@ -119,7 +119,7 @@ def _coprime_step(modulus: int, rng: random.Random) -> int:
 
 
 def validation_batches(stream: np.ndarray, num_tokens: int, length: int) -> Iterator[torch.Tensor]:
-    """Yields consecutive windows [n_rows, length + 1] of a held-out stream."""
+    """Yield consecutive windows [num_tokens, length + 1] of a held-out stream."""
     span = num_tokens * length
     for start in range(0, len(stream) - span - 1, span):
         rows = [

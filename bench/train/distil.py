@@ -1,4 +1,4 @@
-"""Distilling the draft: its loss, its first embedding, and text of the target's own."""
+"""Distillation of the draft: its loss, its initial embedding, and the target's own output."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ SAMPLE_TEMPERATURE = 0.7
 def distillation_loss(
     target: LlamaForCausalLM, draft: PreTrainedModel, ids: torch.Tensor, argmax_weight: float
 ) -> torch.Tensor:
-    """Cross-entropy of the draft to the target's distribution, plus to its likeliest token.
+    """Return cross-entropy of the draft to the target's distribution, plus to its best token.
 
     The first term is KL(target || draft) up to the target's entropy, which is constant. The
     second favours top-1 agreement, which is what greedy acceptance counts.
     """
     with torch.no_grad():
-        requested = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
-        best = requested.argmax(-1)
-        probs = requested.softmax(-1)
+        target_logits = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
+        best = target_logits.argmax(-1)
+        probs = target_logits.softmax(-1)
     log_q = forward_logits(draft, ids[:, :-1]).float().flatten(0, 1).log_softmax(-1)
     return -(probs * log_q).sum(-1).mean() + argmax_weight * F.nll_loss(log_q, best)
 
 
 @torch.no_grad()
 def project_embedding(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
-    """Starts the draft's (tied) embedding as the target's best approximation of its width.
+    """Initialize the draft's (tied) embedding as the best approximation of the target's.
 
-    Products of rows, so also the logits that tied heads give, are kept as well as they can be.
+    The approximation has the draft's width, and preserves products of rows, so logits of tied
+    heads, as well as possible.
     """
     table = target.get_input_embeddings().weight
     _, _, directions = torch.linalg.svd(table, full_matrices=False)
@@ -48,9 +49,9 @@ def project_embedding(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None
 def opening_prompts(
     stream: np.ndarray, separator: int, n_prompts: int, seed: int, n_tokens: int = PROMPT_TOKENS
 ) -> torch.Tensor:
-    """The first tokens [n_prompts, n_tokens] of documents, the separator included."""
+    """Return the first tokens [n_prompts, n_tokens] of documents, the separator included."""
     starts = np.flatnonzero(stream[: -n_tokens - 1] == separator)
-    # A document shorter than its prompt would let the next one begin inside.
+    # A document shorter than its prompt would include the next one's beginning.
     following = np.append(starts[1:], len(stream))
     starts = starts[following - starts > n_tokens]
     rng = np.random.default_rng(seed)
@@ -66,7 +67,7 @@ def continue_prompts(
     temperature: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Continues prompts [n, n_prompt] to ids [n, n_prompt + n_new]; temperature 0 is greedy."""
+    """Continue prompts [n, n_prompt] to ids [n, n_prompt + n_new]; temperature 0 is greedy."""
     cache = DynamicCache(config=model.config)
     ids, step = prompts, prompts
     for _ in range(n_new):
@@ -85,9 +86,9 @@ def continue_prompts(
 def generate_stream(
     target: LlamaForCausalLM, stream: np.ndarray, separator: int, minutes: float, seed: int
 ) -> np.ndarray:
-    """Text that the target writes itself, half greedy and half sampled, as one token stream.
+    """Generate output of the target, half greedy and half sampled, as one token stream.
 
-    Acceptance happens on such text, which differs from the corpus.
+    Acceptance depends on such output, which differs from the corpus.
     """
     generator = torch.Generator().manual_seed(seed)
     deadline = time.monotonic() + 60 * minutes

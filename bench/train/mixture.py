@@ -1,9 +1,9 @@
-"""A small mixture of experts that behaves like the embedded target: its model and its losses.
+"""Small mixture of experts that behaves like the embedded target: its model and its losses.
 
-The target's feed-forward layers are cut into experts of a few neurons each, neurons that answer to
-similar inputs together, and a router in front of them begins with what each group answers to. So a
-mixture whose experts are all taken is the target itself, and training only has to teach the router
-which of them a token can do without.
+The target's feed-forward layers are cut into experts of a few neurons each, grouped by similar gate
+directions, and the router's rows begin as the mean direction of each group. So a mixture that uses
+all of its experts is the target itself, and training only has to teach the router which of them a
+token can do without.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ N_EXPERTS = 64
 TOP_K = 4
 _GROUPED = "grouped_mm"  # transformers' products over rows sorted by expert
 _ROUTER_SCALE = 0.25
-"""Norm of the rows of the router's first weights: the experts of a token then count about alike, as
-the target's neurons do. At 4 (with 8 experts for a token) one of them got half the weight, and the
-loss began 1.2 nats higher."""
+"""Norm of the router's initial rows: the experts of a token then have about equal weights, as the
+target's neurons do. At 4 (with 8 experts per token) one of them got half the weight, and the loss
+began 1.2 nats higher."""
 
 
 def mixture_config(target: LlamaForCausalLM) -> Qwen3MoeConfig:
-    """A Qwen3-MoE of the target's sizes, 25 MB in bf16."""
+    """Return the config of a Qwen3-MoE of the target's sizes, 25 MB in bf16."""
     config = target.config
     return Qwen3MoeConfig(
         vocab_size=config.vocab_size,
@@ -54,7 +54,7 @@ def mixture_config(target: LlamaForCausalLM) -> Qwen3MoeConfig:
 
 @torch.no_grad()
 def build_mixture(target: LlamaForCausalLM, seed: int) -> Qwen3MoeForCausalLM:
-    """The mixture before its training, in float32."""
+    """Return the mixture before its training, in float32."""
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(mixture_config(target)).float()
     model.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
@@ -75,15 +75,15 @@ def _cut_into_experts(ours: nn.Module, theirs: nn.Module) -> None:
     groups = similar_groups(directions, N_EXPERTS)
     for expert, neurons in enumerate(groups):
         ours.experts.gate_up_proj[expert].copy_(torch.cat([gate[neurons], up[neurons]]))
-        # Routing weights sum to one: every expert that is taken counts 1 / TOP_K at the start.
+        # Routing weights sum to one: every selected expert has 1 / TOP_K at the start.
         ours.experts.down_proj[expert].copy_(down[:, neurons] * TOP_K)
         ours.gate.weight[expert] = directions[neurons].mean(0)
     ours.gate.weight.copy_(F.normalize(ours.gate.weight, dim=1) * _ROUTER_SCALE)
 
 
 def similar_groups(directions: torch.Tensor, n_groups: int) -> list[torch.Tensor]:
-    """Rows [n, d] of norm 1 in groups of the same size: each takes the rows nearest to the first
-    one that is left."""
+    """Split rows [n, d] of norm 1 into groups of equal size: each takes the rows nearest to the
+    first remaining one."""
     size = len(directions) // n_groups
     left = torch.arange(len(directions))
     groups = []
@@ -98,22 +98,22 @@ def similar_groups(directions: torch.Tensor, n_groups: int) -> list[torch.Tensor
 
 @contextmanager
 def router_logits(model: Qwen3MoeForCausalLM) -> Iterator[list[torch.Tensor]]:
-    """Of every layer [n, experts], of the passes inside the with-block."""
-    result: list[torch.Tensor] = []
+    """Yield a list that collects each layer's router logits [n, experts] inside the with-block."""
+    logits: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
-        result.append(output[0])
+        logits.append(output[0])
 
     handles = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
     try:
-        yield result
+        yield logits
     finally:
         for handle in handles:
             handle.remove()
 
 
 def balance_loss(logits: list[torch.Tensor]) -> torch.Tensor:
-    """Switch Transformers' (Fedus et al. 2021, equation 4): TOP_K where all experts get as much."""
+    """Return Switch Transformers' loss (Fedus et al. 2021, equation 4): TOP_K if balanced."""
     loss = load_balancing_loss_func(tuple(logits), N_EXPERTS, TOP_K)
     assert isinstance(loss, torch.Tensor)
     return loss

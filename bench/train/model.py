@@ -1,4 +1,4 @@
-"""Shapes of the embedded pair, and writing its checkpoints."""
+"""Shapes of the embedded pair, and writer of its checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draft_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """Builds a fresh model whose layers begin as no-ops (zero output projections)."""
+    """Build a new model whose layers begin as no-ops (zero output projections)."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
 
 
 def forward_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [n_rows, length, vocab_size] of a full window, in bf16 where that is fast."""
+    """Return logits [num_tokens, length, vocab_size] of a full window, in bf16 if that is fast."""
     # Without such instructions bf16 products take six to ten times as long as float32's.
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -62,13 +62,13 @@ def forward_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token of ids [n_rows, length + 1]."""
+    """Return the mean cross-entropy in nats per token of ids [num_tokens, length + 1]."""
     logits = forward_logits(model, ids[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, card: str) -> None:
-    """Writes a bf16 checkpoint that transformers loads, and its model card."""
+    """Write a bf16 checkpoint that transformers loads, and its model card."""
     config = model.config
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Trains the embedded mixture of experts, distilled from the embedded target.
+"""Training of the embedded mixture of experts, distilled from the embedded target.
 
     python -m bench.train.moe -o specdec/pair/moe --corpus .venv/lib/python3.11/site-packages
 
-It shares the pair's tokenizer, so that the pair's draft drafts for it. An interrupted run goes on
+It shares the pair's tokenizer, so that the pair's draft fits it. An interrupted run continues
 from `--scratch`, where `early` is a checkpoint to develop against while training runs.
 """
 
@@ -39,7 +39,7 @@ PAIR = Path(__file__).parents[2] / "specdec" / "pair"
 def mixture_loss(
     target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Of ids [n_rows, length + 1]: the target's distribution, and experts that share the work."""
+    """Return the loss of ids [num_tokens, length + 1]: distillation, and balance of experts."""
     with router_logits(model) as logits:
         loss = distillation_loss(target, model, ids, ARGMAX_WEIGHT)
     return loss + BALANCE_WEIGHT * balance_loss(logits)
@@ -49,8 +49,8 @@ def mixture_loss(
 def measure(
     target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, draft: LlamaForCausalLM, valid: np.ndarray
 ) -> dict[str, float]:
-    """On held-out text: loss in nats per token, the share of places where the pair's models have
-    the mixture's top-1 token, and how evenly experts are used."""
+    """Measure on held-out text: loss in nats per token, shares of positions where the pair's
+    models have the mixture's top-1 token, and balance of experts."""
     batches = list(validation_batches(valid, _VALID_ROWS, _VALID_LENGTH))[:_N_VALID]
     with router_logits(model) as logits:
         ours = sum(next_token_loss(model, ids).item() for ids in batches) / len(batches)
@@ -71,7 +71,7 @@ def measure(
 
 
 def card(quality: dict[str, float], state: TrainState, command: str, corpus: dict[str, Any]) -> str:
-    """The model card; `corpus` is `train.summarise`'s."""
+    """Return the model card; `corpus` is `train.summarise`'s."""
     rows = ((name.replace("_", " "), value) for name, value in quality.items())
     results = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
     return f"""---
@@ -83,7 +83,7 @@ library_name: transformers
 
 A very small Qwen3-MoE of Python source: {N_EXPERTS} experts a layer, {TOP_K} of them for a token.
 Distilled from the embedded target, whose tokenizer it has, and whose layers it began with. For
-tests and benchmarks; it does not solve problems. Below, all figures are of held-out files.
+tests and benchmarks; it does not solve problems. All results below are on held-out files.
 
 | | |
 |---|---|
@@ -98,12 +98,12 @@ The weights are released under the project's licence; the corpus and its licence
 
 
 def main(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Gets the checkpoint.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the checkpoint.")],
     corpus: Annotated[
         list[Path] | None, typer.Option(help="Folder of installed packages; may be repeated.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Training time.")] = 600,
-    cap_mb: Annotated[float, typer.Option(help="Most text from one package, MB.")] = 1.5,
+    cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
     seed: int = 1,
     threads: int = 1,
     scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("moe-scratch"),
@@ -120,7 +120,7 @@ def main(
     options = f"--minutes {minutes:g} --threads {threads} --seed {seed}"
     command = f"python -m bench.train.moe {options}"
 
-    def save_prefetch_list(state: TrainState) -> None:
+    def save_early_checkpoint(state: TrainState) -> None:
         save_checkpoint(model, tokenizer, scratch / "early", EARLY_CARD)
 
     trainer = Trainer(
@@ -130,7 +130,7 @@ def main(
         WindowSampler(data.train, seed),
         TrainOptions(minutes, PHASES, muon_lr=None, adam_lr=ADAM_LR),
         scratch,
-        save_prefetch_list,
+        save_early_checkpoint,
     )
     state = trainer.run()
     draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Trains the embedded pair: a small target, and a smaller draft distilled from it.
+"""Training of the embedded pair: a small target, and a smaller draft distilled from it.
 
     python -m bench.train.train -o specdec/pair --corpus .venv/lib/python3.11/site-packages
 
@@ -44,33 +44,33 @@ from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState
 log = logging.getLogger(__name__)
 
 EARLY_CARD = "An early checkpoint, written while training runs. For development only.\n"
-# Short self-contained functions, the kind of text that the benchmarks ask for.
+# Short self-contained functions, in the style of the benchmarks.
 FAVOURED = frozenset({"algorithms", "more-itertools"})
 TARGET_PHASES = (Phase(0.85, 16, 256), Phase(1.0, 4, 1024))
 DRAFT_PHASES = (Phase(0.5, 8, 256), Phase(0.95, 8, 256, generated_rows=4), Phase(1.0, 2, 1024))
 RESTART_PHASES = (Phase(1.0, 12, 256, generated_rows=3),)
-GENERATION_SHARE = 0.12  # of the draft's time goes into text that the target writes
+GENERATION_SHARE = 0.12  # of the draft's time goes into output of the target
 ARGMAX_WEIGHT = 0.3
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A further round of distillation from where the last one ended, with its own rates."""
+    """Further run of distillation from where the last one ended, with its own rates."""
 
-    share: float  # of the first round's minutes
+    share: float  # of the first run's minutes
     muon_lr: float
     adam_lr: float
     cooldown_share: float
 
 
-# Each round lowers the draft's loss by as much as the first one had left: it has seen too few
+# Each restart lowers the draft's loss by as much as the first run left: it has seen too few
 # tokens to be near its limit.
 RESTARTS = (Restart(1.8, 0.012, 0.002, 0.6), Restart(1.05, 0.008, 0.0015, 0.8))
 
 
 @dataclass(frozen=True)
 class PairData:
-    """Tokenizer and token streams."""
+    """Tokenizer and token streams of the corpus."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # [n_tokens], uint16
@@ -90,7 +90,7 @@ def prepare_data(
     seed: int,
     tokenizer: Tokenizer | None = None,
 ) -> PairData:
-    """Collects and tokenises the corpus, or takes it from `scratch`.
+    """Collect and tokenise the corpus, or load it from `scratch`.
 
     tokenizer: None trains one of `vocab_size` tokens on the corpus.
     """
@@ -113,7 +113,7 @@ def prepare_data(
 
 
 def summarise(corpus: Corpus) -> dict[str, Any]:
-    """What the model card says of the corpus."""
+    """Return the summary of the corpus for the model card."""
     return {
         "sources": [vars(source) for source in corpus.sources],
         "refused": corpus.refused,
@@ -127,15 +127,15 @@ def summarise(corpus: Corpus) -> dict[str, Any]:
 def train_target(
     target: LlamaForCausalLM, data: PairData, minutes: float, scratch: Path, seed: int
 ) -> TrainState:
-    """Trains the target on the corpus."""
+    """Train the target on the corpus."""
     loss = torch.compile(lambda ids: next_token_loss(target, ids), dynamic=False)
 
-    def save_prefetch_list(state: TrainState) -> None:
+    def save_early_checkpoint(state: TrainState) -> None:
         save_checkpoint(target, data.tokenizer, scratch / "early" / "target", EARLY_CARD)
 
     options = TrainOptions(minutes, TARGET_PHASES)
     sampler = WindowSampler(data.train, seed)
-    return Trainer("target", target, loss, sampler, options, scratch, save_prefetch_list).run()
+    return Trainer("target", target, loss, sampler, options, scratch, save_early_checkpoint).run()
 
 
 def train_draft(
@@ -146,7 +146,7 @@ def train_draft(
     scratch: Path,
     seed: int,
 ) -> TrainState:
-    """Distils the draft on the corpus, later also on text that the target wrote."""
+    """Distil the draft on the corpus, later also on the target's own output."""
     target.requires_grad_(False)
     project_embedding(target, draft)
     generated = scratch / "generated.npy"
@@ -160,14 +160,14 @@ def train_draft(
         lambda ids: distillation_loss(target, draft, ids, ARGMAX_WEIGHT), dynamic=False
     )
 
-    def save_prefetch_list(state: TrainState) -> None:
+    def save_early_checkpoint(state: TrainState) -> None:
         save_checkpoint(draft, data.tokenizer, scratch / "early" / "draft", EARLY_CARD)
 
-    def train(name: str, options: TrainOptions, round_seed: int) -> TrainState:
-        sampler = WindowSampler(data.train, round_seed)
-        own_text = WindowSampler(np.load(generated), round_seed + 1)
+    def train(name: str, options: TrainOptions, run_seed: int) -> TrainState:
+        sampler = WindowSampler(data.train, run_seed)
+        own_text = WindowSampler(np.load(generated), run_seed + 1)
         trainer = Trainer(
-            name, draft, loss, sampler, options, scratch, save_prefetch_list, own_text
+            name, draft, loss, sampler, options, scratch, save_early_checkpoint, own_text
         )
         return trainer.run()
 
@@ -190,17 +190,17 @@ def train_draft(
 
 
 def main(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Gets the folders target and draft.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for target and draft.")],
     corpus: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of installed packages; may be repeated."),
     ] = None,
     target_minutes: Annotated[float, typer.Option(help="Training time of the target.")] = 45,
     draft_minutes: Annotated[
-        float, typer.Option(help="First round of distillation; the others follow. 0: no draft.")
+        float, typer.Option(help="First run of distillation; the others follow. 0: no draft.")
     ] = 20,
     vocab_size: Annotated[int, typer.Option(min=512, max=65_535)] = 4096,
-    cap_mb: Annotated[float, typer.Option(help="Most text from one package, MB.")] = 1.5,
+    cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
     seed: int = 1,
     threads: int = 2,
     scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("pair-scratch"),

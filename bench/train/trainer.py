@@ -1,4 +1,4 @@
-"""The training loop of the embedded models: Muon and AdamW, scheduled by wall-clock time."""
+"""Training loop of the embedded models: Muon and AdamW, scheduled by wall-clock time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bench.train.data import WindowSampler
 
 log = logging.getLogger(__name__)
 
-# Maps a batch of ids [n_rows, length + 1] to the mean loss per token.
+# Maps a batch of ids [num_tokens, length + 1] to the mean loss per token.
 LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A share of the time spent on windows of one length."""
+    """Phase of training with windows of one length."""
 
     until: float  # share of the time budget at which the phase ends
     num_tokens: int
     length: int
-    generated_rows: int = 0  # of them, from text that the target wrote
+    generated_rows: int = 0  # of them, rows from the target's own output
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long and how fast to train."""
+    """Training time, phases and learning rates."""
 
     minutes: float
     phases: tuple[Phase, ...]
@@ -42,7 +42,7 @@ class TrainOptions:
     checkpoint_every_s: float = 300.0
 
     def lr_scale(self, step: int, progress: float) -> float:
-        """Learning-rate factor at a step and at a share (0 to 1) of the time budget."""
+        """Return the learning-rate factor at a step and at a share (0 to 1) of the time budget."""
         warmup = min(1.0, (step + 1) / self.warmup_steps)
         return warmup * min(1.0, max(0.01, (1.0 - progress) / self.cooldown_share))
 
@@ -52,7 +52,7 @@ class TrainOptions:
 
 @dataclass
 class TrainState:
-    """What a resumed run needs to know, besides weights and optimizer state."""
+    """State of a run for resuming, besides weights and optimizer state."""
 
     step: int = 0
     tokens: int = 0
@@ -60,19 +60,19 @@ class TrainState:
 
 
 def build_optimizers(model: nn.Module, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers; AdamW for embeddings and norms, or for everything."""
+    """Return Muon for the layers' matrices and AdamW for embeddings and norms, or AdamW for all."""
     if options.muon_lr is None:
         return [_adamw(list(model.parameters()), options)]
     matrices: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+    other_parameters: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-        (matrices if inner else rest).append(parameter)
+        (matrices if inner else other_parameters).append(parameter)
     return [
         torch.optim.Muon(
             matrices, lr=options.muon_lr, weight_decay=0.01, momentum=0.95, ns_steps=5
         ),
-        _adamw(rest, options),
+        _adamw(other_parameters, options),
     ]
 
 
@@ -82,7 +82,7 @@ def _adamw(parameters: list[nn.Parameter], options: TrainOptions) -> torch.optim
 
 @dataclass
 class Trainer:
-    """Trains one model for a time budget; resumes from its checkpoint if there is one."""
+    """Trainer of one model for a time budget; resumes from its checkpoint if there is one."""
 
     name: str
     model: nn.Module
@@ -94,11 +94,11 @@ class Trainer:
     generated: WindowSampler | None = None
 
     def run(self) -> TrainState:
-        """Trains until the time budget is used up."""
+        """Train until the time budget is used up."""
         optimizers = build_optimizers(self.model, self.options)
         state = self._resume(optimizers)
         base_rates = [group["lr"] for opt in optimizers for group in opt.param_groups]
-        # The first save is early: others may want to load something while this trains.
+        # The first save is early, so that a checkpoint is available during training.
         next_save_s = state.elapsed_s + min(240.0, self.options.checkpoint_every_s)
         average: float | None = None
         while (progress := state.elapsed_s / (60 * self.options.minutes)) < 1.0:

@@ -1,4 +1,4 @@
-"""How fast copies from pinned host memory to a device are, with the streamer's own engine."""
+"""Bandwidth of copies from pinned host memory to a device, with the streamer's own engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _N_RUNS = 5
 
 
 def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second of copies that follow each other without a pause, on the device's clock.
+    """Measure the bytes per second of copies without pauses in between, on the device's clock.
 
-    The median of a few runs of 512 MiB, after a first one. Takes two pinned buffers of
+    Returns the median of a few runs of 512 MiB, after a warm-up. Takes two pinned buffers of
     `buffer_bytes` and as much of the device meanwhile.
 
     Raises BudgetExceeded, MemoryError: the memory cannot be had.
@@ -32,8 +32,8 @@ def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> flo
         for _ in range(1 + _N_RUNS):
             began = engine.record_copy()
             for index in range(_COPIES_PER_RUN):
-                slot_turn = index % _N_BUFFERS
-                engine.copy(pinned[slot_turn].view[:buffer_bytes], device[slot_turn], 0)
+                buffer = index % _N_BUFFERS
+                engine.copy(pinned[buffer].view[:buffer_bytes], device[buffer], 0)
             ended = engine.record_copy()
             ended.wait()
             seconds.append(ended.seconds_after(began))
@@ -43,7 +43,7 @@ def measure_copies(engine: CopyEngine, buffer_bytes: int = _BUFFER_BYTES) -> flo
 
 
 def _give_back(engine: CopyEngine, pinned: list[HostMemory], device: list[DeviceBuffer]) -> None:
-    """Nothing enqueued may still use them."""
+    """Free the buffers, after everything enqueued has ended."""
     try:
         engine.synchronize()
     finally:

@@ -1,9 +1,9 @@
 """The host's tier of a model on a device: pinned memory that the device copies from by itself.
 
-Of each layer that does not lie wholly on the device, some tensors may be pinned for good, others
-pass through the slots of a pinned ring, which is the ring of every streamed model; only that here a
-slot is given back while copies from it are still under way. It is freed behind a fence, and the
-reader that fills it next waits for that.
+Of each layer that is not wholly on the device, some tensors may be pinned for good, others pass
+through the slots of a pinned ring, the same ring as for every streamed model. Only that here a slot
+is released while copies from it may still be running: it is freed behind a fence, and the reader
+that fills it next waits for that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.units import Progress
 
 
 class Part(NamedTuple):
-    """Pinned bytes, and where in a device slot they belong."""
+    """Pinned bytes, and their offset in a device slot."""
 
     source: memoryview
     offset: int
@@ -40,13 +40,13 @@ class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
     Copies that the caller enqueues inside the with-block of a layer may run on after it.
 
     Args:
-        layers: only those of which something lies outside the device.
-        n_slots: of the pinned ring; more than streamed layers are not made.
+        layers: only those with tensors outside the device.
+        n_slots: slots of the pinned ring, at most the number of streamed layers.
         read_bytes, n_readers, storage, progress: as for WeightStreamer.
 
     Raises:
         StorageError: a file cannot be opened or a pinned tensor cannot be read.
-        MemoryError: so much memory cannot be pinned.
+        MemoryError: the memory cannot be pinned.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
         reads = options.plan([layer.layout for layer in self._layers])
         self._pinned: list[ResidentWeights] = []
         try:
-            for layer, follow in zip(self._layers, _stages(self._layers, progress), strict=True):
+            for layer, layer_progress in zip(
+                self._layers, _stages(self._layers, progress), strict=True
+            ):
                 self._pinned.append(
                     load_resident(
                         layer.resident_records,
-                        follow,
+                        layer_progress,
                         read_bytes=read_bytes,
                         n_readers=n_readers,
                         storage=storage,
@@ -105,7 +107,7 @@ class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
 
 
 def _stages(layers: Sequence[LayerWeights], progress: Progress | None) -> list[Progress | None]:
-    """For each layer a progress of its own that adds up to one of them all."""
+    """Return a progress callback for each layer, which all add up to `progress`."""
     if progress is None:
         return [None] * len(layers)
     sizes = [sum(p.n_needed for p in layer.resident_layout.extents) for layer in layers]

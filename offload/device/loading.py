@@ -1,4 +1,4 @@
-"""Tensors read onto a device for good, through a little pinned memory."""
+"""Tensors read onto a device for good, through a small pinned buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.units import MIB, Progress
 
 LOAD_READ_BYTES = 8 * MIB
 LOAD_STAGING_BYTES = DEFAULT_N_READERS * LOAD_READ_BYTES
-"""Pinned memory taken while tensors are read onto a device, and given back afterwards."""
+"""Pinned memory taken while tensors are read onto a device, and freed afterwards."""
 
 
 class OnDevice(Mapping[str, Any]):
@@ -37,7 +37,7 @@ class OnDevice(Mapping[str, Any]):
         return len(self._places)
 
     def close(self) -> None:
-        """Give the memory back. Nothing enqueued may still use it."""
+        """Free the memory. Nothing enqueued may still use it."""
         self.buffer.close()
 
 

@@ -4,7 +4,7 @@
         enqueue(tensors)                    # computations; they begin when the layer has arrived
 
 The block may end long before the computations do. Between passes the slots fill with the first
-layers of the next one, as far as what is enqueued allows.
+layers of the next one, as far as the enqueued computations allow.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
     """The weights of all layers: on the device, or copied there through a ring of slots.
 
     Args:
-        plan: which tensor lies where, and how many slots there are.
-        engine: of the device.
+        plan: the placement of each tensor, and the number of slots.
+        engine: copy engine of the device.
         read_bytes, n_readers, storage: as for WeightStreamer.
         progress: (bytes done, bytes in total) while tensors are read that stay on the device, and
-            again while others are read that stay pinned.
+            again while those are read that stay pinned.
 
     Raises:
-        StorageError: a file cannot be opened, or a tensor that is to stay cannot be read.
+        StorageError: a file cannot be opened, or a resident tensor cannot be read.
         BudgetExceeded, MemoryError: the memory of the device, or of the host, cannot be had.
     """
 
@@ -60,7 +60,7 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
         self._stalls = _Stalls()
         self._host: HostTier | None = None
         supply = None
-        # First what stays on the device: it takes no pinned memory once it is there.
+        # First the tensors that stay on the device: once there, they take no pinned memory.
         records = {r.name: r for layer in plan.layers for r in layer.device_records}
         self._resident = load_on_device(
             records.values(), engine, progress, n_readers=n_readers, storage=storage
@@ -107,7 +107,7 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
     def _acquire(self, index: int, taken: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
         layer = self._plan.layers[index]
         if taken is None:
-            return {record.name: self._of_no_slot(record.name) for record in layer.tensors}
+            return {record.name: self._not_copied(record.name) for record in layer.tensors}
         slot = taken.slot.buffer
         assert slot.arrived is not None, "a slot is ready once its copies are enqueued"
         self._engine.compute_waits(slot.arrived)
@@ -120,32 +120,32 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
             for record in layer.tensors
         }
 
-    def _of_no_slot(self, name: str) -> Any:
-        """A tensor of a layer that nothing is copied of: on the device, or without bytes."""
+    def _not_copied(self, name: str) -> Any:
+        """Return a tensor of a layer without copied ones: on the device, or without bytes."""
         return self._resident[name] if name in self._resident else self._resident.buffer.part(0, 0)
 
     def _free(self) -> None:
         try:
             self._engine.synchronize()
-        except Exception as error:  # whoever waited for a result has had it raised as well
+        except Exception as error:  # a caller that waited for a result got the error as well
             logger.warning("the device failed: %s", error)
         self._resident.close()
 
 
 class _Stalls:
-    """How long the stream of computations stood still between pairs of its events."""
+    """Seconds for which the computation stream stalled between pairs of its events."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # figures may be asked for by another thread
+        self._lock = threading.Lock()  # another thread may read the metrics
         self._open: deque[tuple[Event, Event]] = deque()
         self._seconds = 0.0
 
     def add(self, before: Event, after: Event) -> None:
-        self.seconds()  # forgets events that are done
+        self.seconds()  # drops events that are done
         self._open.append((before, after))
 
     def seconds(self) -> float:
-        """Of all pairs that are behind by now."""
+        """Return the total of all pairs that have passed by now."""
         with self._lock:
             while self._open and self._open[0][1].is_done():
                 before, after = self._open.popleft()

@@ -1,12 +1,12 @@
-"""Layers copied from the host's tier into slots on a device: what fills the ring over there.
+"""Layers copied from the host's tier into slots on a device: the supply of the device's ring.
 
-The ring is the one that files are read into, once more, a level up: one thread takes what the host
-has of a layer, enqueues its copies and goes on to the next; the layer counts as ready once they are
-enqueued. Nobody waits for the device where the device can wait by itself:
+It is the ring that files are read into, one level up: one thread takes a layer's parts in the host,
+enqueues their copies and goes on to the next; the layer counts as ready once they are enqueued. The
+host does not wait for the device where the device can wait by itself:
 
     a slot's copies begin after its fence     the computations that used the layer before
-    computations begin after slot.arrived     the copies (DeviceStreamer sees to it)
-    reads into a pinned slot begin after its fence, the copies from it (the host's tier does)
+    computations begin after slot.arrived     the copies (DeviceStreamer ensures it)
+    reads into a pinned slot begin after its fence, the copies from it (the host's tier ensures it)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceSlot:
     def __init__(self, buffer: DeviceBuffer) -> None:
         self.buffer = buffer
         self.arrived: Event | None = None
-        """After the copies of the layer that is in it, or will be."""
+        """Event after the copies of the slot's current or next layer."""
 
     def close(self) -> None:
         self.buffer.close()
@@ -35,8 +35,8 @@ class CopySupply:
     """A ring of device slots and the thread that fills them from `host`, which it closes.
 
     Args:
-        n_layers: that `host` has.
-        slot_bytes: of the largest layer.
+        n_layers: number of layers in `host`.
+        slot_bytes: size of the largest layer.
 
     Raises:
         BudgetExceeded: the device has not enough memory.
@@ -69,7 +69,7 @@ class CopySupply:
             raise
 
     def check_unchanged(self) -> None:
-        """The host's tier does it, at its last layer, before that one is copied."""
+        """Do nothing: the host's tier checks at its last layer, before that one is copied."""
 
     def join(self, timeout_seconds: float) -> bool:
         has_ended = self._host.stop()
@@ -77,7 +77,7 @@ class CopySupply:
         return has_ended and not self._thread.is_alive()
 
     def free(self) -> None:
-        """Give the memory of both tiers back. Nothing enqueued may still use it."""
+        """Free the memory of both tiers. Nothing enqueued may still use it."""
         self.ring.free_buffers()
         self._host.close()
 
@@ -93,7 +93,7 @@ def _copy_until_closed(ring: SlotRing[DeviceSlot, int], host: HostTier, engine: 
 
 
 def _copy_layer(work: Work[DeviceSlot, int], host: HostTier, engine: CopyEngine) -> int:
-    """Enqueue the copies of one layer; returns their bytes."""
+    """Enqueue the copies of one layer; return their bytes."""
     slot, n_bytes = work.slot.buffer, 0
     if slot.arrived is not None:
         # Else the whole pass would be enqueued at once, and a cancel come too late for it. Costs

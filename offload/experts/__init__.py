@@ -1,1 +1,1 @@
-"""Routed experts of mixtures: which are held in memory, and reads of those that are not."""
+"""Routed experts of mixtures: a cache of them in memory, and reads of those that miss."""

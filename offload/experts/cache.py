@@ -1,11 +1,11 @@
 """A cache of experts: a pass asks for those of one layer and gets each when it is in memory.
 
-Slots have the size of one expert, in one piece of memory. What a slot holds is what was read, as it
-lies in the file (O_DIRECT, no copies): a tensor begins where it does there, modulo ALIGNMENT.
-Experts that are there are handed out first, while those that are missing are read: all of them at
-once, as far as there are slots for them, in the order of the file.
+Slots have the size of one expert, in one piece of memory. A slot contains what was read, as it is
+in the file (O_DIRECT, no copies): a tensor begins where it does there, modulo ALIGNMENT. Cached
+experts are handed out first, while the missing ones are read: all at once, as far as there are
+slots for them, in the order of the file.
 
-A pass may ask for more experts than there are slots: what it is through with makes room.
+A pass may ask for more experts than there are slots: those that it has used can be evicted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from offload.storage.direct_io import DirectFile, OpenStorage
 
 
 def is_of_one_row(n_asked: int, experts: LayerExperts) -> bool:
-    """Whether a pass that asks a layer for so many experts has one row. Rows of one pass share
-    experts, mostly those that are in memory: of what several ask for, a larger part is missed."""
+    """Return whether a pass that asks a layer for `n_asked` experts has one token. The tokens of a
+    pass share experts, mostly cached ones: of many tokens' experts a larger part is missed."""
     return n_asked == experts.n_used < len(experts.tensors)
 
 
 class ExpertCache:
-    """Experts of one model, for one pass at a time.
+    """Experts of one model, for one forward pass at a time.
 
     Raises:
         StorageError: a file cannot be opened.
@@ -59,13 +59,13 @@ class ExpertCache:
         )
         self._readers = ExpertReaders(paths, n_readers, storage)
         try:
-            # Committed at once: slots that fill later would look like memory that can be lent.
+            # Committed at once: slots that fill later would look like memory that is free.
             self._memory = AlignedBuffer(expert_cache.n_bytes, in_children=False)
         except BaseException:
             self._readers.close()
             raise
         self._left: deque[tuple[int, _Read]] = deque()
-        """With their layers, of visits that were given up."""
+        """(layer, read) of accesses that were given up."""
 
     @property
     def stats(self) -> ExpertStats:
@@ -74,7 +74,7 @@ class ExpertCache:
     def fetch(
         self, layer: int, experts: Collection[int], check: Check | None = None
     ) -> Generator[tuple[int, tuple[memoryview, ...]], None, None]:
-        """Each of a layer's `experts` once, in any order, with the bytes of its tensors, which are
+        """Yield each of a layer's `experts` once, in any order, with its tensors' bytes, which are
         valid until the next one is asked for. The iterator is to be exhausted or closed.
 
         Raises:
@@ -110,31 +110,31 @@ class ExpertCache:
             reads.close()
 
     def admit(self, layer: int, expert: int, cached: Collection[int]) -> int | None:
-        """See Directory.admit."""
+        """Get a slot in the index; see ExpertIndex.admit."""
         return self._directory.admit(layer, expert, cached)
 
     def leave(self, layer: int, reads: Collection[_Read]) -> None:
-        """Nobody waits for these any more. A read may never end (a dead network mount): the next
-        visit waits for it, before its slot is used again."""
+        """Abandon these reads. A read may never end (a dead network mount): the next access waits
+        for it, before its slot is used again."""
         self._left += [(layer, read) for read in reads]
 
     def _forget_left(self, check: Check | None) -> None:
-        """What is not whole is not kept."""
+        """Wait for abandoned reads, and forget experts that were not read completely."""
         while self._left:
-            layer, item = self._left[0]
-            self._readers.wait_for(item.begun, check)
-            if not item.is_whole():
-                self._directory.forget(layer, item.expert)
+            layer, read = self._left[0]
+            self._readers.wait_for(read.begun, check)
+            if not read.is_whole():
+                self._directory.forget(layer, read.expert)
             self._left.popleft()
 
     def stall_for(self, layer: int, item: _Read, check: Check | None) -> None:
-        """Until an expert is there."""
+        """Wait until an expert has been read."""
         self._readers.stall_for(item.begun, layer, check)
 
     def read(self, layer: int, expert: int, slot: int, begun: list[Future[Failure]]) -> int:
-        """Begin to read an expert into a slot; returns how many reads that takes.
+        """Begin to read an expert into a slot; return the number of reads.
 
-        begun: gets them, one by one.
+        begun: receives the reads, one by one.
         """
         extents = self._experts(layer).layouts[expert].extents
         for extent in extents:
@@ -160,33 +160,33 @@ class ExpertCache:
         return self._memory.view[slot * size : (slot + 1) * size]
 
     def _tensors(self, layer: int, expert: int, slot: int) -> tuple[memoryview, ...]:
-        self._readers.check_open()  # closing has given the memory back
+        self._readers.check_open()  # closing has freed the memory
         experts, view = self._experts(layer), self._slot(slot)
         places = (experts.layouts[expert].tensors[r.name] for r in experts.tensors[expert])
         return tuple(view[start : start + n_bytes] for start, n_bytes in places)
 
     def stop(self) -> None:
-        """End a pass that waits, with an error."""
+        """End a waiting pass with an error."""
         self._readers.stop()
 
     def close(self) -> None:
-        """Give threads, files and memory back. Idempotent."""
+        """Free threads, files and memory. Idempotent."""
         if self._readers.close():
             self._memory.close()
 
 
 @dataclass
 class _Read:
-    """Of an expert that is on its way to its slot."""
+    """The reads of one expert into its slot."""
 
     expert: int
     slot: int
     begun: list[Future[Failure]] = field(default_factory=list)
     n_reads: int | None = None
-    """None: not all of them are begun."""
+    """Total number of reads; None until all of them have begun."""
 
     def is_whole(self) -> bool:
-        """Once they have ended."""
+        """Return whether all reads succeeded, once they have ended."""
         return self.n_reads == len(self.begun) and all(map(_is_well, self.begun))
 
 
@@ -195,9 +195,9 @@ def _is_well(read: Future[Failure]) -> bool:
 
 
 class _Reads:
-    """What one visit of a layer misses: read in order, as slots become free.
+    """Missing experts of one access of a layer: read in order, as slots become free.
 
-    kept: experts of the layer that are still to be handed out.
+    cached: experts of the layer that are still to be handed out.
     """
 
     def __init__(
@@ -211,31 +211,31 @@ class _Reads:
         return bool(self._missing or self._running)
 
     def start(self) -> None:
-        """As many reads as there is room for."""
+        """Begin as many reads as there are slots for."""
         while self._missing:
             slot = self._cache.admit(self._layer, self._missing[0], self._retained)
             if slot is None:
                 return
-            item = _Read(self._missing.popleft(), slot)
-            self._running.append(item)
-            item.n_reads = self._cache.read(self._layer, item.expert, slot, item.begun)
+            read = _Read(self._missing.popleft(), slot)
+            self._running.append(read)
+            read.n_reads = self._cache.read(self._layer, read.expert, slot, read.begun)
 
     def release(self, expert: int) -> None:
-        """It is done with, and may make room."""
+        """Let the expert be evicted, and begin further reads."""
         self._retained.discard(expert)
         self.start()
 
     def next(self, check: Check | None) -> tuple[int, int]:
-        """(expert, slot) of the next one, as soon as it is there."""
-        item = self._running[0]
-        self._cache.stall_for(self._layer, item, check)
+        """Return (expert, slot) of the next one, as soon as it is read."""
+        read = self._running[0]
+        self._cache.stall_for(self._layer, read, check)
         self._running.popleft()
-        return item.expert, item.slot
+        return read.expert, read.slot
 
     def close(self) -> None:
-        """Give up what still runs."""
-        for item in self._running:
-            for read in item.begun:
-                read.cancel()
+        """Abandon the reads that still run."""
+        for read in self._running:
+            for part in read.begun:
+                part.cancel()
         self._cache.leave(self._layer, self._running)
         self._running.clear()

@@ -1,8 +1,8 @@
-"""How often a model's experts are found in a cache: measured while it runs, and kept for its plans.
+"""The hit rate of a model's experts in a cache: measured while it runs, and cached for its plans.
 
-With a share s of all experts held, exp(-x s) of those asked for are missed; x is the model's, as
-far as known. So what was measured with one budget tells something of another. It is that of the
-files as they were then: other weights in their place are another model.
+With a share s of all experts cached, exp(-x s) of those asked for are missed; x belongs to the
+model, as far as known. So a measurement with one budget helps with another. It is valid for the
+files as they were: other weights in their place are another model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from offload.placement.experts import ASSUMED_DECAY, ExpertCachePlan, LayerExper
 from offload.process.disk_cache import cache_folder, load_cached, save_cached
 
 _MIN_ASKED = 2000
-"""Experts asked for: fewer say little."""
+"""Minimum number of experts asked for: fewer say little."""
 _MIN, _MAX = 0.2, 50.0
 
 
 def expected_decay(layers: Sequence[LayerExperts | None]) -> float:
-    """Measured, or assumed."""
+    """Return the measured decay of misses, or the assumed one."""
     cached = load_cached(_record(layers)) if any(layers) else None
     result = cached.get("decay_of_misses") if isinstance(cached, dict) else None
     if not isinstance(result, float) or not _MIN <= result <= _MAX:
@@ -32,7 +32,7 @@ def expected_decay(layers: Sequence[LayerExperts | None]) -> float:
 
 
 def keep_decay(expert_cache: ExpertCachePlan, stats: ExpertStats) -> None:
-    """Of passes of one row, once all slots were in use."""
+    """Save the decay measured in passes of one token, once all slots were in use."""
     share = expert_cache.n_slots / expert_cache.n_experts
     if stats.n_asked_full < _MIN_ASKED or expert_cache.holds_all:
         return

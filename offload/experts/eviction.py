@@ -1,11 +1,11 @@
-"""Which expert makes room for another, and how often a rule finds what is asked for.
+"""Which expert is evicted for another, and how often a rule finds what is asked for.
 
-A pass visits the layers in order and asks each for some experts. Least recently used would be the
-worst rule here where the cache holds less than one pass asks for: it gives away exactly what the
-next layers had last time. So age is counted in visits of an expert's own layer, and together with
-how often it was asked for before: each time counts 1, and is worth less with every visit of its
-layer. Among equals goes what will not be asked for again for the longest, which is that of the
-layer that was visited last.
+A pass accesses the layers in order and asks each for some experts. Least recently used would be the
+worst rule here if the cache has less than one pass asks for: it evicts exactly what the next layers
+used last time. So age is counted in accesses of an expert's own layer, and combined with how often
+it was asked for before: each use counts 1, and decays with every access of its layer. Among equals,
+the expert that will not be asked for again for the longest is evicted, which is that of the layer
+accessed last.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from numpy.typing import NDArray
 from offload.trace import ROUTED, Trace, record_since
 
 _RETAINED = 0.9
-"""Of what a use is worth, at each visit of its layer. A cache of a sixth of the embedded mixture's
+"""Decay of a use's score per access of its layer. A cache of a sixth of the embedded mixture's
 experts has, on one recording, 64 % of those asked for with 0.8, 65 % with 0.9 and with 0.95, 61 %
 with 0.99; recency has 60 %, the best rule 80 %."""
 
 
 class Slots:
-    """What is known of the expert in each slot; all arrays are [slots]."""
+    """State of the expert in each slot; all arrays are [slots]."""
 
     def __init__(self, n_slots: int) -> None:
         self.layer = np.full(n_slots, -1)
-        """-1: the slot is free."""
+        """Layer of the expert; -1: the slot is free."""
         self.expert = np.zeros(n_slots, dtype=np.int64)
         self.used_at = np.zeros(n_slots, dtype=np.int64)
-        """Counted in visits of all layers."""
+        """Time of the last use, counted in accesses of all layers."""
         self.n_missed = np.zeros(n_slots, dtype=np.int64)
-        """Visits of its own layer since it was used."""
+        """Accesses of its own layer since it was used."""
         self.n_visits = np.ones(n_slots, dtype=np.int64)
-        """Of its own layer."""
+        """Accesses of its own layer."""
         self.score = np.zeros(n_slots)
-        """Of its uses, when it was used last."""
+        """Score of its uses, at the time of the last one."""
 
 
 Rule = Callable[[Slots], NDArray[np.float64]]
-"""What every slot is worth [slots]: the lowest makes room."""
+"""A function that scores every slot [slots]: the lowest is evicted."""
 
 
 def least_recently_used(slots: Slots) -> NDArray[np.float64]:
-    """Of all layers alike."""
+    """Score by the time of the last use, for all layers alike."""
     return slots.used_at.astype(np.float64)
 
 
 def decayed_uses(slots: Slots) -> NDArray[np.float64]:
-    """Of what they would be worth if every visit had used it: so that layers which this pass has
-    visited compare with those that it has not."""
+    """Score by decayed uses, relative to an expert used in every access: so that layers which this
+    pass has already accessed compare with those that it has not."""
     return slots.score * _RETAINED**slots.n_missed / (1.0 - _RETAINED**slots.n_visits)
 
 
 class ExpertIndex:
-    """Which expert is in which of `n_slots` slots."""
+    """The index of the expert cache: which expert is in which of `n_slots` slots."""
 
     def __init__(self, n_slots: int, rule: Rule = decayed_uses) -> None:
         if n_slots < 1:
@@ -69,7 +69,7 @@ class ExpertIndex:
         self._rule = rule
         self._slot_of: dict[tuple[int, int], int] = {}
         self._uses: dict[tuple[int, int], tuple[float, int]] = {}
-        """Of every expert that was ever used: (their worth then, visit of its layer)."""
+        """For every expert that was ever used: (its score then, the access of its layer)."""
         self._visits: defaultdict[int, int] = defaultdict(int)
         self._now = 0
 
@@ -78,7 +78,7 @@ class ExpertIndex:
         return not self._free
 
     def access(self, layer: int) -> None:
-        """A pass has come to a layer: what it uses from now on is used now."""
+        """Count an access of a layer; its experts are used at this time."""
         self._now += 1
         self._visits[layer] += 1
         is_here = self._slots.layer == layer
@@ -86,16 +86,16 @@ class ExpertIndex:
         self._slots.n_visits[is_here] += 1
 
     def find(self, layer: int, expert: int) -> int | None:
-        """Its slot, and it is used now; None where it is in none."""
+        """Return the expert's slot, and mark it as used; None if it is not cached."""
         slot = self._slot_of.get((layer, expert))
         if slot is not None:
             self._use(layer, expert, slot)
         return slot
 
     def admit(self, layer: int, expert: int, cached: Collection[int]) -> int | None:
-        """A slot for an expert that is in none; another one may have to go.
+        """Return a slot for an expert that is not cached; another one may be evicted.
 
-        kept: experts of this layer that must not. None where all slots hold such.
+        cached: experts of this layer that must stay. None if they occupy all slots.
         """
         if not self._free and self.evict(layer, cached) is None:
             return None
@@ -106,7 +106,7 @@ class ExpertIndex:
         return slot
 
     def forget(self, layer: int, expert: int) -> None:
-        """What is in its slot is of no use any more."""
+        """Free the slot of an expert."""
         slot = self._slot_of.pop((layer, expert))
         self._slots.layer[slot] = -1
         self._free.append(slot)
@@ -121,8 +121,8 @@ class ExpertIndex:
         slots.n_missed[slot], slots.n_visits[slot] = 0, access
 
     def evict(self, layer: int, cached: Collection[int]) -> tuple[int, int] | None:
-        """Free the slot of the expert that is worth the least; returns (its layer, the expert), or
-        None where only those are left that must not go: `kept` of this layer."""
+        """Free the slot of the expert with the lowest score; return (its layer, the expert), or
+        None if all of them must stay: `cached` of this layer."""
         slots = self._slots
         is_retained = (slots.layer == layer) & np.isin(slots.expert, list(cached))
         may_go = (slots.layer >= 0) & ~is_retained
@@ -141,12 +141,12 @@ Access = tuple[int, tuple[int, ...]]
 
 
 def record_access(layer: int, experts: Collection[int]) -> None:
-    """For `visits_of` a recording."""
+    """Record an access for `visits_of`."""
     record_since(perf_counter(), ROUTED, " ".join(map(str, (layer, *sorted(experts)))))
 
 
 def visits_of(trace: Trace) -> list[Access]:
-    """What the passes of a recording asked for; of one mixture, if several ran."""
+    """Return the accesses of a recording, which must be of one mixture."""
     names = (event.name.split() for event in trace.events if event.kind == ROUTED)
     return [(int(layer), tuple(map(int, experts))) for layer, *experts in names]
 
@@ -154,9 +154,9 @@ def visits_of(trace: Trace) -> list[Access]:
 def replay(
     trace: Iterable[Access], n_slots: int, rule: Rule = decayed_uses, limit: int | None = None
 ) -> float:
-    """Share of the experts asked for that a cache of this rule has.
+    """Return the share of the experts asked for that a cache with this rule hits.
 
-    most: only visits that ask for so many at most count: a prompt's go through the cache, too.
+    limit: count only accesses of at most so many experts: a prompt's go through the cache, too.
     """
     directory = ExpertIndex(n_slots, rule)
     n_hits = n_asked = 0
@@ -173,13 +173,13 @@ def replay(
 
 
 def belady(trace: Sequence[Access], n_slots: int, limit: int | None = None) -> float:
-    """The same of the best that any rule could do, which knows what will be asked for
-    (Belady 1966): out goes what is not needed again for the longest."""
+    """Return the same for the optimal rule, which knows the future accesses (Belady 1966): it
+    evicts what is not needed again for the longest."""
     asked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for time, (layer, experts) in enumerate(trace):
         for expert in experts:
             asked[layer, expert].append(time)
-    pinned: set[tuple[int, int]] = set()
+    cached: set[tuple[int, int]] = set()
     n_hits = n_asked = 0
 
     def next_use(key: tuple[int, int], now: int) -> float:
@@ -191,11 +191,11 @@ def belady(trace: Sequence[Access], n_slots: int, limit: int | None = None) -> f
         keys = [(layer, expert) for expert in experts]
         if limit is None or len(experts) <= limit:
             n_asked += len(keys)
-            n_hits += sum(key in pinned for key in keys)
-        requested = pinned | set(keys)
-        n_over = len(requested) - n_slots
+            n_hits += sum(key in cached for key in keys)
+        candidates = cached | set(keys)
+        n_over = len(candidates) - n_slots
         if n_over > 0:
-            by_use = sorted(requested, key=lambda key: (-next_use(key, time), key))
-            requested -= set(by_use[:n_over])
-        pinned = requested
+            by_use = sorted(candidates, key=lambda key: (-next_use(key, time), key))
+            candidates -= set(by_use[:n_over])
+        cached = candidates
     return n_hits / max(1, n_asked)

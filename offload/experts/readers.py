@@ -1,6 +1,6 @@
-"""Threads that read experts, several reads at a time, and what they have read.
+"""Threads that read experts, several reads at a time, and statistics of what they read.
 
-Reads that nobody waits for any more count like all others: the storage has delivered their bytes.
+Abandoned reads count like all others: the storage has delivered their bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 N_READERS = 8
 """Reads in flight: an expert is a few MB, and storage wants several at a time."""
 Failure: TypeAlias = StorageError | MemoryError | OSError | None
-"""Of a read."""
+"""Error of a read, or None."""
 Check = Callable[[], None]
-"""Called again and again while reads are waited for; what it raises ends the wait."""
+"""Called regularly while reads are waited for; what it raises ends the wait."""
 
 
 @dataclass
@@ -42,15 +42,15 @@ class ExpertStats:
     bytes_read: int = 0
     stall_seconds: float = 0.0
     n_asked_full: int = 0
-    """Once all slots were in use, by passes of one row."""
+    """Experts asked for by passes of one token, once all slots were in use."""
     n_hits_full: int = 0
-    """Of these."""
+    """Hits among `n_asked_full`."""
 
 
 class ExpertReaders:
-    """Of the files of one model. `stop` and `close` may be called while another thread reads.
+    """Reader threads of one model's files. `stop` and `close` may be called during reads.
 
-    Raises StorageError where a file cannot be opened.
+    Raises StorageError if a file cannot be opened.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class ExpertReaders:
         self._lock = threading.Lock()
 
     def begin(self, read_chunk: ReadChunk, memory: Callable[[], memoryview]) -> Future[Failure]:
-        """Read a piece.
+        """Begin to read a chunk.
 
-        memory: where it goes to; called in the thread that reads.
+        memory: returns the chunk's destination; called in the thread that reads.
 
         Raises:
             SpecdecError: this was stopped.
@@ -87,14 +87,14 @@ class ExpertReaders:
         try:
             n_bytes = self._files.read(read_chunk, memory())
         except (StorageError, MemoryError, OSError) as error:
-            return copy(error)  # without its frames, which hold the memory
+            return copy(error)  # without its frames, which refer to the memory
         record_since(started, READ, "experts", n_bytes, read_chunk.path)
         with self._lock:
             self.stats.bytes_read += n_bytes
         return None
 
     def wait_for(self, reads: Collection[Future[Failure]], check: Check | None) -> None:
-        """Until they have ended. Raises what `check` does, and SpecdecError after `stop`."""
+        """Wait until reads have ended. Raises what `check` does, and SpecdecError after `stop`."""
         while wait(reads, POLL_SECONDS).not_done:
             self.check_open()
             if check is not None:
@@ -103,21 +103,21 @@ class ExpertReaders:
     def stall_for(
         self, reads: Collection[Future[Failure]], layer: int, check: Check | None
     ) -> None:
-        """The same of reads that a pass needs now. Raises also what one of them did."""
+        """Wait for reads that a pass needs now. Raises also the error of one of them."""
         started = perf_counter()
         self.wait_for(reads, check)
         seconds = record_since(started, WAIT, f"wait for experts of layer {layer}")
         self.stats.stall_seconds += seconds
         for read in reads:
             if (error := read.result()) is not None:
-                raise copy(error)  # whose frames lead to the read: the read must not lead to them
+                raise copy(error)  # its frames lead to the read, which must not refer back to them
 
     def check_unchanged(self) -> None:
-        """Raise StorageError when one of the files was overwritten since it was opened."""
+        """Raise StorageError if one of the files was overwritten since it was opened."""
         self._files.check_unchanged()
 
     def stop(self) -> None:
-        """End a pass that waits, with an error; no read is begun from then on."""
+        """End a waiting pass with an error; no read is begun from then on."""
         with self._lock:
             self._is_stopped = True
 
@@ -126,12 +126,12 @@ class ExpertReaders:
             raise SpecdecError("the model was closed")
 
     def close(self) -> bool:
-        """Give threads and files back; whether no read is running any more. Idempotent."""
+        """Free threads and files; return whether all reads have ended. Idempotent."""
         self.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if wait(tuple(self._begun), JOIN_SECONDS).not_done:
             # Its file and memory are in use: leaking them is the lesser evil.
-            logger.warning("a read from storage does not return; its memory is not given back")
+            logger.warning("a read from storage does not return; its memory is not freed")
             return False
         self._files.close()
         return True

@@ -1,1 +1,1 @@
-"""Where each tensor of a safetensors or GGUF file lies, read with distrust."""
+"""Location of each tensor of a safetensors or GGUF file, from untrusted headers."""

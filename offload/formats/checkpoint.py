@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors checkpoint lies: nothing but the headers is read.
+"""Location of each tensor of a safetensors checkpoint; only the headers are read.
 
 Only files inside the checkpoint's folder (or the Hugging Face cache it belongs to) are opened, and
 pickled weights are refused: see `safetensors` for the file format and its checks.
@@ -49,11 +49,11 @@ class WeightIndex(TensorIndex):
     def from_directory(cls, directory: str | os.PathLike[str]) -> WeightIndex:
         """Index `model.safetensors`, or the shards that a `*.safetensors.index.json` names.
 
-        As transformers does: all tensors of these files are there, wherever the index places them,
-        and of two with one name the one in the last file by name.
+        As in transformers, all tensors of these files are included, wherever the index places them,
+        and of two with one name the one in the last file by name is used.
 
         Raises:
-            CheckpointError: see the module's docstring; the message names the file.
+            CheckpointError: the checkpoint is refused; the message names the file.
         """
         root = Path(directory)
         if not root.is_dir():
@@ -65,23 +65,23 @@ class WeightIndex(TensorIndex):
             states[path] = file_state(path)
             metadata, result = read_header_and_metadata(path)
             for name, record in with_packed(path, metadata, result).items():
-                records.pop(name, None)  # so that the order of all is that of the files
+                records.pop(name, None)  # so that records are in the order of the files
                 records[name] = record
         return cls(records, states, root)
 
 
 def main_format(index: Mapping[str, TensorRecord]) -> str:
-    """The number format of most bytes, when packed ones are decoded."""
+    """Return the number format of most bytes, counted after decoding packed tensors."""
     n_bytes: dict[str, int] = {}
     for record in index.values():
-        # Not record.n_bytes: a packed copy computes in what its source does.
+        # Not record.n_bytes: a packed copy is computed in the format of its source.
         decoded_bytes = math.prod(record.shape) * DTYPE_BITS[record.dtype] // 8
         n_bytes[record.dtype] = n_bytes.get(record.dtype, 0) + decoded_bytes
     return max(n_bytes, key=lambda key: n_bytes[key])
 
 
 def _find_shards(root: Path) -> list[str]:
-    """Names of the files that make up a checkpoint, in order."""
+    """Return the names of the files that make up a checkpoint, in order."""
     # The same precedence as transformers: the single file first.
     if (root / _SINGLE).exists():
         return [_SINGLE]
@@ -118,7 +118,7 @@ def _explain_no_weights(root: Path, names: list[str], single: list[str]) -> str:
 
 
 def _read_shards(path: Path) -> list[str]:
-    """Names of the files that an index names, sorted; which tensor it places where is not used."""
+    """Return the file names in an index, sorted; its assignment of tensors to them is ignored."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
@@ -148,7 +148,7 @@ def _is_plain_shard_name(shard: str) -> bool:
 
 
 def resolve_within(root: Path, name: str) -> Path:
-    """The file's real path, which must lie in `root` or in the cache that `root` belongs to.
+    """Return the file's real path, which must lie in `root` or in the cache that it belongs to.
 
     Raises CheckpointError.
     """
@@ -169,7 +169,7 @@ def resolve_within(root: Path, name: str) -> Path:
 
 
 def _is_cache_blob(root: Path, real: Path) -> bool:
-    """Whether `root` is a snapshot of a Hugging Face cache and `real` one of that cache's blobs.
+    """Return whether `root` is a snapshot of a Hugging Face cache and `real` a blob of that cache.
 
     The layout is `<cache>/models--a--b/{snapshots/<commit>/<links>, blobs/<hash>}`; newer versions
     add `<cache>/blobs/<first two letters>/<hash>`, shared by all repositories.

@@ -1,4 +1,4 @@
-"""Whether two tensors of a model's files are the same."""
+"""Comparison of two tensors of a model's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PIECE_BYTES = 4 * MIB
 
 
 def have_same_bytes(item: TensorRecord, other: TensorRecord) -> bool:
-    """Whether two plain tensors have the same form and bytes; stops at the first difference.
+    """Return whether two plain tensors have the same form and bytes; stop at the first difference.
 
     Raises CheckpointError for a file that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Which model this is, told by its tensors: the same for a copy, another one for a fine-tune."""
+"""A model's fingerprint from its tensors: the same for a copy, different for a fine-tune."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 SAMPLE_BYTES = 4096
-"""Read of every tensor: fine-tunes of one model differ in nothing but the weights' values."""
+"""Bytes read of every tensor: fine-tunes of one model differ only in the weights' values."""
 
 
 def fingerprint(records: Iterable[TensorRecord], description: str) -> str:
-    """SHA-256 in hex of names, dtypes, shapes, a sample of each tensor's bytes, and `description`.
+    """Return the SHA-256 (hex) of names, dtypes, shapes, each tensor's sample and `description`.
 
-    Neither the files' times nor how the tensors are spread over files matter.
+    File times and the distribution of tensors over files do not matter.
 
     Raises:
         CheckpointError: a file cannot be read.

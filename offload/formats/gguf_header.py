@@ -1,11 +1,11 @@
-"""The header of one GGUF file, read with distrust.
+"""The header of one GGUF file, an untrusted input.
 
 File format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian: "GGUF",
 u32 version, u64 number of tensors, u64 number of key-value pairs, the pairs, then for each tensor
 its name, u32 number of dimensions, u64 sizes (the contiguous one first), u32 type, u64 offset
-relative to the data; padding up to the alignment; the data. Every figure is checked before it is
+relative to the data; padding up to the alignment; the data. Every number is checked before it is
 used. The rules are llama.cpp's (tensors follow each other without holes, names shorter than 64
-bytes, no arrays of arrays), so that what passes here loads there.
+bytes, no arrays of arrays), so that a file accepted here loads there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.units import MIB, format_bytes
 __all__ = ["GGML_TYPES", "GgmlType", "GgufError", "GgufFile", "GgufMetadata", "row_bytes"]
 
 MAX_TENSORS = 2**16  # a large model has about 2,000
-MAX_NAME_BYTES = 63  # ggml's buffer of 64 holds a final zero
+MAX_NAME_BYTES = 63  # ggml's buffer of 64 includes a final zero
 MAX_RANK = 4
 MAX_ALIGNMENT = MIB
 DEFAULT_ALIGNMENT = 32
@@ -71,7 +71,7 @@ _TYPES_BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
 
 
 def row_bytes(type_name: str, n_elements: int) -> int:
-    """Bytes of `n_elements` neighbouring elements, whole blocks of the type.
+    """Return the bytes of `n_elements` neighbouring elements, whole blocks of the type.
 
     Raises:
         ValueError: they do not fill whole blocks.
@@ -85,7 +85,7 @@ def row_bytes(type_name: str, n_elements: int) -> int:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """One file: its metadata and where its tensors lie (absolute offsets, in file order)."""
+    """One file: its metadata and its tensors (absolute offsets, in file order)."""
 
     path: Path
     version: int
@@ -201,7 +201,7 @@ def _read_tensor(cursor: Cursor) -> _TensorInfo:
 def _place(
     cursor: Cursor, infos: list[_TensorInfo], data_offset: int, alignment: int
 ) -> tuple[TensorRecord, ...]:
-    """The records, if each tensor follows the one before it and all lie in the file."""
+    """Return the records; refuse tensors with holes, overlaps, or outside of the file."""
     tensors: dict[str, TensorRecord] = {}
     expected = 0
     for name, kind, sizes, offset in infos:

@@ -1,4 +1,4 @@
-"""Where each tensor of a GGUF model lies, be it one file or a set of splits.
+"""Location of each tensor of a GGUF model, be it one file or a set of splits.
 
 A split model is `name-00001-of-00003.gguf` and so on, all in one folder. Each of the files carries
 `split.no`, `split.count` and `split.tensors.count` (of all files); the first one has the metadata.
@@ -54,7 +54,7 @@ class GgufIndex(TensorIndex):
 
     @property
     def metadata(self) -> GgufMetadata:
-        """Of the first file."""
+        """Metadata of the first file."""
         return self.files[0].metadata
 
     @property
@@ -75,7 +75,7 @@ def _split_figure(file: GgufFile, key: str, default: int) -> int:
 
 
 def _split_paths(path: Path, count: int) -> tuple[Path, ...]:
-    """The files of the set that `path` is one of; each must be there."""
+    """Return the files of the set that `path` belongs to; each must exist."""
     if count > MAX_SPLITS:
         raise GgufError(f"{path} claims {count} splits; at most {MAX_SPLITS} are accepted")
     match = _SPLIT_NAME.fullmatch(path.name)

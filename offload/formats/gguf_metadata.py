@@ -1,8 +1,8 @@
-"""The key-value part of a GGUF header, read with distrust and in bounded memory.
+"""The key-value part of a GGUF header, an untrusted input, read in bounded memory.
 
-A vocabulary is megabytes of strings that a run without its own tokenizer never looks at. So arrays
-and long strings are only measured when the header is read; they are decoded from the file when
-they are asked for. What has a length is checked against the limits and the file before it is used.
+A vocabulary is megabytes of strings that a run without its own tokenizer never uses. So arrays and
+long strings are only measured when the header is read; they are decoded from the file on access.
+Every length is checked against the limits and the file before it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_METADATA = 2**14  # a file has about 50
 MAX_KEY_BYTES = 1024
 MAX_STRING_BYTES = 64 * MIB  # some files carry a whole tokenizer.json
 MAX_ARRAY_LENGTH = 2**22
-MAX_STRINGS = 2**21  # of all arrays together: walking over them is what takes time
+MAX_STRINGS = 2**21  # of all arrays together: going through them is what takes time
 _WINDOW_BYTES = MIB
 _EAGER_STRING_BYTES = 4 * KIB
 
@@ -64,7 +64,7 @@ DAMAGED = "the file is damaged, download it again"
 
 
 class Cursor:
-    """Walks over the header of an open file; at most one window of it is in memory."""
+    """Reads the header of an open file in order; at most one window of it is in memory."""
 
     def __init__(self, file: BinaryIO, path: Path, file_bytes: int) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class Cursor:
 
     @property
     def n_left(self) -> int:
-        """Bytes that the rest of the header can have at most."""
+        """Maximum number of bytes left in the header."""
         return self._end - self.position
 
     def refuse(self, reason: str, remedy: str = DAMAGED) -> GgufError:
@@ -95,7 +95,7 @@ class Cursor:
         return int(_U64.unpack(self.take(8))[0])
 
     def take(self, n_bytes: int) -> bytes:
-        """The next bytes, of which there are few (`n_bytes` was checked against a small limit)."""
+        """Return the next bytes, few enough for a window (`n_bytes` was checked)."""
         if self._at + n_bytes > len(self._window):
             self._refill(n_bytes)
         start = self._at
@@ -110,7 +110,7 @@ class Cursor:
             self._start, self._at, self._window = self.position + n_bytes, 0, b""
 
     def name(self, what: str, max_bytes: int) -> str:
-        """A key or a tensor's name: short printable UTF-8."""
+        """Return a key or a tensor's name: short printable UTF-8."""
         n_bytes = self.u64()
         if not 1 <= n_bytes <= max_bytes:
             raise self.refuse(f"has a {what} of {n_bytes} bytes; 1 to {max_bytes} are accepted")
@@ -129,7 +129,7 @@ class Cursor:
             raise self.refuse(f"holds more than {MAX_STRINGS} strings in the arrays of its header")
         unpack = _U64.unpack_from
         while count:
-            # The strings that lie within the window, without a call for each.
+            # Skips the strings that lie within the window, without a call for each.
             window, at, end = self._window, self._at, len(self._window)
             while count and at + 8 <= end:
                 (n_bytes,) = unpack(window, at)
@@ -143,7 +143,7 @@ class Cursor:
                 count -= 1
 
     def string_bytes(self) -> int:
-        """The length in front of a string, checked."""
+        """Return the length in front of a string, checked."""
         n_bytes = self.u64()
         if n_bytes > MAX_STRING_BYTES:
             limit = format_bytes(MAX_STRING_BYTES)
@@ -152,7 +152,7 @@ class Cursor:
         return n_bytes
 
     def check_left(self, n_bytes: int) -> None:
-        """Raise unless the header can have so many more bytes."""
+        """Raise unless the header can have `n_bytes` more bytes."""
         if n_bytes <= self.n_left:
             return
         if self._end < self.file_bytes:
@@ -174,7 +174,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A value, or where it lies in the file."""
+    """A value, or its place in the file."""
 
     type: _ValueType
     value: Scalar | None = None
@@ -186,8 +186,8 @@ class _Entry:
 class GgufMetadata(Mapping[str, Value]):
     """The key-value pairs of one file.
 
-    Arrays and long strings are decoded at every access and not kept: take them once. Text that is
-    not UTF-8 has U+FFFD in its place, in arrays of strings (vocabularies) surrogate escapes, which
+    Arrays and long strings are decoded at every access and not cached: read them once. Invalid
+    UTF-8 becomes U+FFFD; in arrays of strings (vocabularies) it becomes surrogate escapes, which
     lose nothing.
     """
 
@@ -209,12 +209,12 @@ class GgufMetadata(Mapping[str, Value]):
         return key in self._entries
 
     def array_length(self, key: str) -> int | None:
-        """Elements of the array `key` without decoding it; None where it is missing or none."""
+        """Return the elements of array `key` without decoding it; None if missing or no array."""
         entry = self._entries.get(key)
         return None if entry is None else entry.count
 
     def type_name(self, key: str) -> str:
-        """As llama.cpp calls it: "u32", "str", "arr[str]"."""
+        """Return the type's name in llama.cpp: "u32", "str", "arr[str]"."""
         entry = self._entries[key]
         return entry.type.name if entry.count is None else f"arr[{entry.type.name}]"
 
@@ -236,19 +236,19 @@ class GgufMetadata(Mapping[str, Value]):
         return values
 
     def _split_strings(self, raw: bytes, count: int) -> list[str]:
-        sequences, at, unpack = [], 0, _U64.unpack_from
+        strings, at, unpack = [], 0, _U64.unpack_from
         for _ in range(count):
-            # The bytes were walked over once; the file may have been overwritten since.
+            # The bytes were checked once; the file may have been overwritten since.
             end = at + 8 + unpack(raw, at)[0] if at + 8 <= len(raw) else len(raw) + 1
             if end > len(raw):
                 raise GgufError(f"{self._path} was overwritten while it was in use")
-            sequences.append(raw[at + 8 : end].decode("utf-8", "surrogateescape"))
+            strings.append(raw[at + 8 : end].decode("utf-8", "surrogateescape"))
             at = end
-        return sequences
+        return strings
 
 
 def read_metadata(cursor: Cursor, n_pairs: int) -> GgufMetadata:
-    """The `n_pairs` (checked) key-value pairs from the cursor's position on."""
+    """Read the `n_pairs` (checked) key-value pairs from the cursor's position on."""
     entries: dict[str, _Entry] = {}
     for _ in range(n_pairs):
         key = cursor.name("metadata key", MAX_KEY_BYTES)

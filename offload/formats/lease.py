@@ -1,6 +1,6 @@
-"""A file that nobody else may write or cut for a moment.
+"""A file lease: for a moment no other process may write or truncate the file.
 
-What was cut off of a mapped file would end the process (SIGBUS) that looks at it.
+Accessing a truncated part of a mapped file would end the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 
 class FileInUse(OSError):
-    """Somebody has opened the file for writing."""
+    """Another process has opened the file for writing."""
 
 
 @contextmanager
 def read_lease(descriptor: int) -> Iterator[None]:
-    """Who opens the file for writing, or cuts it, waits until the context ends.
+    """Make processes that open the file for writing, or truncate it, wait until the block ends.
 
-    The kernel lets them go on after /proc/sys/fs/lease-break-time, 45 s. File systems without
-    leases and files of other users are left as they are. Source: fcntl(2), "Leases".
+    The kernel lets them go on after /proc/sys/fs/lease-break-time, 45 s. Has no effect on file
+    systems without leases and on files of other users. Source: fcntl(2), "Leases".
 
     Raises FileInUse.
     """
@@ -35,7 +35,7 @@ def read_lease(descriptor: int) -> Iterator[None]:
 
 def _take(descriptor: int) -> bool:
     try:
-        # Of who waits a signal tells: SIGIO, which ends a process, or one that nobody heeds.
+        # The kernel signals us when a writer waits: by default SIGIO, which kills; SIGURG does not.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Git LFS pointers: the few lines of text that stand in a clone for a large file until it is
-fetched (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+"""Git LFS pointers: a few lines of text in place of a large file that was not fetched
+(https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from offload.units import format_bytes
 
 _VERSION = b"version https://git-lfs.github.com/spec/"
 _MAX_BYTES = 1024
-"""The specification's limit, exclusive."""
+"""The specification's limit in bytes, exclusive."""
 _SIZE = re.compile(rb"^size (\d{1,18})$", re.MULTILINE)
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is a pointer; False where it cannot be read."""
+    """Return whether a file is a pointer; False if it cannot be read."""
     return bool(_pointer_text(path))
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError for a pointer, saying what it stands for."""
+    """Raise CheckpointError for a pointer; the message has the size of the actual file."""
     text = _pointer_text(path)
     if not text:
         return

@@ -1,8 +1,8 @@
 """Safetensors files whose tensors are written and read in place, through a mapping.
 
-Nothing is held twice: whoever has the tensors writes them into the file's pages, and takes them
-from there. A file is written aside and renamed when it is whole and on the disk, so that nobody
-ever sees half of one, and it is checked against its own digest before it is used.
+Nothing is in memory twice: tensors are written to the file's pages and read from there. A file is
+written under a temporary name and renamed when it is complete and on the disk, so that no process
+sees a partial one, and it is checked against its own digest before it is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file that was read: what it says of itself, and its tensors where they lie."""
+    """A file that was read: its metadata, and its tensors in place."""
 
     metadata: Mapping[str, str]
     records: Mapping[str, TensorRecord]
@@ -59,10 +59,10 @@ class MappedFile:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """`buffers` are to be used in this context alone: reading what was cut off would end the
-        process, so that who wants to write to the file waits.
+        """Keep the file from being truncated, which would end a process that reads it: writers
+        wait. Use `buffers` only inside this context.
 
-        Raises CheckpointError where that has happened since it was checked.
+        Raises CheckpointError if the file was changed since it was checked.
         """
         try:
             with read_lease(self._file.fileno()):
@@ -72,7 +72,7 @@ class MappedFile:
             raise CheckpointError(f"{self._file.name}: {error.strerror}") from error
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where the file was overwritten or cut since it was checked."""
+        """Raise CheckpointError if the file was overwritten or truncated since it was checked."""
         if FileState.of(os.fstat(self._file.fileno())) != self._state:
             raise CheckpointError(f"{self._file.name} was changed since it was read")
 
@@ -86,21 +86,21 @@ def write_mapped(
     metadata: Mapping[str, str],
     fill: Callable[[Mapping[str, memoryview]], None],
 ) -> None:
-    """Let `fill` write every tensor's bytes; then the file takes the place of `path`.
+    """Let `fill` write every tensor's bytes; then replace `path` by the file.
 
     Raises:
-        OSError: no room, no permission.
-        whatever `fill` raises. Then `path` is as it was.
+        OSError: no space, no permission.
+        Any exception of `fill`. `path` is unchanged then.
     """
     place = Path(os.path.realpath(path))  # a link stays a link
-    # The widest dtypes first: each tensor is aligned to its own.
+    # The widest dtypes first, so that each tensor is aligned to its dtype.
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
     header = _header(tensors, metadata, _NO_DIGEST)
     n_bytes = len(header) + sum(tensor.n_bytes for tensor in tensors)
     descriptor, aside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         try:
-            os.posix_fallocate(descriptor, 0, n_bytes)  # a full disk would be a signal later
+            os.posix_fallocate(descriptor, 0, n_bytes)  # a full disk would raise SIGBUS later
             pages = mmap.mmap(descriptor, n_bytes)
             fill(_buffers(pages, len(header), tensors))
             digest = hashlib.sha256(memoryview(pages)[len(header) :]).hexdigest()
@@ -121,7 +121,7 @@ def read_mapped(path: Path) -> MappedFile:
     """Map a file that `write_mapped` has written.
 
     Raises:
-        CheckpointError: it is no such file, or damaged.
+        CheckpointError: it was not written so, or is damaged.
     """
     state = file_state(path)
     metadata, records = read_header_and_metadata(path)
@@ -145,7 +145,7 @@ def _checked(
     records: Mapping[str, TensorRecord],
 ) -> MappedFile:
     start = min((record.offset for record in records.values()), default=state.n_bytes)
-    digest = _digest(file, start)  # read, not mapped: a file that is cut meanwhile ends early
+    digest = _digest(file, start)  # read, not mapped: a truncated file just ends early
     if digest != metadata[_DIGEST_KEY]:
         raise CheckpointError(f"{file.name} is damaged: its content does not match its checksum")
     pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -164,7 +164,7 @@ def _digest(file: BinaryIO, start: int) -> str:
 
 
 def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:
-    """Length, JSON and spaces, so that the data begins aligned; as long for any digest."""
+    """Return length, JSON and padding for aligned data; the size is the same for any digest."""
     table: dict[str, object] = {"__metadata__": {**metadata, _DIGEST_KEY: digest}}
     position = 0
     for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Packed tensors of a safetensors file: what its metadata says of them (docs/packed.md).
+"""Packed tensors of a safetensors file, as described by its metadata (docs/packed.md).
 
 A packed tensor is stored as bytes, U8 [n_bytes]. The metadata names its scheme, and the dtype and
-shape of what is decoded; what the bytes mean is not known here.
+shape after decoding; the meaning of the bytes is not known here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_WEIGHTS = 2**48
 def with_packed(
     path: Path, metadata: Mapping[str, str], records: Mapping[str, TensorRecord]
 ) -> dict[str, TensorRecord]:
-    """The records of a file, those of packed tensors as what they are decoded into.
+    """Return the records of a file, with dtype and shape of packed tensors after decoding.
 
-    Raises CheckpointError for metadata that is not like that.
+    Raises CheckpointError for malformed metadata.
     """
     text = metadata.get(METADATA_KEY)
     if text is None:

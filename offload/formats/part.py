@@ -1,4 +1,4 @@
-"""A few bytes of a large file, without what a kernel reads around them."""
+"""Reads of a few bytes of a large file, without the kernel's read-ahead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PAGE = mmap.PAGESIZE
 
 
 def read_part(path: Path, offset: int, n_bytes: int) -> bytes:
-    """Read `n_bytes` from `offset` on, fewer where the file ends, and leave none in the page cache.
+    """Read `n_bytes` from `offset` on, fewer at the file's end, and leave none in the page cache.
 
-    That cache counts in a memory cgroup, and reads 64 KiB for every few bytes. Raises OSError.
+    Cached pages count in a memory cgroup, and read-ahead is 64 KiB. Raises OSError.
     """
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
@@ -20,7 +20,7 @@ def read_part(path: Path, offset: int, n_bytes: int) -> bytes:
             return os.pread(descriptor, n_bytes, offset)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read nothing ahead
         result = os.pread(descriptor, n_bytes, offset)
-        # Pages that the range has a part of, too: DONTNEED keeps those.
+        # Includes the partial pages at both ends: DONTNEED would leave those.
         start, end = offset // _PAGE * _PAGE, -(-(offset + n_bytes) // _PAGE) * _PAGE
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         return result

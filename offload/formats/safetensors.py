@@ -1,8 +1,8 @@
-"""The header of one safetensors file, read with distrust.
+"""The header of one safetensors file, an untrusted input.
 
 File format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a
 JSON object `name -> {dtype, shape, data_offsets: [begin, end]}` with offsets relative to the end of
-the header, then the data. A checkpoint is untrusted input: every figure of a header is checked
+the header, then the data. A checkpoint is untrusted input: every number of a header is checked
 before it is used, and a file that is wrong in any way is refused with one clear error.
 """
 
@@ -20,7 +20,7 @@ from offload.units import MIB, format_bytes
 
 MAX_HEADER_BYTES = 16 * MIB  # a shard of 10,000 tensors needs about 1 MiB
 MAX_TENSORS = 2**16  # of one file
-MAX_JSON_VALUES = 2**20  # 16 for each tensor; Python takes about 100 bytes and 1 us for one
+MAX_JSON_VALUES = 2**20  # 16 per tensor; Python takes about 100 bytes and 1 us for one
 MAX_RANK = 32
 
 # Bits per element; F4 and F6 are packed, so their tensors must fill whole bytes.
@@ -35,7 +35,7 @@ DTYPE_BITS: dict[str, int] = {
 def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """Read and check the header of one safetensors file.
 
-    Of the metadata, whatever is not text is left out.
+    Metadata values that are not strings are left out.
 
     Raises:
         CheckpointError: the file cannot be read or its header is malformed.
@@ -60,12 +60,12 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, str], dict[str, Tens
     items = metadata.items() if isinstance(metadata, dict) else ()
     records = [_make_record(path, name, entry, data_start) for name, entry in table.items()]
     _check_coverage(path, records, data_start, status.st_size)
-    sequences = {name: value for name, value in items if isinstance(value, str)}
-    return sequences, {record.name: record for record in records}
+    strings = {name: value for name, value in items if isinstance(value, str)}
+    return strings, {record.name: record for record in records}
 
 
 def _read_header_bytes(file: BinaryIO, path: Path, file_bytes: int) -> tuple[bytes, int]:
-    """The JSON bytes and the absolute offset of the data."""
+    """Return the JSON bytes and the absolute offset of the data."""
     prefix = _read_exactly(file, 8)
     if len(prefix) < 8:
         raise CheckpointError(
@@ -89,7 +89,7 @@ def _read_header_bytes(file: BinaryIO, path: Path, file_bytes: int) -> tuple[byt
 
 
 def _read_exactly(file: BinaryIO, n_bytes: int) -> bytes:
-    """Up to `n_bytes`, fewer only at the end of the file (a raw read may return fewer at once)."""
+    """Read `n_bytes`, fewer only at the end of the file (a raw read may return fewer at once)."""
     chunks = []
     while n_bytes > 0 and (chunk := file.read(n_bytes)):
         chunks.append(chunk)
@@ -98,11 +98,11 @@ def _read_exactly(file: BinaryIO, n_bytes: int) -> bytes:
 
 
 def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
-    """The object that is all of `text`; no name in it occurs twice.
+    """Parse `text` as one JSON object; no name in it may occur twice.
 
     Raises CheckpointError, before it takes more memory than a few times the text's and 100 MB.
     """
-    # Each value but the first stands behind one of these; those inside of strings count along.
+    # Each value but the first follows one of these; marks inside of strings are counted, too.
     n_values = sum(text.count(mark) for mark in (b",", b"[", b"{"))
     if n_values > MAX_JSON_VALUES:
         raise CheckpointError(
@@ -160,7 +160,7 @@ def _n_bits(shape: list[int], bits: int) -> int:
 def _check_coverage(
     path: Path, records: list[TensorRecord], data_start: int, file_bytes: int
 ) -> None:
-    """The tensors must follow each other without a gap or an overlap and end at the file's end."""
+    """Check that tensors follow each other without gap or overlap and end at the file's end."""
     position = data_start
     for record in sorted(records, key=lambda record: (record.offset, record.n_bytes)):
         if record.offset != position:

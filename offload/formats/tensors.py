@@ -1,4 +1,4 @@
-"""The tensors of a model's files, whatever the format, and the error of a file that is refused."""
+"""The tensors of a model's files, in any format, and the error for a file that is refused."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TensorRecord:
     offset: int
     n_bytes: int
     scheme: str = ""
-    """How the bytes are packed (docs/packed.md); empty where they are the numbers themselves."""
+    """Packing scheme of the bytes (docs/packed.md); empty if they are the numbers themselves."""
 
 
 class FileState(NamedTuple):
-    """Which file it is, and whether it was written to."""
+    """Identity of a file and of its content, to notice changes."""
 
     device: int
     inode: int
@@ -43,7 +43,7 @@ class FileState(NamedTuple):
 
 
 def file_state(path: Path) -> FileState:
-    """Raises CheckpointError where there is no such file."""
+    """Return the state of a file. Raises CheckpointError if it does not exist."""
     try:
         return FileState.of(path.stat())
     except OSError as error:
@@ -54,7 +54,7 @@ class TensorIndex(Mapping[str, TensorRecord]):
     """All tensors of one model by name.
 
     Args:
-        states: of the files, from before their headers were read.
+        states: states of the files, from before their headers were read.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class TensorIndex(Mapping[str, TensorRecord]):
         self._states = dict(states)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a path leads to another file than when it was indexed.
+        """Raise CheckpointError if a path leads to another file than when it was indexed.
 
-        Where it does not, all that was opened meanwhile is what the index describes.
+        Otherwise all files opened meanwhile are those that the index describes.
         """
         for path, state in self._states.items():
             if file_state(path) != state:

@@ -1,7 +1,7 @@
-"""Tensors in a file without a name: it is gone with the process, whatever ends that.
+"""Tensors in a file without a name: it is gone with the process, however that ends.
 
-For what a process writes and reads again itself. Each tensor is mapped by itself and only while it
-is used, so that of a large file a small part is the process's memory at a time.
+For data that a process writes and reads again itself. Each tensor is mapped by itself and only
+while it is used, so that only a small part of a large file is in the process's memory at a time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _T = TypeVar("_T")
 
 
 class UnnamedFile:
-    """Tensors on the storage.
+    """Tensors on storage, in a file without a name.
 
     Args:
         fill: writes every tensor's bytes, one tensor after the other.
 
     Raises:
-        OSError: no room, no permission; whatever `fill` raises. Nothing is left then.
+        OSError: no space, no permission; nothing is left then, nor after an exception of `fill`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class UnnamedFile:
         self._offsets, self.n_bytes = _places(tensors)
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         try:
-            os.posix_fallocate(self._file.fileno(), 0, self.n_bytes)  # or it were a signal later
+            os.posix_fallocate(self._file.fileno(), 0, self.n_bytes)  # a full disk: SIGBUS later
             fill(_Made(self._tensors, self._mapped))
             os.fdatasync(self._file.fileno())
             self._forget_pages()
@@ -48,11 +48,11 @@ class UnnamedFile:
 
     @property
     def saved(self) -> Mapping[str, tuple[TensorShape, memoryview]]:
-        """Tensors by name, each with its bytes; mapped anew whenever it is asked for."""
+        """Tensors by name, each with its bytes; mapped again at every access."""
         return _Made(self._tensors, lambda name: (self._tensors[name], self._mapped(name)))
 
     def close(self) -> None:
-        """Give its room back. Idempotent."""
+        """Free its disk space. Idempotent."""
         if not self._file.closed:
             self._forget_pages()
             self._file.close()
@@ -61,16 +61,16 @@ class UnnamedFile:
         n_bytes = self._tensors[name].n_bytes
         if not n_bytes:
             return memoryview(bytearray())
-        # Unmapped when the last one who uses it lets go of it.
+        # Unmapped when the last reference to it is gone.
         return memoryview(mmap.mmap(self._file.fileno(), n_bytes, offset=self._offsets[name]))
 
     def _forget_pages(self) -> None:
-        """The page cache counts in a memory cgroup, too."""
+        """Drop the file's pages from the page cache, which counts in a memory cgroup, too."""
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Made(Mapping[str, _T]):
-    """Values that are made when they are asked for, and not kept."""
+    """Values that are made when they are accessed, and not cached."""
 
     def __init__(self, names: Mapping[str, object], make: Callable[[str], _T]) -> None:
         self._names, self._make = names, make
@@ -88,7 +88,7 @@ class _Made(Mapping[str, _T]):
 
 
 def _places(tensors: Sequence[TensorShape]) -> tuple[dict[str, int], int]:
-    """Offset of each, where a mapping may begin, and the bytes of all."""
+    """Return the offset of each tensor, where a mapping may begin, and the bytes of all."""
     offsets, end = {}, 0
     for tensor in tensors:
         offsets[tensor.name] = end

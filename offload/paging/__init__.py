@@ -1,1 +1,1 @@
-"""Layers of a mapped file, brought by moving pages to where they are expected."""
+"""Layers of a mapped file, loaded by moving pages to the addresses where they are expected."""

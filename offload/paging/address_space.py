@@ -1,8 +1,8 @@
-"""Address space by hand: where files are mapped, and pages that move without being copied.
+"""Low-level control of the address space: file mappings, and pages that move without a copy.
 
-All through libc by ctypes. The library is loaded so that calls keep the interpreter lock: each
-takes microseconds, and getting the lock back from a busy thread would take milliseconds. Committing
-memory takes long, and does not keep it.
+All calls go to libc through ctypes, loaded such that they keep the interpreter lock: each takes
+microseconds, and getting the lock back from a busy thread would take milliseconds. Populating
+memory takes long, and releases it.
 
 `mremap` with MREMAP_DONTUNMAP moves the pages of a range elsewhere and leaves the range reserved
 and empty. Huge pages stay huge where both addresses are multiples of their size. Source:
@@ -62,7 +62,7 @@ class MappedRange:
 
 @dataclass(frozen=True)
 class Move:
-    """Pages of [source, source + n_bytes) that are to lie at `target`."""
+    """The pages of [source, source + n_bytes), to be moved to `target`."""
 
     source: int
     target: int
@@ -81,7 +81,7 @@ class _Vma:
 
 
 def check_supported() -> None:
-    """Raise AddressSpaceError where pages cannot be moved, before anything is touched."""
+    """Raise AddressSpaceError if pages cannot be moved, before anything is touched."""
     source, target = reserve(PAGE_BYTES), reserve(PAGE_BYTES)
     try:
         protect(source, PAGE_BYTES, PROT_READ_WRITE)
@@ -95,13 +95,13 @@ def check_supported() -> None:
 
 
 def find_mapping(path: Path) -> list[MappedRange]:
-    """Where `path` is mapped in this process, by ascending address; neighbours are joined.
+    """Return the mappings of `path` in this process by ascending address, neighbours joined.
 
     Raises:
         AddressSpaceError: the file cannot be opened or mapped.
     """
-    # What maps calls device and inode is not what stat says on btrfs and overlayfs. A page that we
-    # map ourselves shows the name this file goes by. PROT_NONE keeps it from merging with others.
+    # On btrfs and overlayfs the maps file shows another device and inode than stat. A page that we
+    # map ourselves shows the identity of this file. PROT_NONE keeps it from merging with others.
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 1, prot=PROT_NONE) as own:
             address = np.frombuffer(own, np.uint8).ctypes.data
@@ -117,8 +117,8 @@ def find_mapping(path: Path) -> list[MappedRange]:
 
 
 def map_over(path: Path, mapped: MappedRange) -> None:
-    """Map this part of `path` in the place of what is mapped there; nothing is read before it is
-    looked at. Raises AddressSpaceError."""
+    """Map this part of `path` over what is mapped there; the file is read on access only.
+    Raises AddressSpaceError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -133,8 +133,8 @@ def map_over(path: Path, mapped: MappedRange) -> None:
 
 
 def reserve(n_bytes: int, address: int | None = None) -> int:
-    """Address space without memory that faults on every access; at `address` in place of what is
-    there. Returns the address."""
+    """Reserve address space without memory, in which every access faults, and return its address.
+    With `address`, it replaces what is mapped there."""
     flags = _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address is not None else 0)
     result = _libc().mmap(address or 0, n_bytes, PROT_NONE, flags, -1, 0)
     if result == _FAILED:
@@ -143,7 +143,7 @@ def reserve(n_bytes: int, address: int | None = None) -> int:
 
 
 def unmap(address: int, n_bytes: int) -> None:
-    """Give address space and memory back."""
+    """Unmap a range: release its addresses and its memory."""
     if _libc().munmap(address, n_bytes) == _FAILED:
         raise _error("munmap", n_bytes)
 
@@ -154,19 +154,20 @@ def protect(address: int, n_bytes: int, protection: int) -> None:
 
 
 def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
-    """Back a reserved range with memory of its own, zeros, on huge pages as far as they fit.
+    """Back a reserved range with zeroed memory of its own, on huge pages as far as they fit.
 
     Raises:
         MemoryError: the memory cannot be had.
-        what a signal handler raised meanwhile: see `populate`.
+        An exception of a signal handler that ran meanwhile: see `populate`.
     """
     prepare(address, n_bytes, huge=huge)
     populate(address, n_bytes)
-    settle(address, n_bytes)
+    stop_huge_pages(address, n_bytes)
 
 
 def prepare(address: int, n_bytes: int, *, huge: bool = True) -> None:
-    """Let a reserved range be populated, on huge pages as far as they fit; `settle` comes then."""
+    """Make a reserved range ready to be populated, on huge pages as far as they fit.
+    Call `stop_huge_pages` afterwards."""
     libc = _libc()
     protect(address, n_bytes, PROT_READ_WRITE)
     libc.madvise(address, n_bytes, _MADV_NOHUGEPAGE)  # not over the range's ends; may fail
@@ -176,15 +177,15 @@ def prepare(address: int, n_bytes: int, *, huge: bool = True) -> None:
         libc.madvise(start, end - start, _MADV_HUGEPAGE)
 
 
-def settle(address: int, n_bytes: int) -> None:
-    """Huge pages stay. What ends here is khugepaged's interest: it would fill ranges that are
-    partly moved out with pages that nobody counted."""
+def stop_huge_pages(address: int, n_bytes: int) -> None:
+    """Stop khugepaged for this range once it is populated: it would fill what has been moved out
+    with pages that are not counted. Existing huge pages stay huge."""
     _libc().madvise(address, n_bytes, _MADV_NOHUGEPAGE)
 
 
 def give_back_zeros(address: int, n_bytes: int) -> None:
-    """Take the whole pages of private memory that holds zeros alone, until something is written
-    there. On small pages from then on: few written bytes take few of them. Locked memory stays.
+    """Free the whole pages of a private range that holds only zeros, until it is written again.
+    It uses small pages from then on, so few written bytes take few pages. Locked memory stays.
     """
     start, end = page_up(address), page_down(address + n_bytes)
     if start < end:
@@ -193,21 +194,21 @@ def give_back_zeros(address: int, n_bytes: int) -> None:
 
 
 def give_back(address: int, n_bytes: int) -> None:
-    """Free the memory of whole private pages: they are zeros until something is written there."""
+    """Free the memory of whole private pages; they read as zeros until written again."""
     _libc().madvise(address, n_bytes, _MADV_DONTNEED)
 
 
 def keep_from_children(address: int, n_bytes: int) -> None:
-    """Processes that are forked have zeros here, and wherever these pages are moved to.
+    """Make forked processes see zeros here, and wherever these pages are moved to.
 
-    Not MADV_DONTFORK: the child would put other things in the hole, and unmap them with the model.
+    Not MADV_DONTFORK: the child would map other things in the hole, and unmap them with the model.
     """
     if _libc().madvise(address, n_bytes, _MADV_WIPEONFORK) == _FAILED:
         raise _error("madvise", n_bytes)
 
 
 def view(address: int, n_bytes: int) -> memoryview:
-    """The bytes at an address; nothing keeps them there."""
+    """Return the bytes at an address; the view does not keep them alive."""
     return memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
 
 
@@ -215,8 +216,8 @@ def move_pages(moves: Iterable[Move], done: list[Move]) -> None:
     """Move pages; each source stays reserved and empty. The targets must be reserved.
 
     Args:
-        done: what has been moved, in order, perhaps in more parts than `moves` has; true also when
-            this raises.
+        done: receives the moves made, in order, possibly split into more parts than `moves`; valid
+            also when this raises.
 
     Raises:
         AddressSpaceError: a move was refused.
@@ -238,14 +239,14 @@ def _move(move: Move, done: list[Move]) -> None:
 
 
 def _attempt(move: Move) -> bool:
-    """Whether the kernel makes the move."""
+    """Return whether the kernel made the move."""
     n_bytes = move.n_bytes
     result = _libc().mremap(move.source, n_bytes, n_bytes, _MREMAP_MOVE, move.target)
     return bool(result != _FAILED)
 
 
 def _by_vma(move: Move) -> list[Move]:
-    """Split a move at the borders of VMAs: the kernel moves one at a time.
+    """Split a move at the borders of VMAs, because the kernel moves one at a time.
 
     Ranges are laid out such that their VMAs merge again, so this is rare.
     """
@@ -255,7 +256,7 @@ def _by_vma(move: Move) -> list[Move]:
         start, stop = max(vma.start, move.source), min(vma.end, end)
         if start < stop:
             parts.append(Move(start, move.target + start - move.source, stop - start))
-        # Before 6.17 the failed call has unmapped the target; somebody may have taken the place.
+        # Before 6.17 the failed call has unmapped the target; another thread may have mapped it.
         is_target = vma.start < target_end and vma.end > move.target
         if is_target and (vma.permissions != "---p" or vma.file[1]):
             raise AddressSpaceError(f"address {move.target:#x} was taken; load the model again")
@@ -265,12 +266,12 @@ def _by_vma(move: Move) -> list[Move]:
 
 
 def n_mappings() -> int:
-    """Of this process."""
+    """Return the number of mappings of this process."""
     return _MAPS.read_bytes().count(b"\n")
 
 
 def max_mappings() -> int:
-    """That a process may have."""
+    """Return the number of mappings that a process may have."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 

@@ -1,8 +1,8 @@
-"""Pages of a mixture's tensors of experts, and who needs them.
+"""The pages of a mixture's expert tensors, and which experts use each.
 
-A tensor holds the same matrix of all experts, one after the other. Pages that neighbours share are
-needed as long as one of them is. Those at a tensor's edges, which other tensors may share, are not
-among them: see `outside`.
+A tensor holds the same matrix of all experts, one after the other. A page shared by neighbours is
+needed as long as one of them is. Pages at a tensor's edges, which other tensors may share, are not
+included: see `outside`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from offload.placement.experts import LayerExperts
 from offload.storage.aligned import PAGE_BYTES
 
 _KERNELS_BYTES = 8
-"""Of a page in the kernel's page tables, which stay when pages are freed."""
+"""Bytes per page of the kernel's page tables, which stay when pages are freed."""
 _COUNT = np.uint16
-"""Of the experts that share a page: no more than it has bytes."""
+"""Type of the number of experts that share a page, at most the bytes of a page."""
 Pages = tuple[int, int]
-"""(first, behind the last)"""
+"""(first, last + 1)"""
 
 
 @dataclass(frozen=True)
 class NonLayerRecords:
-    """What a mixture's tensors of experts are to the pager of everything else."""
+    """A mixture's expert tensors as the pager of all other weights sees them."""
 
     resident: tuple[TensorRecord, ...]
-    """Their first and last bytes, on pages that they share with others."""
+    """The tensors' first and last bytes, on pages that they share with others."""
     untouched: tuple[TensorRecord, ...]
-    """Whole pages of experts alone."""
+    """The whole pages that hold experts only."""
 
 
 def outside(layers: Iterable[LayerExperts | None]) -> NonLayerRecords:
-    """Every tensor of experts, cut where its own pages begin and end."""
+    """Return every expert tensor, cut where its own pages begin and end."""
     resident: list[TensorRecord] = []
     untouched: list[TensorRecord] = []
     for layer in layers:
@@ -58,15 +58,15 @@ def outside(layers: Iterable[LayerExperts | None]) -> NonLayerRecords:
 
 
 def overhead_bytes(layers: Iterable[LayerExperts | None]) -> int:
-    """Memory beside the experts': of what is resident of their tensors, of the page at either end
-    of what lies between, and for each page between them of the kernel's table and our own two."""
+    """Return the memory beside the experts: the resident edges of their tensors, the page at either
+    end of the pages between, and per page between them the page table and our own two entries."""
     spans = [span for layer in layers for span, _ in tensors_of(layer)]
     n_pages = sum(max(0, span.inner.end - span.inner.start) // PAGE_BYTES for span in spans)
     return 4 * PAGE_BYTES * len(spans) + (_KERNELS_BYTES + _COUNT().itemsize + 1) * n_pages
 
 
 def tensors_of(layer: LayerExperts | None) -> Iterator[tuple[Span, TensorRecord]]:
-    """(all experts' bytes, the first expert's record) of each tensor of a layer."""
+    """Yield (all experts' bytes, the first expert's record) of each tensor of a layer."""
     if layer is None:
         return
     for first, last in zip(layer.tensors[0], layer.tensors[-1], strict=True):
@@ -75,15 +75,15 @@ def tensors_of(layer: LayerExperts | None) -> Iterator[tuple[Span, TensorRecord]
 
 @dataclass
 class Region:
-    """The whole pages of one tensor, and how many experts that are in memory have each."""
+    """The whole pages of one tensor, and how many of the experts in memory use each."""
 
     span: Span  # of the tensor
     slice_bytes: int
     address: int
-    """Of the first page of `span.inner`."""
+    """Address of the first page of `span.inner`."""
     n_users: np.ndarray = field(init=False)
     is_border: np.ndarray = field(init=False)
-    """Where a mapping of pages in memory may begin or end; one longer than there are pages."""
+    """Whether a mapping may begin or end at a page; one entry more than there are pages."""
 
     def __post_init__(self) -> None:
         self.n_users = np.zeros(self.n_bytes // PAGE_BYTES, dtype=_COUNT)
@@ -100,35 +100,35 @@ class Region:
         return first, max(first, min(len(self.n_users), behind))
 
     def at(self, run: Pages) -> int:
-        """Where its first page is."""
+        """Return the address of the first page of `run`."""
         return self.address + run[0] * PAGE_BYTES
 
     def use(self, expert: int) -> list[Pages]:
-        """Pages that are needed from now on, and are not there."""
+        """Count one more expert; return the pages that are needed from now on and not in memory."""
         first, behind = self.pages_of(expert)
         self.n_users[first:behind] += 1
         return _runs(self.n_users[first:behind] == 1, first)
 
     def leave(self, expert: int) -> list[Pages]:
-        """Pages that are not needed any more."""
+        """Count one expert less; return the pages that are not needed any more."""
         first, behind = self.pages_of(expert)
         self.n_users[first:behind] -= 1
         return _runs(self.n_users[first:behind] == 0, first)
 
     def note_mapping(self, run: Pages) -> None:
-        """These pages came together: they are one mapping."""
+        """Note that these pages were mapped together and are one mapping."""
         self.is_border[run[0] : run[1]] = False
         self.is_border[[run[0], run[1]]] = True
 
     def pieces(self, run: Pages) -> list[Fetched]:
-        """Of pages in memory, those that are one mapping each."""
+        """Split pages in memory into runs of one mapping each."""
         inside = run[0] + 1 + np.flatnonzero(self.is_border[run[0] + 1 : run[1]])
         borders = [run[0], *map(int, inside), run[1]]
         return [(self, read_chunk) for read_chunk in pairwise(borders)]
 
 
 def _runs(is_in: np.ndarray, first: int) -> list[Pages]:
-    """Ranges of True, counted from `first` on."""
+    """Return the ranges of True, counted from `first` on."""
     borders = np.flatnonzero(np.diff(np.concatenate(([0], is_in.astype(np.int8), [0]))))
     return [(first + int(a), first + int(b)) for a, b in borders.reshape(-1, 2)]
 
@@ -141,7 +141,7 @@ def n_bytes_of(run: Pages) -> int:
 
 
 def joined(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Neighbours become one; of each region they come in order."""
+    """Join adjacent runs; those of each region must come in order."""
     by_region: dict[int, tuple[Region, list[Pages]]] = {}
     for region, run in fetched:
         by_region.setdefault(id(region), (region, []))[1].append(run)

@@ -1,9 +1,9 @@
-"""How long missing experts take on this machine, measured once with the caches themselves.
+"""Time to fetch missing experts on this machine, measured once with the caches themselves.
 
-That is more than the storage's bandwidth says, which is measured with long reads: an expert is a
-few reads of a MB or two, and the pages that they go to are taken from other experts. So the caches
-are asked for experts that they do not have, and the time that takes is kept, as the storage's
-bandwidth is, and as little under a limit on reading.
+It is longer than the storage's bandwidth suggests, which is measured with long reads: an expert is
+a few reads of a MB or two, into pages that are taken from other experts. So the caches are asked
+for experts that they do not have. The result goes to the disk cache as the storage's bandwidth
+does, and like it not under a read limit.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from offload.storage.direct_io import DirectFile
 from offload.storage.read_limit import read_limit_in_force
 
 _SECONDS = 0.5
-_WARM_UP_SECONDS = 0.1  # the first experts find free room, and limits on reading allow a burst
-_MIN_BYTES = 64 << 20  # a shorter measurement is not worth remembering
+_WARM_UP_SECONDS = 0.1  # the first experts find free memory, and read limits allow a burst
+_MIN_BYTES = 64 << 20  # a shorter measurement is not worth caching
 _FIGURE = "seconds_per_byte"
 
 Fetch = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
-class _Bringer:
-    """A cache of its own, with little room."""
+class _Fetcher:
+    """An expert cache of its own, with little memory."""
 
     fetch: Fetch
     stats: ExpertStats
@@ -45,7 +45,7 @@ class _Bringer:
 
 @dataclass(frozen=True)
 class _Access:
-    """What it brought, and how long it took."""
+    """One access: the bytes of experts fetched, and the seconds it took."""
 
     began: float
     seconds: float
@@ -53,9 +53,9 @@ class _Access:
 
 
 def missing_seconds_per_byte(layers: Sequence[LayerExperts | None]) -> float:
-    """Of weights of experts that are not in memory, all that bringing them takes.
+    """Return the seconds per byte of expert weights that fetching missing experts takes in all.
 
-    Takes memory for the experts of a token in one layer, less than any run needs.
+    Takes memory for one token's experts in one layer, less than any run needs.
 
     Raises:
         StorageError: a file cannot be read.
@@ -68,56 +68,56 @@ def missing_seconds_per_byte(layers: Sequence[LayerExperts | None]) -> float:
     known = None if is_limited else _sane((load_cached_figure(cache) or {}).get(_FIGURE))
     if known is not None:
         return known
-    with beside_other_processes() as rest:
+    with beside_other_processes() as load:
         n_bytes, seconds = _measure(layers, paths)
     result = seconds / n_bytes
-    if n_bytes >= _MIN_BYTES and not is_limited and not rest.are_busy:
-        save_cached_figure(cache, {_FIGURE: result}, "how fast missing experts are brought")
+    if n_bytes >= _MIN_BYTES and not is_limited and not load.are_busy:
+        save_cached_figure(cache, {_FIGURE: result}, "how fast missing experts are fetched")
     return result
 
 
 def _measure(layers: Sequence[LayerExperts | None], paths: Sequence[Path]) -> tuple[float, float]:
-    """(bytes of weights, seconds that bringing them took)."""
+    """Return (bytes of weights, seconds that fetching them took)."""
     for path in paths:
         file = DirectFile(path)
-        file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
+        file.drop_cached()  # recently read or written pages would hide the storage's speed
         file.close()
-    with _bringer(ExpertCachePlan(tuple(layers), _n_slots(layers)), paths) as item:
+    with _fetcher(ExpertCachePlan(tuple(layers), _n_slots(layers)), paths) as fetcher:
         started = time.perf_counter()
         warm, end = started + _WARM_UP_SECONDS, started + _WARM_UP_SECONDS + _SECONDS
-        visits: list[_Access] = []
-        while not visits or visits[-1].began < end:
-            visits.append(_access(item, layers))
-    counted = [access for access in visits if access.began >= warm and access.n_bytes] or visits
+        accesses: list[_Access] = []
+        while not accesses or accesses[-1].began < end:
+            accesses.append(_access(fetcher, layers))
+    counted = [access for access in accesses if access.began >= warm and access.n_bytes] or accesses
     return sum(access.n_bytes for access in counted), sum(access.seconds for access in counted)
 
 
-def _access(item: _Bringer, layers: Sequence[LayerExperts | None]) -> _Access:
-    """Of any layer, with as many experts as are counted to miss."""
+def _access(fetcher: _Fetcher, layers: Sequence[LayerExperts | None]) -> _Access:
+    """Access a random layer with as many experts as a token is assumed to miss."""
     layer, experts = random.choice([(i, x) for i, x in enumerate(layers) if x is not None])
     asked = random.sample(range(len(experts.tensors)), _n_missing(experts))
-    found_before = item.stats.n_hits
+    hits_before = fetcher.stats.n_hits
     began = time.perf_counter()
-    item.fetch(layer, asked)
+    fetcher.fetch(layer, asked)
     seconds = time.perf_counter() - began
-    n_missing = len(asked) - (item.stats.n_hits - found_before)
+    n_missing = len(asked) - (fetcher.stats.n_hits - hits_before)
     return _Access(began, seconds, n_missing * experts.n_bytes / len(experts.tensors))
 
 
 @contextmanager
-def _bringer(expert_cache: ExpertCachePlan, paths: Sequence[Path]) -> Iterator[_Bringer]:
-    """The cache that computes with such experts, at addresses of its own."""
+def _fetcher(expert_cache: ExpertCachePlan, paths: Sequence[Path]) -> Iterator[_Fetcher]:
+    """Yield the cache that is used with such experts, at addresses of its own."""
     if not any(x.is_at_once for x in expert_cache.layers if x is not None):
         cache = ExpertCache(expert_cache)
         try:
-            yield _Bringer(lambda layer, ids: _exhaust(cache, layer, ids), cache.stats)
+            yield _Fetcher(lambda layer, ids: _exhaust(cache, layer, ids), cache.stats)
         finally:
             cache.close()
         return
     with ExitStack() as reserved:
         paged = PagedExperts(expert_cache, {path: [_reserved(path, reserved)] for path in paths})
         try:
-            yield _Bringer(paged.fetch, paged.stats)
+            yield _Fetcher(paged.fetch, paged.stats)
         finally:
             if not paged.close():
                 reserved.pop_all()  # a read goes on: its pages stay
@@ -129,7 +129,7 @@ def _exhaust(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
 
 
 def _reserved(path: Path, into: ExitStack) -> MappedRange:
-    """Address space for a whole file."""
+    """Reserve address space for a whole file."""
     n_bytes = page_up(path.stat().st_size)
     address = reserve(n_bytes)
     into.callback(unmap, address, n_bytes)
@@ -137,8 +137,8 @@ def _reserved(path: Path, into: ExitStack) -> MappedRange:
 
 
 def _n_missing(experts: LayerExperts) -> int:
-    """Of a visit: half of what a token asks for. One alone took a fifth longer for each byte than
-    two to four of 6 MB, which were equal."""
+    """Return the misses per access: half of what a token asks for. A single one took a fifth longer
+    per byte than two to four of 6 MB, which were equal."""
     return max(1, experts.n_used // 2)
 
 
@@ -152,7 +152,7 @@ def _paths(layers: Sequence[LayerExperts | None]) -> list[Path]:
 
 
 def _name(layers: Sequence[LayerExperts | None], path: Path) -> str:
-    """Of the file of the figure: of a device, a kind of cache, and experts of one size."""
+    """Return the cache file's name: per device, kind of expert cache, and size of the experts."""
     largest = max((x for x in layers if x is not None), key=lambda x: x.slot_bytes)
     kind = "moved" if largest.is_at_once else "slots"
     counts = f"{largest.slot_bytes}-{len(largest.tensors[0])}-{_n_missing(largest)}"

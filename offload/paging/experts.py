@@ -1,11 +1,11 @@
 """Experts of a mixture at the addresses where its file is mapped: a cache of their pages.
 
-Somebody else (llama.cpp) has mapped a file and computes from those addresses; of the experts it
-touches those that rows were routed to. A tensor holds the same matrix of all experts, one after the
-other: the pages of those that are in memory are there, all others are address space without access,
-so that computing with what was not brought is a crash, never a wrong result.
+Another library (llama.cpp) has mapped a file and computes from those addresses; it touches only the
+experts that tokens were routed to. A tensor holds the same matrix of all experts, one after the
+other. Pages of cached experts are in memory, all others are address space without access, so that
+computing with an expert that was not fetched is a crash, never a wrong result.
 
-    experts.bring(layer, ids)     all of them are at their addresses until the next call
+    experts.fetch(layer, ids)     all of them are at their addresses until the next call
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from offload.units import MIB, format_bytes
 
 _READ_BYTES = 8 * MIB
 _SHARE_OF_MAPPINGS = 0.5
-"""Of those that the system allows: with more, experts get new pages, whose mappings join their
-neighbours'. 44 544 matrices, half of them held, came to 65 500 with pages that move."""
+"""Share of the allowed mappings above which experts get new pages, whose mappings join their
+neighbours'. With moved pages 44 544 matrices, half of them cached, came to 65 500."""
 _EXPERTS_OF_A_COUNT = 2048
-"""Brought between two counts, which take 1.1 ms for each 1 000 mappings. An expert has up to three
-matrices, each of which may make two mappings more: 12 288 in all, of usually 65 530."""
+"""Experts fetched between two counts, which take 1.1 ms per 1 000 mappings. An expert has up to
+three matrices, each of up to two more mappings: 12 288 in all, of usually 65 530."""
 
 
 class PagedExperts:
-    """Experts of one mapped model, for one pass at a time.
+    """Experts of one mapped model, for one forward pass at a time.
 
     `close` must come before the mapping's owner unmaps the file.
 
     Args:
-        room: how much memory their pages may take, and all experts.
+        expert_cache: the experts, and how much memory their pages may take.
 
     Raises:
         AddressSpaceError: a tensor is not mapped exactly once.
@@ -91,9 +91,9 @@ class PagedExperts:
         self._is_closed = False
         self._reads: list[Future[Failure]] = []
         self._left: list[tuple[int, int]] = []
-        """(layer, expert) of a visit that was given up while it read them."""
+        """(layer, expert) of an access that was given up while it read them."""
         self._unneeded: list[Fetched] = []
-        """Pages that are to be given up: before the next visit, where the system refused it."""
+        """Pages to be freed; where the system refuses it, before the next access."""
         self._n_uncounted, self._may_move = _EXPERTS_OF_A_COUNT, True
         self._readers = ExpertReaders(self._paths(), n_readers, storage)
         try:
@@ -109,17 +109,17 @@ class PagedExperts:
 
     @property
     def unread_bytes(self) -> int:
-        """Memory that they may still take."""
+        """Memory that the experts may still take."""
         return max(0, self._max_bytes - self._n_used_bytes)
 
     @no_capacity_is_memory_error()
     def fetch(self, layer: int, experts: Collection[int], check: Check | None = None) -> None:
-        """Have these of a layer at their addresses, until the next call.
+        """Fetch these experts of a layer to their addresses, where they stay until the next call.
 
         Raises:
             StorageError: a read failed, or a file was changed.
             MemoryError: memory for them cannot be had.
-            SpecdecError: it was closed.
+            SpecdecError: this was closed, or the experts exceed its memory.
         """
         self._readers.check_open()
         self._forget_left(check)
@@ -137,8 +137,8 @@ class PagedExperts:
             self._readers.stall_for(self._reads, layer, check)
             self._readers.check_unchanged()
         except BaseException:
-            # A read may never end (a dead network mount): the next visit waits for it, before its
-            # pages are given back.
+            # A read may never end (a dead network mount): the next access waits for it before its
+            # pages are freed.
             self._left = [(layer, expert) for expert in admitted]
             for read in self._reads:
                 read.cancel()
@@ -147,7 +147,7 @@ class PagedExperts:
             raise
 
     def _forget_left(self, check: Check | None = None) -> None:
-        """What a visit that was given up has begun to bring."""
+        """Forget the experts that an abandoned access has begun to fetch."""
         if self._left:
             self._readers.wait_for(self._reads, check)
         while self._left:
@@ -157,14 +157,14 @@ class PagedExperts:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Memory and mappings of what nobody needs; what was moved has left its mapping behind."""
+        """Free memory and mappings of unneeded pages; pages that were moved left their mapping."""
         while self._unneeded:
             region, run = self._unneeded[-1]
             reserve(n_bytes_of(run), region.at(run))
             self._unneeded.pop()
 
     def _count_mappings(self) -> None:
-        """Pages that move are mappings of their own, and a process may have only so many."""
+        """Decide whether pages may move: they become mappings, whose number is limited."""
         if self._n_uncounted >= _EXPERTS_OF_A_COUNT:
             self._may_move = n_mappings() < _SHARE_OF_MAPPINGS * max_mappings()
             self._n_uncounted = 0
@@ -180,7 +180,7 @@ class PagedExperts:
     def _admit(
         self, layer: int, missing: Iterable[int], cached: Collection[int], admitted: list[int]
     ) -> list[Fetched]:
-        """Give experts their pages, first those of others that make room; names the pages."""
+        """Give experts their pages, first those of evicted ones; return the pages to be read."""
         lacking: list[Fetched] = []
         for expert in missing:
             self._directory.admit(layer, expert, cached)
@@ -188,14 +188,14 @@ class PagedExperts:
             lacking += [(r, run) for r in self._regions[layer] for run in r.use(expert)]
         self._n_used_bytes += sum(n_bytes_of(run) for _, run in lacking)
         try:
-            self._make_capacity(layer, cached)
+            self._evict_surplus(layer, cached)
             _move(self._unneeded if self._may_move else (), lacking)
         finally:
             self._give_up()
         return lacking
 
-    def _make_capacity(self, layer: int, cached: Collection[int]) -> None:
-        """Until no more is used than may be; the pages still are in memory."""
+    def _evict_surplus(self, layer: int, cached: Collection[int]) -> None:
+        """Evict experts until the cache fits its limit; their pages stay in memory for now."""
         while self._n_used_bytes > self._max_bytes:
             self._was_full = True
             victim = self._directory.evict(layer, cached)
@@ -209,18 +209,18 @@ class PagedExperts:
             self._unneeded += self._leave(*victim)
 
     def _leave(self, layer: int, expert: int) -> list[Fetched]:
-        """Pages that nobody needs without this expert; they are not counted any more."""
+        """Return the pages that are not needed without this expert; they no longer count."""
         left = [(r, run) for r in self._regions[layer] for run in r.leave(expert)]
         self._n_used_bytes -= sum(n_bytes_of(run) for _, run in left)
         return left
 
     def _begin(self, fetched: Iterable[Fetched]) -> None:
-        """Read all of it, in the order of the file, many reads at a time."""
+        """Begin to read all pages, in the order of the file, many reads at a time."""
         parts = sorted(
             ((region, part) for region, run in joined(fetched) for part in split(run, _READ_BYTES)),
             key=lambda x: (str(x[0].span.path), x[0].span.start, x[1]),
         )
-        # One by one: where the pool takes no more, those that it has are waited for all the same.
+        # One by one: if the pool refuses one, the reads that it has are still waited for.
         self._reads = []
         for part in parts:
             self._reads.append(self._begin_one(*part))
@@ -231,16 +231,16 @@ class PagedExperts:
         return self._readers.begin(read_chunk, partial(_populated, region.at(run), n_bytes))
 
     def _all(self) -> Iterator[Region]:
-        """Those that have pages of their own."""
+        """Return the regions that have pages of their own."""
         return (r for regions in self._regions.values() for r in regions if r.n_bytes)
 
     def _paths(self) -> set[Path]:
         return {region.span.path for region in self._all()}
 
     def close(self) -> bool:
-        """Give threads, files and memory back; the addresses stay reserved. Idempotent.
+        """Free threads, files and memory; the addresses stay reserved. Idempotent.
 
-        False where a read does not return: its pages are in use, and must stay mapped."""
+        Returns False if a read does not return: its pages are in use and must stay mapped."""
         if not self._readers.close():
             return False
         if not self._is_closed:
@@ -256,11 +256,11 @@ def _populated(address: int, n_bytes: int) -> memoryview:
 
 
 def _move(freed: Iterable[Fetched], lacking: Iterable[Fetched]) -> None:
-    """Pages of experts that went become those of experts that come; new ones where they lack.
+    """Move pages of evicted experts to those fetched, and map new pages for what is lacking.
 
-    Moving 216 pages takes 17 us; giving them up and having as many new ones, which the kernel
-    clears, takes 425. A move is of pages that are one mapping (`Region.pieces`), as the kernel
-    wants it; large pieces go where much lacks, and what is left over of either is little.
+    Moving 216 pages takes 17 us; freeing them and mapping as many new ones, which the kernel
+    clears, takes 425. Each move is within one mapping (`Region.pieces`), as the kernel requires;
+    large runs go where much is lacking, which leaves little of either.
     """
     pieces = sorted((x for region, run in freed for x in region.pieces(run)), key=_size)
     moves: list[Move] = []

@@ -1,4 +1,4 @@
-"""The memory side of the pager: slots whose pages can be lent, and the mapping they are lent to."""
+"""The pager's memory: slots whose pages can be moved out, and the mapping they are moved to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.paging.address_space import (
     prepare,
     protect,
     reserve,
-    settle,
+    stop_huge_pages,
     unmap,
     view,
 )
@@ -43,7 +43,7 @@ _PROBES = 5
 
 @cache
 def move_seconds_per_byte() -> float:
-    """What lending a layer's pages and taking them back takes, measured once in a process.
+    """Measure once per process what moving a layer's pages there and back takes, per byte.
 
     Raises AddressSpaceError where the system cannot move pages.
     """
@@ -67,7 +67,7 @@ def move_seconds_per_byte() -> float:
 
 @contextmanager
 def no_capacity_is_memory_error() -> Iterator[None]:
-    """A refusal for want of room becomes a MemoryError."""
+    """Turn a refusal for lack of memory or mappings into a MemoryError."""
     try:
         yield
     except AddressSpaceError as error:
@@ -79,9 +79,9 @@ def no_capacity_is_memory_error() -> Iterator[None]:
 class PageMemory:
     """The memory of one slot: `body_bytes` on huge pages, then `edge_bytes` on small ones.
 
-    Whoever first asks for its view commits it: a reader, while the model is being loaded. Its
-    content stays in this process: what a forked one shared would be there twice once a reader
-    writes to it. Raises MemoryError.
+    The first access to its view commits it: by a reader, while the model is being loaded. Forked
+    processes do not share the content: it would be there twice once a reader writes to it.
+    Raises MemoryError.
     """
 
     def __init__(self, body_bytes: int, edge_bytes: int) -> None:
@@ -98,14 +98,14 @@ class PageMemory:
 
     @property
     def view(self) -> memoryview:
-        """The memory, to be used while it is lent to nobody. Raises MemoryError."""
+        """The slot's memory, valid while none of its pages are at a layer. Raises MemoryError."""
         self.commit()
         return view(self.address, self._n_bytes)
 
     def commit(self) -> None:
-        """Have all of the memory from now on. Idempotent.
+        """Back the whole slot with memory. Idempotent.
 
-        Not left to the reads: what a first, smaller layer does not fill would be small pages later.
+        Not left to the reads: what a first, smaller layer does not fill would get small pages.
         Raises MemoryError.
         """
         with self._committing, no_capacity_is_memory_error():
@@ -122,7 +122,7 @@ class PageMemory:
             keep_from_children(self.address, self._n_bytes)
 
     def close(self) -> None:
-        """Give the memory back, except for pages that are lent."""
+        """Free the memory, except for pages that are at a layer."""
         if self._n_reserved:
             unmap(self._reserved, self._n_reserved)
             self._n_reserved = 0
@@ -133,7 +133,7 @@ class PageMemory:
 
 @dataclass
 class LayerMapping:
-    """Pages of a slot for the addresses of a layer, and which of them have been moved."""
+    """Moves of a slot's pages to the addresses of a layer, and those that were made."""
 
     moves: tuple[Move, ...]  # from the slot to the layer
     _acquired: list[Move] = field(default_factory=list)
@@ -143,7 +143,7 @@ class LayerMapping:
         return cls(tuple(Move(slot_address + p.slot_offset, p.address, p.n_bytes) for p in parts))
 
     def acquire(self) -> None:
-        """Bring the pages to the layer, for reading. Raises AddressSpaceError."""
+        """Move the pages to the layer, for reading. Raises AddressSpaceError."""
         for move in self.moves:
             protect(move.source, move.n_bytes, PROT_NONE)
         move_pages(self.moves, self._acquired)
@@ -151,7 +151,7 @@ class LayerMapping:
             protect(move.target, move.n_bytes, PROT_READ)
 
     def take_back(self) -> None:
-        """Bring those that were lent to the slot, for writing. Raises AddressSpaceError."""
+        """Move acquired pages back to the slot, for writing. Raises AddressSpaceError."""
         for move in self.moves:
             protect(move.target, move.n_bytes, PROT_NONE)
         move_pages([Move(m.target, m.source, m.n_bytes) for m in self._acquired], [])
@@ -163,16 +163,16 @@ class LayerMapping:
 def read_resident(
     plan: PagingPlan,
     layers: Sequence[LayerWeights],
-    other_processes: Iterable[TensorRecord],
+    other_tensors: Iterable[TensorRecord],
     progress: Progress | None,
     *,
     read_bytes: int,
     n_readers: int,
     storage: OpenStorage,
 ) -> BackgroundReads:
-    """Put memory in the place of the mapping, and begin to read the file's bytes into it.
+    """Replace the resident ranges' mapping with memory, and begin to read the file into it.
 
-    others: tensors outside of the layers, whether they stay or lie beside what does.
+    other_tensors: non-layer tensors, resident or not.
     Errors: see Pager.
     """
     base = min((r.address for r in plan.resident), default=0)
@@ -191,11 +191,11 @@ def read_resident(
 
     def finish() -> None:
         for part in plan.resident:
-            settle(part.address, part.n_bytes)
+            stop_huge_pages(part.address, part.n_bytes)
             protect(part.address, part.n_bytes, PROT_READ)
 
     return BackgroundReads(
-        by_need(Layout(extents, {}, end - base).pieces(read_bytes), layers, other_processes),
+        by_need(Layout(extents, {}, end - base).pieces(read_bytes), layers, other_tensors),
         len(layers),
         fetch,
         finish=finish,
@@ -206,7 +206,7 @@ def read_resident(
 
 
 def reserve_streamed(plan: PagingPlan) -> None:
-    """Put reserved address space in the place of the layers."""
+    """Replace the mapping of the layers with reserved address space."""
     for layer in plan.layers:
         for part in layer.parts:
             reserve(part.n_bytes, part.address)

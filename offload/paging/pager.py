@@ -1,17 +1,17 @@
 """Layers of a mapped file in order, at the addresses where the file is mapped.
 
-Somebody else (llama.cpp) has mapped a file and computes from those addresses. The pager takes the
-pages of the layers away and brings them back for the time they are needed:
+Another library (llama.cpp) has mapped a file and computes from those addresses. The pager removes
+the pages of the layers and moves them back for the time they are needed:
 
     with pager.layer(i):        # blocks until layer i lies at its addresses
-        compute()               # leaving takes its pages back, for the readers to fill
+        compute()               # the pages go back at the end, for the readers to fill
 
 Slots are filled from storage as those of `WeightStreamer`, at addresses of their own; then their
 *pages* are moved to the layer's addresses, and moved back afterwards. No page is copied, zeroed or
 freed on the way, so that the memory taken is the same from the first layer to the last.
 
 A layer that is not in memory is address space without access: computing on it is a crash, never a
-wrong result. For that a range is closed before its pages are moved, and opened after it.
+wrong result. So a range is protected before its pages are moved, and readable only afterwards.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from offload.units import Progress
 class Pager(PinningAccess[HostMemory, None]):
     """The weights of all layers of a mapped file.
 
-    `close` must come before the mapping's owner unmaps the file: it is the pager's to fill until
-    then.
+    `close` must come before the mapping's owner unmaps the file; until then the mapping belongs to
+    the pager.
 
     Args:
         layers: in the order of use; some may be wholly resident.
-        resident: tensors outside of the layers to be held in memory.
+        resident: non-layer tensors that stay in memory.
         mappings: where each file is mapped.
-        n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
+        n_slots: depth of the ring, 1 (no overlap) or more, at most the number of streamed layers.
         untouched: tensors that remain as they are mapped. Only named tensors can be told from
             padding: between a layer's tensors, what is not named is paged along with them.
         read_bytes, n_readers, storage, progress, poison: as for WeightStreamer.
@@ -76,19 +76,19 @@ class Pager(PinningAccess[HostMemory, None]):
         check_supported()
         resident, untouched = tuple(resident), tuple(untouched)
         self._plan = plan = plan_paging(layers, resident, mappings, untouched)
-        rest = (*resident, *untouched)
+        other_tensors = (*resident, *untouched)
         options = RingOptions(n_slots, read_bytes, n_readers, storage, poison)
         reads = options.plan([layer.reads for layer in plan.layers])
-        self._loans: dict[int, LayerMapping] = {}
-        """By the ticket of what came through the ring."""
-        self._retained: dict[int, LayerMapping] = {}
-        """By the layer that is held."""
+        self._acquired_mappings: dict[int, LayerMapping] = {}
+        """Acquired layers, by the read sequence number of their slot."""
+        self._pinned_mappings: dict[int, LayerMapping] = {}
+        """Pinned layers, by index."""
         try:
             reserve_streamed(plan)
             background = read_resident(
                 plan,
                 layers,
-                rest,
+                other_tensors,
                 progress,
                 read_bytes=read_bytes,
                 n_readers=n_readers,
@@ -128,30 +128,32 @@ class Pager(PinningAccess[HostMemory, None]):
             self._cursor.check(index)  # closed while this waited?
             if taken is not None:
                 parts, address = self._plan.layers[index].parts, taken.slot.buffer.address
-                self._loans[taken.read_number] = layer_mapping = LayerMapping.of(parts, address)
+                self._acquired_mappings[taken.read_number] = layer_mapping = LayerMapping.of(
+                    parts, address
+                )
                 layer_mapping.acquire()
 
     def _take_back(self, taken: Taken[HostMemory]) -> None:
         with self._lock:
-            layer_mapping = self._loans.get(taken.read_number)  # none after `close`
+            layer_mapping = self._acquired_mappings.get(taken.read_number)  # none after `close`
             if layer_mapping is not None:
                 layer_mapping.take_back()
-                del self._loans[taken.read_number]
+                del self._acquired_mappings[taken.read_number]
 
     def _new_slot(self) -> PageMemory:
         return PageMemory(self._plan.body_bytes, self._plan.edge_bytes)
 
     def _keep(self, index: int, taken: Taken[HostMemory]) -> None:
-        """Its pages stay where they are."""
-        self._retained[index] = self._loans.pop(taken.read_number)
+        """Leave the pages of a pinned layer at its addresses."""
+        self._pinned_mappings[index] = self._acquired_mappings.pop(taken.read_number)
 
     def _let_go(self, index: int) -> None:
-        self._retained[index].take_back()  # where it fails, it can be asked for again
-        del self._retained[index]
+        self._pinned_mappings[index].take_back()  # where it fails, the layer can still be acquired
+        del self._pinned_mappings[index]
 
     def _free(self) -> None:
-        """What is lent and what is resident. The addresses stay reserved, without access: what the
-        file's owner unmaps is still there."""
-        self._loans.clear()
-        self._retained.clear()
+        """Free the pages of acquired, pinned and resident weights. The addresses stay reserved,
+        without access, for the file's owner to unmap."""
+        self._acquired_mappings.clear()
+        self._pinned_mappings.clear()
         reserve_all(self._plan)

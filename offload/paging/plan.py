@@ -1,10 +1,10 @@
-"""Which pages of a mapped file are streamed, which stay, and where streamed ones wait in a slot.
+"""Plan which pages of a mapped file are streamed, which stay, and their places in a slot.
 
 Pages are moved, not copied, and a huge page moves as one only between addresses that are multiples
 of 2 MiB. So the inner range of a span is cut at such addresses into a head, a body of whole huge
-pages, and a tail. Bodies share one part of a slot and are on huge pages for good; heads and tails
-share another, on small pages. Nothing is ever split, whatever the remainders of the addresses. It
-costs at most 2 MiB per span and slot, because either part is as large as any layer needs it.
+pages, and a tail. Bodies share one part of a slot and stay on huge pages; heads and tails share
+another, on small pages. No huge page is ever split, whatever the addresses. It costs at most 2 MiB
+per span and slot, because either part is as large as the largest need of any layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offload.storage.layout import Layout, ReadChunk
 from offload.storage.reading import resident_footprint
 
 Mappings = Mapping[Path, Sequence[MappedRange]]
-"""Where each file is mapped."""
+"""The mapped ranges of each file."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A streamed range of one file: `n_bytes` that lie at `address`, or in a slot."""
+    """A streamed range of one file: `n_bytes` at `address`, or in a slot."""
 
     address: int
     slot_offset: int
@@ -36,8 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """What is read for a layer (into the slot, by `Piece.buffer_offset`), and moved; nothing where
-    all of it is resident."""
+    """The reads of a layer (into the slot, at `ReadChunk.buffer_offset`) and its parts to be moved;
+    empty if all of it is resident."""
 
     reads: Layout
     parts: tuple[Part, ...]
@@ -51,7 +51,7 @@ class ResidentRange:
     file_offset: int
     n_bytes: int
     address: int
-    n_needed: int  # up to the last byte of a tensor; the rest may lie past the file's end
+    n_needed: int  # up to a tensor's last byte; bytes after it may lie past the file's end
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def plan_paging(
     mappings: Mappings,
     untouched: Iterable[TensorRecord] = (),
 ) -> PagingPlan:
-    """Decide about every page.
+    """Plan every page of the files.
 
     Args:
-        resident: tensors outside of the layers that stay in memory.
+        resident: non-layer tensors that stay in memory.
         untouched: further tensors in the files, whose pages remain as they are mapped.
 
     Raises:
-        ValueError: tensors overlap, or a layer streams one that is also somebody else's.
+        ValueError: tensors overlap, or a layer streams one that is also used elsewhere.
         AddressSpaceError: a tensor's pages are not mapped, or mapped twice.
     """
     resident = tuple(resident)
@@ -101,10 +101,10 @@ def plan_paging(
         resident=tuple(
             ResidentRange(
                 span.path,
-                span.non_layer.start,
-                span.non_layer.end - span.non_layer.start,
-                locate(span.non_layer, mappings),
-                span.end - span.non_layer.start,
+                span.whole_pages.start,
+                span.whole_pages.end - span.whole_pages.start,
+                locate(span.whole_pages, mappings),
+                span.end - span.whole_pages.start,
             )
             for span in resident_spans(layers, resident, spans)
         ),
@@ -114,22 +114,22 @@ def plan_paging(
 
 
 def paging_overhead_bytes(
-    layers: Sequence[LayerWeights], n_slots: int, other_processes: Iterable[TensorRecord] = ()
+    layers: Sequence[LayerWeights], n_slots: int, other_tensors: Iterable[TensorRecord] = ()
 ) -> int:
-    """Memory that a Pager takes at most beyond what `plan_residency` counts for `layers`.
+    """Return an upper bound of a Pager's memory beyond what `plan_placement` counts for `layers`.
 
-    An upper bound, because the addresses are not known yet: 2 MiB per span and slot, page edges,
-    gaps that are read along.
+    A bound, because the addresses are not known yet: 2 MiB per span and slot, page edges, and gaps
+    that are read along.
 
     Args:
-        others: the further tensors in the files, resident or not. They count for nothing, but no
-            gap that holds one is read along.
+        other_tensors: the further tensors in the files, resident or not. They do not count, but
+            no gap that holds one is read along.
     """
-    spans = streamed_spans(layers, other_processes)
+    spans = streamed_spans(layers, other_tensors)
     n_paged = sum(1 for group in _with_pages(spans) if group)
     resident = resident_spans(layers, (), spans)
     n_bytes = min(n_slots, n_paged) * _max_slot_bytes(spans)
-    n_bytes += sum(span.non_layer.end - span.non_layer.start for span in resident)
+    n_bytes += sum(span.whole_pages.end - span.whole_pages.start for span in resident)
     records = {r.name: r for layer in layers for r in layer.resident_records}
     n_streamed = sum(1 for layer in layers if layer.layout.extents)
     slot_bytes = max((layer.slot_bytes for layer in layers), default=0)
@@ -139,11 +139,11 @@ def paging_overhead_bytes(
 
 
 def paging_slot_bytes(
-    layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord] = ()
+    layers: Sequence[LayerWeights], other_tensors: Iterable[TensorRecord] = ()
 ) -> int:
-    """Memory of one slot of a Pager at most, and so of one layer that it holds; `others` as for
-    `paging_overhead_bytes`."""
-    return buffer_bytes(_max_slot_bytes(streamed_spans(layers, other_processes)))
+    """Return the maximum memory of one slot of a Pager, and so of one pinned layer;
+    `other_tensors` as for `paging_overhead_bytes`."""
+    return buffer_bytes(_max_slot_bytes(streamed_spans(layers, other_tensors)))
 
 
 def _max_slot_bytes(spans: Sequence[Sequence[Span]]) -> int:
@@ -154,7 +154,7 @@ def _max_slot_bytes(spans: Sequence[Sequence[Span]]) -> int:
 
 
 def locate(span: Span, mappings: Mappings) -> int:
-    """The address of the span's first byte."""
+    """Return the address of the span's first byte."""
     result = [
         mapped.address + span.start - mapped.file_offset
         for mapped in mappings.get(span.path, ())
@@ -170,14 +170,14 @@ def locate(span: Span, mappings: Mappings) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Consecutive ranges of a file, (address, file offset, bytes, whether on huge pages)."""
+    """Consecutive ranges of a file: (address, file offset, bytes, whether on huge pages)."""
 
     path: Path
     ranges: tuple[tuple[int, int, int, bool], ...]
 
 
 def _cut(address: int, span: Span) -> _Cut:
-    """Head, body and tail of a span at `address`; those that are empty are left out."""
+    """Cut a span at `address` into head, body and tail, without empty ones."""
     end = address + span.end - span.start
     borders = [address, _huge_up(address), _huge_down(end), end]
     if borders[1] >= borders[2]:
@@ -201,7 +201,7 @@ def _edge_bytes(cut: _Cut) -> int:
 
 
 def _lay_out(cuts: Sequence[_Cut], body_bytes: int) -> PagedLayer:
-    """Bodies from the slot's beginning on, heads and tails after `body_bytes`."""
+    """Put bodies at the slot's beginning, and heads and tails after `body_bytes`."""
     reads: list[ReadChunk] = []
     parts: list[Part] = []
     ends = {True: 0, False: body_bytes}
@@ -214,7 +214,7 @@ def _lay_out(cuts: Sequence[_Cut], body_bytes: int) -> PagedLayer:
 
 
 def _max_edge_bytes(n_bytes: int) -> int:
-    """Head and tail of a range of `n_bytes` at the worst address."""
+    """Return the largest size of head and tail of a range of `n_bytes`, at any address."""
     return n_bytes - max(0, _huge_down(n_bytes) - HUGE_PAGE_BYTES)
 
 
@@ -227,5 +227,5 @@ def _huge_up(address: int) -> int:
 
 
 def _with_pages(spans: Iterable[Iterable[Span]]) -> list[list[Span]]:
-    """Only the spans that have whole pages."""
+    """Return only the spans that have whole pages."""
     return [[span for span in group if span.inner.start < span.inner.end] for group in spans]

@@ -1,6 +1,6 @@
-"""Rows of a tensor that is looked into at a few places, read to their addresses before each pass.
+"""Matrix rows of a sparsely read tensor (embeddings), read in place before each forward pass.
 
-A mapping would bring them by itself, and end the process (SIGBUS) where the file has been cut.
+The mapping itself would page them in, but end the process (SIGBUS) if the file was truncated.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from offload.storage.direct_io import StorageError
 
 
 class RowsInPlace:
-    """Puts memory in the place of a tensor's mapping; what no pass has asked for takes none.
+    """Replaces a tensor's mapping with memory; rows that no pass has asked for take none.
 
     Args:
-        address: where the tensor is mapped.
+        address: address at which the tensor is mapped.
         beside: pages that are in memory already; the tensor may begin or end in one of them.
 
-    Rows are read through the page cache, which knows those that are used often. Raises StorageError
-    where the file cannot be opened.
+    Rows are read through the page cache, which keeps those that are used often. Raises StorageError
+    if the file cannot be opened.
     """
 
     def __init__(self, record: TensorRecord, address: int, beside: Sequence[ResidentRange]) -> None:
@@ -46,9 +46,9 @@ class RowsInPlace:
             prepare(self._start, self._end - self._start, huge=False)
 
     def read(self, rows: Iterable[int]) -> None:
-        """Bring these rows in, and let go of those before.
+        """Read these rows, and free those read before.
 
-        Raises StorageError where the file has not all of them, or was changed.
+        Raises StorageError if the file lacks some of them, or was changed.
         """
         if self._start < self._end:
             give_back(self._start, self._end - self._start)

@@ -31,8 +31,8 @@ class Span:
     end: int
 
     @property
-    def non_layer(self) -> Span:
-        """All pages that the bytes touch."""
+    def whole_pages(self) -> Span:
+        """All pages that the bytes touch, partly or wholly."""
         return Span(self.path, page_down(self.start), page_up(self.end))
 
     @property
@@ -43,36 +43,36 @@ class Span:
 
     @property
     def edges(self) -> tuple[Span, ...]:
-        """What `outer` has and `inner` has not."""
-        inner, non_layer = self.inner, self.non_layer
+        """The pages in `whole_pages` but not in `inner`."""
+        inner, whole_pages = self.inner, self.whole_pages
         if inner.start == inner.end:
-            return (non_layer,)
+            return (whole_pages,)
         edges = (
-            Span(self.path, non_layer.start, inner.start),
-            Span(self.path, inner.end, non_layer.end),
+            Span(self.path, whole_pages.start, inner.start),
+            Span(self.path, inner.end, whole_pages.end),
         )
         return tuple(edge for edge in edges if edge.start < edge.end)
 
 
 def streamed_spans(
-    layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord]
+    layers: Sequence[LayerWeights], other_tensors: Iterable[TensorRecord]
 ) -> tuple[tuple[Span, ...], ...]:
-    """The spans of each layer. A gap is bridged where nobody else's tensor lies in it."""
-    owners = _Owners(layers, other_processes)
+    """Return the spans of each layer. A gap without another owner's tensor is bridged."""
+    owners = _Owners(layers, other_tensors)
     return tuple(_merge(number, layer.streamed, owners) for number, layer in enumerate(layers))
 
 
 class _Owners:
-    """Whose each byte of the files is: a layer's number or _NO_LAYER."""
+    """The owner of each byte of the files: a layer's number or _NO_LAYER."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights], other_processes: Iterable[TensorRecord]
+        self, layers: Sequence[LayerWeights], other_tensors: Iterable[TensorRecord]
     ) -> None:
         owner_of: dict[tuple[Path, int, int], int] = {}
         claims = [(r, number) for number, layer in enumerate(layers) for r in layer.tensors]
-        for record, owner in [*claims, *((record, _NO_LAYER) for record in other_processes)]:
+        for record, owner in [*claims, *((record, _NO_LAYER) for record in other_tensors)]:
             key = (record.path, record.offset, record.offset + record.n_bytes)
-            # A tensor of two is nobody's: it may stay in memory, but not come and go.
+            # A tensor of two layers belongs to neither: it may be resident, but not streamed.
             if record.n_bytes and owner_of.setdefault(key, owner) != owner:
                 owner_of[key] = _NO_LAYER
         self._sorted: dict[Path, list[tuple[int, int, int]]] = {}
@@ -120,21 +120,21 @@ def resident_spans(
     resident: Iterable[TensorRecord],
     spans: Sequence[Sequence[Span]],
 ) -> list[Span]:
-    """What stays in memory, in order; spans whose pages touch are joined."""
-    requested = [edge for group in spans for span in group for edge in _needed_edges(span)]
-    requested += [_span_of(record) for record in resident if record.n_bytes]
+    """Return the ranges that stay in memory, in order; spans whose pages touch are joined."""
+    fixed = [edge for group in spans for span in group for edge in _needed_edges(span)]
+    fixed += [_span_of(record) for record in resident if record.n_bytes]
     for group, layer in zip(spans, layers, strict=True):
         for record in layer.resident_records:
             tensor = _span_of(record)
             if record.n_bytes and not any(_contains(span, tensor) for span in group):
-                requested.append(tensor)
+                fixed.append(tensor)
     joined: list[Span] = []
-    for span in sorted(requested, key=lambda s: (str(s.path), s.start)):
+    for span in sorted(fixed, key=lambda s: (str(s.path), s.start)):
         last = joined[-1] if joined else None
         if (
             last is not None
             and last.path == span.path
-            and span.non_layer.start <= last.non_layer.end
+            and span.whole_pages.start <= last.whole_pages.end
         ):
             joined[-1] = Span(last.path, last.start, max(last.end, span.end))
         else:
@@ -143,7 +143,7 @@ def resident_spans(
 
 
 def _needed_edges(span: Span) -> list[Span]:
-    """The edges of `span`, cut to its own bytes."""
+    """Return the edges of `span`, cut to its own bytes."""
     return [
         Span(span.path, max(edge.start, span.start), min(edge.end, span.end)) for edge in span.edges
     ]

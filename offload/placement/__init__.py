@@ -1,1 +1,1 @@
-"""Which layers stay in memory, and how long a pass over the others takes."""
+"""Which layers stay in memory, and how long a forward pass over the others takes."""

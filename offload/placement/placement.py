@@ -1,12 +1,12 @@
-"""Where each tensor of each layer lies between its uses, and what that takes. Figures only.
+"""Layer placement: the tier of each tensor between its uses, and its memory. Arithmetic only.
 
     on the device    in a GPU's memory, and computed with there
     resident         in host memory for good: computed with there, or pinned, and copied to the
                      device for each pass
     streamed         on storage: read into a slot of a ring in host memory for each pass
 
-A layer may be spread over all three. A model that the CPU computes has nothing on a device. Of one
-that a device computes, what lies outside of it arrives in one device slot, laid out as
+A layer may be spread over all three. A model that the CPU computes has nothing on a device. If a
+device computes, the part of a layer outside it arrives in one device slot, laid out as
 
     [ the host's slot, as it was read | the layer's resident tensors ]
 
@@ -69,38 +69,38 @@ class LayerWeights:
 
     @property
     def n_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(record.n_bytes for record in self.tensors)
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the streamed tensors lie in a slot."""
+        """Layout of the streamed tensors in a slot."""
         return make_layout(self.streamed)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes read for, and of a slot taken by, this layer: alignment and small gaps included."""
+        """Bytes read for this layer, as large as its slot: alignment and small gaps included."""
         return self.layout.n_bytes
 
     @cached_property
     def resident_layout(self) -> Layout:
-        """Where the resident tensors lie in a buffer of the layer's own."""
+        """Layout of the resident tensors in a buffer of the layer's own."""
         return make_layout(self.resident_records, merge_gap=0)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes copied to a device per pass, and of a device slot."""
+        """Bytes copied to a device slot per pass."""
         return self.slot_bytes + self.resident_layout.n_bytes
 
     @cached_property
     def device_slot_offsets(self) -> dict[str, tuple[int, int]]:
-        """name -> (offset in the device slot, bytes) of every tensor that is copied."""
+        """(offset in the device slot, bytes) of every tensor that is copied, by name."""
         start = self.slot_bytes
         resident = {name: (start + at, n) for name, (at, n) in self.resident_layout.tensors.items()}
         return {**self.layout.tensors, **resident}
 
     def with_resident(self, names: Iterable[str]) -> LayerWeights:
-        """The same layer with `names` in host memory."""
+        """Return the same layer with `names` in host memory."""
         return replace(self, resident=frozenset(names))
 
     def all_on_device(self) -> LayerWeights:
@@ -109,18 +109,18 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Placement:
-    """All layers of a model, in the order of use. All figures are bytes of real memory.
+    """All layers of a model, in the order of use. All sizes are bytes of real memory.
 
-    Raises ValueError where layers are to stream without a slot for it.
+    Raises ValueError if layers are to stream without a slot.
     """
 
     layers: tuple[LayerWeights, ...]
     max_slots: int = 0
     """Depth of the ring in host memory, see `n_slots`."""
     is_on_device: bool = False
-    """Computed on a device; otherwise on the CPU."""
+    """Whether a device computes; otherwise the CPU does."""
     experts: ExpertCachePlan | None = None
-    """Of a mixture: the cache of its routed experts, which are no part of `layers`."""
+    """Cache of a mixture's routed experts, which are not part of `layers`."""
 
     def __post_init__(self) -> None:
         if self.n_streamed_layers and self.max_slots < 1:
@@ -128,24 +128,24 @@ class Placement:
 
     @cached_property
     def n_streamed_layers(self) -> int:
-        """Layers of which something streams from storage."""
+        """Number of layers that stream from storage, at least in part."""
         return sum(1 for layer in self.layers if layer.slot_bytes)
 
     @property
     def streams(self) -> bool:
-        """Whether a pass on the CPU may have to read something."""
+        """Whether a pass on the CPU may have to read from storage."""
         has_all_experts = self.experts is None or self.experts.holds_all
         return self.n_streamed_layers > 0 or not has_all_experts
 
     @property
     def streamed_bytes(self) -> int:
-        """Read from storage per pass; of experts what one row is expected to miss."""
+        """Bytes read from storage per pass, with the expected expert misses of one token."""
         missed = 0 if self.experts is None else int(self.experts.bytes_per_token)
         return sum(layer.slot_bytes for layer in self.layers) + missed
 
     @property
     def n_moving_layers(self) -> int:
-        """Layers that are not wholly where they are computed when a pass comes to them."""
+        """Number of layers that are not wholly where they are computed when a pass begins them."""
         if self.is_on_device:
             return sum(1 for layer in self.layers if layer.copied_bytes)
         if self.experts is None or self.experts.holds_all:
@@ -155,7 +155,7 @@ class Placement:
 
     @property
     def moved_bytes(self) -> int:
-        """Brought there in every pass."""
+        """Bytes brought to where they are computed in every pass."""
         if self.is_on_device:
             return sum(layer.copied_bytes for layer in self.layers)
         return self.streamed_bytes
@@ -164,7 +164,7 @@ class Placement:
 
     @property
     def n_slots(self) -> int:
-        """Of the ring; 0 when nothing streams."""
+        """Slots of the ring; 0 when nothing streams."""
         return min(self.max_slots, self.n_streamed_layers)
 
     @property
@@ -183,12 +183,12 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Of the resident tensors, the ring and the cache of experts."""
+        """Memory of the resident tensors, the ring and the expert cache."""
         return self.resident_bytes + self.ring_bytes + self.expert_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """Of the cache of experts."""
+        """Memory of the expert cache."""
         return 0 if self.experts is None else self.experts.n_bytes
 
     # --- the device's memory -----------------------------------------------------------------
@@ -207,7 +207,7 @@ class Placement:
 
     @cached_property
     def device_layout(self) -> Layout:
-        """Where the tensors that stay on the device lie in their one buffer."""
+        """Layout of the tensors that stay on the device in their one buffer."""
         return _layout_of(layer.device_records for layer in self.layers)
 
     @property
@@ -216,11 +216,11 @@ class Placement:
 
     @property
     def device_bytes(self) -> int:
-        """Of what stays there and the slots."""
+        """Memory of the tensors that stay on the device and of the slots."""
         return self.device_resident_bytes + self.device_ring_bytes
 
 
 def _layout_of(groups: Iterable[tuple[TensorRecord, ...]]) -> Layout:
-    """In one buffer; a tensor that several layers share is there once."""
+    """Return the layout in one buffer; a tensor that several layers share is there once."""
     records = {record.name: record for group in groups for record in group}
     return make_layout(records.values(), merge_gap=0)

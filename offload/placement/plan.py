@@ -5,7 +5,7 @@ pinned set saves exactly its share of the reads. With B bytes for weights, L lay
 pinning a whole layer costs its size and saves its size per pass; pinning the same tensor (a *role*,
 such as the down projection) in all layers also shrinks every slot, so the same memory saves
 L / (L - W) as much. Hence the order: roles in all layers, then whole layers spread evenly among the
-rest (their compute hides the next one's read), then single tensors with what is left.
+others (their compute hides the next one's read), then single tensors with the memory left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_N_SLOTS = 3
 MIN_N_SLOTS = 2
 _MAX_ROLES = 10  # all subsets are tried; a decoder layer has about seven large tensors
 _MIN_ROLE_SHARE = 0.01  # of a layer: smaller tensors (norms, biases) are not worth a subset
-_MAX_CANDIDATES = 64  # are laid out exactly, the best estimate first, until one fits
+_MAX_CANDIDATES = 64  # number laid out exactly, the best estimate first, until one fits
 _PAYS_FOR_A_SLOT = 0.9  # two slots instead of three must save a tenth of the reads
 
 
@@ -61,7 +61,7 @@ def plan_placement(
 
 
 def pin_all(layers: Sequence[LayerWeights]) -> tuple[LayerWeights, ...]:
-    """All that is not on a device in host memory."""
+    """Return the layers with everything that is not on a device in host memory."""
     return tuple(
         layer.with_resident(frozenset(r.name for r in layer.tensors) - layer.on_device)
         for layer in layers
@@ -71,10 +71,10 @@ def pin_all(layers: Sequence[LayerWeights]) -> tuple[LayerWeights, ...]:
 def min_host_bytes(
     layers: Sequence[LayerWeights], n_slots: int | None, *, is_on_device: bool = False
 ) -> int:
-    """Host memory that is enough: for slots alone, or for all tensors where that is less.
+    """Return enough host memory: for slots alone, or for all tensors if that is less.
 
     Args:
-        layers: with what is on the device, and nothing else placed.
+        layers: with the tensors on the device, and no other placement.
         n_slots: depth of the ring; None: two.
     """
     streamed = Placement(tuple(layers), n_slots or MIN_N_SLOTS, is_on_device)
@@ -85,7 +85,7 @@ def min_host_bytes(
 
 
 def _fill(bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int) -> Placement | None:
-    """The best plan with this ring; None where the ring alone does not fit."""
+    """Return the best plan with this ring; None if the ring alone does not fit."""
     plan = Placement(bare, n_slots)
     if plan.host_bytes > available_bytes:
         return None
@@ -98,16 +98,16 @@ def _fill(bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int) ->
 
 
 def _may_save_a_tenth(plan: Placement) -> bool:
-    """Whether a slot less might save a tenth of the reads: a byte of it saves a few at most."""
+    """Return whether one slot less might save a tenth of the reads: a byte saves a few at most."""
     return MIN_N_SLOTS * plan.slot_bytes > (1 - _PAYS_FOR_A_SLOT) * plan.streamed_bytes
 
 
 def _candidates(
     bare: tuple[LayerWeights, ...], n_slots: int, available_bytes: int
 ) -> Iterator[tuple[frozenset[str], int]]:
-    """(roles pinned in all layers, whole layers pinned), fewest streamed bytes first.
+    """Yield (roles pinned in all layers, whole layers pinned), fewest streamed bytes first.
 
-    The figures are estimates without rounding and for layers of the same size; a plan is laid out
+    The sizes are estimates without rounding and for layers of the same size; a plan is laid out
     exactly before it is taken.
     """
     roles, sizes = _role_sizes(bare)
@@ -130,12 +130,12 @@ def _candidates(
 
 
 def _role(record: TensorRecord) -> str:
-    """The name without its first number, which is the layer's: "model.layers.#.mlp.up_proj"."""
+    """Return the name without its first number, the layer's: "model.layers.#.mlp.up_proj"."""
     return re.sub(r"\d+", "#", record.name, count=1)
 
 
 def _role_sizes(layers: tuple[LayerWeights, ...]) -> tuple[list[str], np.ndarray]:
-    """The large roles, largest first, and their bytes [layers, roles]."""
+    """Return the large roles, largest first, and their bytes [layers, roles]."""
     totals: dict[str, int] = {}
     for layer in layers:
         for record in layer.tensors:
@@ -164,13 +164,13 @@ def _pin(
 
 
 def spread(n_chosen: int, n_layers: int) -> list[int]:
-    """`n_chosen` of `n_layers` indices, ascending and as evenly spaced as possible."""
+    """Return `n_chosen` of `n_layers` indices, ascending and as evenly spaced as possible."""
     return [(2 * k + 1) * n_layers // (2 * n_chosen) for k in range(n_chosen)]
 
 
 def pin_layers_of(placement: Placement, n_layers: int) -> Placement:
-    """The same while so many of its streamed layers, or as many as may, stay in memory beside it:
-    those that a ring holds (offload.ring.order)."""
+    """Return the placement while a ring has pinned `n_layers` of its streamed layers, or as many as
+    may be, in memory beside it (offload.ring.order)."""
     streamed = [i for i, layer in enumerate(placement.layers) if layer.slot_bytes]
     num_pinned = min(n_layers, len(streamed) - placement.n_slots)
     pinned = {streamed[k] for k in spread(num_pinned, len(streamed))}

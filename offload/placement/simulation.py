@@ -1,18 +1,18 @@
-"""How long a pass takes whose layers move, simulated in seconds.
+"""Simulated seconds of a forward pass whose layers move.
 
     storage --read--> slot in host memory --> compute                          on the CPU
     storage --read--> slot in host memory --copy--> slot on a device --> compute
 
-Layers are used in order, over and over. A layer that streams is read, one that a device computes
-and does not hold is copied; the others are where they are computed. Reads and copies are one after
-the other, each into a slot of its own as soon as one is free: one that was read to is free when its
-layer has been copied, or computed where nothing is copied, one that was copied to when its layer
-has been computed. A pass is held up where a layer has not arrived. Between passes reads and copies
-go on as far as there are free slots, which hides as much of what happens there (drafting).
+Layers are used in order, over and over. A streamed layer is read; a layer that a device computes
+but that is not resident there is copied; the others are where they are computed. Reads follow each
+other, and so do copies, each into a slot as soon as one is free: a slot of the host is free when
+its layer was copied (or computed, without a device), a slot of the device when its layer was
+computed. A pass stalls if a layer has not arrived. Between passes reads and copies go on as far as
+there are free slots, which hides as much of what happens there (drafting).
 
 Reading and computing slow each other on a CPU: a virtual disk is served by the processor that
-computes, and both use its memory. `Overlap` says by how much, while both run. Copies are a device's
-own work.
+computes, and both use its memory. `Overlap` says by how much, while both run. Copies are done by
+the device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAX_PASSES = 64
-"""The rings come to repeat themselves after a few passes; where not, the later half is averaged."""
+"""The rings repeat themselves after a few passes; if not, the later half is averaged."""
 _SAME_STATE = 1e-9
-"""Of all that a pass has moved: two states closer than this are the same."""
+"""Share of all that a pass has moved: two states closer than this are the same."""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer asks of the machine, each alone."""
+    """Seconds of one layer's steps, each alone."""
 
     read_seconds: float  # 0: in memory
     compute_seconds: float
@@ -37,7 +37,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many times as long each takes while both run."""
+    """Slowdown factors of reading and computing while both run."""
 
     read: float = 1.0
     compute: float = 1.0
@@ -45,15 +45,15 @@ class Overlap:
 
 @dataclass(frozen=True)
 class SimulatedPass:
-    """One pass of many, seconds."""
+    """One pass of many, in seconds."""
 
     seconds: float  # from its beginning to its end
     stall_seconds: float  # of these, waiting for a layer
-    gap_seconds: float  # what lay between two passes took, contention with reads included
+    gap_seconds: float  # the time between two passes, contention with reads included
 
     @property
     def cycle_seconds(self) -> float:
-        """From the beginning of a pass to the beginning of the next."""
+        """Seconds from the beginning of a pass to the beginning of the next."""
         return self.seconds + self.gap_seconds
 
 
@@ -66,13 +66,13 @@ def simulate_passes(
     gap_seconds: float = 0.0,
     overlap: Overlap = Overlap(),
 ) -> SimulatedPass:
-    """The mean pass once the rings repeat themselves.
+    """Return the mean pass once the rings repeat themselves.
 
     Args:
         layers: in the order of use.
-        n_slots: that files are read to; no more than layers that are read are used.
-        n_device_slots: that is copied to; no more than layers that are copied are used.
-        outer_seconds: computing after the last layer (the head).
+        n_slots: slots that files are read to; at most one per layer that is read.
+        n_device_slots: slots that are copied to; at most one per layer that is copied.
+        non_layer_seconds: computing after the last layer (the head).
         gap_seconds: computing between two passes that is not the pass's own (drafting).
     """
     mover = _Mover(layers, n_slots, n_device_slots, overlap)
@@ -106,22 +106,22 @@ def _one_pass(
 
 
 def _mean(passes: Sequence[SimulatedPass]) -> SimulatedPass:
-    """Of each figure."""
+    """Return the mean of each field."""
     n = len(passes)
     return SimulatedPass(
-        sum(item.seconds for item in passes) / n,
-        sum(item.stall_seconds for item in passes) / n,
-        sum(item.gap_seconds for item in passes) / n,
+        sum(simulated.seconds for simulated in passes) / n,
+        sum(simulated.stall_seconds for simulated in passes) / n,
+        sum(simulated.gap_seconds for simulated in passes) / n,
     )
 
 
 class _Stage:
-    """Reads, or copies: which layer is under way, and how much of it is left."""
+    """Reads, or copies: the layer being moved, and how much of it is left."""
 
     def __init__(
         self, seconds: Sequence[float], n_slots: int, source: _Stage | None, taken: Sequence[bool]
     ) -> None:
-        """source, taken: the stage before, and whether it has a slot of each of the layers."""
+        """source, taken: the stage before, and whether it has a slot for each of the layers."""
         if seconds and n_slots < 1:
             raise ValueError(f"streaming needs a slot, not {n_slots}")
         self._seconds, self._source, self._taken = seconds, source, taken
@@ -131,10 +131,10 @@ class _Stage:
         self.n_ready = 0
         """Layers that have arrived and are not in use."""
         self.seconds_left = 0.0
-        """Of the layer that is under way; 0 where none is."""
+        """Seconds left of the layer being moved; 0 if none is."""
 
     def go_on(self) -> None:
-        """Begin with the next layer if there is one to begin with, and a slot for it."""
+        """Begin with the next layer, if it is available and a slot is free."""
         if self.seconds_left > 0 or not self.n_free:
             return
         takes = self._source is not None and self._taken[self._next]
@@ -155,7 +155,7 @@ class _Stage:
 
 
 class _Mover:
-    """Both stages; the last one that there is hands layers to the pass."""
+    """Both stages; the last existing one hands layers to the pass."""
 
     def __init__(
         self, layers: Sequence[LayerWork], n_slots: int, n_device_slots: int, overlap: Overlap
@@ -176,11 +176,11 @@ class _Mover:
 
     @property
     def state(self) -> tuple[float, ...]:
-        """All that the next passes depend on, between two of them."""
+        """Everything that the next passes depend on, between two of them."""
         return tuple(x for stage in self._stages for x in (stage.n_ready, stage.seconds_left))
 
     def take(self) -> float:
-        """Wait for the next layer; seconds waited."""
+        """Wait for the next layer; return the seconds waited."""
         waited = 0.0
         while not self._last.n_ready:
             first = self._first()
@@ -194,7 +194,7 @@ class _Mover:
         self._go_on()
 
     def compute(self, work: float) -> float:
-        """Compute what takes `work` seconds alone; the seconds that it takes."""
+        """Compute what takes `work` seconds alone; return the seconds that it takes."""
         took = 0.0
         while work > 0 and (left := self._first()) > 0:
             to_compute = work * self._overlap.compute
@@ -207,11 +207,11 @@ class _Mover:
         return took + work
 
     def _first(self) -> float:
-        """When the first stage is done with its layer; 0 where nothing is under way."""
+        """Return the seconds until the first stage has moved its layer; 0 if none is moving."""
         return min((s.seconds_left for s in self._stages if s.seconds_left > 0), default=0.0)
 
     def _pass_by(self, seconds: float, slowed: float) -> None:
-        """Let so much time pass; what is under way takes `slowed` times as long."""
+        """Let `seconds` pass; layers being moved take `slowed` times as long."""
         for stage in self._stages:
             if stage.seconds_left > 0:
                 has_arrived = stage.seconds_left * slowed <= seconds

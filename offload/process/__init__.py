@@ -1,1 +1,1 @@
-"""This process and those that it starts: memory, cgroups, threads, signals."""
+"""This process and its child processes: memory, cgroups, threads, signals."""

@@ -1,4 +1,4 @@
-"""The C library's allocator: memory that was freed must not count as the process's own.
+"""The C library's allocator: freed memory must not count as the process's own.
 
 Only glibc has these calls; elsewhere they do nothing.
 """
@@ -15,7 +15,7 @@ _LARGE_BLOCK_BYTES = 4 * MIB
 
 
 def free_large_blocks_at_once() -> None:
-    """Let every large block go back to the system when it is freed.
+    """Make glibc return every large block to the system when it is freed.
 
     By default glibc raises its threshold to the largest block freed so far, up to 32 MiB. Blocks
     of many sizes then share one heap, whose holes take up to as much memory as what is alive.
@@ -25,6 +25,6 @@ def free_large_blocks_at_once() -> None:
 
 
 def give_back_freed() -> None:
-    """Hand freed memory that the heap still holds back to the system."""
+    """Return freed memory that the heap still keeps to the system."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

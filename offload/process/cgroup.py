@@ -1,8 +1,8 @@
 """A memory limit that the kernel enforces: the honest test of a budget.
 
-A process in the cgroup that takes more anonymous memory than the limit is killed. Page cache counts
-as well but is reclaimed first. Charges stay where memory was first touched, so a limited run is a
-fresh process that is inside before it begins: limited.run_limited.
+The kernel kills a process in the cgroup that takes more anonymous memory than the limit. Page cache
+counts as well but is reclaimed first. Charges stay where memory was first touched, so a limited run
+is a fresh process that enters the cgroup before it begins: limited.run_limited.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PEAK_FILES = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 _EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 _ANONYMOUS_KEYS = {1: "rss", 2: "anon"}
 _NO_LIMIT_BYTES = 2**63 - mmap.PAGESIZE
-"""What the kernel takes for no limit: it wraps from 2**64 on, so that such a limit would be 0."""
+"""Values that the kernel takes for no limit begin here: from 2**64 on it wraps to a limit of 0."""
 _ENTER = str(Path(__file__).resolve().with_name("enter.py"))
 
 
 def tied_argv(argv: Sequence[str], cgroup_files: Sequence[Path] = ()) -> list[str]:
-    """The command that becomes `argv`, and that the kernel kills when this process ends.
+    """Return a command that becomes `argv`, and that the kernel kills when this process ends.
 
-    More precisely when the thread ends that starts it: it has to wait for the program.
+    More precisely, when the thread that starts it ends: that thread has to wait for the program.
 
     Args:
         cgroup_files: files of cgroups (cgroup.procs) to write the program's id to first.
@@ -53,7 +53,7 @@ class MemoryCgroup:
     def create(cls, limit_bytes: int, *, proc: Path = Path("/proc")) -> MemoryCgroup:
         """Make a cgroup below the one of this process (version 2: or below one of its parents).
 
-        A limit beyond all memory that there can be is no limit, as it is for the kernel.
+        A limit beyond all possible memory is no limit, as it is for the kernel.
 
         Raises:
             CgroupUnavailable: no memory controller, or no permission.
@@ -77,17 +77,17 @@ class MemoryCgroup:
         )
 
     def add(self, pid: int) -> None:
-        """Move a process in; what it has touched before stays charged elsewhere."""
+        """Move a process in; memory that it touched before stays charged elsewhere."""
         write_cgroup(self.path / "cgroup.procs", pid)
 
     @property
     def procs_path(self) -> Path:
-        """Writing a process id here moves that process in."""
+        """The file to which a process id is written to move that process in."""
         return self.path / "cgroup.procs"
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory ever charged, page cache included; None where the kernel keeps none."""
+        """Peak of charged memory, page cache included; None if the kernel does not record it."""
         try:
             return int((self.path / _PEAK_FILES[self.version]).read_text())
         except (OSError, ValueError):
@@ -95,16 +95,16 @@ class MemoryCgroup:
 
     @property
     def anonymous_bytes(self) -> int:
-        """Memory charged now that is not page cache: what cannot be reclaimed."""
+        """Memory charged now that is not page cache, and so cannot be reclaimed."""
         try:
             lines = (self.path / "memory.stat").read_text().splitlines()
         except OSError:
             return 0
-        measurements = dict(line.split(" ", 1) for line in lines if " " in line)
-        return int(measurements.get(_ANONYMOUS_KEYS[self.version], "0"))
+        stats = dict(line.split(" ", 1) for line in lines if " " in line)
+        return int(stats.get(_ANONYMOUS_KEYS[self.version], "0"))
 
     def command_inside(self, argv: Sequence[str], further: Sequence[Path] = ()) -> list[str]:
-        """A command that moves itself in, and into `further` cgroups, and then becomes `argv`.
+        """Return a command that enters this cgroup and `further` ones, and then becomes `argv`.
 
         It must be started by this process, and does not outlive it.
         """
@@ -112,7 +112,7 @@ class MemoryCgroup:
 
     @property
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
+        """Number of processes that the kernel has killed here for lack of memory."""
         try:
             lines = (self.path / _EVENT_FILES[self.version]).read_text().splitlines()
         except OSError:
@@ -123,20 +123,20 @@ class MemoryCgroup:
     def kill(self) -> None:
         """Kill the processes in it, in whatever session they are, until none is left.
 
-        One that starts others meanwhile is met in the next step. Processes that the kernel cannot
-        end, because they wait for a device, are given up after some steps.
+        A process that starts others meanwhile is killed with them in the next step. Processes that
+        the kernel cannot end, because they wait for a device, are given up after some steps.
         """
         for _ in range(_KILL_ROUNDS):
-            result = self.procs_path.read_text().split()
-            if not result:
+            pids = self.procs_path.read_text().split()
+            if not pids:
                 return
-            for pid in result:
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(_KILL_PAUSE_SECONDS)
 
     def remove(self) -> None:
-        """Remove the cgroup; it must hold no process any more. Removing twice is allowed."""
+        """Remove the cgroup; no process may be left in it. Removing twice is allowed."""
         remove_cgroup(self.path)
 
     def __enter__(self) -> MemoryCgroup:

@@ -1,4 +1,4 @@
-"""Directories and control files of cgroups: made, written and removed."""
+"""Directories and control files of cgroups: create, write and remove them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class CgroupUnavailable(SpecdecError):
 
 
 def usable_parent(location: CgroupLocation) -> Path:
-    """The directory to make a memory cgroup in. Raises CgroupUnavailable."""
+    """Return the directory to make a memory cgroup in. Raises CgroupUnavailable."""
     if location.version == 1:
         return location.directory
     directories = location.upwards()
     if not any("memory" in read_words(d / "cgroup.controllers") for d in directories):
         raise CgroupUnavailable(f"the memory controller is not enabled in {location.directory}")
     for directory in directories:
-        # A cgroup that holds processes cannot hand controllers down, unless it is the root.
+        # A cgroup with processes cannot hand controllers down, unless it is the root.
         if _hands_memory_down(directory) and os.access(directory, os.W_OK):
             return directory
     raise CgroupUnavailable(
@@ -52,7 +52,7 @@ def _hands_memory_down(directory: Path) -> bool:
 
 
 def make_cgroup(parent: Path) -> Path:
-    """A new directory of a cgroup that tells who made it; what dead processes left is swept away.
+    """Make a cgroup directory named after this process; remove those that dead processes left.
 
     Raises:
         CgroupUnavailable: no permission.
@@ -60,7 +60,7 @@ def make_cgroup(parent: Path) -> Path:
     for path in parent.glob("specdec-*"):
         made = _OUR_NAME.fullmatch(path.name)
         if made is not None and not _is_running(int(made["creator"])):
-            with suppress(OSError):  # one that holds a process is busy, and stays
+            with suppress(OSError):  # one with a process is busy, and stays
                 path.rmdir()
     path = parent / f"specdec-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -71,18 +71,18 @@ def make_cgroup(parent: Path) -> Path:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is such a process; another one may have the number by now."""
+    """Return whether this process id exists; another process may have taken it by now."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
 def read_words(path: Path) -> list[str]:
-    """Of a control file; none where it cannot be read."""
+    """Return the words of a control file; none if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:
@@ -90,7 +90,7 @@ def read_words(path: Path) -> list[str]:
 
 
 def remove_cgroup(path: Path) -> None:
-    """Remove a cgroup whose processes have ended, or do so presently."""
+    """Remove a cgroup whose processes have ended or are about to."""
     deadline = time.monotonic() + _REMOVE_SECONDS
     while True:
         try:

@@ -1,9 +1,9 @@
-"""How many processors this process may keep busy, and how many other programs leave it.
+"""How many processors this process may keep busy, and how many other programs leave free.
 
-In a container the machine has all of its processors, and a quota of their time is what the
-container gets: threads beyond it only wait for each other. Source: cgroup-v2.rst and
-scheduler/sched-bwc.rst of Linux. The same goes for processors that other programs compute on: of
-two threads that meet at every product, one would wait there for the other's turn.
+A container sees all processors of the machine, but gets a quota of their time: threads beyond it
+only wait for each other. Source: cgroup-v2.rst and scheduler/sched-bwc.rst of Linux. The same holds
+for processors that other programs use: of two threads that meet at every product, one would wait
+there until the other is scheduled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from offload.process.other_processes import seconds_of_other_processes
 
 _PROC = Path("/proc")
 LOAD_INTERVAL_SECONDS = 0.5
-"""Between two looks at what other programs compute: the kernel counts in hundredths of a second."""
+"""Interval between two load samples: the kernel counts in hundredths of a second."""
 _QUOTA_FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 
 class CpuMonitor:
-    """Count the processors that other programs leave free, again while this process runs.
+    """Count the processors that other programs leave free, also while this process runs.
 
     Args:
         usable: processors that the process may use.
         installed: processors of the machine.
-        seconds_of_others: processor seconds of other programs so far.
+        seconds_of_other_processes: processor seconds of other programs so far.
         clock: seconds.
     """
 
@@ -46,7 +46,7 @@ class CpuMonitor:
         self._n_cpus = usable()
 
     def n_cpus(self) -> int:
-        """Return at least 1; measured over the time since the last look, or that look's number."""
+        """Return at least 1; measured over the time since the last sample, or that sample's."""
         then, seconds_then = self._last
         now = self._clock()
         if now - then >= LOAD_INTERVAL_SECONDS:
@@ -60,7 +60,7 @@ class CpuMonitor:
 
 def thread_counts(max_threads: int) -> tuple[int, ...]:
     """Return the numbers of threads that a pass may use while other programs compute, largest
-    first: few, since each is tried out for what it does to the bits of a sum."""
+    first. They are few, since each is tested for its effect on the bits of a sum."""
     quarters = (max_threads * i // 4 for i in (4, 3, 2, 1))
     return tuple(dict.fromkeys([n for n in quarters if n > 1] + [1]))
 
@@ -82,7 +82,7 @@ def _monitor() -> CpuMonitor:
 
 
 def usable_cpus(proc: Path = _PROC) -> int:
-    """Return those that the process may run on, or as many as its cgroups grant the time of."""
+    """Return the processors that the process may run on, within the quotas of its cgroups."""
     affinity = getattr(os, "sched_getaffinity", None)
     n_cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min([n_cpus, *_quotas(proc)])
@@ -91,8 +91,8 @@ def usable_cpus(proc: Path = _PROC) -> int:
 def _quotas(proc: Path) -> Iterator[int]:
     for location in controller_cgroups("cpu", proc):
         for directory in location.upwards():
-            sequences = [_read(directory / name) for name in _QUOTA_FILES[location.version]]
-            words = " ".join(sequences).split()
+            contents = [_read(directory / name) for name in _QUOTA_FILES[location.version]]
+            words = " ".join(contents).split()
             # No quota is "-1 100000" in version 1 and "max 100000" in version 2.
             if len(words) == 2 and all(word.isdecimal() for word in words):
                 quota, period = map(int, words)

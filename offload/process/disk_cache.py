@@ -1,6 +1,6 @@
-"""Figures about this machine, kept from run to run: one that is lost is only found out again.
+"""Disk cache of measurements of this machine, shared by runs: a lost one is measured again.
 
-A measured figure is kept for a month, or until passes contradict what was predicted from it.
+A measurement is valid for a month, or until forward passes contradict a prediction from it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 _MAX_AGE_SECONDS = 30 * 86400
 _in_use: set[Path] = set()
-"""Files of the figures that this process has measured or recalled."""
+"""Files of the measurements that this process has saved or loaded."""
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/specdec, by default below ~/.cache."""
+    """Return $XDG_CACHE_HOME/specdec, by default below ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says that a relative path is to be ignored.
     return (Path(base) if os.path.isabs(base) else home_folder() / ".cache") / "specdec"
 
 
 def load_cached(path: Path) -> Any:
-    """What `remember` wrote there, of any form; None where there is nothing to read."""
+    """Return what `save_cached` wrote there, of any form; None if there is nothing to read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -40,7 +40,7 @@ def load_cached(path: Path) -> Any:
 
 
 def save_cached(path: Path, value: Mapping[str, Any], name: str) -> None:
-    """Write `value` as JSON. Where that fails, say so; `name` begins the line."""
+    """Write `value` as JSON. If that fails, log a warning that begins with `name`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process must never see half a file: write aside, then rename.
@@ -54,15 +54,15 @@ def save_cached(path: Path, value: Mapping[str, Any], name: str) -> None:
             raise
     except OSError as error:
         logger.warning(
-            "%s is not kept: %s: %s; set XDG_CACHE_HOME to a folder that can be written",
+            "%s is not cached: %s: %s; set XDG_CACHE_HOME to a folder that can be written",
             name,
-            error.filename2 or path.parent,  # what is in the file's own place, or in its folder's
+            error.filename2 or path.parent,  # the obstacle: at the file's own path, or its folder
             error.strerror or error,
         )
 
 
 def load_cached_figure(path: Path) -> dict[str, Any] | None:
-    """What `remember_figure` wrote there, with `measured_at`; None where that is a month ago."""
+    """Return what `save_cached_figure` wrote, with `measured_at`; None if older than a month."""
     figure = load_cached(path)
     measured_at = figure.get("measured_at") if isinstance(figure, dict) else None
     if not isinstance(measured_at, int | float):
@@ -74,13 +74,13 @@ def load_cached_figure(path: Path) -> dict[str, Any] | None:
 
 
 def save_cached_figure(path: Path, figure: Mapping[str, Any], name: str) -> None:
-    """Keep a figure that was measured now; `name` begins the line where that fails."""
+    """Save a figure that was measured now; a warning that it failed begins with `name`."""
     save_cached(path, {"measured_at": time.time(), **figure}, name)
     _in_use.add(path)
 
 
 def forget_figures() -> None:
-    """Those that this process goes by are contradicted: let the next one measure anew."""
+    """Delete the figures in use, which were contradicted: the next process measures anew."""
     for path in _in_use:
         with suppress(OSError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""A script, and not to be imported: becomes a program that dies with the process that started it.
+"""A script, not to be imported: becomes a program that dies with the process that started it.
 
     python -I -S enter.py PARENT_PID [CGROUP_PROCS_FILE ...] -- PROGRAM [ARGUMENT ...]
 
@@ -18,9 +18,9 @@ _CANNOT_ENTER, _CANNOT_RUN, _NOT_FOUND = 125, 126, 127  # as container runtimes 
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as `parent` ends, in whatever way it ends.
+    """Make the kernel kill this process as soon as `parent` ends, in whatever way it ends.
 
-    That lasts beyond exec (prctl(2)). What the parent did not live to see is checked afterwards.
+    That lasts beyond exec (prctl(2)). A parent that ended before the call is detected afterwards.
     """
     import ctypes
 
@@ -30,8 +30,8 @@ def die_with(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Become the program; returns an exit code only where that fails."""
-    # Python's own choices are not the program's; what the parent ignores stays ignored.
+    """Become the program; returns an exit code only if that fails."""
+    # Undo Python's own signal settings; a signal that the parent ignores stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):

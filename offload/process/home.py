@@ -8,11 +8,11 @@ from offload.errors import SpecdecError
 
 
 class NoHome(SpecdecError):
-    """Something lies in the user's home folder, and the user has none."""
+    """Something lies in the user's home folder, but the user has none."""
 
 
 def home_folder() -> Path:
-    """Raises NoHome, as in a container under a number that /etc/passwd does not have."""
+    """Return the home folder. Raises NoHome, e.g. for a user id that /etc/passwd does not have."""
     try:
         return Path.home()
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """One program inside limits of memory, storage and time, measured from outside.
 
-Whatever is run and measured goes this way: a command with `--enforce`, the processes of a
+Everything that is run and measured uses this: a command with `--enforce`, the processes of a
 benchmark, and the programs that it compares with.
 """
 
@@ -33,24 +33,24 @@ class CgroupLimit(Protocol):
     """A further limit on the processes of a cgroup, such as storage.read_limit.ReadLimit."""
 
     def applied(self, group: MemoryCgroup) -> AbstractContextManager[tuple[Path, ...]]:
-        """Sets the limit for a block; yields further files for the process to enter itself in."""
+        """Set the limit for a block; yield further cgroup files for the process to enter."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a process is held to; None for what is not limited."""
+    """Limits of a process; None for no limit."""
 
     memory_bytes: int | None = None
-    """Of a memory cgroup."""
+    """Limit of the memory cgroup."""
     seconds: float | None = None
     """Wall time after which the process is killed."""
     reads: CgroupLimit | None = None
-    """How fast it may read; only together with a memory limit."""
+    """Limit of its read bandwidth; only together with a memory limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended, and what it took."""
+    """How a process ended, and the resources it took."""
 
     exit: str
     """OK, OOM_KILLED (by the kernel, at the limit), TIMED_OUT or FAILED."""
@@ -58,11 +58,11 @@ class Outcome:
     """Exit code; 128 + n where signal n ended it."""
     seconds: float
     peak_anonymous_bytes: int
-    """Largest of the samples: memory that is not page cache."""
+    """Maximum of the samples of memory that is not page cache."""
     cgroup_peak_bytes: int | None
     """The kernel's own figure, page cache included; None without a cgroup of ours."""
     oom_kills: int
-    """Processes, of it or started by it, that the kernel killed for want of memory."""
+    """Number of its processes that the kernel killed for lack of memory."""
 
 
 def run_limited(
@@ -74,9 +74,9 @@ def run_limited(
     """Run `argv` to its end or its limit. It dies with this process, however that ends.
 
     Args:
-        log: what it prints is appended here; it is alone in a process group, all of which is killed
-            when it has ended. Without a log it shares our terminal, and signals that we get are
-            passed on. What it left in its cgroup is killed in either case.
+        log: its output is appended here; the process leads a process group, all of which is killed
+            when it has ended. Without a log it shares our terminal, and our signals are passed on
+            to it. In both cases processes left in its cgroup are killed.
 
     Raises:
         CgroupUnavailable: a limit cannot be set; nothing was started.
@@ -104,7 +104,7 @@ def run_limited(
 def _confined(
     argv: Sequence[str], limits: Limits, stack: ExitStack
 ) -> tuple[MemoryCgroup | None, list[str]]:
-    """(the cgroup if there is one, the command that enters it and becomes `argv`)."""
+    """Return (the cgroup if there is one, the command that enters it and becomes `argv`)."""
     if limits.memory_bytes is None:
         return None, tied_argv(argv)
     try:
@@ -119,7 +119,7 @@ def _confined(
 
 
 def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailable) -> list[str]:
-    """`argv` under systemd-run where a user session can limit memory; otherwise raises `error`."""
+    """Return `argv` under systemd-run if a user session can limit memory; else raise `error`."""
     scope = ["systemd-run", "--user", "--scope", "--quiet"]
     # With version 1 a user session accepts the limit and ignores it.
     has_v2 = any(
@@ -139,7 +139,7 @@ def _systemd_argv(argv: Sequence[str], limit_bytes: int, error: CgroupUnavailabl
 def _running(
     command: list[str], env: Mapping[str, str] | None, output: IO[bytes] | None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, for the time of a block, behind which it has ended."""
+    """Yield the process for the time of a block, after which it has ended."""
     forwarder = _Forwarder()
     is_alone = output is not None
     with handling(*((_ENDING, _end) if is_alone else (_FORWARDED, forwarder))):
@@ -163,25 +163,25 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._weight_prefetch: list[int] = []
+        self._pending: list[int] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         # A terminal sends Ctrl-C to the child by itself; a second one would break its clean-up.
         if number == signal.SIGINT and _terminal_is_ours():
             return
         if self._process is None:
-            self._weight_prefetch.append(number)
+            self._pending.append(number)
         else:
             self._process.send_signal(number)
 
     def begin(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        for number in self._weight_prefetch:
+        for number in self._pending:
             process.send_signal(number)
 
 
 def _terminal_is_ours() -> bool:
-    """Whether Ctrl-C reaches us from a terminal, wherever standard input comes from."""
+    """Return whether Ctrl-C reaches us from a terminal, wherever standard input comes from."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
@@ -195,14 +195,14 @@ def _terminal_is_ours() -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Instead of ending us at once a signal ends the block: the process must not outlive us."""
+    """Raise to end the block instead of this process: the child must not outlive us."""
     raise SystemExit(128 + number)
 
 
 def _watch(
     process: subprocess.Popen[bytes], group: MemoryCgroup | None, deadline: float | None
 ) -> tuple[bool, int]:
-    """(whether the deadline passed first, peak of anonymous memory in bytes)."""
+    """Return (whether the deadline passed first, peak of anonymous memory in bytes)."""
     peak = 0
     while True:
         peak = max(peak, _anonymous_bytes(process.pid) if group is None else group.anonymous_bytes)
@@ -225,7 +225,7 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def _cause(code: int, is_late: bool, oom_kills: int) -> str:
-    # A process that the kernel killed beneath the program is a kill as well.
+    # A child of the program that the kernel killed counts as well.
     if oom_kills and code != 0:
         return OOM_KILLED
     if is_late:

@@ -1,7 +1,7 @@
 """How much memory this process may use, and how much it uses.
 
-In a container the machine's memory is the host's; what kills the process is the limit of its memory
-cgroup or of one of that one's parents. Source: cgroup-v1/memory.rst and cgroup-v2.rst of Linux.
+In a container the machine's memory is the host's; the process is killed at the limit of its memory
+cgroup or of one of the parents. Source: cgroup-v1/memory.rst and cgroup-v2.rst of Linux.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _UNLIMITED_BYTES = 2**60  # version 1 says "no limit" with a number close to 2^63
 _peak_before_bytes = 0
-"""The highest that the peak was when `recent_peak_rss` let it start anew."""
+"""Maximum of the peaks that `recent_peak_rss` has reset."""
 _LIMIT_FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
     2: ("memory.max", "memory.high"),  # above `high` the kernel throttles until nothing moves
@@ -47,13 +47,13 @@ class CgroupLocation:
     directory: Path  # `mount` or below it
 
     def upwards(self) -> list[Path]:
-        """The process's own cgroup first, its parents after it."""
+        """Return the process's own cgroup, then its parents."""
         above = [p for p in self.directory.parents if p == self.mount or self.mount in p.parents]
         return [self.directory, *above]
 
 
 def memory_limit(proc: Path = _PROC) -> MemoryLimit:
-    """The smallest limit among the cgroups that hold this process, or the machine's memory."""
+    """Return the smallest limit of the cgroups of this process, or the machine's memory."""
     best = MemoryLimit(_machine_bytes(proc), "machine")
     for location in memory_cgroups(proc):
         for directory in location.upwards():
@@ -64,19 +64,19 @@ def memory_limit(proc: Path = _PROC) -> MemoryLimit:
 
 
 def memory_cgroups(proc: Path = _PROC) -> list[CgroupLocation]:
-    """`controller_cgroups` of the memory controller."""
+    """Return `controller_cgroups` of the memory controller."""
     return controller_cgroups("memory", proc)
 
 
 def controller_cgroups(controller: str, proc: Path = _PROC) -> list[CgroupLocation]:
-    """Where this process is in the version 1 hierarchy of a controller and the version 2 one.
+    """Return this process's place in a controller's version 1 hierarchy and in version 2.
 
     controller: its version 1 name.
     """
     mounts: dict[int, tuple[str, Path]] = {}
     for line in _lines(proc / "self" / "mountinfo"):
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = (rest.split() + ["", "", ""])[:3]
+        fields, _, mounted = line.partition(" - ")
+        kind, _, options = (mounted.split() + ["", "", ""])[:3]
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             root, point = (_unescape(field) for field in fields.split()[3:5])
             mounts.setdefault(2 if kind == "cgroup2" else 1, (root, Path(point)))
@@ -92,7 +92,7 @@ def controller_cgroups(controller: str, proc: Path = _PROC) -> list[CgroupLocati
 
 
 def process_memory(proc: Path = _PROC) -> ProcessMemory:
-    """What this process uses, from /proc/self/status (psutil where there is none)."""
+    """Return this process's memory, from /proc/self/status (psutil where there is none)."""
     status = dict(line.partition(":")[::2] for line in _lines(proc / "self" / "status"))
 
     def n_bytes(key: str) -> int:
@@ -110,22 +110,22 @@ def process_memory(proc: Path = _PROC) -> ProcessMemory:
 
 
 def reset_peak_rss() -> bool:
-    """Let the peak start anew from what is in memory now; False where the system cannot.
+    """Reset the peak to what is in memory now; return False if the system cannot.
 
-    For what was mapped for a while without being anyone's memory: pages of a file that the page
-    cache holds count in a peak as long as they are mapped. Source: proc_pid_clear_refs(5).
+    For memory that was mapped for a while but is not the process's own: file pages in the page
+    cache count in a peak as long as they are mapped. Source: proc_pid_clear_refs(5).
     """
     global _peak_before_bytes
     _peak_before_bytes = 0
-    return _let_peak_start_anew()
+    return _reset_peak()
 
 
 def recent_peak_rss() -> int:
-    """The peak since the last call, or since the start; `process_memory` still knows of all."""
+    """Return the peak since the last call or the start; `process_memory` still has the overall."""
     global _peak_before_bytes
     peak_bytes = _peak_rss()
     _peak_before_bytes = max(_peak_before_bytes, peak_bytes)
-    _let_peak_start_anew()
+    _reset_peak()
     return peak_bytes
 
 
@@ -136,7 +136,7 @@ def _peak_rss() -> int:
     return process_memory().rss_bytes
 
 
-def _let_peak_start_anew() -> bool:
+def _reset_peak() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -154,20 +154,20 @@ def _machine_bytes(proc: Path) -> int:
 
 
 def _limits(directory: Path, version: int) -> list[int]:
-    """The limits set at `directory`; none for those that are absent or say "no limit"."""
-    sequences = ["".join(_lines(directory / name)) for name in _LIMIT_FILES[version]]
+    """Return the limits set at `directory`, without those that are absent or say "no limit"."""
+    contents = ["".join(_lines(directory / name)) for name in _LIMIT_FILES[version]]
     if version == 1:
-        # Knows of parents that a container cannot see.
+        # Includes parents that a container cannot see.
         for line in _lines(directory / "memory.stat"):
             key, _, value = line.partition(" ")
             if key in ("hierarchical_memory_limit", "hierarchical_memsw_limit"):
-                sequences.append(value)
-    values = [int(text) for text in sequences if text.strip().isdecimal()]  # version 2 says "max"
+                contents.append(value)
+    values = [int(text) for text in contents if text.strip().isdecimal()]  # version 2 says "max"
     return [value for value in values if value < _UNLIMITED_BYTES]
 
 
 def _locate(mount: Path, root: str, path: str) -> Path:
-    """The directory of cgroup `path` under `mount`, which shows the hierarchy from `root` on."""
+    """Return the directory of cgroup `path` under `mount`, which shows the tree from `root` on."""
     if root != "/" and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
     directory = mount / path.lstrip("/")
@@ -183,5 +183,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescape(field: str) -> str:
-    """mountinfo writes blanks and backslashes in octal."""
+    """Decode the octal escapes of blanks and backslashes in mountinfo."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

@@ -2,8 +2,8 @@
 
 At the end of every product its threads meet at a barrier. A thread that spins there for long takes
 its processor away from other programs, and from the very thread that it waits for; one that sleeps
-at once is woken by the kernel hundreds of times a pass. A short spin is nearly the best of both
-(docs/benchmarks.md, "A busy machine").
+at once is woken by the kernel hundreds of times a forward pass. A short spin is nearly the best of
+both (docs/benchmarks.md, "A busy machine").
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from contextlib import contextmanager
 
 TORCH_SPINS = 20_000
 LLAMA_SPINS = 2_000
-"""Turns of libgomp's loop before a thread sleeps. torch and llama.cpp have a libgomp each, which
-reads the number when it is loaded. Between two products of torch there is Python; between those of
-llama.cpp only microseconds."""
+"""Iterations of libgomp's spin loop before a thread sleeps. torch and llama.cpp have a libgomp
+each, which reads the number when it is loaded. Between two products of torch Python runs; between
+those of llama.cpp only microseconds pass."""
 _SPIN_COUNT = "GOMP_SPINCOUNT"
 _SETTINGS_OF_USERS = ("OMP_WAIT_POLICY", _SPIN_COUNT)
 
 
 @contextmanager
 def bounded_spinning(n_spins: int) -> Iterator[None]:
-    """Have the libgomp that is loaded inside spin so many turns; a user's own setting stands.
-
-    Programs that are started later inherit nothing of it.
+    """Make a libgomp loaded inside the block spin `n_spins` times; a user's own setting has
+    precedence. Programs started later do not inherit it.
     """
     if any(name in os.environ for name in _SETTINGS_OF_USERS):
         yield

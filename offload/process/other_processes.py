@@ -1,4 +1,4 @@
-"""What other programs take of the processors while something is timed."""
+"""Processor time that other programs take while something is timed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import psutil
 
 MAX_SHARE = 0.1
-"""Of all processors. Beside programs that took half of two cores, 64 rows of a model of 3 G weights
-were timed at 2.7 times what they take; its passes stayed at 31 rows, where 63 cost the same."""
+"""Maximum share of all processors. Beside programs that took half of two cores, 64 tokens of a 3 G
+model were timed at 2.7 times their cost; passes stayed at 31 tokens, where 63 cost the same."""
 _TICK_SECONDS = 0.01  # how finely the kernel counts
 
 
 class OtherProcesses:
-    """Whether other programs computed inside the with-block that gives it; known at its end."""
+    """The load of other programs inside the with-block that yields this; known at its end."""
 
     share = 0.0
-    """Of the seconds of all processors."""
+    """Share of the seconds of all processors."""
 
     @property
     def are_busy(self) -> bool:
@@ -27,7 +27,7 @@ class OtherProcesses:
 
 @contextmanager
 def beside_other_processes() -> Iterator[OtherProcesses]:
-    """Of programs of users alone: the kernel's own work may be ours, reads that it decrypts say."""
+    """Measure user programs only: the kernel's own work may be ours, e.g. decrypting our reads."""
     result, begin, before = OtherProcesses(), time.monotonic(), seconds_of_other_processes()
     yield result
     seconds = (time.monotonic() - begin) * (psutil.cpu_count() or 1)
@@ -36,7 +36,7 @@ def beside_other_processes() -> Iterator[OtherProcesses]:
 
 
 def seconds_of_other_processes() -> float:
-    """Of the processors, since the machine was started; what a hypervisor took is among them."""
+    """Return their processor seconds since the machine's start, time stolen by a hypervisor too."""
     machine = psutil.cpu_times()
     stolen = float(getattr(machine, "nice", 0.0)) + float(getattr(machine, "steal", 0.0))
     return float(machine.user) + stolen - float(psutil.Process().cpu_times().user)

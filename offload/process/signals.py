@@ -1,4 +1,4 @@
-"""Handlers of signals for the time of a block."""
+"""Signal handlers for the time of a block."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def handling(signals: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Within the block `handler` is called for these signals; afterwards what was called before.
+    """Call `handler` for these signals within the block, and restore previous handlers afterwards.
 
-    A signal that is ignored stays ignored: whoever started us under `nohup` meant it so.
-    Only the main thread can set handlers. In another one this does nothing: signals go to those of
-    the main thread.
+    An ignored signal stays ignored: whoever started us under `nohup` wants that. Only the main
+    thread can set handlers; in another one this does nothing, since signals go to the main thread.
     """
     try:
         previous = {

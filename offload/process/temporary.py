@@ -1,4 +1,4 @@
-"""Where temporary files lie on storage: in many systems /tmp is memory."""
+"""A folder for temporary files that is on storage: in many systems /tmp is memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LASTING = "/var/tmp"  # on storage by the Filesystem Hierarchy Standard, 5.15
 
 
 def temporary_folder(proc: Path = Path("/proc")) -> Path | None:
-    """The folder for temporary files (TMPDIR), or /var/tmp where that one is memory; None: both
-    are, or there is none that can be written to."""
+    """Return the folder for temporary files (TMPDIR), or /var/tmp if that is memory; None if both
+    are, or none can be written to."""
     try:
         folders = [tempfile.gettempdir(), _LASTING]
     except FileNotFoundError:
@@ -24,7 +24,7 @@ def temporary_folder(proc: Path = Path("/proc")) -> Path | None:
 
 
 def file_system(path: Path, proc: Path = Path("/proc")) -> str | None:
-    """Kind of the file system that a path lies in ("ext4"), where the system tells."""
+    """Return the file system type of a path ("ext4"), or None if the system does not tell."""
     number = path.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     try:

@@ -1,8 +1,8 @@
 """A thread that makes one call after the other.
 
-Python runs signal handlers in the main thread, and what they raise (KeyboardInterrupt) comes up
-between any two bytecodes there. What must not be cut in two runs in another thread; whoever waits
-for it may be interrupted.
+Python runs signal handlers in the main thread, and what they raise (KeyboardInterrupt) surfaces
+between any two bytecodes there. Code that must not be interrupted runs in another thread; the
+thread that waits for it may be interrupted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from offload.errors import SpecdecError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-"""Between two requests to cancel: one that comes before a pass has begun may be lost."""
+"""Interval of cancel requests: one that comes before a pass has begun may be lost."""
 
 _starting = threading.Lock()
-"""How large a thread's stack is, Python is told for all threads that start from then on."""
+"""Held while a thread starts: Python sets the stack size for all threads that start afterwards."""
 
 
 class WorkerClosed(SpecdecError):
-    """A call was submitted to a thread that was told to end: what it belongs to is closed."""
+    """A call was submitted to a thread that was told to end: its owner is closed."""
 
 
 class Worker:
-    """A thread for one call after the other.
+    """A thread that makes one call after the other.
 
     It is a daemon, so that a process can end in the midst of a call.
 
     Args:
         begin: called in the thread before everything else.
-        stack_bytes: of the thread; 0: as many as others have.
+        stack_bytes: stack size of the thread; 0 for the default.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Worker:
                 threading.stack_size(before)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Let the thread make `call` after those before. Raises WorkerClosed after `close`."""
+        """Make `call` in the thread, after earlier ones. Raises WorkerClosed after `close`."""
         future: Future[T] = Future()
         self._calls.put(lambda: _make(call, future))
-        # Asked last: `close` may be called meanwhile, by another thread or a signal handler. A call
-        # that has begun by then is finished; one that is cancelled never begins.
+        # Checked last: `close` may be called meanwhile, by another thread or a signal handler. A
+        # call that has begun by then is finished; one that is cancelled never begins.
         if self._is_closed and future.cancel():
             raise WorkerClosed(f"{self._thread.name} has ended; load the model again")
         return future
@@ -77,7 +77,7 @@ class Worker:
 def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # what it holds is not kept until the next one
+        del call  # so that its objects do not live until the next one
 
 
 def _make(call: Callable[[], T], future: Future[T]) -> None:
@@ -93,7 +93,7 @@ def _make(call: Callable[[], T], future: Future[T]) -> None:
 
 
 def call_in_thread(call: Callable[[], T], name: str, *, stack_bytes: int = 0) -> T:
-    """Return what `call` returns in a thread of its own, which has ended then."""
+    """Make `call` in a thread of its own, and return its result after the thread has ended."""
     worker = Worker(name, stack_bytes=stack_bytes)
     try:
         return worker.submit(call).result()

@@ -1,1 +1,1 @@
-"""The ring that brings streamed layers into memory, in order, over and over."""
+"""The ring that reads streamed layers into memory, in order, over and over."""

@@ -1,7 +1,7 @@
-"""Weights that stay in memory, read while the first pass is going on already.
+"""Weights that stay in memory, read while the first forward pass is already running.
 
-Loading a model and its first pass together read it once: layers that stay are read in the order in
-which the pass needs them, beside those that stream. A walk waits for what a layer needs.
+The model is read once for both loading and the first pass: resident layers are read in the order in
+which the pass needs them, beside those that stream. A cursor waits for what a layer needs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from offload.units import Progress
 
 
 class BackgroundReads:
-    """Threads that bring pieces to where they stay, the ones that are needed first before others.
+    """Threads that read chunks to their final place, in the order in which layers need them.
 
     Args:
-        pieces: with the number of the layer that needs each first, as `by_need` finds it.
-        n_layers: of the model.
-        bring: reads one piece and takes it to its place; called in the threads.
+        pieces: chunks with the number of the layer that needs each first, as `by_need` finds it.
+        n_layers: number of layers of the model.
+        fetch: reads one chunk to its place; called in the threads.
         finish: called once, when everything is there.
-        progress: called by the threads after each piece; what it raises counts as a failed read.
+        progress: called by the threads after each chunk; what it raises counts as a failed read.
 
-    Raises StorageError where a file cannot be opened, SpecdecError where a thread does not start.
+    Raises StorageError if a file cannot be opened, SpecdecError if a thread does not start.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class BackgroundReads:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything is there, from files that have not changed."""
+        """Whether everything has been read, from files that have not changed."""
         return self._is_over
 
     @property
     def unread_bytes(self) -> int:
-        """Of all pieces, those that are not there yet."""
+        """Bytes of all chunks that have not been read yet."""
         return self._n_total - self._n_done
 
     def wait(self, layer: int, check: Check | None = None) -> None:
-        """Wait until everything is there that the layers up to this one need.
+        """Wait until everything that the layers up to this one need has been read.
 
-        check: called now and then; what it raises ends the wait.
+        check: called regularly; what it raises ends the wait.
 
         Raises:
-            what reading raised, or StorageError where a file was overwritten. What is missing is
-                read anew by the next call.
+            The error of a failed read, or StorageError if a file was overwritten; the next call
+                reads what is missing again.
             StreamerClosed: `close` was called.
         """
         if self._is_over:
@@ -102,14 +102,14 @@ class BackgroundReads:
                 self._is_over = True
 
     def close(self) -> None:
-        """Let the threads end after what they are reading; `join` comes next."""
+        """Let the threads end after their current read; call `join` next."""
         with self._arrived:
             self._is_closed = True
             self._waiting.clear()
             self._arrived.notify_all()
 
     def join(self, timeout_seconds: float) -> bool:
-        """After `close`: wait for the threads; False when one still hangs in a read."""
+        """After `close`: wait for the threads; return False if one still hangs in a read."""
         if not self._threads.join(timeout_seconds):
             return False
         self._files.close()
@@ -129,14 +129,14 @@ class BackgroundReads:
     # --- in the threads --------------------------------------------------------------------
 
     def next_piece(self) -> tuple[int, ReadChunk] | None:
-        """What to read now; None where nothing is left, or a read failed."""
+        """Return the next chunk to read; None if none is left, or a read failed."""
         with self._arrived:
             if self._error is not None or not self._waiting:
                 return None
             return self._waiting.popleft()
 
     def fetch(self, layer: int, read_chunk: ReadChunk) -> None:
-        """Read a piece that is needed by `layer`; what is raised is for `wait` to raise."""
+        """Read a chunk that `layer` needs; `wait` raises the error of a failed read."""
         try:
             self._fetch(self._files, read_chunk)
             with self._arrived:
@@ -161,13 +161,13 @@ def _read_all(reads: BackgroundReads) -> None:
 def by_need(
     pieces: Iterable[ReadChunk],
     layers: Sequence[LayerWeights],
-    other_processes: Iterable[TensorRecord] = (),
+    other_tensors: Iterable[TensorRecord] = (),
 ) -> list[tuple[int, ReadChunk]]:
-    """Each piece with the number of the first layer that has a tensor in it.
+    """Pair each chunk with the number of the first layer that has a tensor in it.
 
-    others: tensors of the files that belong to no layer; they are needed at once.
+    other_tensors: non-layer tensors of the files; they are needed first.
     """
-    owned = [(record, 0) for record in other_processes]
+    owned = [(record, 0) for record in other_tensors]
     owned += [(record, i) for i, layer in enumerate(layers) for record in layer.tensors]
     tensors: dict[Path, list[tuple[int, int, int]]] = {}
     for record, layer_number in owned:
@@ -182,7 +182,7 @@ def by_need(
 
 
 def _first_layer(read_chunk: ReadChunk, tensors: Sequence[tuple[int, int, int]]) -> int:
-    """tensors: (end, start, layer) of those in the piece's file, which do not overlap."""
+    """tensors: (end, start, layer) of those in the chunk's file, which do not overlap."""
     start, end = read_chunk.file_offset, read_chunk.file_offset + read_chunk.n_bytes
     layers = []
     for _, tensor_start, layer in tensors[bisect_left(tensors, (start + 1,)) :]:

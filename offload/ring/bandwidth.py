@@ -1,7 +1,7 @@
-"""How fast this machine's storage is, measured once with the streamer's own kind of reads.
+"""The storage's bandwidth on this machine, measured once with the streamer's own kind of reads.
 
-A limit that a cgroup sets on reading (`offload.storage.read_limit`) is not the device's: under one,
-nothing is remembered, and nothing remembered is used.
+A cgroup's read limit (`offload.storage.read_limit`) is not the device's bandwidth: under one the
+disk cache is neither written nor used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from offload.storage.read_limit import read_limit_in_force
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
 from offload.units import GIB, MIB
 
-_CHUNK_BYTES = 64 * MIB  # two of these are held in memory while measuring
-_MIN_BYTES = 64 * MIB  # a shorter measurement is not worth remembering
-_SECONDS = 0.4  # of five figures beside other work, all were within 10 % of those of 0.8 s
+_CHUNK_BYTES = 64 * MIB  # two of these are in memory while measuring
+_MIN_BYTES = 64 * MIB  # a shorter measurement is not worth caching
+_SECONDS = 0.4  # of five results beside other work, all were within 10 % of those of 0.8 s
 _WARM_UP_SECONDS = 0.1  # limits on reading allow a burst at first
 
 
@@ -40,7 +40,7 @@ class DeviceProfile:
     storage_bytes_per_second: float
     read_bytes: int  # size of one read
     n_readers: int  # reads at a time
-    direct: bool  # O_DIRECT worked; otherwise the page cache may have flattered the figure
+    direct: bool  # O_DIRECT worked; otherwise the page cache may have made the result too high
     measured_at: float  # seconds since the epoch
     device: int  # st_dev of the file
 
@@ -55,14 +55,14 @@ def measure_storage(
     refresh: bool = False,
     cache_dir: Path | None = None,
 ) -> DeviceProfile:
-    """Bandwidth of reading `path` with `n_readers` threads; remembered per device.
+    """Measure the bandwidth of reading `path` with `n_readers` threads; cached on disk per device.
 
     Args:
-        path: a real weight file, read from a random place on: a cache below the file system may
+        path: a real weight file, read from a random offset on: a cache below the file system may
             still have what was read last time.
         n_bytes, seconds: the reading ends at the first of these; a small file is read once.
-        refresh: measure even where a figure is remembered.
-        cache_dir: where figures are remembered; by default $XDG_CACHE_HOME/specdec.
+        refresh: measure even if a result is cached.
+        cache_dir: folder of the disk cache; by default $XDG_CACHE_HOME/specdec.
 
     Raises:
         StorageError: the file cannot be read, or is empty.
@@ -78,32 +78,32 @@ def measure_storage(
         return known
     file = DirectFile(path)
     direct = file.direct
-    file.drop_cached()  # what somebody read or wrote lately would be no storage's speed
+    file.drop_cached()  # recently read or written pages would hide the storage's speed
     file.close()
-    with beside_other_processes() as rest:
-        measurements = _stream(path, n_bytes, seconds, read_bytes, n_readers)
-    bandwidth = measurements.bytes_read / max(measurements.read_seconds, 1e-9)
+    with beside_other_processes() as load:
+        stats = _stream(path, n_bytes, seconds, read_bytes, n_readers)
+    bandwidth = stats.bytes_read / max(stats.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
-    if measurements.bytes_read >= _MIN_BYTES and not is_limited and not rest.are_busy:
+    if stats.bytes_read >= _MIN_BYTES and not is_limited and not load.are_busy:
         save_cached_figure(cache, asdict(profile), "the measured storage speed")
     return profile
 
 
 def is_measurable(path: Path) -> bool:
-    """Whether the file is large enough for its reading to last."""
+    """Return whether the file is large enough to be measured."""
     return path.stat().st_size >= _MIN_BYTES
 
 
 @contextmanager
 def busy_storage(path: Path) -> Iterator[None]:
-    """Read `path` over and over, as a pass does, while something else is timed.
+    """Read `path` over and over, as a forward pass does, while something else is timed.
 
-    Raises StorageError, at the end, where the file could not be read.
+    Raises StorageError, at the end, if the file could not be read.
     """
     layers = _chunks(path, path.stat().st_size, DEFAULT_READ_BYTES, DEFAULT_N_READERS)
     errors: list[BaseException] = []
 
-    def cursor() -> None:
+    def read_in_a_loop() -> None:
         try:
             while True:
                 for index in range(len(layers)):
@@ -115,7 +115,7 @@ def busy_storage(path: Path) -> Iterator[None]:
             errors.append(error)
 
     with WeightStreamer(layers, 2) as streamer:
-        thread = threading.Thread(target=cursor, name="specdec-busy-storage", daemon=True)
+        thread = threading.Thread(target=read_in_a_loop, name="specdec-busy-storage", daemon=True)
         thread.start()
         try:
             yield
@@ -129,14 +129,14 @@ def busy_storage(path: Path) -> Iterator[None]:
 def _stream(
     path: Path, n_bytes: int, seconds: float, read_bytes: int, n_readers: int
 ) -> StreamStats:
-    """Walk the file as if it were layers of a few reads each, doing nothing with them."""
+    """Stream the file as layers of a few reads each, without using them."""
     layers = _chunks(path, n_bytes, read_bytes, n_readers)
     size = path.stat().st_size
-    n_walks = 1 if size < _MIN_BYTES else -(-n_bytes // size)
+    n_passes = 1 if size < _MIN_BYTES else -(-n_bytes // size)
     with WeightStreamer(layers, 2, read_bytes=read_bytes, n_readers=n_readers) as streamer:
         started = time.perf_counter()
         burst: StreamStats | None = None
-        for index in list(range(len(layers))) * n_walks:
+        for index in list(range(len(layers))) * n_passes:
             with streamer.layer(index):
                 pass
             passed = time.perf_counter() - started
@@ -144,13 +144,13 @@ def _stream(
                 burst = streamer.stats
             if passed > seconds:
                 break
-        measurements = streamer.stats
-        later = measurements if burst is None else measurements - burst
-        return later if later.bytes_read >= _MIN_BYTES else measurements
+        stats = streamer.stats
+        later = stats if burst is None else stats - burst
+        return later if later.bytes_read >= _MIN_BYTES else stats
 
 
 def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[LayerWeights]:
-    """About `n_bytes` of the file in pieces, as layers, from a random one on."""
+    """Return about `n_bytes` of the file in chunks, as layers, from a random one on."""
     size = path.stat().st_size
     if size <= 0:
         raise StorageError(f"{path} is empty; measure with a weight file")
@@ -164,13 +164,13 @@ def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[L
     return layers
 
 
-# --- the cache: a figure that is lost is only measured again --------------------------------------
+# --- the disk cache: a result that is lost is only measured again ---------------------------------
 
 
 def _load(cache: Path) -> DeviceProfile | None:
     try:
         profile = DeviceProfile(**(load_cached_figure(cache) or {}))
-    except TypeError:  # other figures than today's, or none
+    except TypeError:  # fields of another version, or none
         return None
     return profile if _is_sane(profile) else None
 

@@ -1,18 +1,17 @@
-"""The walk over the layers: which read belongs to which layer, and when a pass is whole.
+"""The cursor over the layers: which read belongs to which layer, and when a pass is complete.
 
-What `WeightStreamer` (weights in slots), `Pager` (weights at mapped addresses) and `DeviceStreamer`
-(weights in slots on a device) have in common.
-One layer after another is visited, cyclically:
+Shared by `WeightStreamer` (weights in slots), `Pager` (weights at mapped addresses) and
+`DeviceStreamer` (weights in slots on a device). Layers are visited one after another, cyclically:
 
-    walk.seek(i)           layer i is wanted next; where another was expected, reads begin anew
-    taken = walk.take(i)   waits for its slot; None where nothing of it streams
-    walk.arrive(i)         the files are those that were opened; layer i + 1 is expected next
+    cursor.seek(i)           layer i is next; if another was expected, reads begin anew
+    taken = cursor.take(i)   waits for its slot; None if nothing of it streams
+    cursor.reach(i)          checks the files for changes; layer i + 1 is expected next
     ...
-    walk.give_back(taken)  the readers may fill the slot again
-    walk.leave(i)          after the last layer a pass is complete
+    cursor.give_back(taken)  the readers may fill the slot again
+    cursor.leave(i)          after the last layer a pass is complete
 
-From `seek` to `arrive` the walk counts as broken off: where it fails there, the next `seek` begins
-anew.
+From `seek` to `reach` the cursor counts as interrupted: after an error there, the next `seek`
+begins anew.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from offload.trace import WAIT, record_since
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Cumulative figures; subtract two snapshots for those of a span."""
+    """Cumulative metrics; subtract two snapshots for those of a span."""
 
     bytes_read: int = 0  # by the ring, alignment included; resident tensors do not count
     stall_seconds: float = 0.0  # the caller waited in `layer` for storage, or for a copy
     read_seconds: float = 0.0  # at least one read was running
     passes: int = 0  # the last layer was left
     bytes_copied: int = 0  # to a device, once the copies were enqueued
-    copy_stall_seconds: float = 0.0  # a device computed nothing, for want of a layer
+    copy_stall_seconds: float = 0.0  # a device waited for a layer, without computing
 
     def __sub__(self, earlier: StreamStats) -> StreamStats:
         return StreamStats(
@@ -58,33 +57,33 @@ class Taken(Generic[MemoryT]):
 
 
 class Supply(Protocol[MemoryT]):
-    """What fills the ring of a walk: its threads, and where they have the bytes from."""
+    """A producer that fills the ring of a cursor: its threads, and the source of the bytes."""
 
     @property
     def ring(self) -> SlotRing[MemoryT, Any]:
-        """Its tickets are for the layers that `order` says."""
+        """The ring; `order` says which layer each read sequence number is for."""
 
     @property
     def order(self) -> ReadOrder:
-        """Of the layers that stream."""
+        """The order of the layers that stream."""
 
     def check_unchanged(self) -> None:
-        """Raise StorageError when what was brought so far is of a file that has changed since."""
+        """Raise StorageError if a file has changed since the layers so far were read from it."""
 
     def join(self, timeout_seconds: float) -> bool:
-        """After the ring was closed: wait for the threads; False when one still hangs."""
+        """After the ring was closed: wait for the threads; return False if one still hangs."""
 
     def free(self) -> None:
-        """Give memory and files back, when no thread is running."""
+        """Free memory and files, when no thread is running."""
 
 
 class LayerCursor(Generic[MemoryT]):
-    """The ring, who fills it, and where in the cycle of layers the caller is.
+    """The ring, its supply, and the caller's position in the cycle of layers.
 
     Args:
         streams: whether something of each layer comes through the ring, in the order of use.
-        supply: of the ring; None where nothing streams.
-        background: reads what stays in memory; a layer is waited for there, too.
+        supply: fills the ring; None if nothing streams.
+        background: reads what stays in memory; `take` waits for it, too.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class LayerCursor(Generic[MemoryT]):
     ) -> None:
         self._n_layers = len(streams)
         self._streamed = [index for index, is_streamed in enumerate(streams) if is_streamed]
-        # The layer that continues the walk; None after an error, and all the while that one may
-        # leave things half done.
+        # The layer that continues the pass; None after an error, and during operations that may
+        # fail halfway.
         self._expected: int | None = 0
-        self._read_number = 0  # of the next streamed layer in the walk
-        self._is_anew = False  # nobody has waited for a layer since `resume_at`
+        self._read_number = 0  # of the next streamed layer
+        self._is_anew = False  # no layer was waited for since `resume_at`
         self._stall_seconds = 0.0
         self._passes, self._is_last_in = 0, False
         self._is_closed = False
@@ -107,9 +106,9 @@ class LayerCursor(Generic[MemoryT]):
         self._ring = None if supply is None else supply.ring
         self._background = background
         self.pinned: dict[int, MemoryT] = {}
-        """Memory of layers that would stream, and stay after their use."""
+        """Memory of pinned layers, by layer."""
         if self._ring is not None:
-            # Ends the threads of a walk that nobody refers to any more.
+            # Ends the threads of a cursor that is no longer referred to.
             weakref.finalize(self, _close_in, os.getpid(), self._ring)
         if background is not None:
             weakref.finalize(self, _close_in, os.getpid(), background)
@@ -121,7 +120,7 @@ class LayerCursor(Generic[MemoryT]):
 
     @property
     def unread_bytes(self) -> int:
-        """Of what stays in memory, what has not been read yet."""
+        """Bytes that stay in memory, but have not been read yet."""
         return 0 if self._background is None else self._background.unread_bytes
 
     @property
@@ -130,22 +129,22 @@ class LayerCursor(Generic[MemoryT]):
 
     @property
     def is_at_start(self) -> bool:
-        """Whether layer 0 is the next one, and no slot is lent."""
-        return self._expected == 0 and not (self._ring and self._ring.is_pinning)
+        """Whether layer 0 is the next one, and no slot is acquired."""
+        return self._expected == 0 and not (self._ring and self._ring.has_slot_in_use)
 
     def check(self, index: int) -> None:
-        """Raise IndexError for a layer that there is not, StreamerClosed after `close`."""
+        """Raise IndexError for a layer that does not exist, StreamerClosed after `close`."""
         if not 0 <= index < self._n_layers:
             raise IndexError(f"there is no layer {index} among {self._n_layers}")
         if self._is_closed:
             raise StreamerClosed("the weight streamer is closed; load the model again")
 
     def seek(self, index: int, *, is_inside: bool) -> None:
-        """Layer `index` is wanted next; `is_inside` of another layer only in order.
+        """Make `index` the next layer; inside another layer it must be the expected one.
 
-        Where storage failed again after `resume_at`, it is read once more: that may be long ago,
-        and the error that led to `resume_at` was raised already. Be it for a later layer: that
-        one's turn comes in the same pass.
+        If storage failed again after `resume_at`, read once more: that failure may be old, and the
+        error that led to `resume_at` was raised already. A failure of a later layer counts as well,
+        since the same pass will get there.
         """
         if index != self._expected:
             if is_inside:
@@ -153,16 +152,16 @@ class LayerCursor(Generic[MemoryT]):
             self.resume_at(index)
         elif self._failed_anew(index):
             self.resume_at(index)
-        self._expected = None  # what follows may fail
+        self._expected = None  # the next steps may fail
 
     def _failed_anew(self, index: int) -> bool:
-        """Whether storage has failed since `resume_at`, and nobody waited for it so far."""
+        """Return whether storage has failed since `resume_at`, without a caller waiting for it."""
         if self._ring is None or not self._is_anew or not self._is_read(index):
             return False
-        return isinstance(self._ring.failure, StorageError)  # others do not pass
+        return isinstance(self._ring.failure, StorageError)  # other errors are permanent
 
     def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
-        """Wait until layer `index` is there, and take its slot; None where nothing of it streams.
+        """Wait until layer `index` is read, and take its slot; None if nothing of it streams.
 
         check: see SlotRing.wait_ready.
         """
@@ -187,10 +186,10 @@ class LayerCursor(Generic[MemoryT]):
             self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
 
     def reach(self, index: int) -> None:
-        """Layer `index` is in place.
+        """Mark layer `index` as in place.
 
-        Raises StorageError for a changed file, at the last layer of a pass, and StreamerClosed
-        where `close` came between and the files are gone for that.
+        Raises StorageError at the last layer of a pass if a file changed, and StreamerClosed if
+        `close` came first and closed the files.
         """
         is_last = index == self._n_layers - 1
         if is_last and self._supply is not None:
@@ -204,27 +203,27 @@ class LayerCursor(Generic[MemoryT]):
         self._is_last_in |= is_last
 
     def give_back(self, taken: Taken[MemoryT]) -> None:
-        """Let the readers fill the slot; nothing happens where a restart already did."""
+        """Release the slot to the readers; does nothing if a restart already did."""
         if self._ring is not None:
             self._ring.release(taken.slot, taken.read_number)
 
     def leave(self, index: int) -> None:
-        """The caller is done with layer `index`; after the last one a pass is complete."""
+        """Leave layer `index`; after the last one a pass is complete."""
         if index == self._n_layers - 1 and self._is_last_in:
             self._is_last_in = False
             self._passes += 1
 
     def break_off(self) -> None:
-        """Whatever was going on is over: the next `seek` or `resume_at` begins anew."""
+        """Abandon the current pass: the next `seek` or `resume_at` begins anew."""
         self._expected, self._is_last_in = None, False
 
     def resume_at(self, index: int) -> None:
-        """Let the readers begin at the first streamed layer from `index` on; nothing is lent."""
+        """Let the readers begin at the first streamed layer from `index` on; releases all slots."""
         self.break_off()
         if self._ring is not None:
             assert self._supply is not None
-            # A ticket is never used twice, so that a late release cannot touch a later layer's
-            # slot. The readers are at most n_slots tickets ahead.
+            # A read number is never used twice, so that a late release cannot touch a later layer's
+            # slot. The readers are at most n_slots numbers ahead.
             self._read_number += self.n_slots + 1
             with self._ring.lock:
                 self._supply.order.begin_at(self._read_number, self._position(index))
@@ -233,10 +232,10 @@ class LayerCursor(Generic[MemoryT]):
         self._expected = index
 
     def pin_layers(self, index: int, taken: Taken[MemoryT], other: MemoryT) -> bool:
-        """Keep the memory of layer `index`, which is lent, and let the ring go on with `other`.
+        """Pin acquired layer `index` in its memory, and let the ring go on with `other`.
 
-        False, and nothing happens, where a restart already took it back. Raises ValueError where
-        too few layers would stream.
+        Returns False, and does nothing, if a restart already released the slot. Raises ValueError
+        if too few layers would stream.
         """
         assert self._ring is not None
         assert self._supply is not None
@@ -251,7 +250,7 @@ class LayerCursor(Generic[MemoryT]):
         return True
 
     def let_go(self, index: int) -> MemoryT:
-        """Layer `index`, which was held, streams again; its memory. `resume_at` comes next."""
+        """Unpin layer `index` and return its memory; the layer streams again. Call `resume_at`."""
         assert self._supply is not None
         with self._supply.ring.lock:
             self._supply.order.let_go(self._position(index))
@@ -259,23 +258,23 @@ class LayerCursor(Generic[MemoryT]):
         return self.pinned.pop(index)
 
     def chosen(self, n_layers: int) -> frozenset[int]:
-        """So many of the layers that stream, in even distances, or as many as may be held."""
+        """Return `n_layers` streamed layers to pin, evenly spaced, or as many as may be pinned."""
         if self._supply is None:
             return frozenset()
         return frozenset(self._streamed[at] for at in self._supply.order.chosen(n_layers))
 
     def _is_read(self, index: int) -> bool:
-        """Whether layer `index` comes through the ring."""
+        """Return whether layer `index` comes through the ring."""
         return index in self._streamed and index not in self.pinned
 
     def _position(self, index: int) -> int:
-        """Of the first layer that streams from `index` on, among all that do."""
+        """Return the position, among streamed layers, of the first one from `index` on."""
         return sum(1 for i in self._streamed if i < index)
 
     def close(self) -> bool:
-        """Stop the readers; a caller that waits gets StreamerClosed. False: a read still hangs."""
+        """Stop the readers; waiting callers get StreamerClosed. Return False if a read hangs."""
         self._is_closed = True
-        readers = [item for item in (self._background, self._supply) if item is not None]
+        readers = [reader for reader in (self._background, self._supply) if reader is not None]
         if self._ring is not None:
             self._ring.close()
         if self._background is not None:
@@ -284,7 +283,7 @@ class LayerCursor(Generic[MemoryT]):
         return all(have_ended)
 
     def free(self) -> None:
-        """Give the memory of the ring back, once `close` has said that no reader is running."""
+        """Free the memory of the ring, once `close` has returned True."""
         while self.pinned:
             self.pinned.popitem()[1].close()
         if self._supply is not None:
@@ -292,6 +291,7 @@ class LayerCursor(Generic[MemoryT]):
 
 
 def _close_in(process_id: int, readers: SlotRing[Any, Any] | BackgroundReads) -> None:
-    """In a fork there are no threads to end, and one of them may hold the lock for ever."""
+    """Close the readers, but not in a forked process: it has no threads to end, and the lock may be
+    held for ever."""
     if os.getpid() == process_id:
         readers.close()

@@ -1,4 +1,4 @@
-"""Layers read from files into a ring of host memory: what fills the walks of streamer and pager."""
+"""Layers read from files into a ring of host memory, for the cursors of streamer and pager."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from offload.storage.reading import OpenFiles, shared_read_bytes
 
 @dataclass(frozen=True)
 class RingOptions:
-    """How the streamed part of the layers is read.
+    """Options of reading the streamed part of the layers.
 
-    n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
-    read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
+    n_slots: depth of the ring, 1 (no overlap) or more, at most the number of streamed layers.
+    read_bytes: maximum size of one read, a multiple of 4096; small layers get smaller ones.
     n_readers: threads that read.
     storage: opens a file for reading; tests pass one that injects faults.
     poison: overwrite released slots, for tests.
@@ -35,7 +35,7 @@ class RingOptions:
     poison: bool = False
 
     def plan(self, layouts: Sequence[Layout]) -> list[tuple[ReadChunk, ...]]:
-        """The reads of each layer; none where nothing of it streams.
+        """Return the reads of each layer; none if nothing of it streams.
 
         Raises ValueError for options that could not work.
         """
@@ -55,8 +55,8 @@ class FileSupply:
     """Open files, and threads that read them into a ring.
 
     Args:
-        reads: of each layer that streams, in the order of use, as `options.plan` made them.
-        slot_bytes: of the largest layer; rounded up as `allocate` needs it.
+        reads: reads of each layer that streams, in the order of use, as `options.plan` made them.
+        slot_bytes: size of the largest layer; rounded up as `allocate` needs it.
         allocate: makes the memory of one slot from its size; None: an AlignedBuffer.
         make_fence: see SlotRing; the readers wait for it.
 
@@ -111,8 +111,8 @@ class FileSupply:
 
 
 def _uncommitted_slot(n_bytes: int) -> HostMemory:
-    """Memory that a forked process does not get. The readers commit it: the first read of a page is
-    what takes it."""
+    """Return memory that forked processes do not get. The readers commit it, with the first read of
+    each page."""
     return AlignedBuffer(n_bytes, is_committed=False, in_children=False)
 
 
@@ -125,9 +125,9 @@ def walk_files(
     make_fence: Callable[[], Fence] | None = None,
     background: BackgroundReads | None = None,
 ) -> LayerCursor[HostMemory]:
-    """A walk over layers that are read from files; see FileSupply. `reads` has all layers.
+    """Return a cursor over layers that are read from files; see FileSupply. `reads` has all layers.
 
-    background: ended where this raises.
+    background: closed if this raises.
     """
     streamed = [pieces for pieces in reads if pieces]
     supply = None

@@ -1,6 +1,6 @@
-"""Which layer each ticket of a ring is for: those that stream, in a cycle, but for held ones.
+"""The layer of each read sequence number: the streamed layers in a cycle, except pinned ones.
 
-A held layer stays in memory after its use and is passed over from then on.
+A pinned layer stays in memory after its use and is skipped from then on.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from offload.placement.plan import spread
 
 
 class ReadOrder:
-    """Layers that stream are numbered by `position`, 0 to n_layers - 1, in the order of use.
+    """The cyclic order of the layers that stream, numbered by `position`, 0 to n_layers - 1.
 
-    The ring asks for one ticket after the other, `begin_at` says where a walk begins. Whoever calls
-    holds the ring's lock: what a reader is to bring next changes with what the ring has.
+    The ring asks for one read sequence number after the other, `begin_at` says where to begin. The
+    caller holds the ring's lock: the next layer to read changes with the state of the ring.
 
     Args:
-        n_layers: that stream, one at least.
-        n_slots: of the ring. The readers are at most so many tickets ahead; as many layers are
-            never held, so that no layer is under way twice.
+        n_layers: number of layers that stream, one at least.
+        n_slots: slots of the ring. The readers are at most so many reads ahead; as many layers are
+            never pinned, so that no layer is read into two slots.
     """
 
     def __init__(self, n_layers: int, n_slots: int) -> None:
         self._n_layers, self._n_slots = n_layers, n_slots
         self._pinned: set[int] = set()
         self._latest = (0, 0)
-        """The last ticket that was asked for, and its layer's position."""
+        """The last read sequence number that was asked for, and its layer's position."""
 
     def position(self, read_number: int) -> int:
-        """Of the layer that this ticket is for; the ticket before it was asked for."""
+        """Return the layer position of this read. Read numbers must be asked for consecutively."""
         latest, position = self._latest
         if read_number != latest:
             assert read_number == latest + 1, (read_number, latest)
@@ -36,11 +36,11 @@ class ReadOrder:
         return position
 
     def begin_at(self, read_number: int, position: int) -> None:
-        """The next ticket is `ticket`, for the first layer from `position` on."""
+        """Continue with `read_number` at the first layer from `position` on."""
         self._latest = (read_number, self._next(position))
 
     def chosen(self, n_layers: int) -> frozenset[int]:
-        """So many layers to hold, or as many as may be: in even distances, so that reads go on
+        """Choose `n_layers` layers to pin, or as many as may be: evenly spaced, so that reads go on
         while those between them are computed."""
         return frozenset(spread(min(n_layers, self.max_pinned), self._n_layers))
 
@@ -49,13 +49,13 @@ class ReadOrder:
         return max(0, self._n_layers - self._n_slots)
 
     def pin_layers(self, position: int) -> None:
-        """Pass over this layer from now on."""
+        """Skip this layer from now on."""
         if len(self._pinned) >= self.max_pinned:
             raise ValueError(f"{self._n_slots} of {self._n_layers} layers have to stream")
         self._pinned.add(position)
 
     def let_go(self, position: int) -> None:
-        """The layer streams again; the walk has to begin anew."""
+        """Stream the layer again; the caller restarts the ring."""
         self._pinned.discard(position)
 
     def _next(self, position: int) -> int:

@@ -1,7 +1,7 @@
-"""Lends layers, and keeps some of those that stream in memory after their use.
+"""Layer access that can pin some of the streamed layers in memory after their use.
 
-A held layer takes the memory of a slot with it: nothing is copied, the ring goes on with another
-slot, and reads pass over the layer until it is let go.
+A pinned layer keeps the memory of its slot: nothing is copied, the ring goes on with another slot,
+and reads skip the layer until it is unpinned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offload.ring.slots import MemoryT
 
 
 class PinningAccess(LayerAccess[MemoryT, LayerT]):
-    """See LayerLender and `hold`."""
+    """Layer access with pinned layers; see LayerAccess and `pin_layers`."""
 
     def __init__(self, cursor: LayerCursor[MemoryT]) -> None:
         super().__init__(cursor)
@@ -28,21 +28,20 @@ class PinningAccess(LayerAccess[MemoryT, LayerT]):
 
     @abstractmethod
     def _new_slot(self) -> MemoryT:
-        """Memory for the ring in the place of a slot that is held. Raises MemoryError."""
+        """Return memory for the ring in place of a pinned slot. Raises MemoryError."""
 
     def _keep(self, index: int, taken: Taken[MemoryT]) -> None:
-        """Layer `index` is held from now on, as it was lent."""
+        """Note that layer `index` is pinned from now on, as it was acquired."""
 
     def _let_go(self, index: int) -> None:
-        """Layer `index` is not to be held any longer; its memory is closed after that."""
+        """Prepare layer `index` to be unpinned; its memory is closed after that."""
 
     def pin_layers(self, n_layers: int) -> int:
-        """Let up to so many layers that stream stay in memory after their next use, each with the
-        memory of a slot beside those of the ring; returns how many may. Those that are more are
-        given back at once, and what is lent is taken back, as by `restart`.
+        """Set how many streamed layers to keep in memory after their next use; return how many are
+        allowed. Surplus pinned layers are freed and acquired ones released at once.
 
-        The first of them stay in the next pass. Where there is no memory for another one, those
-        that are held have to do.
+        Each takes the memory of a slot beside those of the ring. The first of them are pinned in
+        the next pass. When memory runs out, no more are pinned.
         """
         with self._lock:
             if self._is_freed:
@@ -60,31 +59,31 @@ class PinningAccess(LayerAccess[MemoryT, LayerT]):
             return self._num_to_pin
 
     def pin_bytes(self, n_bytes: int) -> None:
-        """`hold` as many as so many bytes are enough for."""
+        """Pin as many layers as fit into `n_bytes`; see `pin_layers`."""
         if self.n_slots:
             self.pin_layers(n_bytes // (self.ring_bytes // self.n_slots))
 
     @property
     def num_pinned(self) -> int:
-        """Layers that would stream, and are in memory."""
+        """Number of pinned layers."""
         return len(self._cursor.pinned)
 
     @property
     def pinned_bytes(self) -> int:
-        """Their memory."""
+        """Memory of the pinned layers."""
         return self.num_pinned * (self.ring_bytes // self.n_slots) if self.num_pinned else 0
 
-    def _is_retained(self, acquired: AcquiredLayer[MemoryT]) -> bool:
-        """Hold a layer that has been used, if it is one of those that are to stay."""
-        # Never waited for: a forgotten lease may be collected in any thread, with the ring's lock.
+    def _pin_after_use(self, acquired: AcquiredLayer[MemoryT]) -> bool:
+        """Pin a layer that has been used, if it is to stay; return whether it is pinned."""
+        # Never waits: an abandoned layer may be collected in any thread that has the ring's lock.
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return acquired.has_arrived and not self._is_freed and self._is_pinned_now(acquired)
+            return acquired.has_arrived and not self._is_freed and self._try_pin(acquired)
         finally:
             self._lock.release()
 
-    def _is_pinned_now(self, acquired: AcquiredLayer[MemoryT]) -> bool:
+    def _try_pin(self, acquired: AcquiredLayer[MemoryT]) -> bool:
         index, taken = acquired.index, acquired.taken
         if taken is None or index not in self._to_pin or self.num_pinned >= self._num_to_pin:
             return False

@@ -1,4 +1,4 @@
-"""The threads that read files."""
+"""Threads that read files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from offload.trace import READ, record_since
 class ReaderThreads:
     """`n_readers` daemon threads that read until there is nothing left to read.
 
-    They hold what they read for but not its owner, so that a streamer nobody refers to any more can
-    be collected.
+    They refer to what they read for but not to its owner, so that a streamer that is no longer
+    referred to can be collected.
     """
 
     def __init__(self, name: str, n_readers: int) -> None:
@@ -26,7 +26,7 @@ class ReaderThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, read: Callable[[], None]) -> None:
-        """Raises SpecdecError where the system starts no more threads; some may run then."""
+        """Start the threads. Raises SpecdecError if the system refuses one; some may run then."""
         for index in range(self._n_readers):
             thread = threading.Thread(target=read, name=f"{self._name}-{index}", daemon=True)
             try:
@@ -40,7 +40,7 @@ class ReaderThreads:
 
     @property
     def are_running(self) -> bool:
-        """Whether one of them has not ended."""
+        """Whether some thread has not ended."""
         return any(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_seconds: float) -> bool:
@@ -52,7 +52,7 @@ class ReaderThreads:
 
 
 def fill_ring(ring: SlotRing[HostMemory, ReadChunk], files: OpenFiles) -> None:
-    """What a thread does that fills the slots of a ring until it is closed."""
+    """Fill the slots of a ring until it is closed; the loop of each thread."""
     while (work := ring.acquire_for_read()) is not None:
         started = time.perf_counter()
         try:

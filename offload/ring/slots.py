@@ -1,21 +1,21 @@
 """The ring: a few buffers that all streamed layers pass through, each in turn.
 
-A *ticket* counts the layer reads since the start (0, 1, 2, ...), over all passes: ticket t is read
-into slot t % n_slots, whatever the number of layers, so that a ring depth that does not divide it
-is nothing special. A slot goes FREE -> READING -> READY -> IN_USE -> FREE:
+A *read sequence number* counts the layer reads since the start (0, 1, 2, ...), over all passes:
+read r goes into slot r % n_slots, whatever the number of layers, so that the ring depth need not
+divide it. A slot goes FREE -> READING -> READY -> IN_USE -> FREE:
 
-    readers    acquire_for_read() -> Work; publish(work)   (READY after its last piece)
-    consumer   wait_ready(ticket) -> Slot; release(slot)
+    readers    acquire_for_read() -> Work; publish(work)          (READY after its last chunk)
+    consumer   wait_ready(read_number) -> Slot; release(slot, read_number)
 
-Where a slot is used by something that goes on after its release (a copy to a device, a computation
-on one), the slot is freed behind a *fence*: the event after which it may be overwritten. Whoever
-fills it next heeds the fence. The ring makes it itself whenever it frees a slot that was lent, so
-that no way of giving a slot back can forget it.
+If something still uses a slot after its release (a copy to a device, a computation on one), the
+slot is freed behind a *fence*: the event after which it may be overwritten. Whoever fills it next
+waits for the fence. The ring makes the fence whenever it frees a slot in use, so that no path can
+forget it.
 
-`restart(ticket)` drops all that was read ahead. Reads that are still running then belong to an old
-*generation*: their result is ignored, and their slot is not filled again before they have ended.
-One lock guards everything, and the order of tickets; it is held for microseconds and never during a
-read.
+`restart(read_number)` drops all that was read ahead. Reads that are still running then belong to an
+old *generation*: their result is ignored, and their slot is not filled again before they have
+ended. One lock guards everything, including the read order; it is held for microseconds and never
+during a read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import numpy as np
 from offload.errors import SpecdecError
 from offload.storage.aligned import HostMemory
 
-WAKE_SECONDS = 0.1  # between two looks of a wait at whether it is to end
+WAKE_SECONDS = 0.1  # interval at which a wait calls its check
 JOIN_SECONDS = 10.0  # a read that hangs longer (a dead network mount) is left behind
 
 Check = Callable[[], None]
-"""Raises where somebody wants what is going on to end; called every tenth of a second at least."""
+"""Raises to interrupt a wait; called every tenth of a second at least."""
 
 
 class StreamerClosed(SpecdecError):
-    """The streamer was closed while, or before, a layer was asked for."""
+    """The streamer was closed before or while a layer was entered."""
 
 
 class SlotState(enum.Enum):
@@ -51,20 +51,20 @@ class SlotState(enum.Enum):
 
 
 class AnyMemory(Protocol):
-    """What a slot is filled in."""
+    """Memory of a slot."""
 
     def close(self) -> None: ...
 
 
 class Fence(Protocol):
-    """An event that lies ahead, or behind."""
+    """An event in the future or the past."""
 
     def wait(self) -> None: ...
 
 
 MemoryT = TypeVar("MemoryT", bound=AnyMemory)
 ReadChunkT = TypeVar("ReadChunkT")
-"""What is to be brought into a slot in one go: a read of a file, a copy."""
+"""Type of one transfer into a slot: a read of a file, or a copy."""
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Slot(Generic[MemoryT]):
     buffer: MemoryT
     state: SlotState = SlotState.FREE
     read_number: int = -1  # the layer read that the content belongs to
-    n_missing: int = 0  # pieces of the ticket that have not arrived yet
+    n_missing: int = 0  # chunks of this read that have not arrived yet
     n_in_flight: int = 0  # reads into the buffer that are running, of any generation
     fence: Fence | None = None  # nothing may be written to the buffer before it
 
 
 @dataclass(frozen=True)
 class Work(Generic[MemoryT, ReadChunkT]):
-    """One piece to bring into one slot, after the slot's fence."""
+    """One chunk to read into one slot, after the slot's fence."""
 
     slot: Slot[MemoryT]
     read_chunk: ReadChunkT
@@ -94,11 +94,11 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
     """One slot for each of `buffers`, which `free_buffers` closes.
 
     Args:
-        pieces_of: the reads of a ticket, at least one.
-        make_fence: the event after which a slot that is given back now may be overwritten; None
-            where the consumer is done with it by then.
+        pieces_of: returns the chunks of a read sequence number, at least one.
+        make_fence: returns the event after which a slot released now may be overwritten; None if
+            the consumer is done with it by then.
         poison: overwrites a slot when it is released, so that a test sees a stale view at once; not
-            together with fences, which say that it may not be overwritten yet.
+            together with fences, until which it may not be overwritten.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
         self._pieces_of = pieces_of
         self._make_fence = make_fence
         self._poison = poison
-        # Reentrant: a forgotten lease may be collected, and released, while the lock is held.
+        # Reentrant: an abandoned layer may be collected, and released, while the lock is held.
         self.lock = threading.RLock()
         self._may_read = threading.Condition(self.lock)  # a slot is free, or a restart, or the end
         self._may_use = threading.Condition(self.lock)  # a layer is in, or an error, or the end
         self._generation = 0
-        self._read_number = 0  # the ticket that is being read
-        self._n_taken = 0  # how many of its pieces were handed out
-        self._error: tuple[int, BaseException] | None = None  # (ticket, what its read raised)
+        self._read_number = 0  # the layer read that is being handed out
+        self._n_taken = 0  # how many of its chunks were handed out
+        self._error: tuple[int, BaseException] | None = None  # (read number, its error)
         self._closed = False
         self._n_busy = 0
         self._busy_since = 0.0
@@ -130,9 +130,9 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
     # --- readers ---------------------------------------------------------------------------
 
     def acquire_for_read(self, *, wait: bool = True) -> Work[MemoryT, ReadChunkT] | None:
-        """The next piece to read, in order; waits for a free slot. None when the ring is closed.
+        """Return the next chunk to read, in order; wait for a free slot. None if closed.
 
-        With `wait` false also None where there is nothing to read at the moment.
+        With `wait` false also None if there is nothing to read at the moment.
         """
         with self.lock:
             while wait and not self._closed and not self._has_work():
@@ -142,7 +142,7 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
     def publish(
         self, work: Work[MemoryT, ReadChunkT], n_bytes: int = 0, error: BaseException | None = None
     ) -> None:
-        """Report that a piece arrived (`n_bytes` read), or that reading it raised `error`."""
+        """Report that a chunk arrived (`n_bytes` read), or that reading it raised `error`."""
         with self.lock:
             slot = work.slot
             slot.n_in_flight -= 1
@@ -164,12 +164,12 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
     # --- consumer --------------------------------------------------------------------------
 
     def wait_ready(self, read_number: int, check: Check | None = None) -> Slot[MemoryT]:
-        """Wait until `ticket` has arrived and take its slot.
+        """Wait until read `read_number` has arrived and take its slot.
 
-        check: called now and then while waiting; what it raises ends the wait.
+        check: called regularly while waiting; what it raises ends the wait.
 
         Raises:
-            whatever reading it raised; the ring then stands still until `restart`.
+            The error of a failed read; the ring then stands still until `restart`.
             StreamerClosed: the ring was closed meanwhile.
         """
         with self.lock:
@@ -181,12 +181,12 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
 
     @property
     def failure(self) -> BaseException | None:
-        """What reading raised, where the ring stands still for it."""
+        """The error of a failed read, for which the ring stands still."""
         with self.lock:
             return None if self._error is None else self._error[1]
 
     def release(self, slot: Slot[MemoryT], read_number: int) -> None:
-        """Give the slot of `ticket` back; nothing happens where a restart already took it."""
+        """Release the slot of `read_number`; does nothing if a restart already did."""
         with self.lock:
             if (
                 not self._closed
@@ -197,8 +197,8 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
                 self._may_read.notify_all()
 
     def exchange(self, slot: Slot[MemoryT], read_number: int, buffer: MemoryT) -> MemoryT | None:
-        """The memory of a slot that is lent, with its content; the slot gets another one and is
-        given back. None, and nothing happens, where a restart already took it."""
+        """Return the memory of an acquired slot, with its content, and release the slot with
+        `buffer` instead. None, and nothing changes, if a restart already released it."""
         with self.lock:
             if (
                 self._closed
@@ -212,13 +212,13 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
             return taken
 
     @property
-    def is_pinning(self) -> bool:
-        """Whether a slot is in use."""
+    def has_slot_in_use(self) -> bool:
+        """Whether a slot is acquired."""
         return any(slot.state is SlotState.IN_USE for slot in self.slots)
 
     def restart(self, read_number: int) -> None:
-        """Forget everything that was read or lent, and an error; read on from `ticket`, which was
-        not used before."""
+        """Release all slots, drop what was read and any error; read on from `read_number`, which
+        was not used before."""
         with self.lock:
             if self._closed:
                 return
@@ -230,7 +230,7 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
             self._may_read.notify_all()
 
     def close(self) -> None:
-        """Wake everybody up to leave; `free_buffers` comes after the readers have ended."""
+        """Wake all waiting threads to end; `free_buffers` comes after the readers have ended."""
         with self.lock:
             self._closed = True
             self._generation += 1
@@ -238,12 +238,12 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
             self._may_use.notify_all()
 
     def free_buffers(self) -> None:
-        """Give the memory back. No reader may be running."""
+        """Free the memory. No reader may be running."""
         for slot in self.slots:
             slot.buffer.close()
 
     def reading_figures(self) -> tuple[int, float]:
-        """(bytes read, seconds in which at least one read was running), since the start."""
+        """Return (bytes read, seconds in which at least one read was running), since the start."""
         with self.lock:
             running = time.perf_counter() - self._busy_since if self._n_busy else 0.0
             return self._bytes_read, self._busy_seconds + running
@@ -261,8 +261,8 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
             return slot
         if slot.state is SlotState.IN_USE:
             raise RuntimeError(
-                f"slot {slot.index} is still held by an earlier layer; "
-                f"a ring of {len(self.slots)} slots lends out that many layers at a time"
+                f"slot {slot.index} is still in use by an earlier layer; "
+                f"a ring of {len(self.slots)} slots has at most that many layers in use"
             )
         return None
 
@@ -295,7 +295,7 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
 
     def _free(self, slot: Slot[MemoryT]) -> None:
         if self._make_fence is not None and slot.state is SlotState.IN_USE:
-            slot.fence = self._make_fence()  # first: where it fails, the slot stays lent
+            slot.fence = self._make_fence()  # first: if it fails, the slot stays acquired
         slot.read_number, slot.state = -1, SlotState.FREE
         if self._poison is not None:
             self._poison(slot.buffer)

@@ -2,9 +2,9 @@
 
     with streamer.layer(i) as tensors:      # blocks until layer i is in memory
         compute(tensors)                    # name -> raw bytes, resident and streamed alike
-                                            # leaving gives the slot back to the readers
+                                            # leaving releases the slot to the readers
 
-The readers share the pieces of one layer, so that it arrives as soon as possible, and go on to the
+The readers share the chunks of one layer, so that it arrives as soon as possible, and go on to the
 next without a barrier. After the last layer they wrap around: while the caller drafts and samples,
 the ring fills with the first layers of the next pass.
 """
@@ -42,12 +42,12 @@ __all__ = [
 
 
 class WeightStreamer(PinningAccess[HostMemory, dict[str, memoryview]]):
-    """The weights of all layers, the resident part in memory, the rest through a ring of slots.
+    """The weights of all layers: resident ones in memory, the others through a ring of slots.
 
     Args:
         layers: in the order of use; some may be wholly resident.
-        n_slots: depth of the ring, 1 (no overlap) or more; more than streamed layers are not made.
-        read_bytes: size of one read at most, a multiple of 4096; small layers get smaller ones.
+        n_slots: depth of the ring, 1 (no overlap) or more, at most the number of streamed layers.
+        read_bytes: maximum size of one read, a multiple of 4096; small layers get smaller ones.
         n_readers: threads that read.
         storage: opens a file for reading; tests pass one that injects faults.
         progress: (bytes done, bytes in total) while the resident tensors are read, which the first
@@ -110,7 +110,7 @@ class WeightStreamer(PinningAccess[HostMemory, dict[str, memoryview]]):
         }
 
     def _new_slot(self) -> HostMemory:
-        # Committed at once: what a layer that is held takes is measured, before a read fills this.
+        # Committed at once: the memory of a pinned layer is measured before a read fills this.
         return AlignedBuffer(self._slot_bytes, in_children=False)
 
     def _free(self) -> None:

@@ -1,8 +1,8 @@
-"""A model's weights on their way into memory before the plan is known, which is likely to ask for
-them: the libraries that compute with them take seconds to be imported.
+"""Weight prefetch: reading a model's weights before the plan is known, while the libraries that
+compute with them are imported, which takes seconds.
 
-What is read is what the plan of an earlier start asked for. Where today's asks for something else,
-it is given back.
+The weights read are those that the plan of an earlier start asked for. If today's plan differs,
+they are freed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offload.units import Progress
 
 
 @dataclass(frozen=True)
-class RequestedWeights:
-    """What a model that the CPU computes has in memory, and how the rest is streamed."""
+class WeightSelection:
+    """The weights that a CPU model has in memory, and how the others are streamed."""
 
     non_layer: tuple[TensorRecord, ...]
-    """Outside of the layers."""
+    """Non-layer tensors."""
     layers: tuple[LayerWeights, ...]
     n_slots: int
     n_readers: int | None = None
@@ -34,7 +34,7 @@ class RequestedWeights:
 
 @dataclass
 class Weights:
-    """Weights that stay, and layers that may stream; to be closed."""
+    """Resident weights, and layers that may stream; to be closed."""
 
     non_layer: ResidentWeights
     layers: WeightStreamer
@@ -45,15 +45,15 @@ class Weights:
 
 
 def open_weights(
-    requested: RequestedWeights, progress: Progress | None = None, storage: OpenStorage = DirectFile
+    selection: WeightSelection, progress: Progress | None = None, storage: OpenStorage = DirectFile
 ) -> Weights:
-    """Read what is needed at once, and begin to read the rest. Raises StorageError, MemoryError."""
-    n_readers = requested.n_readers or DEFAULT_N_READERS
-    non_layer = load_resident(requested.non_layer, n_readers=n_readers, storage=storage)
+    """Read the non-layer weights, begin to read the layers. Raises StorageError, MemoryError."""
+    n_readers = selection.n_readers or DEFAULT_N_READERS
+    non_layer = load_resident(selection.non_layer, n_readers=n_readers, storage=storage)
     try:
         layers = WeightStreamer(
-            requested.layers,
-            requested.n_slots,
+            selection.layers,
+            selection.n_slots,
             n_readers=n_readers,
             storage=storage,
             progress=progress,
@@ -68,33 +68,33 @@ class WeightPrefetch:
     """`open_weights` in a thread.
 
     Args:
-        check_unchanged: raises CheckpointError where the files are not those that `wanted` is of.
+        check_unchanged: raises CheckpointError if the files are not those of `selection`.
     """
 
     def __init__(
         self,
-        requested: RequestedWeights,
+        selection: WeightSelection,
         check_unchanged: Callable[[], None],
         progress: Progress | None = None,
     ) -> None:
-        self._requested, self._check_unchanged = requested, check_unchanged
+        self._selection, self._check_unchanged = selection, check_unchanged
         self._reads = PausableReads()
         pool = ThreadPoolExecutor(1, thread_name_prefix="specdec-early")
         self._opening: Future[Weights] | None = pool.submit(
-            open_weights, requested, progress, self._reads.open
+            open_weights, selection, progress, self._reads.open
         )
         pool.shutdown(wait=False)
 
     @contextmanager
     def paused(self) -> Iterator[int]:
-        """Nothing is read; yields how many bytes of memory this has taken, 0 after `close`."""
+        """Pause all reads; yield how many bytes of memory this has taken, 0 after `close`."""
         with self._reads.paused() as n_bytes:
             yield 0 if self._opening is None else n_bytes
 
-    def take(self, requested: RequestedWeights) -> Weights | None:
-        """What has been read, for the caller to close; None, and it is given back, where that is
-        not what is wanted, or could not be read."""
-        if self._opening is None or requested != self._requested:
+    def take(self, selection: WeightSelection) -> Weights | None:
+        """Return the weights read, for the caller to close. Return None and free them if they are
+        not the selected ones, or could not be read."""
+        if self._opening is None or selection != self._selection:
             self.close()
             return None
         try:
@@ -107,7 +107,7 @@ class WeightPrefetch:
         return weights
 
     def close(self) -> None:
-        """Give back what was not taken. Idempotent."""
+        """Free weights that were not taken. Idempotent."""
         opening, self._opening = self._opening, None
         if opening is not None and opening.exception() is None:
             opening.result().close()

@@ -1,4 +1,4 @@
-"""Memory that files are read into past the page cache: aligned, on huge pages."""
+"""Memory for reads that bypass the page cache: aligned, on huge pages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import numpy as np
 
 from offload.units import MIB
 
-# Of offsets, lengths and buffers of reads: the device's, and not the page's. Covers the logical
-# blocks of 512 and 4096 bytes that drives have; a file system that asks for more refuses the probe
-# in DirectFile and gets buffered reads.
+# Alignment of offsets, lengths and buffers of reads, as devices require it. Covers their logical
+# blocks of 512 and 4096 bytes; a file system that asks for more refuses the probe in DirectFile and
+# gets buffered reads.
 ALIGNMENT = 4096
-# Memory comes and goes in whole pages (4, 16 or 64 KiB on arm64), and reads go into them.
+# Memory is mapped in whole pages (4, 16 or 64 KiB on arm64), and reads go into them.
 PAGE_BYTES = max(mmap.PAGESIZE, ALIGNMENT)
 # One entry of the table above pages of 4 KiB, and a run of contiguous entries of 16 or 64 KiB on
-# arm64. One entry above those would be 32 or 512 MiB: more than many a layer has.
+# arm64. One entry above those would be 32 or 512 MiB: more than many layers have.
 HUGE_PAGE_BYTES = 2 * MIB
 
-# Not in the mmap module.
+# Constants that the mmap module lacks.
 _MADV_WIPEONFORK = 18  # Linux 4.14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class HostMemory(Protocol):
-    """Memory that files are read into: an AlignedBuffer, or memory of the same members."""
+    """Memory that files are read into: an AlignedBuffer, or an object with the same members."""
 
     address: int
 
@@ -40,38 +40,38 @@ class HostMemory(Protocol):
 
 
 def align_down(offset: int) -> int:
-    """The largest multiple of ALIGNMENT that is at most `offset`."""
+    """Return the largest multiple of ALIGNMENT that is at most `offset`."""
     return offset - offset % ALIGNMENT
 
 
 def align_up(offset: int) -> int:
-    """The smallest multiple of ALIGNMENT that is at least `offset`."""
+    """Return the smallest multiple of ALIGNMENT that is at least `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def page_down(address: int) -> int:
-    """The beginning of the page at `address`."""
+    """Return the beginning of the page at `address`."""
     return address - address % PAGE_BYTES
 
 
 def page_up(address: int) -> int:
-    """The beginning of the first page that is not below `address`."""
+    """Return the beginning of the first page that is not below `address`."""
     return page_down(address + PAGE_BYTES - 1)
 
 
 def buffer_bytes(n_bytes: int) -> int:
-    """Memory that `AlignedBuffer(n_bytes)` really takes."""
+    """Return the memory that `AlignedBuffer(n_bytes)` really takes."""
     return page_up(n_bytes)
 
 
 def populate(address: int, n_bytes: int) -> None:
-    """Let fresh memory be backed by pages of its own, all zeros: all pages that have a byte of it.
+    """Back fresh memory with zeroed pages: all pages that have a byte of it.
 
     It takes seconds for gigabytes, in which other threads run.
-    Raises MemoryError where the memory cannot be had.
+    Raises MemoryError if the memory cannot be had.
     """
     libc = _libc()
-    page = page_down(address)  # an advice begins at one; what lies there already stays
+    page = page_down(address)  # madvise begins at a page; existing content stays
     while libc.madvise(page, address + n_bytes - page, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number == errno.EINVAL:  # an older kernel
@@ -83,7 +83,7 @@ def populate(address: int, n_bytes: int) -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """Its calls do not keep the interpreter lock."""
+    """Return libc, whose calls release the interpreter lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -96,9 +96,9 @@ class AlignedBuffer:
     Args:
         is_committed: memory runs out here or never (MemoryError); else pages are taken as they are
             written to, or by `populate`.
-        is_huge: False where a part of it is used only, in no order.
-        in_children: whether a process that is forked has its content, or zeros. What is written to
-            meanwhile would take its memory twice then.
+        is_huge: False if only parts of it are used, in no order.
+        in_children: whether forked processes see its content instead of zeros. Then, what is
+            written meanwhile takes its memory twice.
     """
 
     def __init__(
@@ -127,23 +127,23 @@ class AlignedBuffer:
         n_huge = size - size % HUGE_PAGE_BYTES if is_huge else 0
         if n_huge:
             self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, n_huge)
-        if size > n_huge:  # a huge page here would take memory that nobody reserved
+        if size > n_huge:  # a huge page here would take memory that is not reserved
             self._advise(getattr(mmap, "MADV_NOHUGEPAGE", None), start + n_huge, size - n_huge)
         self._view = memoryview(self._map)[start : start + size]
         if is_committed:
             populate(self.address, size)
         if not in_children:
-            # Not MADV_DONTFORK: the child would put other things in the hole, and unmap them when
+            # Not MADV_DONTFORK: the child would map other things in the hole, and unmap them when
             # it collects this.
             self._advise(_MADV_WIPEONFORK, start, size)
 
     @property
     def view(self) -> memoryview:
-        """The whole memory, writable: `buffer_bytes(n_bytes)` bytes, at least `n_bytes`."""
+        """The whole memory, writable: `buffer_bytes(n_bytes)` bytes."""
         return self._view
 
     def close(self) -> None:
-        """Give the memory back, or leave it to its last user where a view of it still lives."""
+        """Free the memory, or leave it to the last view of it that is still alive."""
         try:
             self._view.release()
             self._map.close()

@@ -31,11 +31,11 @@ ReadAt = Callable[[int, memoryview, int], int]
 
 
 class StorageError(SpecdecError):
-    """The wanted bytes could not be read from a file that was readable when it was opened."""
+    """Bytes could not be read from a file that was readable when it was opened."""
 
 
 class Storage(Protocol):
-    """An open file that the streamer reads from; tests put faulty ones in its place."""
+    """An open file that the streamer reads from; tests replace it with faulty ones."""
 
     def read_into(self, view: memoryview, offset: int) -> int: ...
 
@@ -48,15 +48,15 @@ OpenStorage = Callable[[Path], Storage]
 
 
 def pread_into(descriptor: int, view: memoryview, offset: int) -> int:
-    """One `preadv` (the GIL is released while it runs). Source: preadv(2)."""
+    """Read with one `preadv` (the GIL is released while it runs). Source: preadv(2)."""
     return os.preadv(descriptor, [view], offset)
 
 
 def _reads_directly(descriptor: int) -> bool:
-    """Whether a read leaves nothing in the page cache. Raises OSError where it is refused.
+    """Return whether a read leaves nothing in the page cache. Raises OSError if it is refused.
 
-    Some file systems accept O_DIRECT and ignore it (btrfs for compressed files, tmpfs). Where the
-    page was in the cache already, because somebody has mapped the file, a device has to be read.
+    Some file systems accept O_DIRECT and ignore it (btrfs for compressed files, tmpfs). If the page
+    was cached already, because some process has mapped the file, the read must reach a device.
     """
     # In the middle, because the first page is the header's, which others may read meanwhile.
     offset = page_down(os.fstat(descriptor).st_size // 2)
@@ -78,7 +78,7 @@ class DirectFile:
     Threads may read at the same time. `read_at` exists for tests, which inject faults there.
     """
 
-    _warned = False  # the fallback is said once per process
+    _warned = False  # the fallback is logged once per process
     _lock = threading.Lock()
 
     def __init__(self, path: Path, *, read_at: ReadAt = pread_into, direct: bool = True) -> None:
@@ -94,10 +94,10 @@ class DirectFile:
         """Fill `view` from `offset`, all aligned; past the file's end it stays as it is.
 
         Returns:
-            the number of valid bytes: `len(view)`, or fewer where the file (as opened) ends.
+            The number of valid bytes: `len(view)`, or fewer if the file (as opened) ends.
 
         Raises:
-            StorageError: an I/O error, or the file ended before the wanted bytes.
+            StorageError: an I/O error, or the file ended before the requested bytes.
         """
         num_requested = min(len(view), self.n_bytes - offset)
         n_got = 0
@@ -121,10 +121,10 @@ class DirectFile:
         return num_requested
 
     def check_unchanged(self) -> None:
-        """Raise StorageError when the file was overwritten since it was opened.
+        """Raise StorageError if the file was overwritten since it was opened.
 
-        A file that was replaced by renaming another one over it is no fault: the descriptor keeps
-        the old one. Size and modification time are compared, not the content.
+        Replacing the file by a rename is no error: the descriptor still refers to the old one.
+        Size and modification time are compared, not the content.
         """
         try:
             status = os.fstat(self._descriptor)
@@ -137,7 +137,7 @@ class DirectFile:
             )
 
     def drop_cached(self) -> None:
-        """Let the page cache forget the file, as far as nobody has mapped it."""
+        """Drop the file's pages from the page cache, except pages that are mapped."""
         drop_cached(self._descriptor)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class DirectFile:
         return descriptor, False
 
     def _try_direct(self, flags: int) -> int | None:
-        """A descriptor that has served one O_DIRECT read, or None where it is not supported."""
+        """Return a descriptor that has served an O_DIRECT read, or None if not supported."""
         try:
             descriptor = os.open(self.path, flags | _O_DIRECT)
         except OSError as error:
@@ -192,7 +192,7 @@ class DirectFile:
         else:
             n_read = self._read_at(self._descriptor, view, offset)
         # Drop-behind: pages of weights that were read once would only fill the memory limit. It
-        # takes 10 us, and whether a file system heeds O_DIRECT is found out of one page of it.
+        # takes 10 us, and only one page was probed for whether the file system honours O_DIRECT.
         drop_cached(self._descriptor, offset, len(view))
         return n_read
 
@@ -201,8 +201,8 @@ class DirectFile:
 
     def _fault(self, reason: str, offset: int, num_requested: int, n_got: int) -> StorageError:
         return StorageError(
-            f"{self.path}: {reason} at offset {offset} (wanted {num_requested} bytes, got {n_got}); "
-            "check the storage and the file's size"
+            f"{self.path}: {reason} at offset {offset} (wanted {num_requested} bytes, "
+            f"got {n_got}); check the storage and the file's size"
         )
 
     def _warn_once(self) -> None:

@@ -1,9 +1,9 @@
-"""Which aligned pieces of which files hold some tensors, and where they lie in a buffer.
+"""Which aligned ranges of which files hold some tensors, and their offsets in a buffer.
 
-Tensors are read where they lie: those of one layer are usually neighbours in a file, so that a few
-long reads fetch them all. An extent is one aligned range of a file that is read as a whole; extents
-follow each other in the buffer. Ranges start at multiples of ALIGNMENT in the file and in the
-buffer, so that a tensor keeps its file offset modulo ALIGNMENT as its address.
+Tensors of one layer are usually neighbours in a file, so that a few long reads fetch them all. An
+extent is one aligned range of a file that is read as a whole; extents follow each other in the
+buffer. Ranges start at multiples of ALIGNMENT in the file and in the buffer, so that a tensor keeps
+its file offset modulo ALIGNMENT as its address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offload.formats.tensors import TensorRecord
 from offload.storage.aligned import ALIGNMENT, align_down, align_up
 from offload.units import KIB
 
-# Reading a gap of 64 KiB costs 30 us at 2 GB/s, less than what another request costs.
+# Reading a gap of 64 KiB costs 30 us at 2 GB/s, less than another request does.
 MERGE_GAP_BYTES = 64 * KIB
 
 
@@ -24,8 +24,8 @@ MERGE_GAP_BYTES = 64 * KIB
 class ReadChunk:
     """One read: `n_bytes` from `file_offset` of `path` to `buffer_offset`; all three aligned.
 
-    Only the first `n_needed` bytes belong to tensors (or gaps between them): the rest is rounding,
-    which may lie past the end of the file.
+    Only the first `n_needed` bytes belong to tensors (or gaps between them): the others are
+    rounding, and may lie past the end of the file.
     """
 
     path: Path
@@ -37,14 +37,14 @@ class ReadChunk:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors lie in a buffer of `n_bytes`, and the extents that fill it."""
+    """Offsets of tensors in a buffer of `n_bytes`, and the extents that fill it."""
 
     extents: tuple[ReadChunk, ...]
     tensors: dict[str, tuple[int, int]]  # name -> (offset in the buffer, bytes)
     n_bytes: int
 
     def pieces(self, read_bytes: int) -> tuple[ReadChunk, ...]:
-        """The extents split into reads of at most `read_bytes` (a multiple of ALIGNMENT)."""
+        """Split the extents into reads of at most `read_bytes` (a multiple of ALIGNMENT)."""
         if read_bytes <= 0 or read_bytes % ALIGNMENT:
             raise ValueError(f"read_bytes must be a multiple of {ALIGNMENT}, not {read_bytes}")
         return tuple(
@@ -52,7 +52,7 @@ class Layout:
         )
 
     def views(self, buffer: memoryview) -> dict[str, memoryview]:
-        """The tensors' bytes in `buffer`, which was filled according to this layout."""
+        """Return the tensors' bytes in `buffer`, which was filled according to this layout."""
         return {
             name: buffer[offset : offset + n_bytes]
             for name, (offset, n_bytes) in self.tensors.items()

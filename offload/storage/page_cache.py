@@ -1,4 +1,4 @@
-"""What the page cache has of a file, which counts in the memory limit of whoever had it read."""
+"""A file's pages in the page cache, which count in the memory limit of the process that read it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 
 _THREAD_IO = Path("/proc/thread-self/io")
 _DROP_SECONDS = 0.01
-"""At 3 GB/s reads bring 30 MB meanwhile."""
+"""Interval of dropping pages; at 3 GB/s reads fetch 30 MB meanwhile."""
 
 
 def drop_cached(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
-    """Let go of all pages that have a byte of a range (0: to the end); what is mapped, or not yet
-    written to storage, stays. The kernel leaves pages alone of which it is given a part only."""
+    """Drop all pages that have a byte of a range (0: to the end), except mapped and dirty ones. The
+    range is extended to whole pages, because the kernel ignores partial ones."""
     if hasattr(os, "posix_fadvise"):
         start = offset - offset % mmap.PAGESIZE
         n_whole = n_bytes and -(-(offset + n_bytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -28,7 +28,7 @@ def drop_cached(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
 
 
 def drop_files(paths: Iterable[Path]) -> None:
-    """Let go of all that the page cache has of these files, as far as they can be opened."""
+    """Drop these files from the page cache, as far as they can be opened."""
     for path in paths:
         with suppress(OSError), path.open("rb", buffering=0) as file:
             drop_cached(file.fileno())
@@ -36,9 +36,9 @@ def drop_files(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def dropping_behind(paths: Iterable[Path]) -> Iterator[None]:
-    """Let go of what is read of these files in the block, soon after it has been read.
+    """Drop what is read of these files in the block, soon after it has been read.
 
-    For code that is not ours to change, and reads through the page cache.
+    For code of other libraries that reads through the page cache.
     """
     files, is_over = tuple(paths), threading.Event()
 
@@ -57,9 +57,9 @@ def dropping_behind(paths: Iterable[Path]) -> Iterator[None]:
 
 
 def is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the page at `offset` is there, or nobody can tell. Source: mincore(2).
+    """Return whether the page at `offset` is cached, or unknown. Source: mincore(2).
 
-    The kernel says so of files that the user neither owns nor may write to.
+    The kernel reports pages as cached if the user neither owns the file nor may write to it.
     """
     result = ctypes.create_string_buffer(1)
     start = offset - offset % mmap.ALLOCATIONGRANULARITY  # on Linux, a page's beginning
@@ -72,7 +72,7 @@ def is_cached(descriptor: int, offset: int) -> bool:
 
 
 def bytes_from_devices() -> int | None:
-    """What this thread has had read; None where nobody counts it. Source: proc_pid_io(5)."""
+    """Return the bytes that this thread has read from devices, or None. Source: proc_pid_io(5)."""
     try:
         lines = _THREAD_IO.read_text().splitlines()
     except OSError:

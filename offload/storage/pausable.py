@@ -1,4 +1,4 @@
-"""Reads that can be held up for a moment: what is timed or counted meanwhile stands still."""
+"""Reads that can be paused for a moment, so that they do not disturb what is measured meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.storage.direct_io import DirectFile, OpenStorage, Storage
 
 
 class PausableReads:
-    """Opens files whose reads wait while `paused`."""
+    """Opener of files whose reads wait while `paused`."""
 
     def __init__(self, open_storage: OpenStorage = DirectFile) -> None:
         self._open_storage = open_storage
@@ -25,7 +25,7 @@ class PausableReads:
 
     @contextmanager
     def paused(self) -> Iterator[int]:
-        """Wait for the reads that are running, and let none begin; yields the bytes read so far."""
+        """Wait for running reads, and let none begin; yields the bytes read so far."""
         with self._changed:
             self._is_paused = True
             self._changed.wait_for(lambda: not self._n_running)
@@ -39,7 +39,7 @@ class PausableReads:
 
     @contextmanager
     def reading(self, n_bytes: int) -> Iterator[None]:
-        """A read of so many bytes is running."""
+        """Count a read of `n_bytes` as running inside the block; waits while paused."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_paused)
             self._n_running += 1

@@ -1,8 +1,8 @@
-"""Slower storage: a limit on reading that the kernel enforces for one process and its children.
+"""Slower storage: a read limit that the kernel enforces for one process and its children.
 
-A cgroup can hold its processes to so many bytes a second of one block device: version 1 by
+A cgroup can limit its processes to so many bytes a second of one block device: version 1 by
 `blkio.throttle.read_bps_device`, version 2 by `io.max`. Reads with O_DIRECT are all counted, others
-where they reach the device. Sources: cgroup-v1/blkio-controller.rst and cgroup-v2.rst of Linux.
+if they reach the device. Sources: cgroup-v1/blkio-controller.rst and cgroup-v2.rst of Linux.
 
     reads = ReadLimit(path_of_the_weights, bytes_per_second=500_000_000)
     run_limited(argv, Limits(memory_bytes, reads=reads))
@@ -29,7 +29,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """The storage that holds a file, and how fast it may be read."""
+    """The storage that holds a file, and the limit of its read bandwidth."""
 
     path: Path
     bytes_per_second: int
@@ -72,7 +72,7 @@ class ReadLimit:
 
 
 def block_device(path: Path, sys: Path = _SYS) -> str | None:
-    """ "MAJOR:MINOR" of the whole disk that holds a file; None where there is none such."""
+    """Return "MAJOR:MINOR" of the whole disk that holds a file, or None if there is none."""
     try:
         number = path.stat().st_dev
     except OSError as error:
@@ -87,7 +87,7 @@ def block_device(path: Path, sys: Path = _SYS) -> str | None:
 
 
 def read_limit_in_force(path: Path, proc: Path = _PROC) -> int | None:
-    """Bytes a second that this process may read of the file's storage; None where no cgroup says.
+    """Return this process's limit on reading the file's storage in bytes/s; None without limit.
 
     A container may have such a limit, too.
     """
@@ -96,7 +96,7 @@ def read_limit_in_force(path: Path, proc: Path = _PROC) -> int | None:
         return None
     limits: list[int] = []
     for location in controller_cgroups("blkio", proc):
-        # Version 1 looks at a process's own cgroup only.
+        # Version 1 uses a process's own cgroup only.
         directories = [location.directory] if location.version == 1 else location.upwards()
         name = _V1_FILE if location.version == 1 else _V2_FILE
         for directory in directories:
@@ -105,7 +105,7 @@ def read_limit_in_force(path: Path, proc: Path = _PROC) -> int | None:
 
 
 def _limits(file: Path, device: str) -> list[int]:
-    """Of lines "254:0 500000000" or "254:0 rbps=500000000 wbps=max"."""
+    """Parse the limits in lines "254:0 500000000" or "254:0 rbps=500000000 wbps=max"."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Pieces of files into buffers: the open files, and the tensors that are read once and stay."""
+"""Reads of file ranges into buffers: the open files, and tensors that are read once and stay."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from offload.storage.direct_io import DirectFile, OpenStorage, StorageError
 from offload.storage.layout import Layout, ReadChunk, make_layout
 from offload.units import MIB, Progress
 
-# Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times as long means a
-# quarter as many times that a reader must get the interpreter lock back: beside a drafting thread
+# Reads of 8 MiB already reach the full bandwidth of an NVMe-class drive. Four times the size means
+# a quarter as many times that a reader must get the interpreter lock back: beside a drafting thread
 # that lifted 1.3 to 2.1 GB/s.
 DEFAULT_READ_BYTES = 32 * MIB
 DEFAULT_N_READERS = 4
@@ -22,12 +22,12 @@ _MIN_READ_BYTES = MIB  # below, requests cost more than sharing them among the r
 
 
 def shared_read_bytes(n_bytes: int, n_readers: int, max_bytes: int) -> int:
-    """The read size that gives every reader a part of a layer of `n_bytes`, within limits."""
+    """Return the read size that splits a layer of `n_bytes` among all readers, within limits."""
     return min(max_bytes, max(_MIN_READ_BYTES, align_up(-(-n_bytes // n_readers))))
 
 
 class OpenFiles:
-    """Each path opened once; threads share the files."""
+    """Files, each opened once and shared by threads."""
 
     def __init__(self, paths: Iterable[Path], open_storage: OpenStorage = DirectFile) -> None:
         self._files = {}
@@ -39,14 +39,14 @@ class OpenFiles:
             raise
 
     def read(self, read_chunk: ReadChunk, buffer: memoryview) -> int:
-        """Read one piece into its place in `buffer`; returns the bytes read.
+        """Read one chunk into its place in `buffer`; return the bytes read.
 
         Raises:
-            StorageError: fewer than the needed bytes are there.
+            StorageError: fewer than the needed bytes could be read.
         """
         view = buffer[read_chunk.buffer_offset : read_chunk.buffer_offset + read_chunk.n_bytes]
         n_read = self._files[read_chunk.path].read_into(view, read_chunk.file_offset)
-        if n_read < read_chunk.n_needed:  # the file was cut between indexing and opening
+        if n_read < read_chunk.n_needed:  # the file was truncated between indexing and opening
             raise StorageError(
                 f"{read_chunk.path}: the file ended early at offset {read_chunk.file_offset} "
                 f"(wanted {read_chunk.n_needed} bytes, got {n_read}); download it again"
@@ -54,7 +54,7 @@ class OpenFiles:
         return n_read
 
     def check_unchanged(self) -> None:
-        """Raise StorageError when one of the files was overwritten since it was opened."""
+        """Raise StorageError if one of the files was overwritten since it was opened."""
         for file in self._files.values():
             file.check_unchanged()
 
@@ -79,7 +79,7 @@ class ResidentWeights(Mapping[str, memoryview]):
         self._tensors = layout.views(self.memory)
 
     def fetch(self, files: OpenFiles, read_chunk: ReadChunk) -> None:
-        """Read one piece of the layout to its place. Raises StorageError."""
+        """Read one chunk of the layout to its place. Raises StorageError."""
         files.read(read_chunk, self.memory)
 
     def __getitem__(self, name: str) -> memoryview:
@@ -92,7 +92,7 @@ class ResidentWeights(Mapping[str, memoryview]):
         return len(self._tensors)
 
     def close(self) -> None:
-        """Give the memory back, or leave it to the last tensor that was made from it."""
+        """Free the memory, or leave it to the last tensor that was made from it."""
         self._tensors.clear()
         if self._buffer is not None:
             self._buffer.close()
@@ -103,7 +103,7 @@ def _uncommitted(n_bytes: int) -> HostMemory:
 
 
 def resident_footprint(records: Iterable[TensorRecord]) -> int:
-    """Memory in bytes that `load_resident(records)` will take."""
+    """Return the memory in bytes that `load_resident(records)` will take."""
     return buffer_bytes(make_layout(records, merge_gap=0).n_bytes)
 
 
@@ -116,7 +116,7 @@ def load_resident(
     storage: OpenStorage = DirectFile,
     allocate: Callable[[int], HostMemory] | None = None,
 ) -> ResidentWeights:
-    """Read tensors into memory for good (embeddings, norms, head, pinned layers).
+    """Read tensors into memory for good (embeddings, norms, head, resident layers).
 
     Args:
         progress: called after each read.
@@ -146,11 +146,11 @@ def read_pieces(
     n_readers: int = DEFAULT_N_READERS,
     storage: OpenStorage = DirectFile,
 ) -> None:
-    """Read `pieces` into `memory`, and end: no read is running when this returns or raises.
+    """Read `pieces` into `memory`; no read is running when this returns or raises.
 
     Raises:
         StorageError: the first read that failed; the others are given up.
-        whatever `progress` raises.
+        Any exception of `progress`.
     """
     fetch_chunks(
         pieces,
@@ -162,7 +162,7 @@ def read_pieces(
 
 
 Fetch = Callable[[OpenFiles, ReadChunk], object]
-"""Reads one piece and takes it to where it belongs."""
+"""Reads one chunk to its place."""
 
 
 def fetch_chunks(
@@ -173,17 +173,17 @@ def fetch_chunks(
     n_readers: int = DEFAULT_N_READERS,
     storage: OpenStorage = DirectFile,
 ) -> None:
-    """Call `bring` for each piece, in `n_readers` threads; none is running at the end.
+    """Call `fetch` for each chunk, in `n_readers` threads; none is running at the end.
 
     Raises:
-        the first error of a `bring`; the others are given up.
+        The first exception of a `fetch`; the others are given up.
         StorageError: a file was overwritten meanwhile.
-        whatever `progress` raises.
+        Any exception of `progress`.
     """
     finished: SimpleQueue[Future[int]] = SimpleQueue()
     n_done, n_total = 0, sum(read_chunk.n_needed for read_chunk in pieces)
 
-    def fetch_expert(read_chunk: ReadChunk) -> int:
+    def fetch_one(read_chunk: ReadChunk) -> int:
         fetch(files, read_chunk)
         return read_chunk.n_needed
 
@@ -191,7 +191,7 @@ def fetch_chunks(
     pool = ThreadPoolExecutor(n_readers, thread_name_prefix="specdec-load")
     try:
         for read_chunk in pieces:
-            pool.submit(fetch_expert, read_chunk).add_done_callback(finished.put)
+            pool.submit(fetch_one, read_chunk).add_done_callback(finished.put)
         for _ in pieces:
             n_done += finished.get().result()
             if progress is not None:

@@ -1,4 +1,4 @@
-"""What is being written lies beside its destination under a hidden name, and never stays there."""
+"""Unfinished output: it lies beside its destination under a hidden name, until it is complete."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from offload.process.signals import handling
 
 @contextmanager
 def unfinished(destination: Path) -> Iterator[Path]:
-    """A path beside `destination`, for the block to make a file or folder of and to rename.
+    """Yield a path beside `destination`, for the block to make a file or folder of and to rename.
 
-    What is left there is removed: after the block, also where Ctrl-C, SIGTERM or SIGHUP ends it,
-    and before it what a process that was killed has left. Folders above it that the block makes
-    stay only where something is in them.
+    Removes what is left there: after the block, also if Ctrl-C, SIGTERM or SIGHUP ends it, and
+    before the block what killed processes have left. Folders above it that the block makes stay
+    only if they are not empty.
     """
     missing = [path for path in destination.parents if not path.exists()]  # the innermost first
     hidden = f".{destination.name}.partial-"
@@ -28,7 +28,7 @@ def unfinished(destination: Path) -> Iterator[Path]:
         if _is_dead(path.name.removeprefix(hidden)):
             _remove(path)
     partial = destination.with_name(f"{hidden}{os.getpid()}")
-    _remove(partial)  # of a process that had our id before us
+    _remove(partial)  # left by an earlier process with our id
     with handling((signal.SIGTERM, signal.SIGHUP), _end):
         try:
             yield partial
@@ -44,8 +44,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _is_dead(process_id: str) -> bool:
-    """Whether no process has this id; False for what is none."""
-    with suppress(ValueError, OverflowError, PermissionError):  # the last: it is somebody else's
+    """Return whether no process has this id; False for what is no id."""
+    with suppress(ValueError, OverflowError, PermissionError):  # the last: another user's process
         try:
             os.kill(int(process_id), 0)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""From a model's name to its roofline: headers are read, weights are not."""
+"""Analysis of a model by name: its headers are read, its weights are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 from specdec.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16
-"""Tokens of the verify pass that is shown unless asked for otherwise."""
+"""Default number of tokens of the verify pass."""
 
 
 def analyze(
@@ -33,15 +33,15 @@ def analyze(
     on: str | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Analysis:
-    """The roofline of a model on this machine or on a device.
+    """Return the roofline of a model on this machine or on a device.
 
     Args:
-        phase: "decode" (one token), "verify" (n_tokens of a tree, all of whose logits are wanted)
+        phase: "decode" (one token), "verify" (n_tokens of a tree, with logits for all of them)
             or "prefill" (a prompt); all three when None.
-        n_tokens: of the pass, for verify (16 by default) and prefill (the whole context).
+        n_tokens: size of the pass, for verify (16 by default) and prefill (the whole context).
         on: a name of `specdec.devices.spec.PRESETS` or a profile's path; this machine when None.
-        options: of `specdec.load`: ctx_size, memory_budget (what the device's memory is taken
-            for), threads, cache_type_k, cache_type_v.
+        options: options of `specdec.load`: ctx_size, memory_budget (replaces the device's memory),
+            threads, cache_type_k, cache_type_v.
 
     Raises:
         SpecdecError: the model, the device or an option makes no sense; one line.
@@ -68,7 +68,7 @@ def analyze(
 
 
 def read_shape(path: Path, options: BackendOptions) -> ModelShape:
-    """Of a directory or a GGUF file; only its own format's libraries are imported."""
+    """Read the shape of a checkpoint directory or GGUF file; import only its format's libraries."""
     if is_gguf(path):
         from backends.shapes.gguf import gguf_shape
 
@@ -108,7 +108,7 @@ def _analyze(
 ) -> Analysis:
     placement = place(shape, context, device)
     verified = min(n_tokens or DEFAULT_VERIFIED, context)
-    # Without a phase -n is for the pass that verifies, and the prompt is the whole context.
+    # Without a phase, -n applies to the verify pass, and the prompt is the whole context.
     n_prompt = (n_tokens if phases == (PREFILL,) else None) or context
     sizes = {
         DECODE: (1, context, 1),

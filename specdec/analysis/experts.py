@@ -1,7 +1,7 @@
-"""How often a mixture's experts are in memory, and what a token reads of them: by memory.
+"""Expert hit rate of a mixture and expert bytes read per token, by memory.
 
-Every pass needs the rest of the model: that goes first, with what the process takes beside it, and
-the experts have what is left, in slots of the size of the largest.
+Every pass needs the dense weights: they and the process's own memory are subtracted first, and the
+experts get the remainder, in slots of the size of the largest.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from backends.shapes.shape import ModelShape
 from offload.placement.experts import likely_hit_rate
 
 _SHARES = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Of all experts: for the table."""
+"""Shares of all experts that the table shows."""
 
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """What a device's memory does for a mixture, as estimated for any; a plan knows more, once the
+    """Estimated expert cache of a mixture in a device's memory; a plan is more accurate, once the
     model has run."""
 
     memory_bytes: int
-    """Of the device."""
+    """Memory of the device."""
     n_bytes: int
-    """Of all experts."""
+    """Size of all experts."""
     stored_bytes: int
-    """Memory that experts have."""
+    """Memory available for experts."""
     hit_rate: float
-    """Likely share of the experts asked for that are in memory."""
+    """Expected share of the accessed experts that are in memory."""
     bytes_per_token: float
-    """That a pass of one token is likely to read of them."""
+    """Expected bytes of experts read by a pass of one token."""
 
 
 def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCache:
-    expert_cache = memory_bytes - _other_bytes(model, context)
-    n_slots = max(0, min(model.n_experts_in_all, int(expert_cache / model.largest_expert_bytes)))
+    available = memory_bytes - _other_bytes(model, context)
+    n_slots = max(0, min(model.n_experts_in_all, int(available / model.largest_expert_bytes)))
     hit_rate = likely_hit_rate(n_slots / model.n_experts_in_all)
     missed = model.read_expert_bytes(1) * (1 - hit_rate)
     stored = min(model.expert_bytes, int(n_slots * model.largest_expert_bytes))
@@ -43,10 +43,10 @@ def expert_cache(model: ModelShape, context: int, memory_bytes: int) -> ExpertCa
 
 
 def by_memory(model: ModelShape, context: int) -> tuple[ExpertCache, ...]:
-    """Of memory for some shares of the experts."""
-    rest = _other_bytes(model, context)
+    """Return the estimates for memory that holds some shares of the experts."""
+    other_bytes = _other_bytes(model, context)
     all_bytes = model.n_experts_in_all * model.largest_expert_bytes
-    sizes = (rest + math.ceil(share * all_bytes) for share in _SHARES)
+    sizes = (other_bytes + math.ceil(share * all_bytes) for share in _SHARES)
     return tuple(expert_cache(model, context, n_bytes) for n_bytes in sizes)
 
 

@@ -1,19 +1,19 @@
-"""What one pass multiplies: FLOPs, memory operations and bytes of each operator.
+"""Work of one forward pass: FLOPs, memory operations and bytes of each operator.
 
 Conventions. A product [n, k] x [k, m] has 2nkm FLOPs and nk + km + nm memory operations: each
 operand is read once and the result written once, counted in elements. Of these the km elements of
-weights, or of keys and values, are *held*: they lie somewhere between passes and must be fetched,
+weights, or of keys and values, are *stored*: they stay in memory between passes and must be read,
 while activations were just made. An operator's arithmetic intensity is FLOPs over all of its memory
-operations; a whole pass's traffic, which grows to gigabytes, is that of the held elements alone.
+operations; a whole pass's traffic, which grows to gigabytes, is that of the stored elements alone.
 
-n rows pass at a time, and `context` keys (the n rows' own among them) are attended to:
+A pass has n tokens, and `context` keys (those of the n tokens included) are attended to:
 
 - projections and feed-forward: one product for each matrix of the file;
 - attention: for each KV head, QK^T [n g, k] x [k, context] and AV [n g, context] x [context, v],
   g the queries that share a key; the products are counted dense, masked scores included, as they
   are computed; softmax, norms, rotations and biases are not counted (below 1 % of the FLOPs);
-- a sliding window: a row meets at most `window` keys, and n rows `window + n - 1` of them;
-- a mixture of experts: FLOPs of the active experts, memory operations of those that n rows are
+- a sliding window: a token attends to at most `window` keys, and n tokens to `window + n - 1`;
+- a mixture of experts: FLOPs of the active experts, memory operations of those that n tokens are
   likely to be routed to, which is an estimate (offload/placement/experts.py).
 
 Bytes count the same elements in their real size: weights as stored (quantised ones too), keys and
@@ -22,7 +22,7 @@ values as cached, activations as computed.
 With these, Llama-2-7B with two feed-forward matrices (hidden 4096, 32 heads, 11008, 32 layers) has
 15.93774 FLOPs per memory operation in a projection at n = 8, 14.84058 in attention at n = 8 and
 context 512, 874.0844 in feed-forward at n = 512; its layers do 11648 x 2^20 FLOPs for a token at
-context 4096, and hold 12992 x 2^20 elements at context 32768
+context 4096, and store 12992 x 2^20 elements at context 32768
 (tests/specdec/analysis/test_analyze.py).
 """
 
@@ -35,12 +35,12 @@ from backends.shapes.shape import FFN, HEAD, OTHER, OUTPUT, QKV, AttentionShape,
 
 ATTENTION = "attention"
 OPERATORS = (QKV, ATTENTION, OUTPUT, FFN, OTHER, HEAD)
-"""In the order of a pass."""
+"""Operators in the order of a pass."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an operator does in a pass, all layers together."""
+    """Work of an operator in a pass, all layers together."""
 
     n_products: int = 0
     """Matrix products; the experts of a mixture count one each."""
@@ -48,14 +48,14 @@ class Work:
     elements: int = 0
     """Memory operations."""
     stored_elements: int = 0
-    """Of these, weights or keys and values."""
+    """Memory operations on weights or keys and values."""
     n_bytes: int = 0
     """The memory operations in bytes."""
     stored_bytes: int = 0
     expert_bytes: int = 0
-    """Of the held bytes, those of experts that rows are routed to."""
+    """Stored bytes of the experts that tokens are routed to."""
     flops_by_format: Mapping[str, int] = field(default_factory=dict)
-    """By the number format of weights, or keys."""
+    """FLOPs by the number format of weights, or keys."""
 
     @property
     def intensity(self) -> float:
@@ -84,7 +84,7 @@ def total(parts: Iterable[Work]) -> Work:
 
 
 def matrix_work(matrix: Matrix, num_tokens: int, activation_bytes: int) -> Work:
-    """`n_rows` rows through one matrix, or through the active ones of several."""
+    """Return the work of `num_tokens` through one matrix, or through the active ones of several."""
     n_products = num_tokens * matrix.n_active
     flops = 2 * n_products * matrix.n_in * matrix.n_out
     activations = n_products * (matrix.n_in + matrix.n_out)
@@ -105,7 +105,7 @@ def matrix_work(matrix: Matrix, num_tokens: int, activation_bytes: int) -> Work:
 def attention_work(
     shape: AttentionShape, num_tokens: int, context: int, activation_bytes: int
 ) -> Work:
-    """QK^T and AV of one layer for the last `n_rows` of `context` tokens."""
+    """Return the work of QK^T and AV in a layer, for the last `num_tokens` of `context` tokens."""
     n_keys, n_scores = shape.n_keys(num_tokens, context), shape.n_keys_of_a_row(context)
     lengths = shape.key_length + shape.value_length
     flops = 2 * shape.n_heads * num_tokens * n_scores * lengths
@@ -125,9 +125,9 @@ def attention_work(
 
 
 def pass_work(model: ModelShape, num_tokens: int, context: int, n_logits: int) -> dict[str, Work]:
-    """Every operator that the model has, in the order of OPERATORS.
+    """Return the work of every operator that the model has, in the order of OPERATORS.
 
-    n_logits: rows of which the logits are wanted.
+    n_logits: number of tokens whose logits are computed.
     """
     result: dict[str, list[Work]] = {name: [] for name in OPERATORS}
     size = model.activation_bytes

@@ -1,4 +1,4 @@
-"""The answer of `specdec analyze`: three kinds of pass of one model on one device."""
+"""Report of `specdec analyze`: three kinds of pass of one model on one device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from specdec.analysis.experts import ExpertCache, by_memory
 from specdec.analysis.operators import Work, total
 from specdec.analysis.roofline import FREE_SLACK, TIERS, OperatorBound, PassBound, TierShares
 from specdec.devices.spec import DEFAULT_FORMAT, DeviceSpec
+from specdec.metrics.renamed import with_old_names
 
 DECODE, VERIFY, PREFILL = "decode", "verify", "prefill"
 PHASES = (DECODE, VERIFY, PREFILL)
@@ -34,24 +35,24 @@ class Analysis:
     """The roofline of a model."""
 
     name: str
-    """Of the model, as it was given."""
+    """Name of the model, as the user gave it."""
     model: ModelShape
     device: DeviceSpec
     context: int
     placement: TierShares
     decode: PassBound
-    """One token, whether or not it is shown: the limits come from it."""
+    """Bound of a pass of one token, shown or not; the limits are computed from it."""
     phases: tuple[tuple[str, PassBound], ...]
     free_tokens: int
-    """That one pass verifies in the time of one."""
+    """Number of tokens that one pass verifies in the time of one."""
 
     @property
     def bandwidth_tokens_per_second(self) -> float:
-        """Of plain decoding if arithmetic cost nothing: bytes of a pass by the slowest tier."""
+        """Limit of plain decoding without arithmetic: bytes of a pass by the slowest tier."""
         return 1 / self.decode.bandwidth_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Bytes, seconds, FLOPs; shares from 0 to 1."""
+        """Return the report in bytes, seconds and FLOPs; shares are from 0 to 1."""
         model, placement = self.model, self.placement
         return {
             "model": self.name,
@@ -64,7 +65,7 @@ class Analysis:
             "multiplied_weights": model.n_weights,
             "weight_bytes": model.weight_bytes,
             "layer_bytes": model.layer_bytes,
-            "non_layer_bytes": model.non_layer_bytes,
+            **with_old_names({"non_layer_bytes": model.non_layer_bytes}),
             "kv_bytes_per_token": model.kv_bytes_per_token,
             "ctx_size": self.context,
             "kv_bytes": self.context * model.kv_bytes_per_token,
@@ -73,8 +74,12 @@ class Analysis:
             "streamed_bytes_per_pass": placement.streamed_bytes,
             "pcie_bytes_per_pass": placement.linked_bytes,
             "missing_bytes": placement.missing_bytes,
-            "experts": None if placement.experts is None else asdict(placement.experts),
-            "experts_by_memory": [asdict(item) for item in self._experts_by_memory()],
+            "experts": None
+            if placement.experts is None
+            else with_old_names(asdict(placement.experts)),
+            "experts_by_memory": [
+                with_old_names(asdict(cache)) for cache in self._experts_by_memory()
+            ],
             "free_tokens": self.free_tokens,
             "plain_tokens_per_second_limit": 1 / self.decode.seconds,
             "bandwidth_tokens_per_second_limit": self.bandwidth_tokens_per_second,
@@ -103,13 +108,13 @@ class Analysis:
         yield f"layers   {_shares_line(placement)}"
         if placement.experts is not None:
             yield f"experts  in {_experts_line(placement.experts)}"
-            for item in self._experts_by_memory():
-                yield f"         in {_experts_line(item)}"
+            for cache in self._experts_by_memory():
+                yield f"         in {_experts_line(cache)}"
         for note in self._notes():
             yield f"note     {note}"
         yield (
-            f"limit    {_figures(self.bandwidth_tokens_per_second)} tokens/s plain by bandwidth "
-            f"alone, {_figures(1 / self.decode.seconds)} with arithmetic; "
+            f"limit    {_format_figure(self.bandwidth_tokens_per_second)} tokens/s plain by "
+            f"bandwidth alone, {_format_figure(1 / self.decode.seconds)} with arithmetic; "
             f"bound by {self.decode.bound_by}"
         )
         limit = " or more" if self.free_tokens == self.context else ""
@@ -192,7 +197,7 @@ def _operator_dict(bound: PassBound, operator: OperatorBound) -> dict[str, Any]:
 
 
 def _work_dict(work: Work) -> dict[str, Any]:
-    return {
+    counts = {
         "count": work.n_products,
         "flops": work.flops,
         "memory_operations": work.elements,
@@ -202,10 +207,11 @@ def _work_dict(work: Work) -> dict[str, Any]:
         "flops_per_memory_operation": work.intensity,
         "flops_per_byte": work.byte_intensity,
     }
+    return with_old_names(counts)
 
 
 def _phase_text(name: str, bound: PassBound) -> str:
-    """A rich table as plain text: it may go to a file."""
+    """Render a rich table as plain text, as it may go to a file."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -214,8 +220,8 @@ def _phase_text(name: str, bound: PassBound) -> str:
     everything = total(operator.work for operator in bound.operators)
     footer = (*_cells(everything, bound.seconds), bound.bound_by, "")
     table.add_column("operator", "all", no_wrap=True)
-    for heading, last in zip(_HEADINGS, footer, strict=True):
-        table.add_column(heading, last, justify="right", no_wrap=True)
+    for heading, sum_cell in zip(_HEADINGS, footer, strict=True):
+        table.add_column(heading, sum_cell, justify="right", no_wrap=True)
     for operator in bound.operators:
         cells = _cells(operator.work, operator.min_seconds)
         table.add_row(
@@ -238,8 +244,8 @@ def _cells(work: Work, seconds: float) -> tuple[str, ...]:
         _si(work.flops),
         _si(work.elements),
         _si(work.n_bytes, "B"),
-        _figures(work.intensity),
-        _figures(work.byte_intensity),
+        _format_figure(work.intensity),
+        _format_figure(work.byte_intensity),
         _si(seconds, "s"),
     )
 
@@ -255,15 +261,15 @@ def _tokens(n_tokens: int) -> str:
     return "1 token" if n_tokens == 1 else f"{n_tokens} tokens"
 
 
-def _figures(value: float) -> str:
-    """Three figures, without an exponent where it can be read without."""
+def _format_figure(value: float) -> str:
+    """Format with three significant digits; large values without an exponent."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _si(value: float, unit: str = "") -> str:
-    """Three figures and a decimal prefix: 1.5e9 -> "1.5 GB/s"."""
+    """Format with three significant digits and a decimal prefix: 1.5e9 -> "1.5 GB/s"."""
     prefixes = _PREFIXES if value >= 1 else _SMALL_PREFIXES
-    scale, prefix = next((item for item in prefixes if value >= item[0]), prefixes[-1])
+    scale, prefix = next((pair for pair in prefixes if value >= pair[0]), prefixes[-1])
     # 999.7 would be shown as 1e+03.
     text = f"{value / scale:.3g}" if value / scale < 999.5 else f"{value / scale:.0f}"
     return f"{text} {prefix}{unit}".rstrip()

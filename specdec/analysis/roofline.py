@@ -1,4 +1,4 @@
-"""How long a pass takes at least on a device, and what holds it up.
+"""Lower bound of a pass's time on a device, and the tier that binds it.
 
 Four tiers may bind: arithmetic ("compute"), the memory that it reads from ("memory"), the link to a
 GPU ("pcie") and storage. Williams, Waterman and Patterson 2009, with the slower tiers beside DRAM:
@@ -20,29 +20,29 @@ from specdec.devices.spec import DeviceSpec
 COMPUTE, MEMORY, PCIE, STORAGE = "compute", "memory", "pcie", "storage"
 TIERS = (COMPUTE, MEMORY, PCIE, STORAGE)
 FREE_SLACK = 0.05
-"""A pass of n tokens counts as free while it takes at most so much longer than one of 1."""
+"""Relative slack within which a pass of n tokens counts as free compared to a pass of 1."""
 
 
 @dataclass(frozen=True)
 class TierShares:
-    """Where a model's bytes lie; the layers are evenly spread over the tiers.
+    """Distribution of a model's bytes; the layers are evenly spread over the tiers.
 
-    Experts that rows are routed to come after all else where a CPU computes: what memory is left
-    is a cache of them. They count as parts of the layers on a GPU.
+    On a CPU, routed experts come last: the remaining memory is a cache of them. On a GPU they
+    count as parts of the layers.
     """
 
     layer_bytes: int
     streamed_bytes: int
-    """Of the layers, read from storage in every pass; experts in a cache are not among them."""
+    """Layer bytes read from storage in every pass, without experts in a cache."""
     linked_bytes: int
-    """Of the layers, sent over the link to the GPU in every pass."""
+    """Layer bytes sent over the link to the GPU in every pass."""
     missing_bytes: int
-    """That even without any layer there is no room for."""
+    """Bytes of embedding, head and KV cache that do not fit even without any layer."""
     experts: ExpertCache | None = None
 
     @property
     def storage_share(self) -> float:
-        """Of what every pass needs of the layers."""
+        """Streamed share of the layer bytes that every pass needs."""
         expert_bytes = self.experts.n_bytes if self.experts is not None else 0
         return self.streamed_bytes / (self.layer_bytes - expert_bytes)
 
@@ -52,7 +52,7 @@ class TierShares:
 
 
 def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
-    """Embedding, head and the KV cache of `context` tokens stay; layers take what is left.
+    """Place embedding, head and the KV cache of `context` tokens in memory, then the layers.
 
     On a GPU those stay in its own memory, and layers that do not fit there cross the link, from the
     host's memory or through it.
@@ -73,12 +73,12 @@ def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
 
 @dataclass(frozen=True)
 class OperatorBound:
-    """What one operator of one pass takes at least on one device."""
+    """Lower bound of one operator's time in one pass on one device."""
 
     name: str
     work: Work
     seconds: Mapping[str, float]
-    """By tier, each as if it were the only one."""
+    """Seconds by tier, each as if it were the only one."""
 
     @property
     def bound_by(self) -> str:
@@ -90,13 +90,13 @@ class OperatorBound:
 
     @property
     def resident_seconds(self) -> float:
-        """Once its weights are where they are multiplied."""
+        """Seconds once the weights are in the memory that the arithmetic reads from."""
         return max(self.seconds[COMPUTE], self.seconds[MEMORY])
 
 
 @dataclass(frozen=True)
 class PassBound:
-    """What one pass over all layers and the head takes at least."""
+    """Lower bound of the time of one pass over all layers and the head."""
 
     n_tokens: int
     context: int
@@ -107,13 +107,13 @@ class PassBound:
 
     @property
     def seconds(self) -> float:
-        """The least that it can take."""
+        """Lower bound of the pass's seconds."""
         resident = sum(operator.resident_seconds for operator in self.operators)
         return max(resident, self.tier_seconds(PCIE), self.tier_seconds(STORAGE))
 
     @property
     def bound_by(self) -> str:
-        """A transfer, where that takes all of the pass; else what the operators wait for most."""
+        """The tier of a transfer that takes all of the pass, else the operators' slowest tier."""
         for tier in (STORAGE, PCIE):
             if self.tier_seconds(tier) >= self.seconds:
                 return tier
@@ -121,12 +121,12 @@ class PassBound:
 
     @property
     def bandwidth_seconds(self) -> float:
-        """If arithmetic cost nothing."""
+        """Lower bound of the seconds without arithmetic."""
         return max(self.tier_seconds(tier) for tier in (MEMORY, PCIE, STORAGE))
 
     def share(self, operator: OperatorBound) -> float:
-        """Of the time that all operators take one after the other, each at its slowest tier."""
-        return operator.min_seconds / sum(item.min_seconds for item in self.operators)
+        """Return the operator's share of the sum of all operators' minimum times."""
+        return operator.min_seconds / sum(bound.min_seconds for bound in self.operators)
 
 
 def pass_bound(
@@ -142,8 +142,8 @@ def pass_bound(
         n_tokens,
         context,
         tuple(
-            OperatorBound(name, item, _tier_seconds(name, item, device, placement))
-            for name, item in work.items()
+            OperatorBound(name, operator, _tier_seconds(name, operator, device, placement))
+            for name, operator in work.items()
         ),
     )
 
@@ -169,7 +169,7 @@ def _tier_seconds(
 
 
 def free_tokens(model: ModelShape, device: DeviceSpec, placement: TierShares, context: int) -> int:
-    """Most tokens, up to `context`, that one pass verifies in the time of one (FREE_SLACK)."""
+    """Return the maximum tokens, up to `context`, verified in the time of one (FREE_SLACK)."""
 
     def seconds(n_tokens: int) -> float:
         return pass_bound(model, device, placement, n_tokens, context, n_tokens).seconds

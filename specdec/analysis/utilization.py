@@ -19,30 +19,30 @@ from specdec.analysis.operators import pass_work, total
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a token of one model costs, on a machine of so many FLOPs per second."""
+    """FLOPs of a token of one model, and the machine's peak."""
 
     shape: ModelShape
     peak_flops_per_second: float
 
     @classmethod
     def measured(cls, shape: ModelShape, compute: ModelCompute) -> ModelFlops:
-        """compute: of this machine; its fastest measured products are the peak."""
+        """Return the ModelFlops with the fastest measured products of `compute` as the peak."""
         matrices = [matrix for layer in shape.layers for matrix in layer.matrices]
         weights_per_byte = sum(m.n_weights for m in matrices) / sum(m.n_bytes for m in matrices)
         tokens_per_second = compute.per_byte.max_tokens_per_second  # of one byte of weights
         return cls(shape, 2 * weights_per_byte * tokens_per_second)
 
     def of_tokens(self, n_tokens: int, context: int) -> int:
-        """FLOPs of tokens that have `context` tokens on average before them and with them.
+        """Return the FLOPs of `n_tokens` with an average context of `context`, themselves included.
 
-        Matrices once for every token, and attention to all of the context (to the window, where a
-        layer has one).
+        Counted are the matrices once per token, and attention to all of the context (to the window,
+        where a layer has one).
         """
         return n_tokens * total(pass_work(self.shape, 1, max(context, 1), 1).values()).flops
 
 
 def model_flops(path: Path, options: BackendOptions, compute: ModelCompute) -> ModelFlops | None:
-    """Of a model that runs with these options; None where its shape cannot be told from headers."""
+    """Return the ModelFlops of a model; None where headers do not tell its shape."""
     try:
         return ModelFlops.measured(read_shape(path, options), compute)
     except SpecdecError:

@@ -1,1 +1,1 @@
-"""Many prompts from a file, a record for each of them, and a kill that loses nothing."""
+"""Batch inference: prompts from a file, a record per prompt, a journal that survives kills."""

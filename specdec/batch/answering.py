@@ -1,4 +1,4 @@
-"""Lines in, records out, on the models that this process loaded."""
+"""Answer the lines of a batch on the models that this process loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.text.prompts import Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """The record of one line, and what there is to tell of it meanwhile."""
+    """Record of one line, with the counts that the progress display needs."""
 
     key: LineKey
     record: bytes
@@ -27,18 +27,18 @@ class Answer:
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0
     model: str | None = None
-    """That the line asked for."""
+    """Model that the line names."""
 
 
 Answered = Callable[[Answer], None]
 
 
 def answer_lines(llm: LLM, lines: Iterable[Line], rules: Rules, answered: Answered) -> EngineStats:
-    """Answer all lines; `answered` is called with each as it is finished, in this thread.
-    Returns the figures of the models.
+    """Answer all lines and return the engine's metrics.
 
-    Lines are drawn only as there is room for them in the passes. What is wrong with one line is
-    its record; what concerns all of them (storage that fails, say) is raised.
+    `answered` is called with each answer as it is finished, in this thread. Lines are drawn only
+    as the scheduler has capacity for them. An error of one line becomes its record; an error that
+    concerns all of them (storage that fails, say) is raised.
     """
     in_hand: dict[int, tuple[LineKey, LineRequest]] = {}
 

@@ -1,15 +1,14 @@
-"""Output file in the making: a kill loses no record, and none is written twice.
+"""Journal of a batch's output: a kill loses no record, and none is written twice.
 
-Records go into OUT.partial, an SQLite database, as lines are answered, whatever their order. When
+Records go into OUT.partial, an SQLite database, as lines are answered, in any order. When
 the last one is there, OUT is written from it, synced, renamed into place, and OUT.partial removed:
 OUT is always whole or not there at all. SQLite commits and syncs each record, through a log beside
 the database (OUT.partial-wal), and locks the file against other processes as long as it is open.
 
-A resumed batch reads the options that decide on the sequences (others are refused by name) and, of each
-record, the number and the digest of its line: an input that has grown is answered to its new end,
-one whose answered lines have changed is refused. Records of an OUT that is already there are taken
-over: the same command again has nothing left to do, or answers the lines that the input has grown
-by.
+A resumed batch reads the options that can change the output (a changed one is refused by name)
+and the line number and digest of each record: an input that has grown is answered to its new end,
+one whose answered lines have changed is refused. Records of an existing OUT are taken over: the
+same command again has nothing left to do, or answers the lines that were added to the input.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from specdec.batch.records import key_of
 INPUT, FINISHED = "input", "finished"
 ORDERS = (INPUT, FINISHED)
 MADE_IN = (".partial", ".partial-wal", ".partial-journal", ".whole")
-"""What is added to the output's name for the files that it is made in."""
+"""Suffixes of the temporary files beside the output."""
 _FORMAT = 0x73706401
-"""SQLite's application_id of these tables: another number where they change."""
+"""SQLite application_id of these tables; changes with their layout."""
 _TABLES = f"""
     PRAGMA application_id = {_FORMAT};
     CREATE TABLE options (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -52,10 +51,10 @@ class Journal:
     """Records of one batch.
 
     Args:
-        out: where they are at the end.
-        options: that decide on the sequences, as JSON has them.
+        out: path of the finished output file.
+        options: JSON values of the options that can change the output.
 
-    Raises BatchError where the files belong to another batch, or to another process.
+    Raises BatchError if the files belong to another batch or are used by another process.
     """
 
     def __init__(self, out: Path, options: Mapping[str, Any]) -> None:
@@ -65,7 +64,7 @@ class Journal:
         self._is_finished = False
         _check_regular(self.out)
         _check_regular(self.partial)
-        with self._reported():
+        with self._translate_errors():
             self._database = _open_locked(self.partial)
             try:
                 self._open_tables()
@@ -78,14 +77,14 @@ class Journal:
             self.close()
             raise
 
-    # --- what is there already -----------------------------------------------------------------
+    # --- existing files ------------------------------------------------------------------------
 
     def _open_tables(self) -> None:
         run = self._database.execute
         (n_tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
-        (result,) = run("PRAGMA application_id").fetchone()
-        is_new = n_tables == result == 0
-        if not is_new and result != _FORMAT:
+        (application_id,) = run("PRAGMA application_id").fetchone()
+        is_new = n_tables == application_id == 0
+        if not is_new and application_id != _FORMAT:
             raise sqlite3.DatabaseError("a database of another program")
         run("PRAGMA journal_mode = WAL")
         if is_new:
@@ -111,7 +110,7 @@ class Journal:
     def _take_over_out(self) -> None:
         if not self.out.exists():
             return
-        with open(self.out, "rb") as file, self._reported(), _transaction(self._database):
+        with open(self.out, "rb") as file, self._translate_errors(), _transaction(self._database):
             for line in file:
                 key = key_of(line)
                 if key is None:
@@ -123,13 +122,13 @@ class Journal:
 
     @property
     def n_answered(self) -> int:
-        with self._reported():
+        with self._translate_errors():
             return self._database.execute("SELECT count(*) FROM records").fetchone()[0]
 
     def is_answered(self, key: LineKey) -> bool:
-        """Raises BatchError where the line was another one when it was answered."""
+        """Return whether a line has a record; raise BatchError if it answers another line."""
         select = "SELECT digest FROM records WHERE line = ?"
-        with self._reported():
+        with self._translate_errors():
             row = self._database.execute(select, (key.number,)).fetchone()
         if row is not None and row[0] != key.hex_digest:
             raise BatchError(
@@ -140,19 +139,19 @@ class Journal:
 
     @property
     def begin_anew(self) -> str:
-        """The remedy where the output is another batch's."""
+        """Remedy for an output that belongs to another batch, as part of an error message."""
         return (
             f"name another output file, or remove {self.out} and {self.partial.name} to begin anew"
         )
 
-    # --- what is added -------------------------------------------------------------------------
+    # --- adding records ------------------------------------------------------------------------
 
     def append(self, key: LineKey, record: bytes) -> None:
         """Add the record of a line, unless it has one.
 
-        Raises BatchError where it cannot be written; what was written before is kept.
+        Raises BatchError if it cannot be written; records written before stay.
         """
-        with self._reported():
+        with self._translate_errors():
             self._add(key, record, is_in_out=False)
 
     def _add(self, key: LineKey, record: bytes, *, is_in_out: bool) -> None:
@@ -163,11 +162,11 @@ class Journal:
             )
 
     def finish(self, order: str) -> None:
-        """Put OUT in its place. Raises BatchError where it cannot be written."""
+        """Write OUT and rename it into place. Raises BatchError if it cannot be written."""
         whole = self.out.with_name(self.out.name + ".whole")
         column = "line" if order == INPUT else "finished"
         try:
-            with open(whole, "wb") as file, self._reported():
+            with open(whole, "wb") as file, self._translate_errors():
                 rows = self._database.execute(f"SELECT record FROM records ORDER BY {column}")
                 file.writelines(record for (record,) in rows)
                 file.flush()
@@ -176,15 +175,15 @@ class Journal:
             with suppress(OSError):
                 whole.unlink()
             raise BatchError(
-                f"cannot write {whole}: {error.strerror}; all answers are in {self.partial}: make "
-                "room for as much again, and the same command ends it"
+                f"cannot write {whole}: {error.strerror}; all answers are in {self.partial}: free "
+                "as much disk space again, and the same command ends it"
             ) from error
         os.replace(whole, self.out)
         _sync_directory(self.out.parent)
         self._is_finished = True
 
     def close(self) -> None:
-        """Leave OUT.partial to be gone on with, unless it has nothing that OUT has not."""
+        """Close the database; remove OUT.partial unless it holds records that OUT lacks."""
         run = self._database.execute
         own = "SELECT EXISTS (SELECT 1 FROM records WHERE NOT is_in_out)"
         with closing(self._database), suppress(sqlite3.Error):
@@ -193,19 +192,19 @@ class Journal:
                 self.partial.unlink(missing_ok=True)  # while no other process can have it open
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Turn the block's errors of SQLite into BatchErrors."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn SQLite errors raised in the block into BatchErrors."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            if "locked" in str(error):  # its code is told from Python 3.11 on
+            if "locked" in str(error):  # its error code is available from Python 3.11 on
                 raise BatchError(
                     f"another process writes to {self.partial}: wait for its end, or name another "
                     "output file"
                 ) from error
             raise BatchError(
-                f"cannot write to {self.partial}: {error}; what was answered before is in it: make "
-                "room, or name an output file in a folder that is there and can be written"
+                f"cannot write to {self.partial}: {error}; what was answered before is in it: free "
+                "disk space, or name an output file in a folder that is there and can be written"
             ) from error
         except sqlite3.DatabaseError as error:
             raise BatchError(
@@ -231,7 +230,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> sqlite3.Connection:
-    """A database that no other process reads or writes until it is closed."""
+    """Open a database that no other process can read or write until it is closed."""
     database = sqlite3.connect(path, timeout=0, isolation_level=None)
     try:
         database.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -1,4 +1,4 @@
-"""The lines of an input file, whatever they hold: numbered as editors do it, bounded, hashed."""
+"""Lines of an input file, numbered from 1, limited in length and hashed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.units import MIB
 from specdec.opening import open_now
 
 MAX_LINE_BYTES = 16 * MIB
-"""No context is as long as what does not fit in here."""
+"""Longest line that is read; a prompt beyond it exceeds any context."""
 _BLANK = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -26,14 +26,14 @@ class BatchError(SpecdecError):
 
 @dataclass(frozen=True)
 class Line:
-    """One line that is not blank."""
+    """Non-blank line of the input."""
 
     number: int
-    """From 1; blank lines are counted."""
+    """Line number from 1; blank lines are counted."""
     digest: int
-    """64 bits of its bytes and of the options that it is answered with; never 0."""
+    """64-bit hash of its bytes and of the options that it is answered with; never 0."""
     data: bytes
-    """Without the line's end; empty where it is longer than MAX_LINE_BYTES."""
+    """Bytes without the line end; empty if the line is longer than MAX_LINE_BYTES."""
     n_bytes: int
 
     @property
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LineKey:
-    """What a record answers: which line, and what it said."""
+    """Identity of the line that a record answers: its number and its digest."""
 
     number: int
     digest: int
@@ -57,12 +57,12 @@ class LineKey:
 
 
 def digest_key(options: Mapping[str, Any]) -> bytes:
-    """Key of the digests of lines that are answered with these options."""
+    """Return the hash key for digests of lines that are answered with these options."""
     return blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=32).digest()
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Raises BatchError for what is no regular file, OSError."""
+    """Open an input file. Raises BatchError if it is no regular file, OSError."""
     file = open_now(path)
     if not stat.S_ISREG(path.stat().st_mode):
         file.close()
@@ -74,7 +74,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def check_input(path: Path) -> None:
-    """Raises BatchError for what is no regular file or has nothing to answer, OSError."""
+    """Raise BatchError if the input is no regular file or has no line to answer; also OSError."""
     if next(read_lines(path, b""), None) is None:
         raise BatchError(
             f"{path} has no line to answer in its {path.stat().st_size} bytes: give a file with a "
@@ -83,7 +83,7 @@ def check_input(path: Path) -> None:
 
 
 def read_lines(path: Path, key: bytes) -> Iterator[Line]:
-    """All lines that are not blank, at most one of them in memory. key: see `digest_key`."""
+    """Yield the non-blank lines, at most one of them in memory. key: see `digest_key`."""
     with open_input(path) as file:
         if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
             file.seek(0)
@@ -95,10 +95,10 @@ def read_lines(path: Path, key: bytes) -> Iterator[Line]:
             n_bytes = len(content)
             if len(data) > MAX_LINE_BYTES and not data.endswith(b"\n"):
                 n_bytes, content = len(data), b""
-                while rest := file.readline(MIB):
-                    hashed.update(rest)
-                    n_bytes += len(rest)
-                    if rest.endswith(b"\n"):
+                while tail := file.readline(MIB):
+                    hashed.update(tail)
+                    n_bytes += len(tail)
+                    if tail.endswith(b"\n"):
                         break
             if n_bytes:
                 digest = int.from_bytes(hashed.digest(), "big") or 1

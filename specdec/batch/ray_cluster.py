@@ -1,9 +1,9 @@
-"""A batch on several machines, by Ray: who has which line in hand, and what becomes of the dead.
+"""Batch on several machines by Ray: assignment of lines to workers, and recovery of dead workers.
 
-Actors that are handed single lines, and not Ray Data's `map_batches`: that returns a batch at a
-time, so that passes have fewer and fewer rows towards the end of each batch, and a worker that is
-killed takes finished answers along. Here an answer is kept as soon as it is there, by the same
-journal as on one machine; the lines that a dead worker had in hand go to the others.
+Actors are handed single lines. Ray Data's `map_batches` is not used: it returns a batch at a time,
+so that passes have fewer and fewer tokens towards the end of each batch, and a killed worker loses
+finished answers. Here each answer is stored as soon as it is finished, by the same journal as on
+one machine; the lines that a dead worker had in hand go to the others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from specdec.run_options import RunOptions
 
 AUTO = "auto"
 MAX_DEATHS = 3
-"""Of one worker, without an answer between them: then it is not started again."""
+"""Deaths in a row, without an answer in between, after which a worker is not started again."""
 _OBJECT_STORE_BYTES = 80 * MIB
-"""About Ray's least. Lines and records are small; by default it takes a third of the memory."""
+"""Object store size, near Ray's minimum: lines are small, and its default is 1/3 of the memory."""
 _CONNECT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Place:
-    """Where one worker is, and what it has in hand."""
+    """Location of one worker, and the lines that it has in hand."""
 
     node_id: str
     machine: str
@@ -49,23 +49,23 @@ class Place:
     actor: Any = None
     in_hand: dict[int, Line] = field(default_factory=dict)
     stats: EngineStats = EngineStats()
-    """As of its last answer."""
+    """Engine metrics as of its last answer."""
     n_deaths: int = 0
-    """Since its last answer."""
+    """Deaths since its last answer."""
 
 
 @contextmanager
 def open_cluster(
     address: str, n_workers: int | None, load: RunOptions, rules: Rules
 ) -> Iterator[Answerer]:
-    """Workers on the machines of a Ray cluster.
+    """Start workers on the machines of a Ray cluster and yield their answerer.
 
     Args:
-        address: of the cluster; AUTO: the one that runs on this machine, else one of this machine
-            alone, for the time being.
-        n_workers: one on each machine if None; more of them share the machines.
+        address: cluster address; AUTO: the one that runs on this machine, else a temporary one of
+            this machine alone.
+        n_workers: number of workers; None: one on each machine. More of them share the machines.
 
-    Raises BatchError where there is no Ray, or no cluster.
+    Raises BatchError if there is no Ray, or no cluster.
     """
     ray = _import_ray()
     draft = None if load.draft_model is None else _absolute(load.draft_model)
@@ -81,20 +81,20 @@ def open_cluster(
 
 
 class Cluster:
-    """Hands lines to workers as they ask for them, and takes their answers."""
+    """Dispatcher of lines to workers, and receiver of their answers."""
 
     def __init__(self, ray: Any, load: RunOptions, rules: Rules) -> None:
         self._ray, self._worker = ray, ray.remote(Worker)
         self._arguments = (load, rules, __version__)
         self.places: list[Place] = []
         self._asked: dict[Any, Place] = {}
-        """Calls that have not returned yet."""
+        """Pending calls, and the worker of each."""
         self._stats_of_dead: list[EngineStats] = []
         self._idle: list[Place] = []
         self._given_back: deque[Line] = deque()
 
     def answer(self, lines: Iterator[Line], answered: Answered) -> EngineStats:
-        """See `Answerer`."""
+        """Answer all lines; see `Answerer`."""
         for place in self.places:
             self._start(place)
         is_at_end = False
@@ -119,9 +119,9 @@ class Cluster:
         return sum_of((*self._stats_of_dead, *(place.stats for place in self.places)))
 
     def _next_said(self) -> tuple[Place, object]:
-        """By the first worker that says something; None by one that is dead.
+        """Return the next message of any worker, and that worker; None as message of a dead one.
 
-        Raises BatchError where one cannot even begin, which the next one could not either.
+        Raises BatchError if a worker cannot start: another one could not either.
         """
         (ready, *_), _ = self._ray.wait(list(self._asked), num_returns=1)
         place = self._asked.pop(ready)
@@ -137,15 +137,15 @@ class Cluster:
             return place, None
 
     def _bury(self, place: Place, reason: str) -> None:
-        """Its lines go to whoever asks next; another worker takes its place."""
+        """Return the lines of a dead worker to the queue, and start another in its place."""
         lost = list(place.in_hand.values())
         self._given_back.extendleft(reversed(lost))
         self._stats_of_dead.append(place.stats)
         place.in_hand, place.stats = {}, EngineStats()
         place.n_deaths += 1
-        reported = f"a worker on {place.machine} ended ({_first_line(reason)})"
+        problem = f"a worker on {place.machine} ended ({_first_line(reason)})"
         if place.n_deaths < MAX_DEATHS:
-            logger.warning("%s: its %d lines are given out again", reported, len(lost))
+            logger.warning("%s: its %d lines are given out again", problem, len(lost))
             self._start(place)
         else:
             self._kill(place)
@@ -153,21 +153,21 @@ class Cluster:
             if not self.places:
                 numbers = ", ".join(str(line.number) for line in lost[:5])
                 raise BatchError(
-                    f"{reported}, {MAX_DEATHS} times without an answer between them, and no other is "
-                    f"left: give it more memory, or look at lines {numbers or 'yet to be read'}"
+                    f"{problem}, {MAX_DEATHS} times without an answer between them, and no other "
+                    f"is left: give it more memory, or look at lines {numbers or 'yet to be read'}"
                 )
-            logger.warning("%s %d times: it is not started again", reported, MAX_DEATHS)
+            logger.warning("%s %d times: it is not started again", problem, MAX_DEATHS)
         self._wake()
 
     def _wake(self) -> None:
-        """Workers that found the input at its end take what came back since."""
+        """Restart idle workers if lines of a dead one were given back."""
         if self._given_back:
             for place in self._idle:
                 self._ask(place, place.actor.start)
             self._idle = []
 
     def _start(self, place: Place) -> None:
-        """A process that opens the models; elsewhere (soft) where its machine is gone."""
+        """Start a worker process on its machine, or elsewhere (soft) if that is gone."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._kill(place)
@@ -181,7 +181,7 @@ class Cluster:
 
     def _kill(self, place: Place) -> None:
         if place.actor is not None:
-            with suppress(Exception):  # Ray's many ways to say that it is gone already
+            with suppress(Exception):  # Ray raises various errors if it is gone already
                 self._ray.kill(place.actor)
             place.actor = None
 
@@ -219,9 +219,9 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def _running_cluster() -> str | None:
-    """Address of the cluster that this machine belongs to.
+    """Return the address of the cluster that this machine belongs to.
 
-    Where it ended without `ray stop`, Ray itself would go on trying for minutes.
+    A cluster that ended without `ray stop` is ignored: Ray would retry for minutes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if not address:
@@ -252,7 +252,7 @@ def _check_address(address: str) -> None:
 
 
 def _places(ray: Any, n_workers: int | None) -> list[Place]:
-    """One for each worker, machine after machine; those of one machine share its processors."""
+    """Return one place per worker, machine by machine; workers of one machine share its CPUs."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     if not nodes:
         raise BatchError("the Ray cluster has no machine with a processor: see `ray status`")
@@ -261,16 +261,16 @@ def _places(ray: Any, n_workers: int | None) -> list[Place]:
     chosen = (nodes[index % len(nodes)] for index in range(n_workers))
     return [
         Place(
-            item["NodeID"],
-            item["NodeManagerHostname"],
-            max(1, int(item["Resources"]["CPU"]) // n_on_each),
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            max(1, int(node["Resources"]["CPU"]) // n_on_each),
         )
-        for item in chosen
+        for node in chosen
     ]
 
 
 def _absolute(model: str | Path) -> str | Path:
-    """A path that means the same to a worker, which has another working directory; names stay."""
+    """Return an absolute path, for workers have another working directory; names stay."""
     return Path(model).absolute() if Path(model).exists() else model
 
 

@@ -1,9 +1,9 @@
-"""One of several machines: a process of Ray's with the models, which is handed line after line.
+"""Ray worker process with the models, which is handed one line after the other.
 
-The models draw the lines (`LLM.generate_each`), and Ray calls methods: so the models have a thread
-of their own, and each call hands over what it last asked for and waits for what it says next. It
-asks for a line whenever there is room for one. So the other side knows at any time which lines a
-worker has in hand, and a worker that dies takes none of them along.
+The models draw the lines (`LLM.generate_each`) while Ray calls methods. So the models have a
+thread of their own, and each call hands over a line and waits for the next message. The worker
+asks for a line whenever the scheduler has capacity for one. So the dispatcher always knows which
+lines a worker has in hand, and none is lost with a worker that dies.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Requested:
-    """There is room for a line, and nothing else is said before one is given, or None."""
+    """Request for a line; no other message follows before one, or None, is given."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A line is answered. stats: of the models, since they were loaded."""
+    """Finished answer. stats: engine metrics since the models were loaded."""
 
     answer: Answer
     stats: EngineStats
@@ -42,22 +42,22 @@ class Reported:
 
 @dataclass(frozen=True)
 class Ended:
-    """All lines that were given are answered."""
+    """End: all lines that were given are answered."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """No line can be answered here."""
+    """Failure that keeps this worker from answering any line."""
 
     message: str
 
 
 class Worker:
-    """Its methods return what its models say next: one of the above.
+    """Ray actor whose methods return the next message of its models: one of the above.
 
     Args:
-        load: the models, as each machine opens them for itself.
-        version: of the specdec that hands out the lines.
+        load: options with which each machine opens the models.
+        version: specdec version of the dispatcher.
     """
 
     def __init__(self, load: RunOptions, rules: Rules, version: str) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self._said: SimpleQueue[object] = SimpleQueue()
 
     def start(self) -> object:
-        """Begin to answer lines, until None is given."""
+        """Start a thread that answers lines until None is given; return its first message."""
         Thread(target=self._answer, daemon=True).start()
         return self.go_on()
 
@@ -111,17 +111,17 @@ class Worker:
         return self._llm
 
     def _check_weights(self) -> None:
-        requested = self._rules.weights
-        if requested is None:
+        expected = self._rules.weights
+        if expected is None:
             return
         from specdec.models.names import resolve_model
         from specdec.models.weight_files import weights_fingerprint
 
-        result = weights_fingerprint(resolve_model(self._load.model))
-        if result != requested:
+        fingerprint = weights_fingerprint(resolve_model(self._load.model))
+        if fingerprint != expected:
             raise BatchError(
-                f"{self._rules.model} has the weights {result} on this machine, the batch was begun "
-                f"with {requested}: copy the model here"
+                f"{self._rules.model} has the weights {fingerprint} on this machine, the batch was "
+                f"begun with {expected}: copy the model here"
             )
 
     def _lines(self) -> Iterator[Line]:

@@ -1,8 +1,8 @@
-"""What is written for a line: OpenAI's batch output, or the line's own fields and the answer.
+"""Output records: OpenAI's batch output, or the line's own fields and the answer.
 
 Nothing in a record depends on when it was made, so that the same batch gives the same file byte by
-byte: `created` of OpenAI's bodies is 0. Every record says which line it answers, and the digest of
-what that line said: a batch that is resumed goes by these.
+byte: `created` of OpenAI's bodies is 0. Every record names the line that it answers, by number and
+digest: a resumed batch goes by these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class Form(Protocol):
-    """How a line wants its record."""
+    """Format of the record of a line."""
 
     def answered(
         self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
@@ -36,7 +36,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class PlainForm:
-    """kept: the line's own fields."""
+    """Records of plain lines. cached: fields of the line that are repeated."""
 
     cached: Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class PlainForm:
 
 @dataclass(frozen=True)
 class OpenAiForm:
-    """Also that of lines of which nothing can be told, with no custom_id."""
+    """Records of OpenAI's batch format; also of unreadable lines, without a custom_id."""
 
     custom_id: str | None
     is_chat: bool
@@ -81,13 +81,13 @@ class OpenAiForm:
         return self._record(key, 200, body, None)
 
     def failed(self, key: LineKey, message: str) -> dict[str, Any]:
-        reported = {
+        detail = {
             "message": message,
             "type": "invalid_request_error",
             "param": None,
             "code": INVALID,
         }
-        return self._record(key, 400, {"error": reported}, _error(message))
+        return self._record(key, 400, {"error": detail}, _error(message))
 
     def _record(
         self, key: LineKey, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None
@@ -101,12 +101,12 @@ class OpenAiForm:
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
-    """Non-ASCII is escaped: so a text that is no UTF-8 can be repeated, too."""
+    """Encode a record as one line of JSON; escaped, for its text may be no valid UTF-8."""
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def key_of(line: bytes) -> LineKey | None:
-    """Which line a record answers; None for what is no whole record of ours."""
+    """Return the key of the line that a record answers; None if it is no whole record of ours."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -115,8 +115,8 @@ def key_of(line: bytes) -> LineKey | None:
         return None
     number, digest = record.get("line"), record.get("digest")
     if number is None:
-        result = _OPENAI_ID.fullmatch(str(record.get("id")))
-        number, digest = (int(result[1]), result[2]) if result else (0, "")
+        match = _OPENAI_ID.fullmatch(str(record.get("id")))
+        number, digest = (int(match[1]), match[2]) if match else (0, "")
     if type(number) is not int or not 1 <= number < 1 << 63 or not _DIGEST.fullmatch(str(digest)):
         return None
     return LineKey(number, int(str(digest), 16))

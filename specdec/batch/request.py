@@ -1,4 +1,4 @@
-"""A line as a request: OpenAI's batch format, or plain {"prompt": ...} and {"messages": ...}."""
+"""Parser of a line: OpenAI's batch format, or plain {"prompt": ...} and {"messages": ...}."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SAMPLING = frozenset(
     "logit_bias no_repeat_ngram_size min_tokens max_tokens seed stop stop_token_ids ignore_eos "
     "json_schema json_object regex grammar n".split()
 )
-# Accepted and without effect: who asks, and what a file of answers has no use for.
+# Accepted and without effect in a batch.
 _IGNORED = frozenset(("user", "metadata", "service_tier", "store", "safety_identifier"))
-# Accepted with this value only, which is what happens anyway.
+# Accepted with this value only, which is the default.
 _ONLY: dict[str, Any] = {"stream": False, "echo": False, "best_of": 1}
 _OF_PLAIN = frozenset(("id", "custom_id", "metadata", "model", "prompt", "messages", "logprobs"))
 _OF_LINE = frozenset(("custom_id", "method", "url", "body"))
@@ -42,20 +42,20 @@ _OF_MESSAGE = frozenset(("role", "content", "name"))
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every line of a batch."""
+    """Settings that hold for every line of a batch."""
 
     model: str
-    """The target's name, as it was given."""
+    """Name of the target, as it was given."""
     sampling: Mapping[str, Any]
-    """What a line does not say itself, as fields of SamplingParams."""
+    """Defaults for the lines, as fields of SamplingParams."""
     seed: int = 0
-    """Of the run: where a line has no seed, its own is made of this and of its number."""
+    """Seed of the run: a line without a seed gets one derived from this and its line number."""
     weights: str | None = None
-    """The target's, as `weights_fingerprint` tells them; None: not known."""
+    """Fingerprint of the target by `weights_fingerprint`; None: not known."""
 
 
 class LineError(BatchError):
-    """A line is no request that can be answered. form: that of its record."""
+    """Invalid line. form: the format of its error record."""
 
     def __init__(self, message: str, form: Form) -> None:
         super().__init__(message)
@@ -64,24 +64,24 @@ class LineError(BatchError):
 
 @dataclass(frozen=True)
 class LineRequest:
-    """What a line asks for."""
+    """Request of one line."""
 
     form: Form
     prompt: Prompt
     params: SamplingParams
     model: str | None
-    """That the line names."""
+    """Model that the line names."""
 
 
 def line_seed(run_seed: int, number: int) -> int:
-    """Seed of a line that names none: the same however often the run was broken off."""
+    """Return the seed of a line that has none: the same however often the run is resumed."""
     digest = blake2b(f"{run_seed} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def read_request(line: Line, rules: Rules) -> LineRequest:
-    """Raises LineError for whatever is wrong with the line."""
-    form: Form = OpenAiForm(None, is_chat=False)  # of a line that nothing can be told of
+    """Parse a line. Raises LineError for an invalid one."""
+    form: Form = OpenAiForm(None, is_chat=False)  # until the line is parsed
     try:
         value = _parse(line)
         if _OF_LINE & value.keys() - {"custom_id"}:
@@ -119,7 +119,7 @@ def _parse(line: Line) -> dict[str, Any]:
     except RecursionError:
         raise BatchError(_TOO_DEEP) from None
     except ValueError as error:
-        reason = str(error).split(";")[0]  # behind it stands what Python's programmers may do
+        reason = str(error).split(";")[0]  # the rest is advice for Python programmers
         raise BatchError(f"the line is not JSON that can be read: {reason}") from None
     if not isinstance(value, dict):
         raise BatchError(
@@ -132,7 +132,7 @@ def _parse(line: Line) -> dict[str, Any]:
 
 
 def _is_shallow(value: Any, limit: int) -> bool:
-    """Whether lists and objects lie in each other at most `most` deep."""
+    """Return whether lists and objects are nested at most `limit` deep."""
     if not isinstance(value, (dict, list)):
         return True
     inner = value.values() if isinstance(value, dict) else value
@@ -147,7 +147,7 @@ def _finite(text: str) -> float:
 
 
 def _openai_fields(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's fields under our names."""
+    """Return the body's fields under our names."""
     _refuse_unknown("the line", value, _OF_LINE)
     custom_id, method, url, body = (
         value.get(name) for name in ("custom_id", "method", "url", "body")
@@ -187,7 +187,7 @@ def _plain_fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not null; what only says what happens anyway is left out."""
+    """Return the fields without nulls and without those that only state a default."""
     return {
         name: item
         for name, item in value.items()
@@ -209,11 +209,11 @@ def _refuse_unknown(where: str, value: Mapping[str, Any], known: frozenset[str])
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
-    """OpenAI's response_format as options of sampling."""
+    """Return OpenAI's response_format as fields of SamplingParams."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    reported = response_format.get("json_schema", {}) if kind == "json_schema" else {}
-    schema = reported.get("schema") if isinstance(reported, dict) else reported
-    is_known = kind in ("text", "json_object", "json_schema") and isinstance(reported, dict)
+    spec = response_format.get("json_schema", {}) if kind == "json_schema" else {}
+    schema = spec.get("schema") if isinstance(spec, dict) else spec
+    is_known = kind in ("text", "json_object", "json_schema") and isinstance(spec, dict)
     if not is_known or not isinstance(schema, (dict, type(None))):
         raise BatchError(
             f"response_format is {_shown(response_format)}: its type must be text, json_object, or "
@@ -223,11 +223,11 @@ def _constraint(response_format: Any) -> dict[str, Any]:
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> bool | int:
-    requested, n_top = fields.get("logprobs", False), fields.pop("top_logprobs", 0)
-    check_type("logprobs", requested, bool)
+    wants_logprobs, n_top = fields.get("logprobs", False), fields.pop("top_logprobs", 0)
+    check_type("logprobs", wants_logprobs, bool)
     check_type("top_logprobs", n_top, int)
     try:
-        return openai.logprobs(requested, n_top)
+        return openai.logprobs(wants_logprobs, n_top)
     except ValueError as error:
         raise BatchError(str(error)) from error
 
@@ -287,7 +287,7 @@ def _sampling_params(fields: Mapping[str, Any], number: int, rules: Rules) -> Sa
 
 
 def _token_biases(bias: Any) -> dict[int, Any]:
-    """{token id: bias}; the names of a JSON object are sequences."""
+    """Return {token id: bias}; the keys of a JSON object are strings."""
     try:
         return {int(token): value for token, value in dict(bias).items()}
     except (TypeError, ValueError):
@@ -297,6 +297,6 @@ def _token_biases(bias: Any) -> dict[int, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error: cut, for it may be of any length."""
+    """Return a value for an error message, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

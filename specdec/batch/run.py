@@ -1,4 +1,4 @@
-"""A batch from its files to its end: what is left, who answers it, what is told meanwhile."""
+"""Run of a batch: find the lines that are left, answer them, and report progress."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from specdec.metrics.stats import EngineStats
 
 @dataclass
 class BatchMetrics:
-    """How far a batch is; it counts on while it runs."""
+    """Progress of a batch, updated while it runs."""
 
     n_lines: int = 0
-    """Of the input, without blank ones."""
+    """Non-blank lines of the input."""
     n_answered: int = 0
     n_before: int = 0
-    """Of the answered ones: by an earlier run that was broken off."""
+    """Lines that an earlier, interrupted run answered."""
     n_errors: int = 0
     """Lines of this run whose record is an error."""
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0
     seconds: float = 0.0
-    """Since the models were there."""
+    """Seconds since the models were loaded."""
     engine: EngineStats | None = None
-    """Of all models that answered."""
+    """Engine metrics, summed over all workers."""
     models: set[str] = field(default_factory=set)
-    """That lines asked for by name."""
+    """Model names in the lines."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,7 +42,7 @@ class BatchMetrics:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate of this run; None before its first answer."""
+        """Estimated seconds left at the rate of this run; None before its first answer."""
         n_here = self.n_answered - self.n_before
         return self.seconds / n_here * (self.n_lines - self.n_answered) if n_here else None
 
@@ -57,17 +57,17 @@ class BatchMetrics:
 
 
 class Answerer(Protocol):
-    """Whoever answers lines: this process, or workers elsewhere."""
+    """Function that answers lines: in this process, or by workers elsewhere."""
 
     def __call__(self, lines: Iterator[Line], answered: Answered) -> EngineStats:
-        """Answer all lines; the figures of the models that did it."""
+        """Answer all lines and return the metrics of the engines that did it."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One input, one output.
+    """Input file and output file of a batch.
 
-    options: that decide on the sequences; a batch is resumed with the same ones only.
+    options: those that can change the output; a batch is resumed with the same ones only.
     """
 
     source: Path
@@ -81,16 +81,16 @@ class Batch:
         metrics: BatchMetrics,
         reported: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer what is not answered yet, and put the output in its place.
+        """Answer the lines that are left, and put the output in its place.
 
         Args:
-            open_answerer: loads the models; not called where nothing is left to do.
-            figures: counted on, for the caller to show.
-            told: called whenever they changed.
+            open_answerer: loads the models; not called if nothing is left to do.
+            metrics: updated during the run, for the caller to show.
+            reported: called whenever the metrics changed.
 
         Raises:
-            BatchError: there is nothing to answer, the files are another batch's, or cannot be
-            written; what the answerer raises. What was answered is kept in every case.
+            BatchError: there is nothing to answer, or the files belong to another batch or cannot
+            be written; also errors of the answerer. Answered lines are never lost.
         """
         check_input(self.source)
         self._check_apart()
@@ -102,9 +102,9 @@ class Batch:
                 with open_answerer() as answer:
                     began = time.monotonic()
 
-                    def answered(item: Answer) -> None:
-                        journal.append(item.key, item.record)
-                        metrics.count(item, time.monotonic() - began)
+                    def answered(finished: Answer) -> None:
+                        journal.append(finished.key, finished.record)
+                        metrics.count(finished, time.monotonic() - began)
                         reported()
 
                     lines = read_lines(self.source, key)
@@ -122,17 +122,17 @@ class Batch:
             journal.finish(self.order)
 
     def _count_lines(self, journal: Journal, key: bytes, metrics: BatchMetrics) -> None:
-        """Of the input, and those that were answered before. Raises BatchError."""
-        num_found = 0
+        """Count the lines of the input and those answered before. Raises BatchError."""
+        n_before = 0
         for line in read_lines(self.source, key):
             metrics.n_lines += 1
-            num_found += journal.is_answered(line.key)
-        if num_found < journal.n_answered:
+            n_before += journal.is_answered(line.key)
+        if n_before < journal.n_answered:
             raise BatchError(
                 f"{journal.out.name} answers {journal.n_answered} lines, of which the input "
-                f"has {num_found}: {journal.begin_anew}"
+                f"has {n_before}: {journal.begin_anew}"
             )
-        metrics.n_answered = metrics.n_before = num_found
+        metrics.n_answered = metrics.n_before = n_before
 
     def _check_apart(self) -> None:
         real = os.path.realpath(self.out)

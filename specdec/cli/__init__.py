@@ -1,1 +1,1 @@
-"""The `specdec` command: options to calls, errors to one line."""
+"""The `specdec` command line: options and commands; errors become one line."""

@@ -48,8 +48,8 @@ app.command("demo", context_settings={"ignore_unknown_options": True, "help_opti
 )
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         write_text(f"specdec {__version__}\n")
         raise typer.Exit(0)
 

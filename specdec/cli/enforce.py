@@ -1,8 +1,7 @@
-"""`--enforce`: the same command again, in a process that the kernel holds to the budget.
+"""`--enforce`: run the same command in a process that the kernel limits to the budget.
 
-A limit can only be trusted when all memory of the process counts, from its first page on. So the
-command is started afresh inside a memory cgroup; an environment variable tells the child that
-it is the one to do the work.
+All memory of the process must count, from its first page on. So the command is started again
+inside a memory cgroup; an environment variable tells the child that it is inside.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from offload.units import format_bytes, parse_bytes
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
 COMMAND_NAME = "SPECDEC_COMMAND_NAME"
-"""Environment variable: what the benchmark's program calls itself."""
+"""Environment variable with the command name that the benchmark shows."""
 
 
 class EnforceError(SpecdecError):
-    """`--enforce` was asked for where there is nothing to enforce."""
+    """`--enforce` without a budget that can be enforced."""
 
 
 def enforced_bytes() -> int | None:
-    """The limit that this process was started under; None outside of `--enforce`."""
+    """Return the limit that this process was started under; None outside of `--enforce`."""
     text = os.environ.get(_MARK, "")
     return int(text) if text.isdigit() else None
 
@@ -68,9 +67,9 @@ def run_enforced(
 
 
 def run_benchmark(module: str, argv: Sequence[str]) -> NoReturn:
-    """Become a program of `bench`, which uses this package and not the other way round.
+    """Replace this process by a program of `bench`, which this package must not import.
 
-    It takes this process over, so that Ctrl-C reaches it and it alone cleans up.
+    As there is one process, Ctrl-C reaches that program, and it alone cleans up.
     """
     words = [sys.executable, "-m", module, *argv]
     sys.stdout.flush()
@@ -78,7 +77,7 @@ def run_benchmark(module: str, argv: Sequence[str]) -> NoReturn:
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """This environment, such that `python -m specdec` or `bench` finds our own packages first.
+    """Return an environment in which `python -m specdec` or `bench` finds our packages first.
 
     `-m` puts the working directory in front of the path, where a user may well have a folder
     called `bench`: PYTHONSAFEPATH keeps it out (Python 3.11 and later).

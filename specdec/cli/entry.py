@@ -1,6 +1,6 @@
-"""Where commands begin: Ctrl-C is one line, also while modules are being imported.
+"""Entry point of the commands: Ctrl-C prints one line, also while modules are being imported.
 
-This module and `specdec/__init__.py` import next to nothing, so that it is so from the start.
+This module and `specdec/__init__.py` import next to nothing, so that this holds from the start.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) -> int:
-    """Import a command line, which `load` does, and run it; returns its exit code.
+    """Import a command line by `load`, run it, and return its exit code.
 
     Args:
-        name: of the command, for the line about Ctrl-C.
+        name: command name, for the line about Ctrl-C.
     """
     # A KeyboardInterrupt inside of an import ends in a traceback, or in a library's own error.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -51,13 +51,13 @@ def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) 
         if is_default:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run(argv)
-        # What ends with the process needs no search for garbage: that took a second after torch.
+        # No garbage collection at exit: it took a second after torch.
         gc.freeze()
         if code == _INTERRUPTED:  # a thread may still be importing: nobody waits for it
             _flush()
             os._exit(code)
         return code
-    except KeyboardInterrupt:  # before or after the command itself, which tells its own
+    except KeyboardInterrupt:  # before or after the command itself, which prints its own line
         _tell(line)
         return _INTERRUPTED
 

@@ -1,9 +1,9 @@
-"""How a command ends: exit codes and one-line errors, for `specdec` and `specdec-bench` alike.
+"""Exit codes and one-line errors, for `specdec` and `specdec-bench` alike.
 
-0 done; 2 a mistake that the user can mend, told in one line; 130 Ctrl-C; 141 the reader of our
-output went away; a signal that ends us gives 128 + its number, in the shell's words (SIGTERM: 143).
-Anything else is a bug, and keeps its traceback and Python's exit code 1. `--debug` or
-SPECDEC_DEBUG=1 shows the traceback of a mistake too.
+0 success; 2 user error, reported in one line; 130 Ctrl-C; 141 broken pipe on stdout; a signal that
+ends us gives 128 + its number, as shells report it (SIGTERM: 143). Anything else is a bug, and
+keeps its traceback and Python's exit code 1. `--debug` or SPECDEC_DEBUG=1 shows the traceback of a
+user error too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# llama.cpp's spellings, accepted but not shown in the help.
+# llama.cpp's spellings and a former name, accepted but not shown in the help.
 ALIASES = {
     "--n-predict": "--max-tokens",
     "--predict": "--max-tokens",
@@ -35,23 +35,27 @@ ALIASES = {
     "--repeat-penalty": "--repetition-penalty",
     "--model-draft": "--draft-model",
     "--spec-draft-n-max": "--num-draft-tokens",
+    "--rounds": "--steps",
+    "--texts": "--sequences",
+    "--ways-per-prompt": "--modes-per-prompt",
+    "--least-prompts": "--min-prompts",
 }
 DEFAULTS_FILE = "specdec.defaults"
-"""In a context's `meta`: the file that its default values come from."""
+"""Key in a context's `meta`: the file that its default values come from."""
 
-# What follows these is text of the user's own, which may look like an option.
+# Options followed by free text, which may look like an option.
 _TAKES_TEXT = ("-p", "--prompt", "--stop")
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """What the command was called with; commands find it as `context.obj`."""
+    """Arguments of the command; `context.obj` for commands."""
 
     argv: tuple[str, ...]
 
 
 def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
-    """Run a typer app and return the exit code; never raises for a user's mistake."""
+    """Run a typer app and return the exit code; never raises for a user error."""
     command = typer.main.get_command(app)
     _hide_flag_types(command)
     asked = f"_{name.replace('-', '_').upper()}_COMPLETE"  # by the script of a shell
@@ -69,12 +73,12 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
 
 
 def wants_debug(argv: Sequence[str]) -> bool:
-    """Whether errors are to be shown with all they say."""
+    """Return whether errors are shown with their traceback."""
     return "--debug" in argv or os.environ.get("SPECDEC_DEBUG", "") not in ("", "0")
 
 
 def _hide_flag_types(command: Any) -> None:
-    """Flags take no value: without this typer's help shows each one as `--json <bool>`."""
+    """Hide the type of flags, which typer's help shows as `--json <bool>`."""
 
     def hide(item: Any) -> None:
         make_help_option = item.get_help_option
@@ -96,7 +100,7 @@ def _hide_flag_types(command: Any) -> None:
 
 
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
-    """Call `work`; turn the ways in which it may end into exit codes and at most one line."""
+    """Call `work`; turn its exceptions into an exit code and at most one line."""
     debug = debug or wants_debug(())
     is_stdout_closed = _open_standard_streams()
     _make_streams_robust()
@@ -104,7 +108,7 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
         if is_stdout_closed:
             raise OutputError("stdout is closed: send it to a file, or to /dev/null")
         work()
-        write_text("")  # what is still buffered
+        write_text("")  # flush
         return 0
     except typer.Exit as stop:
         return stop.exit_code
@@ -114,8 +118,8 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except BrokenPipeError:
         return _forget_stdout()
     except TyperException as error:
-        reported = f"{_file_of(error)}{_with_value(error)}"
-        return _fail(name, f"{reported} (see {_command_path(name, error)} --help)")
+        message = f"{_file_of(error)}{_with_value(error)}"
+        return _fail(name, f"{message} (see {_command_path(name, error)} --help)")
     except OutputError as error:
         _forget_stdout()
         return _fail(name, str(error), debug)
@@ -153,7 +157,7 @@ def _describe(error: OSError) -> str:
 
 
 def _with_value(error: TyperException) -> str:
-    """The message, with the value that was given where the validator calls it "Input"."""
+    """Return the message with the given value in place of the validator's word "Input"."""
     message = error.format_message().rstrip(".")
     list_errors = getattr(error.__cause__, "errors", None)  # of pydantic's ValidationError
     if list_errors is None:
@@ -162,7 +166,7 @@ def _with_value(error: TyperException) -> str:
 
 
 def _file_of(error: TyperException) -> str:
-    """Where the value stands that is wrong, if that is a file."""
+    """Return the settings file that the wrong value comes from, as a prefix, or ""."""
     option, context = getattr(error, "param", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return ""
@@ -177,7 +181,7 @@ def _command_path(name: str, error: TyperException) -> str:
 
 
 def _open_standard_streams() -> bool:
-    """Point standard streams that are closed at nothing; whether stdout was one of them.
+    """Open closed standard streams on /dev/null; return whether stdout was closed.
 
     Python leaves None in their place. A file that is opened later, such as a model's, must not
     get their numbers: what libraries print would go into it.
@@ -193,9 +197,9 @@ def _open_standard_streams() -> bool:
 
 
 def _make_streams_robust() -> None:
-    """Text that the terminal's encoding lacks is shown as a question mark, not an exception.
+    """Show characters that the terminal's encoding lacks as a question mark, without an error.
 
-    Bytes of stdin that are no text are kept, and refused where the text is used.
+    Invalid bytes on stdin are passed on, and refused where the text is used.
     """
     names = {"stdin": "surrogateescape", "stdout": "replace", "stderr": "replace"}
     for name, errors in names.items():
@@ -205,7 +209,7 @@ def _make_streams_robust() -> None:
 
 
 def _forget_stdout() -> int:
-    """Point stdout at nothing, so that the interpreter's last flush stays silent too."""
+    """Point stdout at /dev/null, so that the interpreter's last flush stays silent too."""
     with suppress(OSError, ValueError):  # stdout may be no real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE

@@ -1,4 +1,4 @@
-"""Fields of a configuration as options of a command: what loads a model, how tokens are chosen.
+"""Groups of command line options made from the fields of a configuration.
 
 Names, types, limits, help and defaults are those of the fields. A command takes one of the groups
 below as a parameter, and `with_options` turns it into the options that typer sees.
@@ -63,7 +63,7 @@ def one_draft(names: Sequence[str]) -> str:
     return names[0]
 
 
-# Fields that the command line takes as another type, and how to make the field's value of that.
+# Fields with another type on the command line, and the conversion to the field's value.
 _WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "draft_model": (list[str], one_draft),
     "spec_type": (str, parse_spec_type),
@@ -77,7 +77,7 @@ _FILES = tuple(name for name, (kind, _) in _WRITTEN.items() if kind is Path)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """What was given, as the fields' values."""
+    """Return the options that were given, as values of the fields."""
     return {
         name: _WRITTEN[name][1](value) if name in _WRITTEN else value
         for name, value in values.items()
@@ -86,7 +86,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
-    asked = RunOptions(**_given(values))  # what is wrong with it is told before models are opened
+    asked = RunOptions(**_given(values))  # errors are reported before models are opened
     return replace(asked, draft_model=named_draft(asked.model, asked.draft_model))
 
 
@@ -103,9 +103,9 @@ def _given_sampling(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Group:
-    """Fields of a configuration as options; a command gets what `build` makes of their values.
+    """Fields of a configuration as options; a command gets the result of `build`.
 
-    `build` raises SpecdecError for a mistake, before anything is started.
+    `build` raises SpecdecError for a user error, before anything is started.
     """
 
     kind: type[Any]
@@ -113,38 +113,39 @@ class Group:
     build: Callable[[dict[str, Any]], Any]
 
     def typed(self, values: dict[str, Any]) -> dict[str, str]:
-        """What errors call each field: its option, and the file that its text is of."""
+        """Return each field's name in errors: its option, and the file that its text is from."""
         options = {name: option_name(self.kind, name) for name in self.names}
         of_files = (name for name in _FILES if name in options and values[name] is not None)
         return {**options, **{name: f"{options[name]} {values[name]}" for name in of_files}}
 
     def parameters(self) -> list[Parameter]:
-        """As typer sees them."""
+        """Return the parameters that typer sees."""
         hints, defaults = get_type_hints(self.kind), {f.name: f.default for f in fields(self.kind)}
         result = []
         for name in self.names:
             typed = _WRITTEN[name][0] if name in _WRITTEN else _first_type(hints[name])
             default = Parameter.empty if defaults[name] is MISSING else defaults[name]
             if self.kind is SamplingParams:
-                default = None  # only what is given overrides what a generation is told otherwise
+                default = None  # only given options override other defaults
             typed = typed | None if default is None else typed
-            reported = typer_option(self.kind, name)
-            annotation = Annotated[typed, reported]  # type: ignore[valid-type]  # known only now
-            item = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            result.append(item)
+            option = typer_option(self.kind, name)
+            annotation = Annotated[typed, option]  # type: ignore[valid-type]  # known only now
+            result.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
         return result
 
 
 def typer_option(kind: type[Any], name: str) -> Any:
-    """What typer is told of one field."""
-    reported = options_of(kind)[name]
+    """Return typer's option for one field."""
+    option = options_of(kind)[name]
     return typer.Option(
-        *filter(None, (reported.short, option_name(kind, name))),
-        help=reported.help,
-        rich_help_panel=reported.panel,
-        metavar=reported.metavar or "|".join(reported.choices) or None,
-        min=None if reported.metavar else reported.at_least,  # it would be shown beside the metavar
-        show_default=reported.shown_default,
+        *filter(None, (option.short, option_name(kind, name))),
+        help=option.help,
+        rich_help_panel=option.panel,
+        metavar=option.metavar or "|".join(option.choices) or None,
+        min=None if option.metavar else option.at_least,  # it would be shown beside the metavar
+        show_default=option.shown_default,
     )
 
 
@@ -165,46 +166,46 @@ LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS
 _ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")
 
 Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
-"""A target alone."""
+"""Options of a target alone."""
 Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
-"""A target and how it drafts."""
+"""Options of a target and of drafting."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
-"""The same, with how a conversation becomes a prompt, and a file for the KV of one."""
+"""Load, with options of chat templates and the prompt cache file."""
 ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
-"""The same, without that file."""
+"""ChatLoad without the prompt cache file."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
-"""One for each draft model that is named, or one without."""
+"""One RunOptions per draft model that is named, or one without a draft."""
 Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]
-"""What the arithmetic of a pass depends on."""
+"""Options that determine the arithmetic of a pass."""
 Serving = Annotated[
     ServeOptions,
     Group(ServeOptions, _names(ServeOptions, SERVER, LIMITS), lambda v: ServeOptions(**_given(v))),
 ]
-"""Where a server listens, who may use it, and its limits."""
+"""Options of a server: address, API key and limits."""
 Sampling = Annotated[
     dict[str, Any],
     Group(SamplingParams, _names(SamplingParams, SAMPLING), _given_sampling),
 ]
-"""How tokens are chosen: only what was given."""
+"""Sampling options that were given."""
 SamplingOrBeams = Annotated[
     dict[str, Any],
     Group(SamplingParams, _names(SamplingParams, SAMPLING, BEAMS), _given_sampling),
 ]
-"""The same, with beams and several sequences."""
+"""Sampling, with options of beam search and of several sequences."""
 Model = Annotated[str, typer_option(RunOptions, "model")]
 BeamSpan = Annotated[int, typer_option(RunOptions, "beam_span")]
 
 
 def _own_name(parameter: Parameter) -> str:
-    """What a command calls an option that is no field of a group."""
-    reported = getattr(parameter.annotation, "__metadata__", ())
-    written = (word for item in reported for word in getattr(item, "param_decls", None) or ())
+    """Return the name of an option that is no field of a group."""
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    written = (word for item in metadata for word in getattr(item, "param_decls", None) or ())
     default = "--" + parameter.name.replace("_", "-")
     return next((word for word in written if word.startswith("--")), default)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups: their fields become its options, --debug is added to them."""
+    """Expand the groups among a command's parameters into options, and add --debug."""
     declared = signature(command, eval_str=True).parameters
     groups = {
         name: extra
@@ -219,7 +220,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters += groups[name].parameters()
         else:
             parameters.append(item.replace(kind=Parameter.KEYWORD_ONLY))
-    # `run_app` reads it from the words themselves.
+    # `run_app` reads its value from argv.
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
     def flat(debug: bool, **values: Any) -> None:

@@ -1,5 +1,4 @@
-"""The libraries that run a model: imported for good by a command that ends with its process, and
-silent, for what matters is told by our own lines."""
+"""Import of the libraries that run a model, without garbage collection, and their verbosity."""
 
 from __future__ import annotations
 
@@ -17,25 +16,25 @@ from specdec.models.opened import import_libraries
 from specdec.run_options import RunOptions
 
 _UNUSED = ("accelerate", "scipy")
-"""What transformers imports where it is installed, for training and for whole models in memory."""
+"""Optional imports of transformers that inference does not need."""
 _OURS = [logging.getLogger(name) for name in ("offload", "backends", "specdec")]
 
 
 class _Notes(logging.Handler):
-    """Our own warnings, as lines of the command line."""
+    """Handler that prints our own warnings as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"note: {record.getMessage()}")
 
 
 def quiet_libraries() -> None:
-    """No hints, warnings and progress bars of torch and transformers on stderr.
+    """Silence hints, warnings and progress bars of torch and transformers.
 
-    Whoever sets TRANSFORMERS_VERBOSITY wants to see them.
+    A user's TRANSFORMERS_VERBOSITY is respected.
     """
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # where it is imported already
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # if it is imported already
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for logger in _OURS:
         logger.setLevel(logging.WARNING)
@@ -45,7 +44,7 @@ def quiet_libraries() -> None:
 
 
 def loud_libraries() -> None:
-    """What they have to say is shown, from their warnings on."""
+    """Show the libraries' warnings, and our own info messages."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "warning"
     logging.getLogger("transformers").setLevel(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "0"
@@ -55,14 +54,14 @@ def loud_libraries() -> None:
 
 
 def import_for_good(load: RunOptions) -> None:
-    """Import what runs these models and no more, and never search it for garbage.
+    """Import the libraries of these models, and exempt them from garbage collection.
 
-    Torch and transformers make a million objects, all of which stay. Searching them took half a
-    second while they were imported, and a third of one each time that a plan asks what memory is
-    in use. Raises ModelNotFound.
+    Torch and transformers make a million objects, all of which stay. Collecting them took half a
+    second during import, and a third of a second each time that a plan asks what memory is in
+    use. Raises ModelNotFound.
     """
     if "torch" in sys.modules:
-        return  # somebody else's process, and what it has imported is his
+        return  # the caller imported it, and owns its objects
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,7 +77,7 @@ def import_for_good(load: RunOptions) -> None:
 
 @contextmanager
 def _unused_left_out() -> Iterator[None]:
-    """They take a tenth of the seconds of importing torch and transformers."""
+    """Block unused imports, which take a tenth of the time of importing torch and transformers."""
     left_out = [name for name in _UNUSED if name not in sys.modules]
     for name in left_out:  # as if they were not installed
         sys.modules[name] = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What commands that load a model begin with: their own process if need be, then the model."""
+"""Start of commands that load a model: a limited process with --enforce, then the model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def run_again_enforced(context: typer.Context, memory_budget: str | int) -> None:
-    """In the parent: run this command again under the limit and exit as it did."""
+    """Run this command again under the limit and exit with its code; no-op in that child."""
     if enforced_bytes() is None:
         raise typer.Exit(run_enforced("specdec", context.obj.argv, memory_budget))
 
 
 @contextmanager
 def open_model(asked: RunOptions, loaded: RunOptions) -> Iterator[LLM]:
-    """asked: what the notes on options without effect are about; loaded: as it is opened."""
+    """Open a model and print notes. asked: options as given; loaded: options to open it with."""
     check_models(asked)
     from specdec.api import LLM
 

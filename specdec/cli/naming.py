@@ -1,7 +1,7 @@
-"""Errors of a configuration in the words of the command line: fields under their options' names.
+"""Errors of a configuration with the names of command line options instead of fields.
 
-A field is called as it is in Python: `memory_budget: 'lots' is not a byte count`. Who typed
---memory-budget reads that, and who gave a text in a file reads which file.
+`memory_budget: 'lots' is not a byte count` names a Python field. A user of the command line reads
+--memory-budget, and the name of the file if the value is the text of a file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from specdec.option import options_of
 
 
 def option_name(kind: type[Any], name: str) -> str:
-    """What the command line calls a field of a configuration."""
+    """Return the command line's name of a field of a configuration."""
     return options_of(kind)[name].long or "--" + name.replace("_", "-")
 
 
 @contextmanager
 def as_options(typed: Mapping[str, str]) -> Iterator[None]:
-    """Turn the block's ConfigError into an OptionError. typed: what stands for each field."""
+    """Turn the block's ConfigError into an OptionError. typed: the shown name of each field."""
     try:
         yield
     except ConfigError as error:

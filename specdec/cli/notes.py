@@ -1,4 +1,4 @@
-"""What can be told before anything heavy is imported, and notes on options without effect."""
+"""Checks before heavy imports, and notes on options without effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_models(load: RunOptions) -> None:
-    """Raise ModelNotFound for names that lead nowhere; say what will not be used."""
+    """Raise ModelNotFound for unknown names; print notes on options without effect."""
     check_local_name(load.model)
     if load.draft_model is not None:
         check_local_draft(load.draft_model)
@@ -31,7 +31,7 @@ def check_models(load: RunOptions) -> None:
 
 
 def note_plan(load: RunOptions, plan: RunPlan) -> None:
-    """Say where a run will not be what its options look like."""
+    """Print notes on options that the plan cannot follow."""
     if load.exact != OFF and not plan.exactness.is_exact:
         say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
     if load.prefetch_depth is not None and not plan.placement.n_streamed_layers:
@@ -45,7 +45,7 @@ def note_plan(load: RunOptions, plan: RunPlan) -> None:
 
 
 def say_plan_notes(plan: RunPlan) -> None:
-    """Those of the plan itself, which `specdec plan` prints among its lines."""
+    """Print the notes of the plan itself, which `specdec plan` prints among its lines."""
     for note in plan.notes:
         say(f"note: {note}")
 
@@ -62,7 +62,7 @@ def _note_mapped(load: RunOptions, budget_bytes: int) -> None:
 
 
 def note_plain_transcript(llm: LLM) -> None:
-    """Say that the model is not told where a turn begins as it was taught."""
+    """Print a note if the model has no chat template."""
     if not llm.tokenizer.has_chat_template and llm.session.options.chat_template is None:
         say(
             "note: the model has no chat template: it is given a plain transcript; "
@@ -71,7 +71,7 @@ def note_plain_transcript(llm: LLM) -> None:
 
 
 def _without_effect(load: RunOptions) -> Iterator[tuple[str, str]]:
-    """Options of drafting where there is none of that kind, and why."""
+    """Yield drafting options without effect, and the reason."""
     if not load.spec.spec_type:
         given = {
             "--tree-width": load.tree_width is not None,

@@ -1,6 +1,6 @@
 """Options that only the command line has, shared by several commands.
 
-Those of loading are the fields of run_options.py, those of sampling of sampling/params.py.
+Load options are the fields of run_options.py, sampling options those of sampling/params.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specdec.option import MEMORY
 
 
 class OptionError(SpecdecError, ValueError):
-    """An option's value, or a combination of options, makes no sense."""
+    """Invalid value of an option, or invalid combination of options."""
 
 
 Enforce = Annotated[
@@ -29,7 +29,7 @@ Enforce = Annotated[
 ]
 MaxTokens = Annotated[
     int,
-    typer.Option("-n", "--max-tokens", min=1, help="Most tokens to generate."),
+    typer.Option("-n", "--max-tokens", min=1, help="Maximum number of tokens to generate."),
 ]
 OnDevice = Annotated[
     str | None,
@@ -43,9 +43,7 @@ OnDevice = Annotated[
 ]
 System = Annotated[
     str | None,
-    typer.Option(
-        "--system", help="What the model is told before the conversation.", metavar="TEXT"
-    ),
+    typer.Option("--system", help="System message before the conversation.", metavar="TEXT"),
 ]
 
 
@@ -68,7 +66,7 @@ Quiet = Annotated[
         "--quiet",
         callback=_set_quiet,
         expose_value=False,
-        help="No progress and no line of figures on stderr; notes and errors stay.",
+        help="No progress and no line of metrics on stderr; notes and errors stay.",
     ),
 ]
 Verbose = Annotated[

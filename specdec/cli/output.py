@@ -1,4 +1,4 @@
-"""What the command line shows: text on stdout, everything else on stderr."""
+"""Output of the command line: text on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from offload.units import GIB, Progress
 
 @dataclass
 class Shown:
-    """What goes to stderr beside notes and errors; of this command, `run_app` begins anew.
+    """Choice of what goes to stderr beside notes and errors; `run_app` resets it.
 
-    figures: bars of progress, and lines of figures. plan: what goes where in memory, and what
-    libraries log.
+    metrics: progress bars and lines of metrics. plan: the memory plan, and the libraries' logs.
     """
 
     metrics: bool = True
@@ -30,7 +29,7 @@ SHOWN = Shown()
 
 
 class OutputError(SpecdecError):
-    """stdout takes no more text."""
+    """stdout cannot be written to."""
 
 
 def write_text(text: str) -> None:
@@ -42,12 +41,12 @@ def write_text(text: str) -> None:
         raise
     except OSError as error:
         raise OutputError(
-            f"cannot write to stdout: {error.strerror or error}; send it where there is room"
+            f"cannot write to stdout: {error.strerror or error}; send it to a disk with free space"
         ) from error
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on one line; non-ASCII is escaped, so any terminal can show it."""
+    """Write one JSON object on one line; non-ASCII is escaped, so any terminal can show it."""
     write_text(json.dumps(value) + "\n")
 
 
@@ -62,11 +61,11 @@ def say_figures(line: str) -> None:
 
 @contextmanager
 def loading_progress(title: str) -> Iterator[Progress]:
-    """A bar of bytes and their speed on stderr, from the first call of what it yields.
+    """Yield a function that shows a progress bar of bytes and their speed on stderr.
 
-    Shown on a terminal only, so that logs hold only what matters, and it gives way to the text:
-    what is read beside the first pass is not shown any more. An error raised before the first call
-    is not printed below an empty bar.
+    The bar appears on a terminal only, and ends before the text begins: reads during the first
+    pass are not shown. It starts with the first call, so that an earlier error is not printed
+    below an empty bar.
     """
     if not SHOWN.metrics or not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -105,7 +104,7 @@ def loading_progress(title: str) -> Iterator[Progress]:
 
 
 def perf_line(stats: Mapping[str, Any]) -> str:
-    """One line: speed, tokens per pass, traffic, stall share, memory; and whether it is lossy."""
+    """Return one line: speed, tokens per pass, traffic, stall share, memory; and if it is lossy."""
     parts = [
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
@@ -121,7 +120,7 @@ def perf_line(stats: Mapping[str, Any]) -> str:
 
 
 def stall_share(stats: Mapping[str, Any]) -> float:
-    """Share of the whole generation, prefill included, that was spent waiting for storage."""
+    """Return the share of the generation, prefill included, spent waiting for storage."""
     n_decoded = max(stats["generated_tokens"] - 1, 0)
     seconds = stats["time_to_first_token"] + n_decoded * stats["time_per_output_token"]
     return min(stats["stall_seconds"] / seconds, 1.0) if seconds > 0 else 0.0

@@ -1,1 +1,1 @@
-"""What a device can do: named, from a file, or measured."""
+"""Device profiles: named, from a file, or measured."""

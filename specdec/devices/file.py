@@ -14,16 +14,16 @@ from specdec.opening import open_now
 _MAX_FILE_BYTES = 2**20
 _SPEEDS = ("storage_bytes_per_second", "dram_bytes_per_second", "pcie_bytes_per_second")
 _SIZES = ("memory_bytes", "vram_bytes")
-_FIGURES = ("name", *_SPEEDS, "flops_per_second", *_SIZES)
+_NUMBERS = ("name", *_SPEEDS, "flops_per_second", *_SIZES)
 _IGNORED = ("read_bytes", "n_readers", "direct", "measured_at", "device")
-"""How the storage was measured, which `specdec profile --json` tells beside its figures."""
-_MAX = 1e18  # of any figure: far above every device, far below what overflows
+"""Keys of `specdec profile --json` about how it measured; they are accepted and ignored."""
+_MAX = 1e18  # of any value: far above every device, far below an overflow
 
 
 def find_device(name: str) -> DeviceMeasurements:
-    """The preset of that name, or the profile in that file.
+    """Return the preset of that name, or the profile in that file.
 
-    Raises DeviceError: no such name, or a file that cannot be read or holds nonsense.
+    Raises DeviceError for an unknown name, or a file that cannot be read or has invalid values.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -37,7 +37,7 @@ def find_device(name: str) -> DeviceMeasurements:
 
 
 def read_device_file(path: Path) -> DeviceMeasurements:
-    """Read and check a profile; its name is the file's where it has none."""
+    """Read and check a profile; the file's name is used where it has none."""
     try:
         with open_now(path) as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -55,17 +55,17 @@ def read_device_file(path: Path) -> DeviceMeasurements:
 
 
 def _checked(values: dict[str, Any], path: Path) -> DeviceMeasurements:
-    unknown = sorted(set(values) - {*_FIGURES, *_IGNORED})
+    unknown = sorted(set(values) - {*_NUMBERS, *_IGNORED})
     if unknown:
         raise DeviceError(
-            f"{path} has an unknown figure {unknown[0][:60]!r}: known are {', '.join(_FIGURES)}"
+            f"{path} has an unknown value {unknown[0][:60]!r}: known are {', '.join(_NUMBERS)}"
         )
-    given = {key: value for key, value in values.items() if key in _FIGURES and value is not None}
+    given = {key: value for key, value in values.items() if key in _NUMBERS and value is not None}
     name = given.pop("name", path.stem)
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 60:
-        raise DeviceError(f"{path}: the name must be a short text")
+        raise DeviceError(f"{path}: the name must be a short string")
     if not given:
-        raise DeviceError(f"{path} has no figure of a device: give {', '.join(_FIGURES[1:])}")
+        raise DeviceError(f"{path} has no value of a device: give {', '.join(_NUMBERS[1:])}")
     if ("vram_bytes" in given) != ("pcie_bytes_per_second" in given):
         raise DeviceError(f"{path}: a GPU needs both vram_bytes and pcie_bytes_per_second")
     checked: dict[str, Any] = {}
@@ -100,7 +100,8 @@ def _flops(value: Any, path: Path) -> Mapping[str, float]:
             'as in {"BF16": 5e11, "default": 2e11}'
         )
     return {
-        name: _speed(item, f"flops_per_second of {name[:20]}", path) for name, item in value.items()
+        name: _speed(speed, f"flops_per_second of {name[:20]}", path)
+        for name, speed in value.items()
     }
 
 

@@ -1,8 +1,8 @@
-"""What a device can do: the figures behind `--on`, for `specdec plan` and `specdec analyze`.
+"""Device profiles behind `--on`, for `specdec plan` and `specdec analyze`.
 
 A device is named (PRESETS), read from a JSON file as `specdec profile --json` prints it, or is this
 machine, measured. A preset of a storage alone, or a profile without arithmetic, is completed with
-this machine's figures, and the result says which those are.
+measurements of this machine, and the result names those.
 
 Units: bytes, bytes per second, FLOP/s (a multiplication and an addition are two). Number formats
 have the names that weight files use: "BF16", "F16", "F32", "Q4_0", "Q6_K"; "default" stands for
@@ -25,15 +25,15 @@ DEFAULT_FORMAT = "default"
 
 
 class DeviceError(SpecdecError, ValueError):
-    """There is no such device, or its figures make no sense."""
+    """An unknown device, or a profile with invalid values."""
 
 
 @dataclass(frozen=True)
 class DeviceMeasurements:
-    """What is known of a device; None where nothing is.
+    """Known values of a device; None where unknown.
 
     A GPU has `vram_bytes` and `pcie_bytes_per_second`; its `dram_bytes_per_second` is that of its
-    own memory, because that is what its arithmetic reads from, and `memory_bytes` the host's.
+    own memory, which its arithmetic reads from, and `memory_bytes` is the host's.
     """
 
     name: str
@@ -47,24 +47,24 @@ class DeviceMeasurements:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device of which all is known."""
+    """A device with all values known."""
 
     name: str
     storage_bytes_per_second: float
     dram_bytes_per_second: float
-    """Of the memory that the arithmetic reads from: a GPU's own where there is one."""
+    """Bandwidth of the memory that the arithmetic reads from: a GPU's own where there is one."""
     flops_per_second: Mapping[str, float]
-    """By number format of the weights."""
+    """FLOP/s by number format of the weights."""
     memory_bytes: int
-    """Of the host; what the system and the interpreter take is not subtracted."""
+    """Host memory, including what the system and the interpreter take."""
     pcie_bytes_per_second: float | None = None
-    """Between host and GPU; None without a GPU."""
+    """Bandwidth between host and GPU; None without a GPU."""
     vram_bytes: int = 0
     from_this_machine: tuple[str, ...] = ()
-    """Names of the figures that were taken from this machine."""
+    """Names of the values that were measured on this machine."""
 
     def flops(self, number_format: str) -> float:
-        """FLOP/s with weights of that format; DeviceError where the device has no figure."""
+        """Return FLOP/s with weights of that format. Raises DeviceError where it is unknown."""
         known = self.flops_per_second
         if number_format in known:
             return known[number_format]
@@ -92,14 +92,14 @@ class DeviceSpec:
         return ComputeCurve.linear(one_token - per_token, per_token)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["flops_per_second"] = dict(self.flops_per_second)
         values["from_this_machine"] = list(self.from_this_machine)
         return values
 
 
 class Machine(Protocol):
-    """This machine; each figure is measured when it is first asked for."""
+    """Protocol of this machine; each value is measured at its first access."""
 
     @property
     def storage_bytes_per_second(self) -> float: ...
@@ -124,7 +124,7 @@ _COMPLETED = (
 
 
 def complete(measurements: DeviceMeasurements, machine: Machine) -> DeviceSpec:
-    """Fill what is not known with this machine's figures, measuring only those."""
+    """Complete unknown values with measurements of this machine; measure only those."""
     known = {name: getattr(measurements, name) for name in _COMPLETED}
     missing = tuple(name for name, value in known.items() if value is None)
     known.update({name: getattr(machine, name) for name in missing})
@@ -138,14 +138,14 @@ def complete(measurements: DeviceMeasurements, machine: Machine) -> DeviceSpec:
 
 
 def this_machine() -> DeviceMeasurements:
-    """Nothing is known: all of it will be measured."""
+    """Return a profile without values, so that all of them will be measured."""
     return DeviceMeasurements(THIS_MACHINE)
 
 
 # --- presets --------------------------------------------------------------------------------------
-# Bus limits are after line coding. Where a data sheet gives a peak, the figure here is what large
-# sequential work is assumed to reach of it, and the comment says so. Round figures on purpose: they
-# answer "which tier binds", and `specdec profile --json` on the device itself is better.
+# Bus limits are after line coding. Where a data sheet gives a peak, the value here is the share of
+# it that large sequential work is assumed to reach, and the comment says so. Values are rounded:
+# they answer "which tier binds", and `specdec profile --json` on the device is more accurate.
 
 _GB = 10**9
 _TERA = 10**12
@@ -240,11 +240,11 @@ _DEVICES = (
 )
 
 PRESETS: Mapping[str, DeviceMeasurements] = MappingProxyType(
-    {one.name: one for one in (*_STORAGES, *_DEVICES)}
+    {spec.name: spec for spec in (*_STORAGES, *_DEVICES)}
 )
-"""Storages by name (the rest is this machine's), then whole devices."""
+"""Presets by name: storages (other values are this machine's), then whole devices."""
 
 
 def with_memory(device: DeviceSpec, memory_bytes: int) -> DeviceSpec:
-    """The same device with another amount of host memory to use."""
+    """Return the device with another amount of host memory to use."""
     return replace(device, memory_bytes=memory_bytes)

@@ -1,7 +1,7 @@
-"""This machine's figures for one model: storage, arithmetic in the model's formats, memory.
+"""Measurements of this machine for one model: storage, arithmetic in its formats, memory.
 
-Each is measured when it is first asked for, with the code that runs the model: ggml for GGUF files,
-torch for checkpoints, on the CPU or a GPU. Neither reads weights.
+Each is measured at its first access, with the code that runs the model: ggml for GGUF files, torch
+for checkpoints, on the CPU or a GPU. Neither reads weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specdec.models.weight_files import largest_weight_file
 
 
 class ThisMachine:
-    """The `Machine` that a model would run on here.
+    """The `Machine` of this computer, measured for one model.
 
     Args:
-        model: its directory or GGUF file, as `resolve_model` gives it.
+        model: directory or GGUF file of the model, as `resolve_model` returns it.
         formats: number formats to time, by the names that weight files use.
-        n_threads: of the arithmetic; as many as a run takes by itself when None.
+        n_threads: threads for arithmetic; a run's default when None.
     """
 
     def __init__(self, model: Path, formats: Iterable[str], n_threads: int | None = None) -> None:
@@ -49,11 +49,11 @@ class ThisMachine:
 
     @cached_property
     def _profiles(self) -> dict[str, tuple[ComputeCurve, float]]:
-        """Of each format."""
+        """Measurements by number format."""
         return {name: self.measure(name) for name in self._formats}
 
     def measure(self, name: str) -> tuple[ComputeCurve, float]:
-        """(seconds per byte of weights, bytes of one weight) of a number format."""
+        """Return (seconds per byte of weights, bytes of one weight) of a number format."""
         measure = _measure_ggml if is_gguf(self._model) else _measure_torch
         return measure(name, self._n_threads)
 
@@ -66,15 +66,15 @@ class ThisMachine:
 
     @cached_property
     def dram_bytes_per_second(self) -> float:
-        """Weights that a product with one row gets through; the best of the formats, because
-        those of few bits are held up by unpacking and not by the memory."""
+        """Weight bytes per second of a product with one token; the best of the formats, because
+        those of few bits are bound by unpacking and not by memory."""
         return max(1 / profile.seconds(1) for profile, _ in self._profiles.values())
 
 
 class ThisGpu(ThisMachine):
     """Storage and memory of this machine, arithmetic of its GPU: `specdec profile --device cuda`.
 
-    Raises NoDevice where there is none, DeviceError for a GGUF model.
+    Raises NoDevice where there is no GPU, DeviceError for a GGUF model.
     """
 
     def __init__(self, model: Path, formats: Iterable[str]) -> None:
@@ -115,7 +115,7 @@ _COMPUTED = ("BF16", "F16", "F32")
 
 
 def model_formats(model: Path) -> tuple[str, ...]:
-    """What a run of the model multiplies in; reads the headers of its files."""
+    """Return the number formats of a run's matrix products; read the headers of the files."""
     if is_gguf(model):
         from offload.formats.gguf_index import GgufIndex
 
@@ -124,7 +124,7 @@ def model_formats(model: Path) -> tuple[str, ...]:
     from offload.formats.checkpoint import WeightIndex
 
     records = WeightIndex.from_directory(model).values()
-    return matrix_formats(r for r in records if r.dtype in _COMPUTED)  # others are decoded to these
+    return matrix_formats(r for r in records if r.dtype in _COMPUTED)  # others become these
 
 
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
@@ -140,13 +140,13 @@ def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float
 
 
 def _torch_format(name: str) -> Any:
-    """The dtype of torch that weight files call so. Raises DeviceError where there is none."""
+    """Return the torch dtype of a weight-file format. Raises DeviceError where there is none."""
     from backends.checkpoint.records import TORCH_DTYPES
 
     if name not in TORCH_DTYPES:
         raise DeviceError(
             f"arithmetic in {name} cannot be timed here, only in {', '.join(TORCH_DTYPES)}: "
-            "name a device with all its figures by --on"
+            "name a device with all its values by --on"
         )
     return TORCH_DTYPES[name]
 

@@ -1,4 +1,4 @@
-"""Drafters: where candidate tokens come from. The model drafter is imported where it is used."""
+"""Drafters: proposers of candidate tokens. The model drafter is imported where it is used."""
 
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter

@@ -1,4 +1,4 @@
-"""Which drafters a text gets, of all that one session has."""
+"""Assemble the drafters of a sequence from those that its session has."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class NoDrafter(Drafter):
 
 
 class Drafters:
-    """Those of a session, for one text after the other.
+    """Makes the drafters of each sequence of a session.
 
     Args:
-        draft: the model that drafts, if there is one; sequences: its KV.
-        window: what its cache holds of a context.
-        max_context: of the target.
-        n_texts: that share a pass.
+        draft: the draft model, if there is one.
+        prefix_cache: the draft's KV.
+        window: part of a context that the draft's cache contains.
+        max_context: maximum context of the target.
+        num_seqs: maximum number of sequences that share a pass.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Drafters:
     ) -> None:
         self._draft, self._prefix_cache, self._window = draft, prefix_cache, window
         self._max_context = max_context
-        self._match_rates = MatchRates()  # what the n-grams learn of their own hit rate
+        self._match_rates = MatchRates()  # hit rates of n-grams, shared by all sequences
         self._noise = NoiseRows(noise_positions(num_seqs))
 
     def of_text(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
-        """sampler: the text's own; rng: decides for the rules of chains."""
+        """Return a sequence's drafter, for its sampler; rng: draws for the chain rules."""
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None

@@ -1,4 +1,4 @@
-"""The contract of everything that guesses the target's next tokens."""
+"""Drafter: the interface of everything that guesses the target's next tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from specdec.verification.tree import DraftTree
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """How large a proposal may be."""
+    """Maximum size of a proposed tree."""
 
-    max_nodes: int  # drafted nodes; the root is not counted
+    max_nodes: int  # draft tokens; the root is not counted
     max_depth: int
-    width: int  # children of one node; 1 asks for a chain
+    width: int  # children of one node; 1 requests a chain
     min_level_probability: float = 0.0
-    """A new level whose nodes have a smaller path probability in total is not run."""
+    """Minimum total path probability of a level's nodes for the level to be run."""
     max_ahead_depth: int = 0
-    """Levels, from the same root, that drafting ahead may reach: the next tree hangs below this."""
+    """Maximum depth of parallel drafting from the same root: the next tree grows below this one."""
 
     def __post_init__(self) -> None:
         if min(self.max_nodes, self.max_depth, self.max_ahead_depth) < 0 or self.width < 1:
@@ -31,13 +31,13 @@ class TreeLimits:
 class Drafter(ABC):
     """Proposes trees of candidate tokens, and learns from what the target accepts.
 
-    A drafter never sees the target's logits or choices of the step it drafts for: that is what
-    makes any tree lossless. A draft tree without nodes below the root is a valid proposal.
+    A drafter never sees the target's logits or choices of the step it drafts for, so that any tree
+    is lossless. A draft tree without nodes below the root is a valid proposal.
     """
 
     @abstractmethod
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        """Candidates that may follow the context.
+        """Return a tree of candidates that may follow the context.
 
         Args:
             context_ids: prompt and emitted tokens; the last one is the pending token, which
@@ -46,46 +46,46 @@ class Drafter(ABC):
         """
 
     def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
-        """`propose` in steps, for a drafter that runs a model: those of several sequences share its
-        passes (specdec.drafters.batched_drafting)."""
+        """Propose in steps, for a drafter that runs a model: several sequences share its passes
+        (specdec.drafters.batched_drafting)."""
         return self.propose(context_ids, limits)
-        yield  # what makes this a generator
+        yield  # makes this a generator
 
     def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
-        """Compute the next `most` tokens of a context that enters, beside others' steps, in steps:
-        all at once they would hold up the first step that drafts."""
+        """Prefill the next `limit` tokens of a context, in steps, beside other sequences' decoding:
+        all at once they would delay the first step that drafts."""
         yield from ()
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
-        """Tokens of the context that a model has still to compute before it can draft, at most; 0
-        without one."""
+        """Return the maximum tokens of the context that a draft model must compute before it can
+        draft; 0 without a model."""
         return 0
 
     @property
     def can_draft_ahead(self) -> bool:
-        """Whether `drafting_ahead` would have something to do after the last proposal."""
+        """Whether `drafting_ahead` has anything to do after the last proposal."""
         return False
 
     def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
-        """Prepare the next proposal while the target verifies `tree`, in steps.
+        """Prepare the next proposal, in steps, while the target verifies `tree`.
 
-        Run in another thread than the other methods, and never at the same time as they. It ends
-        after any step, once the pass is over.
+        Runs in another thread than the other methods, but never at the same time. It may be
+        stopped after any step, once the pass is over.
         """
         yield from ()
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:  # noqa: B027 (optional)
-        """Told after every step: the outcome, and the tree that was verified.
+        """Learn from a step: its outcome, and the tree that was verified.
 
-        `tree` may hold nodes of other drafters, or not all of one's own:
-        `acceptance.emitted(tree)` are the tokens to compare with.
+        `tree` may have nodes of other drafters and lack some of this one's: compare with the tokens
+        `acceptance.emitted(tree)`.
         """
 
     @property
     def is_ready(self) -> bool:
-        """Whether the outcome that was observed last was among what had been prepared."""
+        """Whether the last observed outcome was among those prepared by drafting ahead."""
         return False
 
     def reset(self) -> None:  # noqa: B027 (optional)
-        """Forget the context, and give back what it holds: the text is over, or cannot go on as it
-        is. The next proposal may belong to another one."""
+        """Forget the context and release its KV: the sequence has ended or was interrupted. The
+        next proposal may be for another one."""

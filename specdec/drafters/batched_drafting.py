@@ -1,7 +1,7 @@
-"""Running the drafts of several sequences together: one pass of the model for a level of all of them.
+"""Batched drafting: one pass of the draft model computes a tree level of several sequences.
 
-What a drafter has a model compute is *yielded*, as rows of its text's sequence, and it is sent the
-scores. So the loop here decides what shares a pass, and a drafter reads like one of a single text.
+A drafter is a generator: it yields the tokens to compute, and is sent their scores. The loop here
+batches the inputs of all drafters, and each drafter reads as if it served a single sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from backends.contract.sequence import SequenceInput, SequenceOutput
 T = TypeVar("T")
 
 DraftSteps = Generator[SequenceInput, SequenceOutput | None, T]
-"""Yields rows to compute, is sent their scores (None where the KV cache has no room for them), and
-returns what it came to."""
+"""Generator that yields tokens to compute, is sent their scores (None if the KV cache has no
+capacity), and returns its result."""
 
 
 def run_steps(steps: DraftSteps[T]) -> T:
-    """One text's steps, to their end."""
+    """Run one sequence's steps to their end, and return the result."""
     return run_batched([steps])[0]  # type: ignore[return-value]  # nothing stops them
 
 
@@ -28,12 +28,12 @@ def run_batched(
     should_stop: Callable[[], bool] = lambda: False,
     max_num_tokens: int | None = None,
 ) -> list[T | None]:
-    """Run these together, and return what each came to; None for one that was stopped before.
+    """Run several sequences' steps in shared passes; return their results, None for stopped ones.
 
-    should_stop: asked before each pass.
-    max_rows: of a pass; more rows go in several.
+    should_stop: called before each pass.
+    max_num_tokens: maximum tokens of a pass; more are split into several.
     """
-    result: list[T | None] = [None] * len(all_steps)
+    results: list[T | None] = [None] * len(all_steps)
     waiting: dict[int, SequenceInput] = {}
 
     def go_on(index: int, scores: SequenceOutput | None) -> None:
@@ -41,7 +41,7 @@ def run_batched(
             waiting[index] = all_steps[index].send(scores)
         except StopIteration as end:
             waiting.pop(index, None)
-            result[index] = end.value
+            results[index] = end.value
 
     try:
         for index in range(len(all_steps)):
@@ -49,31 +49,31 @@ def run_batched(
         while waiting and not should_stop():
             for batch in _batches(waiting, max_num_tokens):
                 scores = _run([waiting[index] for index in batch])
-                for index, its_scores in zip(batch, scores, strict=True):
-                    go_on(index, its_scores)
+                for index, output in zip(batch, scores, strict=True):
+                    go_on(index, output)
     finally:
         for steps in all_steps:
             steps.close()
-    return result
+    return results
 
 
 def _batches(waiting: dict[int, SequenceInput], max_num_tokens: int | None) -> list[list[int]]:
-    """Which of them share a pass: those of one model, up to so many rows."""
+    """Group inputs that share a pass: inputs of one model, with `max_num_tokens` at most."""
     batches: list[list[int]] = []
     num_tokens = 0
-    for index, rows in waiting.items():
+    for index, chunk in waiting.items():
         before = waiting[batches[-1][0]] if batches else None
-        num_tokens += len(rows.token_ids)
-        is_new = before is None or before.kv.backend is not rows.kv.backend
+        num_tokens += len(chunk.token_ids)
+        is_new = before is None or before.kv.backend is not chunk.kv.backend
         if is_new or (max_num_tokens is not None and num_tokens > max_num_tokens):
             batches.append([])
-            num_tokens = len(rows.token_ids)
+            num_tokens = len(chunk.token_ids)
         batches[-1].append(index)
     return batches
 
 
 def _run(batch: list[SequenceInput]) -> list[SequenceOutput | None]:
-    """A pass over as many of these, from the first on, as the KV cache has room for."""
+    """Run a pass over the first inputs that fit in the KV cache; the others' scores are None."""
     backend = batch[0].kv.backend
     n_fitting = backend.n_fitting(batch)
     scores: list[SequenceOutput | None] = []

@@ -1,14 +1,14 @@
-"""From the draft's logits to candidates: which tokens the target may choose, and how likely.
+"""Rank candidates by the draft's logits: tokens that the target may choose, and how likely.
 
 The target takes argmax(log p / T + g), with Gumbel noise g that is fixed by (seed, position)
-(specdec/sampling/gumbel.py). A draft that ranks its candidates with the *same* noise guesses that
-choice better than one that looks at its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh
-2024, "Coupling without communication and drafter-invariant speculative decoding", section 3).
-Greedy decoding is the same with T = 0:
+(specdec/sampling/gumbel.py). A draft that ranks its candidates with the *same* noise predicts that
+choice better than by its probabilities alone (Gumbel coupling: Daliri, Musco, Suresh 2024,
+"Coupling without communication and drafter-invariant speculative decoding", section 3). Greedy
+decoding is the same with T = 0:
 
     probability(token) = softmax((logits + T · g) / s)
 
-where s stands for how far the draft's logits are off the target's.
+where s models the error of the draft's logits relative to the target's.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 
 SHARPNESS = 0.5
-"""s above. The target takes the likeliest token (noise included), so the probability that a
-candidate is the one is sharper than the draft's own."""
+"""Constant s above. The target takes the likeliest token (noise included), so the probability that
+it chooses a candidate is sharper than the draft's own."""
 MAX_NOISE_POSITIONS = 32
-"""Positions whose noise is kept, [n_tokens] each: a tree needs it again at every level."""
+"""Positions whose noise is cached, [n_tokens] each: a tree needs it again at every level."""
 _NOISE_POSITIONS_OF_MORE = 8
-"""The same for each further text of a pass: sequences share its rows, so their trees have fewer levels.
-Noise that was dropped is drawn again, and is the same."""
+"""Cached positions for each further sequence of a pass: they share its tokens, so their trees have
+fewer levels. Noise that was dropped is drawn again, and is the same."""
 _HEAD_TOKENS = 512
-"""Likeliest tokens that a filter looks at; a larger nucleus is left whole."""
+"""Number of likeliest tokens that a filter examines; a larger nucleus is not filtered."""
 _STRIPE = 64
-"""Tokens that are first looked at together, in the search for the likeliest."""
+"""Tokens per stripe in the search for the likeliest: one maximum is taken over each."""
 _MIN_SAVING = 4
-"""How many times fewer the tokens of those stripes have to be than all: they are copied about."""
+"""Minimum ratio of all tokens to those of the chosen stripes: these are copied."""
 
 Row = NDArray[np.float32]  # [n_tokens]
 Candidates = list[tuple[int, float]]
-"""(token, log of the probability that the target chooses it), likeliest first."""
+"""Pairs (token, log of the probability that the target chooses it), likeliest first."""
 
 
 class NoiseRows:
-    """Noise of the positions of all sequences that are drafted for, as many rows as a plan sets aside.
+    """LRU cache of noise rows, one per position, shared by all sequences that are drafted for.
 
     Args:
-        most: rows; the one that was used longest ago goes first.
+        limit: maximum rows, for which the memory plan reserves memory.
     """
 
     def __init__(self, limit: int = MAX_NOISE_POSITIONS) -> None:
@@ -61,21 +61,21 @@ class NoiseRows:
         row = self._rows.pop(key, None)
         if row is None:
             row = make()
-        self._rows[key] = row  # the last one used is the last one dropped
+        self._rows[key] = row  # to the end: the least recently used comes first
         if len(self._rows) > self._limit:
             del self._rows[next(iter(self._rows))]
         return row
 
 
 def noise_positions(num_seqs: int) -> int:
-    """Rows of noise that are kept for so many sequences at a time."""
+    """Return the rows of noise that are cached for `num_seqs` sequences."""
     return MAX_NOISE_POSITIONS + _NOISE_POSITIONS_OF_MORE * (num_seqs - 1)
 
 
 class TargetNoise:
-    """T · g of a position, float32 [n_tokens]: what the target adds to its logits there.
+    """Noise T · g that the target adds to its logits at a position, float32 [n_tokens].
 
-    rows: of other sequences, too; its own when None.
+    rows: cache that is shared with other sequences; a private one when None.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class TargetNoise:
 
     def at(self, position: int) -> Row:
         key = (self._seed, self._temperature, self._n_tokens, position)
-        return self._rows.of(key, lambda: self._made(position))
+        return self._rows.of(key, lambda: self._draw(position))
 
-    def _made(self, position: int) -> Row:
+    def _draw(self, position: int) -> Row:
         noise = gumbel_noise(self._seed, position, self._n_tokens)
         return np.asarray(self._temperature * noise, dtype=np.float32)
 
@@ -97,11 +97,11 @@ class CandidateRanker:
     """Ranks the tokens that may follow a node.
 
     Args:
-        n_tokens: tokens that exist for the target; further ids are no candidates.
-        sharpness: s of the formula above; 1 without noise leaves the draft's own probabilities.
-        noise: the target's, where it samples.
-        params: the request, whose top-k, top-p and min-p rule candidates out.
-        grammar: that the text has to keep to, in a state of the ranker's own.
+        n_tokens: size of the target's vocabulary; ids beyond it are no candidates.
+        sharpness: s of the formula above; 1 without noise gives the draft's own probabilities.
+        noise: the target's noise, where it samples.
+        params: parameters whose top-k, top-p and min-p rule candidates out.
+        grammar: the sequence's grammar, in a state of the ranker's own.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CandidateRanker:
     def for_target(
         cls, sampler: Sampler, n_tokens: int, rows: NoiseRows | None = None
     ) -> CandidateRanker:
-        """The ranker of a draft whose target chooses with `sampler`; rows: see TargetNoise."""
+        """Return the ranker for a target that chooses with `sampler`; rows: see TargetNoise."""
         grammar = None if sampler.grammar is None else sampler.grammar.fork()
         if sampler.is_greedy:
             return cls(n_tokens, sharpness=SHARPNESS, grammar=grammar)
@@ -138,18 +138,18 @@ class CandidateRanker:
         width: int,
         prefixes: Sequence[Sequence[int]] = (),
     ) -> list[Candidates]:
-        """At most `width` candidates for each row of logits [n, vocab].
+        """Return at most `width` candidates for each row of logits [n, vocab].
 
-        positions [n]: where in the text the candidates would stand.
+        positions [n]: the candidates' positions in the sequence.
         prefixes [n]: all tokens before them, where there is a grammar.
         """
-        scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy: it is changed in place
-        with np.errstate(divide="ignore", invalid="ignore"):  # of rows that nothing may follow
+        scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy, changed in place
+        with np.errstate(divide="ignore", invalid="ignore"):  # rows may be all -inf
             self._mask(scores, prefixes)
             return self._ranked(scores, positions, width)
 
     def _mask(self, scores: NDArray[np.float32], prefixes: Sequence[Sequence[int]]) -> None:
-        """-inf for what the grammar rules out."""
+        """Set the scores of tokens that the grammar rules out to -inf."""
         if self.grammar is not None:
             for row, prefix in zip(scores, prefixes, strict=True):
                 row[~self.grammar.allowed(prefix, len(row))] = -np.inf
@@ -176,7 +176,7 @@ class CandidateRanker:
         ]
 
     def _perturb(self, scores: NDArray[np.float32], positions: Sequence[int]) -> None:
-        """Add the noise of each row's position; -inf for what the filters rule out."""
+        """Add the noise of each row's position; set tokens that filters rule out to -inf."""
         assert self._noise is not None
         for row, position in zip(scores, positions, strict=True):
             if self._params is not None:
@@ -185,22 +185,22 @@ class CandidateRanker:
 
 
 def likeliest(scores: Row, width: int) -> NDArray[np.int64]:
-    """Ids of the `width` largest scores in each row of [n, n_tokens], in any order: [n, width].
+    """Return the ids of the `width` largest scores per row [n, n_tokens], unordered: [n, width].
 
-    The largest tokens lie in the stripes with the largest maxima, as many of each. Finding maxima
-    of whole arrays is several times faster than partitioning a large vocabulary.
+    The `width` largest tokens lie in the `width` stripes with the largest maxima. Taking maxima of
+    whole arrays is several times faster than partitioning a large vocabulary.
     """
-    num_tokens, n_tokens = scores.shape
+    num_rows, n_tokens = scores.shape
     n_stripes = n_tokens // _STRIPE
     if _MIN_SAVING * _STRIPE * width > n_tokens:
         return _largest(scores, width)
     n_striped = n_stripes * _STRIPE  # stripe i holds the tokens i, i + n_stripes, ...
-    maxima = scores[:, :n_striped].reshape(num_tokens, _STRIPE, n_stripes).max(axis=1)
+    maxima = scores[:, :n_striped].reshape(num_rows, _STRIPE, n_stripes).max(axis=1)
     members = _largest(maxima, width)[:, :, None] + n_stripes * np.arange(_STRIPE)
-    rest = np.broadcast_to(np.arange(n_striped, n_tokens), (num_tokens, n_tokens - n_striped))
-    result = np.concatenate([members.reshape(num_tokens, -1), rest], axis=1)
-    best = _largest(np.take_along_axis(scores, result, axis=1), width)
-    return np.take_along_axis(result, best, axis=1)
+    tail = np.broadcast_to(np.arange(n_striped, n_tokens), (num_rows, n_tokens - n_striped))
+    token_ids = np.concatenate([members.reshape(num_rows, -1), tail], axis=1)
+    best = _largest(np.take_along_axis(scores, token_ids, axis=1), width)
+    return np.take_along_axis(token_ids, best, axis=1)
 
 
 def _largest(scores: Row, width: int) -> NDArray[np.int64]:
@@ -208,7 +208,7 @@ def _largest(scores: Row, width: int) -> NDArray[np.int64]:
 
 
 def lowest_kept(row: Row, params: SamplingParams) -> float:
-    """The logit below which top-k, top-p or min-p rules a token out, -inf where none does.
+    """Return the logit below which top-k, top-p or min-p rules a token out; -inf without filters.
 
     All three keep the likeliest tokens, so together they are one threshold.
     """
@@ -219,13 +219,13 @@ def lowest_kept(row: Row, params: SamplingParams) -> float:
     if params.top_k == 0 and params.top_p >= 1.0:
         return floor
     head = np.sort(np.partition(row, len(row) - n_head)[len(row) - n_head :])[::-1]
-    rest = row
+    nucleus = row
     if 0 < params.top_k <= n_head:
-        rest = head = head[: params.top_k]
+        nucleus = head = head[: params.top_k]
         floor = max(floor, float(head[-1]))
     if params.top_p < 1.0:
         mass = np.cumsum(np.exp((head - peak) / temperature, dtype=np.float64))
-        total = np.exp((rest - peak) / temperature, dtype=np.float64).sum()
+        total = np.exp((nucleus - peak) / temperature, dtype=np.float64).sum()
         n_below = int(np.searchsorted(mass, params.top_p * total))
         if n_below < len(head):
             floor = max(floor, float(head[n_below]))

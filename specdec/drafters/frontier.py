@@ -1,8 +1,8 @@
-"""Frontier: which nodes of a growing tree the draft should run next.
+"""Frontier: the nodes of a growing tree that the draft should run next.
 
-A child is never more probable than its parent, so the best `n` nodes of all that are known are the
-best subtree of that size. Every known node is put in order once: growing a tree of n nodes takes
-n log n steps in all, however many levels it is run in.
+A child is never more probable than its parent, so the best `n` known nodes are the best subtree of
+that size. Every known node is queued once: growing a tree of n nodes takes n log n steps in all,
+however many levels it is run in.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from specdec.drafters.grown_tree import GrownNode, GrownTree
 Pair = tuple[GrownNode, GrownNode]
 """A node's parent, and the node."""
 Level = list[Pair]
-"""What the draft runs together."""
+"""Nodes that the draft runs in one pass."""
 
 
 class Frontier:
-    """Known nodes of a tree that were not run yet, the most probable first.
+    """Priority queue of a tree's known nodes that were not run yet, the most probable first.
 
     Args:
-        tree: what is known by now; `add` tells of what is offered later.
-        max_depth: levels of the tree; of the last one no node has to be run.
-        width: children of a node that count; all when None.
-        n_best: only nodes among so many best ones are worth running; any when None. Then children
-            are looked at one after another, as those before them are taken.
+        tree: the nodes known so far; `add` announces later ones.
+        max_depth: levels of the tree; nodes of the last one need not be run.
+        width: maximum children considered per node; all when None.
+        n_best: run only nodes among the `n_best` best; any when None. Then children are queued one
+            after another, as those before them are taken.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Frontier:
         self._n_best = n_best
         self._best: list[float] = []  # heap of the best nodes' path_log_prob, the worst first
         self._waiting: list[tuple[float, int, GrownNode, GrownNode, Iterator[GrownNode]]] = []
-        self._n_seen = 0  # of equals, the one that was found first
+        self._n_seen = 0  # tie-break: the node that was found first
         if n_best is None:
             self.add(tree.root)
             return
-        # What hangs below a node that was not run, another drafter's, comes with that node.
+        # Nodes below another drafter's node that was not run are queued when it is run.
         known = (pair for pair in tree.best_first(max_depth, width) if pair[0].is_run)
         for parent, node in islice(known, n_best):
             self._count(node)
@@ -56,9 +56,9 @@ class Frontier:
                 self._await(parent, node, iter(()))
 
     def take(self, n: int, min_share: float = 0.0) -> Level:
-        """Up to `n` nodes to run together, the most probable first; they wait no longer.
+        """Remove and return up to `n` nodes to run together, the most probable first.
 
-        least_share: of the likeliest one's probability, for another to be run together with it.
+        min_share: minimum probability of a node, relative to the first one's.
         """
         level: Level = []
         minimum = -np.inf
@@ -77,13 +77,13 @@ class Frontier:
         return level
 
     def add(self, node: GrownNode) -> None:
-        """The node was run: its children are known now."""
+        """Queue the children of a node that was run."""
         if node.position >= self.deepest:
             return
         self._look_at(node, node.likeliest(self._width))
 
     def _look_at(self, parent: GrownNode, siblings: Iterator[GrownNode]) -> None:
-        """Let children wait: all that are among the best, or the next one where any may be."""
+        """Queue children: all that are among the best, or only the next one without `n_best`."""
         for child in siblings:
             if child.path_log_prob <= self._worst:
                 return
@@ -94,7 +94,7 @@ class Frontier:
 
     @property
     def _worst(self) -> float:
-        """What a node has to exceed to be among the best: an equal one was there before."""
+        """Log probability that a node has to exceed to be among the best."""
         if self._n_best is None or len(self._best) < self._n_best:
             return -np.inf
         return self._best[0] if self._best else np.inf

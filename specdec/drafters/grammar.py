@@ -1,8 +1,8 @@
-"""Drafting where the text has to keep to a grammar.
+"""Drafting under a grammar.
 
-What the grammar forces is known without a model: GrammarDrafter proposes it as it is, and a draft
-model reads it in one run. What other drafters propose is cut down to what may follow. All of them
-look at the grammar alone, never at the target's logits, so any tree stays lossless.
+Tokens that the grammar forces are known without a model: GrammarDrafter proposes them, and a draft
+model computes them in one run. Other drafters' proposals are cut down to allowed tokens. All of
+this depends on the grammar alone, never on the target's logits, so any tree stays lossless.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ SOURCE = "grammar"
 
 
 class GrammarDrafter(Drafter):
-    """The tokens that must follow, as a chain of probability 1; nothing where there is a choice.
+    """Proposes the forced tokens as a chain of probability 1; nothing where there is a choice.
 
-    The chain may be deeper than the limits say: those of depth are about runs of a draft model, and
-    this one needs none.
+    The chain may be deeper than `max_depth`, which limits runs of a draft model: this needs none.
 
     Args:
-        grammar: that the text has to keep to; the drafter's own.
-        n_tokens: tokens that exist for the target.
-        max_context: most tokens of prompt and text together.
+        grammar: the sequence's grammar, in a state of the drafter's own.
+        n_tokens: size of the target's vocabulary.
+        max_context: maximum tokens of the sequence, prompt included.
     """
 
     def __init__(self, grammar: GrammarState, n_tokens: int, max_context: int) -> None:
@@ -52,17 +51,16 @@ def with_forced(
     max_count: int,
     deepest: int,
 ) -> Level:
-    """A level that a draft model is to run, and below each of its nodes what must follow it.
+    """Return a level that a draft model is to run, with the forced tokens below each of its nodes.
 
-    The model reads a forced stretch together with the node before it, in one run, and goes on
-    behind it.
+    The model computes forced tokens together with the node before them, in one run.
 
     Args:
         level: nodes whose parents were run.
         context_ids: all tokens up to the tree's root.
-        n_tokens: tokens that exist for the model.
-        n_most: nodes that may be run together.
-        deepest: position that no node may come to.
+        n_tokens: size of the model's vocabulary.
+        max_count: maximum nodes that are run together.
+        deepest: position that no node may reach.
     """
     for parent, node in level:
         node.above = parent
@@ -79,7 +77,7 @@ def with_forced(
 
 
 class WithinGrammar(Drafter):
-    """Another drafter's proposals, less what may not follow and all that hangs below it."""
+    """Wraps a drafter: drops nodes that the grammar rules out, with their subtrees."""
 
     def __init__(self, drafter: Drafter, grammar: GrammarState) -> None:
         self._drafter, self._grammar = drafter, grammar
@@ -89,14 +87,14 @@ class WithinGrammar(Drafter):
 
     def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
         tree = yield from self._drafter.proposing(context_ids, limits)
-        cached = {ROOT}
+        allowed = {ROOT}
         for node in range(1, len(tree)):
-            above = tree.parents[node]
-            if above in cached:
-                prefix = [*context_ids, *tree.tokens_on_path(above)]
+            parent = tree.parents[node]
+            if parent in allowed:
+                prefix = [*context_ids, *tree.tokens_on_path(parent)]
                 if self._grammar.allows(prefix, tree.token_ids[node]):
-                    cached.add(node)
-        return tree if len(cached) == len(tree) else tree.subset(sorted(cached))
+                    allowed.add(node)
+        return tree if len(allowed) == len(tree) else tree.subset(sorted(allowed))
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
         return self._drafter.n_lacking(context_ids)
@@ -120,5 +118,5 @@ class WithinGrammar(Drafter):
 
 
 def within_grammar(drafter: Drafter, grammar: GrammarState | None) -> Drafter:
-    """A drafter that keeps to the grammar, if there is one."""
+    """Return a drafter that follows the grammar, if there is one."""
     return drafter if grammar is None else WithinGrammar(drafter, grammar.fork())

@@ -1,11 +1,11 @@
-"""GrownTree: everything that a draft model has run or could run next, below the pending token.
+"""GrownTree: all nodes that a draft model has run or could run next, below the pending token.
 
     root ─┬─ a ─┬─ c       a, b: run, so the candidates after them are known, and their KV is live
           │     └─ d       c, d, e: candidates, not run yet
           └─ b ─── e
 
-A proposal is the most probable part of it. What drafting ahead adds lies below or beside that part:
-the possible outcomes of the pass. When one of them comes true, the tree goes on from there.
+A proposal is its most probable part. Drafting ahead adds nodes below or beside that part: possible
+outcomes of the pass. When one of them comes true, it becomes the root.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _NOTHING: array[Any] = array("i")
 
 
 class GrownNode:
-    """A token that may come at `position` of the text.
+    """A token that may follow at `position` of the sequence.
 
-    What a draft says may follow is kept as plain numbers; nodes are made of it as they are asked
-    for, because a wide tree looks at few of its candidates.
+    Candidates are stored as plain arrays; nodes are made of them on demand, because a wide tree
+    examines few of its candidates.
 
     Attributes:
         log_prob: log of the probability that it follows its parent.
-        path_log_prob: sum of them on the way to the node, counted from where the tree began.
-        node_id: the backend's, PREFIX once committed; None until the draft has run the node.
-        is_run_ahead: the draft ran it beside a pass of the target.
-        above: its parent, known once it was run; None of a root.
-        children: {token: node} of those that were asked for.
+        path_log_prob: sum of log_prob along the path from the tree's first root.
+        node_id: id in the backend, PREFIX once committed; None until the draft has run the node.
+        is_run_ahead: whether the draft ran it in parallel to a pass of the target.
+        above: its parent, set once it was run; None for a root.
+        children: {token: node} of the children made so far.
     """
 
     __slots__ = (
@@ -62,14 +62,14 @@ class GrownNode:
         self.above: GrownNode | None = None
         self.children: dict[int, GrownNode] = {}
         self._tokens = self._log_probs = _NOTHING
-        self._rest: tuple[GrownNode, ...] = ()  # children that are not among the candidates
+        self._rest: tuple[GrownNode, ...] = ()  # other drafters' children, no candidates of this
 
     @property
     def is_run(self) -> bool:
         return self.node_id is not None
 
     def tokens_below_root(self) -> list[int]:
-        """Of a node that was run: the tokens on the way to it."""
+        """Return the tokens on the path to a node that was run."""
         tokens, node = [], self
         while node.above is not None:
             tokens.append(node.token_id)
@@ -77,14 +77,14 @@ class GrownNode:
         return tokens[::-1]
 
     def candidate_tree(self, candidates: Candidates) -> None:
-        """What may follow, likeliest first, said once; children that are there stay as they are."""
-        assert not self._tokens, "what may follow a node is said once"
+        """Set the candidates, likeliest first; only once. Existing children stay as they are."""
+        assert not self._tokens, "the candidates of a node are set once"
         new = [(token, log_prob) for token, log_prob in candidates if token not in self.children]
         self._tokens = array("i", [token for token, _ in new])
         self._log_probs = array("d", [log_prob for _, log_prob in new])
 
     def child(self, token: int, log_prob: float) -> GrownNode:
-        """The child with this token; of that log probability where no candidate is it."""
+        """Return the child with this token; `log_prob` is used only if it is no candidate."""
         if token in self.children:
             return self.children[token]
         if token in self._tokens:
@@ -94,17 +94,17 @@ class GrownNode:
         return other
 
     def likeliest(self, width: int | None = None) -> Iterator[GrownNode]:
-        """The children, likeliest first, each made when it is asked for.
+        """Yield the children, likeliest first, making each on demand.
 
-        width: how many count; candidates go before children that came from elsewhere.
+        width: maximum children; candidates have precedence over other drafters' children.
         """
         n_candidates = len(self._tokens)
         n_counted = n_candidates if width is None else min(width, n_candidates)
         candidates = map(self._candidate, range(n_counted))
-        rest = self._rest if width is None else self._rest[: width - n_counted]
-        if not rest:
+        grafted = self._rest if width is None else self._rest[: width - n_counted]
+        if not grafted:
             return candidates
-        ranked = sorted(rest, key=_unlikeliness)
+        ranked = sorted(grafted, key=_unlikeliness)
         return merge(candidates, ranked, key=_unlikeliness)
 
     def _candidate(self, index: int) -> GrownNode:
@@ -123,7 +123,7 @@ def _unlikeliness(node: GrownNode) -> float:
 
 
 class GrownTree:
-    """The nodes below a pending token whose KV is the end of the draft's committed prefix."""
+    """Nodes below a pending token, whose KV is the last of the draft's committed prefix."""
 
     def __init__(self, token_id: int, position: int, candidates: Candidates) -> None:
         self.root = GrownNode(token_id, position, 0.0, 0.0)
@@ -131,19 +131,19 @@ class GrownTree:
         self.root.candidate_tree(candidates)
 
     def run(self, node: GrownNode, node_id: int, candidates: Candidates) -> None:
-        """The backend has run the node: its id there, and what may follow it."""
+        """Mark a node as run: set its id in the backend, and its candidates."""
         node.node_id = node_id
         node.candidate_tree(candidates)
 
     def best_first(
         self, max_depth: int, width: int | None = None
     ) -> Iterator[tuple[GrownNode, GrownNode]]:
-        """(parent, node) of all nodes down to a depth, the most probable first.
+        """Yield (parent, node) of all nodes down to a depth, the most probable first.
 
-        A parent comes before its children, so any beginning of this is prefix-closed; and it is the
-        best subtree of its size. width: children of a node that count.
+        Parents come before their children, so the first n nodes are a subtree, and the best of that
+        size. width: maximum children considered per node.
         """
-        order = count()  # of equals, the one that was found first
+        order = count()  # tie-break: the node that was found first
         queue: list[tuple[float, int, GrownNode, GrownNode, Iterator[GrownNode]]] = []
         deepest = self.deepest(max_depth)
 
@@ -161,15 +161,15 @@ class GrownTree:
                 find_next(node, node.likeliest(width))
 
     def deepest(self, max_depth: int) -> int:
-        """Position of the nodes so many levels below the root."""
+        """Return the position of nodes `max_depth` levels below the root."""
         return self.root.position + max_depth
 
     def log_prob(self, node: GrownNode) -> float:
-        """Log of the probability that the text goes on along the path to the node."""
+        """Return the log of the probability that the sequence follows the path to the node."""
         return node.path_log_prob - self.root.path_log_prob
 
     def follow(self, tokens: Iterable[int]) -> list[GrownNode]:
-        """The nodes along these tokens below the root, as far as the draft has run them."""
+        """Return the nodes along these tokens below the root, as far as the draft has run them."""
         nodes: list[GrownNode] = []
         node: GrownNode | None = self.root
         for token in tokens:
@@ -180,19 +180,19 @@ class GrownTree:
         return nodes
 
     def graft(self, tree: DraftTree) -> None:
-        """Let the nodes of a tree with the same root be candidates too, whoever proposed them."""
+        """Add the nodes of a tree with the same root, from any drafter, as children."""
         nodes = [self.root]
         for i in range(1, len(tree)):
             parent, token = nodes[tree.parents[i]], tree.token_ids[i]
             nodes.append(parent.child(token, tree.log_probs[i]))
 
     def move_to(self, root: GrownNode) -> None:
-        """The text goes on at `root`, which is committed now; everything beside it is gone."""
+        """Make a node, which is committed now, the root; drop everything not below it."""
         self.root = root
-        root.node_id, root.above = PREFIX, None  # which lets go of what is gone
+        root.node_id, root.above = PREFIX, None  # frees the dropped nodes
 
     def best_tree(self, n: int, max_depth: int, width: int) -> DraftTree:
-        """The root and its `n` most probable nodes as a proposal."""
+        """Return the root and its `n` most probable nodes as a proposal."""
         tree = DraftTree(self.root.token_id)
         indices = {id(self.root): ROOT}
         for parent, node in islice(self.best_first(max_depth, width), n):

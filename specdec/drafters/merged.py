@@ -1,4 +1,4 @@
-"""MergedDrafter: one tree out of the proposals of several drafters."""
+"""MergedDrafter: merge the proposals of several drafters into one tree."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class MergedDrafter(Drafter):
     probabilities and all of their names. Where the union has more children of a node than the
     limits allow, the most probable ones stay.
 
-    Not for chains that were *drawn* from a draft, for the rules that need their q: choosing between
-    such chains by their probabilities would bias which of them reach the target. `SpecConfig`
-    gives those rules one drafter.
+    Not for chains *drawn* from a draft, which the chain rules need: choosing between such chains by
+    their probabilities would bias which of them reach the target. `SpecConfig` allows those rules
+    one drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -66,7 +66,7 @@ class MergedDrafter(Drafter):
 
 
 def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
-    """The union of trees with the same root token, as a new tree.
+    """Return the union of trees with the same root token, as a new tree.
 
     Raises ValueError for different roots, and for tokens that were drawn (see MergedDrafter).
     """
@@ -92,13 +92,13 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
 
 
 def narrowed(tree: DraftTree, width: int) -> DraftTree:
-    """The tree with at most `width` children below each node: the most probable, first ones first.
+    """Return the tree with at most `width` children per node, the most probable ones.
 
-    Goes parents first, so a node that is dropped takes its subtree with it.
+    Dropped nodes take their subtrees with them. Ties go to the child that was added first.
     """
-    cached = {ROOT}
+    chosen = {ROOT}
     for node in range(len(tree)):
-        if node in cached:
+        if node in chosen:
             children = tree.children(node).values()
-            cached.update(sorted(children, key=lambda i: -tree.log_probs[i])[:width])
-    return tree if len(cached) == len(tree) else tree.subset(sorted(cached))
+            chosen.update(sorted(children, key=lambda i: -tree.log_probs[i])[:width])
+    return tree if len(chosen) == len(tree) else tree.subset(sorted(chosen))

@@ -1,12 +1,12 @@
 """ModelDrafter: a small model grows a tree of its likeliest continuations.
 
-The draft expands the most promising nodes that it has not run yet, many at a time, as in SpecExec
-(Svirschevski et al. 2024, section 4) and EAGLE-2 (Li et al. 2024, section 4): a node is worth the
-product of the probabilities on its path, the estimate of being accepted.
+The draft expands the most probable nodes that it has not run yet, many at a time, as in SpecExec
+(Svirschevski et al. 2024, section 4) and EAGLE-2 (Li et al. 2024, section 4): a node's score is the
+product of the probabilities on its path, its estimated acceptance probability.
 
-One tree serves a whole text. What is proposed is its most probable part; drafting ahead lets it
-grow on beyond that part while the target verifies it, and what is then below the target's own token
-is the beginning of the next proposal, KV included (PEARL, Liu et al. 2024; SSD, Kumar et al. 2026).
+One tree serves a whole sequence. Its most probable part is proposed; drafting ahead grows the tree
+beyond that part while the target verifies it, and the nodes below the target's own token begin the
+next proposal, KV included (PEARL, Liu et al. 2024; SSD, Kumar et al. 2026).
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from specdec.verification.tree import ROOT, DraftTree
 _MIN_WIDTH = 32
 """Nodes that the draft may run at a time; more make a level slow and add little ..."""
 _WIDTH_SHARE = 8
-"""... unless the tree is large: it is grown in about so many levels more than its depth."""
+"""... unless the tree is large: it is grown in about this many levels more than its depth."""
 _MAX_AHEAD = 2
-"""Times the runs of a tree that begins with nothing: what is run ahead beyond that hardly ever
-comes to be used, and takes the pass's processor."""
+"""Maximum runs ahead, relative to the runs of a new tree: nodes run beyond that are hardly ever
+used, and take processor time from the pass."""
 _MIN_SHARE = 0.08
-"""Of the likeliest node's probability, for another node to be run ahead together with it: many
+"""Minimum probability, relative to the likeliest node's, of nodes that are run ahead together: many
 small levels find more of the likeliest nodes than few wide ones."""
 
 
 def level_width(n_nodes: int) -> int:
-    """Most nodes that the draft runs at a time for trees of `n_nodes`."""
+    """Return the maximum nodes that the draft runs at a time for trees of `n_nodes`."""
     return max(_MIN_WIDTH, n_nodes // _WIDTH_SHARE)
 
 
 class ModelDrafter(Drafter):
     """Drafts with its own model and its own KV cache.
 
-    While it has a tree, the draft's cache holds the context, or a window of it, up to and including
-    the pending token, which is the tree's root, and the KV of the nodes that were run. After a
-    round the accepted nodes are committed in place. Where the target's next token was run as well,
-    it becomes the root and keeps what is below it. Otherwise the tree is dropped, and what the
-    cache lacks (the last accepted leaf, the recovered or bonus token) is computed next time.
+    While it has a tree, the draft's cache contains the context, or a window of it, up to and
+    including the pending token, which is the tree's root, and the KV of the nodes that were run.
+    After a step the accepted nodes are committed in place. Where the target's next token was run as
+    well, it becomes the root with its subtree. Otherwise the tree is dropped, and the tokens that
+    the cache lacks (the last accepted leaf, the recovered or bonus token) are computed next time.
 
     Args:
         backend: the draft model; it outlives the drafter.
-        n_tokens: tokens that exist for the target; the draft's further ids are never proposed.
+        n_tokens: size of the target's vocabulary; the draft's ids beyond it are never proposed.
         chain: (sampler, rng) to *draw* chains with, for the rejection rule; without it, trees of
             the likeliest tokens are built, for the match walk.
-        ranker: which tokens are likeliest; by default those with the draft's largest logits.
-        window: what the draft's cache holds of the context.
-        sequences: where its sequences' KV comes from; None: nothing is cached.
+        ranker: ranks candidates; by default by the draft's logits.
+        window: part of the context that the draft's cache contains.
+        prefix_cache: source of its sequences' KV; None: nothing is cached.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class ModelDrafter(Drafter):
         self._ranker = ranker or CandidateRanker(self._n_tokens)
         self._limits = TreeLimits(0, 0, 1)
         self._context: Sequence[int] = ()  # up to the tree's root
-        self._text: SequenceKV | None = None
+        self._kv: SequenceKV | None = None
         self._tree: GrownTree | None = None
         self._n_hidden = 0  # tokens of the context that the window leaves out
-        self._n_fresh_runs = 1  # of the last tree that began with nothing
+        self._n_fresh_runs = 1  # runs of the last new tree
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
@@ -101,9 +101,9 @@ class ModelDrafter(Drafter):
             self._tree, self._n_hidden = None, n_hidden  # the window has jumped
         depth = self._within_context(limits.max_depth, len(view))
         if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
-            # Not even the root, whose path has the probability 1, is worth a run.
+            # Even the root, whose path has the probability 1, does not pay for a run.
             return DraftTree(context_ids[-1])
-        widths = []  # of the runs that it takes
+        widths = []  # nodes of each run
         if self._tree is None or self._chain is not None:
             row = yield from self._advance(view)
             if row is None:
@@ -131,27 +131,25 @@ class ModelDrafter(Drafter):
         view = self._window.view(context_ids)
         if not self._has_begun(view):
             return
-        assert self._text is not None, "it has begun"
-        chunk = self._text.cut_to(view)[:-1][:limit]  # the last one's logits are wanted later
+        assert self._kv is not None, "it has begun"
+        chunk = self._kv.cut_to(view)[:-1][:limit]  # the last one's logits are wanted later
         if chunk:
-            self._prefix_cache.make_capacity(self._text, len(chunk))
-            yield SequenceInput(self._text, chunk, logits_at=[])
+            self._prefix_cache.make_capacity(self._kv, len(chunk))
+            yield SequenceInput(self._kv, chunk, logits_at=[])
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
-        if self._text is None or self._window.n_recent is not None:  # which may jump next
+        if self._kv is None or self._window.n_recent is not None:  # the window may jump next
             return len(self._window.view(context_ids))
-        return len(context_ids) - self._text.n_committed
+        return len(context_ids) - self._kv.n_committed
 
     @property
     def can_draft_ahead(self) -> bool:
-        """With a tree: a chain's tokens are drawn for the rejection rule, one proposal at a time.
-
-        Choosing which of several drawn chains reaches the target would bias that rule.
-        """
+        """Whether there is a tree. Chains are drawn for the rejection rule, one per proposal:
+        choosing between several drawn chains would bias that rule."""
         return self._tree is not None and self._chain is None
 
     def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
-        """Run the likeliest nodes: outcomes of the pass that verifies `tree`, and on from there.
+        """Run the likeliest outcomes of the pass that verifies `tree`, and nodes below them.
 
         An outcome is (the last accepted node, the target's token after it): a node outside of
         `tree` whose parent is in it.
@@ -170,7 +168,7 @@ class ModelDrafter(Drafter):
                 node.is_run_ahead = True
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
-        """Keep the KV of accepted nodes, whichever drafter's tree they came from."""
+        """Commit the KV of accepted nodes, whichever drafter proposed them."""
         self._is_hit = False
         if self._tree is None:
             return
@@ -188,21 +186,21 @@ class ModelDrafter(Drafter):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last step ended with a token that was run while the pass ran."""
+        """Whether the last step ended with a token that was run ahead."""
         return self._is_hit
 
     def reset(self) -> None:
         self._tree, self._is_hit = None, False
-        text, self._text = self._text, None
-        if text is not None:
-            self._prefix_cache.end(text)
+        kv, self._kv = self._kv, None
+        if kv is not None:
+            self._prefix_cache.end(kv)
 
     # --- trees ---------------------------------------------------------------------------------
 
     @property
     def _sequence(self) -> SequenceKV:
-        assert self._text is not None, "it begins with the first proposal"
-        return self._text
+        assert self._kv is not None, "it begins with the first proposal"
+        return self._kv
 
     def _start_tree(self, context_ids: Sequence[int], row: NDArray[np.float32]) -> None:
         (candidates,) = self._ranker.rank(
@@ -211,28 +209,28 @@ class ModelDrafter(Drafter):
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
 
     def _advance(self, view: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
-        """Run what the cache lacks of the view; logits after the pending token [vocab]."""
+        """Compute the view's tokens that the cache lacks; return the last one's logits [vocab]."""
         if not self._has_begun(view):
             return None
-        assert self._text is not None, "it has begun"
-        rows = SequenceInput(self._text, self._text.cut_to(view))
-        self._prefix_cache.make_capacity(self._text, len(rows.token_ids) + self._limits.max_nodes)
-        scores = yield rows
+        assert self._kv is not None, "it has begun"
+        chunk = SequenceInput(self._kv, self._kv.cut_to(view))
+        self._prefix_cache.make_capacity(self._kv, len(chunk.token_ids) + self._limits.max_nodes)
+        scores = yield chunk
         return None if scores is None else scores.logits[0]
 
     def _has_begun(self, view: Sequence[int]) -> bool:
-        """False where others' sequences and trees leave no room for one more."""
-        if self._text is None:
+        """Begin the KV if needed; return False if other sequences leave no capacity for it."""
+        if self._kv is None:
             try:
-                self._text = self._prefix_cache.begin(view)
+                self._kv = self._prefix_cache.begin(view)
             except BackendError:
                 return False
         return True
 
     def _best_level(self, tree: GrownTree, frontier: Frontier) -> Level:
-        """What has to be run before the best nodes are known; empty when they are.
+        """Return the nodes to run before the best nodes are known; empty when they are.
 
-        That is the best ones that were not run, where a child could still be among the best.
+        These are the best nodes not run yet that may have children among the best.
         """
         limits = self._limits
         n_free = self._sequence.num_free_slots
@@ -241,33 +239,34 @@ class ModelDrafter(Drafter):
         return level if probability >= limits.min_level_probability else []
 
     def _level_ahead(self, tree: GrownTree, frontier: Frontier) -> Level:
-        """The likeliest nodes that were not run, as far as there is room for them."""
+        """Return the likeliest nodes that were not run, within the free slots."""
         n_nodes = self._limits.max_nodes
-        # What the next proposal still has to run keeps its room.
+        # Slots that the next proposal needs stay free.
         n_free = max(0, self._sequence.num_free_slots - n_nodes)
         return frontier.take(min(level_width(n_nodes), n_free), _MIN_SHARE)
 
     def _run(self, tree: GrownTree, level: Level, frontier: Frontier) -> DraftSteps[Level]:
-        """Run nodes, whose parents the draft has run before, and what must follow them; their
-        candidates are known then. What was run, parents first: nothing where the cache has no
-        room."""
+        """Run nodes whose parents were run, with forced tokens below them; set their candidates.
+
+        Return the nodes run, parents first; none if the KV cache has no capacity.
+        """
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
-        text = self._sequence
+        kv = self._sequence
         if grammar is not None:
             level = with_forced(
                 level,
                 grammar,
                 self._context,
                 n_tokens=self._n_tokens,
-                max_count=min(level_width(self._limits.max_nodes), text.num_free_slots),
+                max_count=min(level_width(self._limits.max_nodes), kv.num_free_slots),
                 deepest=frontier.deepest,
             )
             prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
-        ids = {id(node): text.next_node_id + i for i, (_, node) in enumerate(level)}
+        ids = {id(node): kv.next_node_id + i for i, (_, node) in enumerate(level)}
         parents = [
             ids[id(parent)] if parent.node_id is None else parent.node_id for parent, _ in level
         ]
-        scores = yield SequenceInput(text, [node.token_id for _, node in level], parents)
+        scores = yield SequenceInput(kv, [node.token_id for _, node in level], parents)
         if scores is None:
             return []
         places = [node.position + 1 for _, node in level]
@@ -279,7 +278,7 @@ class ModelDrafter(Drafter):
         return level
 
     def _within_context(self, depth: int, n_committed: int) -> int:
-        """Levels of a tree, of whose last one no node is run."""
+        """Return the levels of a tree that fit in the context; the last level is not run."""
         return min(depth, self._backend.max_context - n_committed + 1)
 
     # --- chains --------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ class ModelDrafter(Drafter):
         sampler: Sampler,
         rng: np.random.Generator,
     ) -> DraftSteps[DraftTree]:
-        """Draw token after token from q, the draft's distribution after its own processors."""
+        """Draw tokens one by one from q, the draft's distribution after its own processors."""
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
         self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
         node = self._tree.root
@@ -302,13 +301,13 @@ class ModelDrafter(Drafter):
             token = sample_index(q, rng.random())
             index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
             if token in sampler.stop_tokens:
-                break  # the text ends here: nothing can be accepted behind it
+                break  # the sequence ends here: nothing can be accepted after it
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])
                 scores = yield SequenceInput(self._sequence, [token], [_live_id(parent)])
                 if scores is None:
-                    break  # for want of room, which has nothing to do with the tokens
+                    break  # no capacity: independent of the tokens, so without bias
                 (row,) = scores.logits
                 self._tree.run(node, scores.node_ids[0], [])
         return tree

@@ -1,8 +1,8 @@
 """NgramDrafter: the continuation of an earlier occurrence of the last few tokens (prompt lookup).
 
-It costs no model and no memory traffic, and it is strong where a text repeats itself: editing
-code, quoting the prompt, lists. Several earlier occurrences make a tree: their common beginnings
-are shared, their differences are branches.
+It costs no model and no memory traffic, and it is strong where text repeats itself: editing code,
+quoting the prompt, lists. Several earlier occurrences make a tree: their common prefixes are
+shared, their differences are branches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from specdec.verification.tree import ROOT, DraftTree
 
 SOURCE = "ngram"
 MAX_NGRAM = 4
-MAX_OCCURRENCES = 16  # of one n-gram, most recent first: older ones seldom change the tree
+MAX_OCCURRENCES = 16  # per n-gram, most recent first: older ones seldom change the tree
 MAX_MATCH_BUCKET = 8  # a match this long or longer is one bucket of the calibration
 RECENCY_DECAY = 0.8  # weight of an occurrence relative to the next more recent one
 _TOKEN_BITS = 32  # an n-gram is one integer key: smaller and faster than a tuple
 _CHECKED_TAIL = 64  # tokens compared to see that a context extends the indexed one
 # Beta prior of "the target's token is among the continuations", by match length 1, 2, ...:
-# short matches are mostly coincidence. Eight pseudo-observations, so that a text overrules it soon.
+# short matches are mostly coincidence. Eight pseudo-observations: a sequence soon overrules them.
 _PRIOR_MEANS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.9)
 _PRIOR_STRENGTH = 8.0
-_MEMORY = 64.0  # tries after which older ones begin to count half: sequences change their nature
+_MEMORY = 64.0  # tries after which older ones count half, because sequences change
 _MIN_DOUBT = 1e-6
 
 
 class NgramIndex:
-    """Positions at which every n-gram (1..max_ngram) was followed by another token.
+    """Index of the positions that follow each n-gram (1..max_ngram).
 
     Extending by a token costs O(max_ngram). Occurrences of one n-gram are chained from the most
     recent backwards, so that an entry is one dictionary slot and one array element.
@@ -49,9 +49,9 @@ class NgramIndex:
         self._previous: list[array[int]] = [array("l") for _ in range(max_ngram + 1)]
 
     def is_extended_by(self, context_ids: Sequence[int]) -> bool:
-        """Whether the context begins with the indexed tokens (checked at their two ends).
+        """Return whether the context begins with the indexed tokens (checked at their two ends).
 
-        A wrong yes would only cost acceptance, never correctness.
+        A false positive costs acceptance only, never correctness.
         """
         n = len(self.tokens)
         if n > len(context_ids):
@@ -77,7 +77,7 @@ class NgramIndex:
             self.tokens.append(int(context_ids[position]))
 
     def occurrences(self, n: int) -> list[int]:
-        """Positions that followed earlier occurrences of the last n tokens, latest first."""
+        """Return positions that followed earlier occurrences of the last n tokens, latest first."""
         if n > len(self.tokens):
             return []
         key = 0
@@ -93,24 +93,24 @@ class NgramIndex:
 
 @dataclass
 class _Branch:
-    """A node of the trie of continuations, before it is known whether it enters the tree."""
+    """A node of the trie of continuations, from which the draft tree is chosen."""
 
     weight: float = 0.0
     children: dict[int, _Branch] = field(default_factory=dict)
 
 
 class MatchRates:
-    """How often matches of each length were right; may be shared by the drafters of many sequences."""
+    """Hit rates of matches by length; may be shared by the drafters of many sequences."""
 
     def __init__(self) -> None:
         self._n_tries = [_PRIOR_STRENGTH] * MAX_MATCH_BUCKET
         self._n_hits = [_PRIOR_STRENGTH * mean for mean in _PRIOR_MEANS]
 
     def confidence(self, match_length: int) -> float:
-        """Estimated probability that a match of so many tokens contains the target's next token."""
+        """Return the estimated probability that such a match has the target's next token."""
         bucket = _bucket(match_length)
         share = self._n_hits[bucket] / self._n_tries[bucket]
-        # Thousands of hits in a row round to 1; nothing is ever certain, nor its logarithm finite.
+        # Thousands of hits in a row round to 1, whose log(1 - p) is infinite.
         return min(max(share, _MIN_DOUBT), 1.0 - _MIN_DOUBT)
 
     def count(self, match_length: int, is_hit: bool) -> None:
@@ -123,13 +123,13 @@ class MatchRates:
 
 
 class NgramDrafter(Drafter):
-    """Branches from the continuations of the longest n-grams that end the context.
+    """Proposes continuations of the longest n-grams that end the context.
 
-    A candidate's probability is (that of a match of this length predicting the target, learned
-    online) × (its share among the continuations, recent ones weighing more). What the longest
-    match leaves open is offered to the next shorter one.
+    A candidate's probability is (hit rate of matches of this length, learned online) × (its share
+    among the continuations, recent ones weighing more). The probability that the longest match
+    leaves open goes to the next shorter one.
 
-    rates: of other sequences, too; its own when None.
+    rates: hit rates shared with other sequences; private ones when None.
     """
 
     def __init__(self, max_ngram: int = MAX_NGRAM, rates: MatchRates | None = None) -> None:
@@ -138,12 +138,11 @@ class NgramDrafter(Drafter):
         self.max_ngram = max_ngram
         self._index = NgramIndex(max_ngram)
         self._proposed: DraftTree | None = None
-        # proposed node -> [(match length, tokens it offered there)], longest match first
-        self._offers: dict[int, list[tuple[int, frozenset[int]]]] = {}
+        # proposed node -> [(match length, tokens it proposed there)], longest match first
+        self._matches: dict[int, list[tuple[int, frozenset[int]]]] = {}
         self._rates = rates or MatchRates()
 
     def confidence(self, match_length: int) -> float:
-        """See MatchRates.confidence."""
         return self._rates.confidence(match_length)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
@@ -151,7 +150,7 @@ class NgramDrafter(Drafter):
             self._index = NgramIndex(self.max_ngram)
         self._index.extend(context_ids)
         tree = DraftTree(context_ids[-1])
-        self._proposed, self._offers = tree, {}
+        self._proposed, self._matches = tree, {}
         if limits.max_nodes < 1 or limits.max_depth < 1:
             return tree
         seen: set[int] = set()
@@ -165,14 +164,14 @@ class NgramDrafter(Drafter):
                 break  # a chain follows the longest match only
         best = tree.best_indices(limits.max_nodes)
         if len(best) < len(tree):
-            return tree.subset(best)  # observe() keeps to the uncut tree: it has more evidence
+            return tree.subset(best)  # observe() uses the uncut tree, which has more evidence
         return tree
 
     def _trie(self, positions: list[int], max_depth: int) -> _Branch:
-        """The continuations from these positions, weighted by recency, merged by prefix.
+        """Return the continuations from these positions, weighted by recency, merged by prefix.
 
-        A continuation that reaches the end of the text goes on with itself: the end is where the
-        position was matched, so a text of period n is continued with period n.
+        A continuation that reaches the end of the context repeats itself from its position, so that
+        a sequence of period n is continued with period n.
         """
         root = _Branch()
         tokens = self._index.tokens
@@ -194,7 +193,7 @@ class NgramDrafter(Drafter):
         limits: TreeLimits,
     ) -> None:
         """Add the most probable continuations of matches of n tokens to the tree, best first."""
-        order = 0  # breaks ties in favour of what was seen more recently
+        order = 0  # breaks ties in favour of more recent continuations
         queue = [(0.0, order, ROOT, 0, trie)]
         n_added = 0
         while queue and n_added < limits.max_nodes:
@@ -204,9 +203,9 @@ class NgramDrafter(Drafter):
             log_open[node] = log_open.get(node, 0.0) + math.log1p(-confidence)
             total = sum(child.weight for child in branch.children.values())
             ranked = sorted(branch.children.items(), key=lambda item: -item[1].weight)
-            cached = _fitting(tree.children(node), ranked, limits.width)
-            self._offers.setdefault(node, []).append((n + depth, frozenset(t for t, _ in cached)))
-            for token, child_branch in cached:
+            fitting = _fitting(tree.children(node), ranked, limits.width)
+            self._matches.setdefault(node, []).append((n + depth, frozenset(t for t, _ in fitting)))
+            for token, child_branch in fitting:
                 log_prob = log_confidence + math.log(child_branch.weight / total)
                 child = tree.add(node, token, log_prob, SOURCE)
                 n_added += 1
@@ -216,40 +215,40 @@ class NgramDrafter(Drafter):
                     heapq.heappush(queue, entry)
 
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
-        """Count, along the emitted tokens, how often a match of each length was right.
+        """Count hits of each match length along the emitted tokens.
 
-        A shorter match is only tried where the longer ones missed, as its probability says.
+        A shorter match is counted only where the longer ones missed, as its probability assumes.
         """
         if self._proposed is None:
             return
         emitted = acceptance.emitted(tree)
         path = self._proposed.follow(emitted)
         for node, token in zip(path, emitted, strict=False):
-            for match_length, tokens in self._offers.get(node, ()):
+            for match_length, tokens in self._matches.get(node, ()):
                 self._rates.count(match_length, token in tokens)
                 if token in tokens:
                     break
-        self._proposed, self._offers = None, {}
+        self._proposed, self._matches = None, {}
 
     def reset(self) -> None:
-        """Forget the text; what was learned about match lengths stays."""
+        """Forget the context; the hit rates stay."""
         self._index = NgramIndex(self.max_ngram)
-        self._proposed, self._offers = None, {}
+        self._proposed, self._matches = None, {}
 
 
 def _fitting(
     present: dict[int, int], ranked: list[tuple[int, _Branch]], width: int
 ) -> list[tuple[int, _Branch]]:
-    """The best candidates that leave a node with at most `width` children."""
+    """Return the best candidates that leave a node with at most `width` children."""
     n_free = width - len(present)
-    cached = []
+    fitting = []
     for token, branch in ranked[:width]:
         if token not in present:
             n_free -= 1
             if n_free < 0:
                 continue
-        cached.append((token, branch))
-    return cached
+        fitting.append((token, branch))
+    return fitting
 
 
 def _bucket(match_length: int) -> int:

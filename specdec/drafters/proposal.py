@@ -7,7 +7,7 @@ from specdec.verification.tree import ROOT, DraftTree
 
 
 class BadProposal(SpecdecError):
-    """A drafter proposed what cannot be verified."""
+    """A drafter proposed a tree that cannot be verified."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the drafter proposed {what}: see specdec.drafters.base.Drafter.propose")
@@ -20,8 +20,8 @@ def check_proposal(
 
     Args:
         pending_id: the last token of the context, which the tree's root must be.
-        max_nodes: nodes of the tree at most, the root included.
-        vocab_size: tokens that the sampler knows.
+        max_nodes: maximum nodes of the tree, the root included.
+        vocab_size: size of the sampler's vocabulary.
     """
     if not isinstance(tree, DraftTree):
         raise BadProposal(f"{tree!r}, which is no DraftTree")
@@ -31,7 +31,7 @@ def check_proposal(
         )
     if len(tree) > max_nodes or max(tree.depths) > max_depth:
         raise BadProposal(
-            f"{tree.n_drafted} tokens in {max(tree.depths)} levels, and there is room for "
+            f"{tree.n_drafted} tokens in {max(tree.depths)} levels, but the limits are "
             f"{max_nodes - 1} in {max_depth}"
         )
     if min(tree.token_ids) < 0 or max(tree.token_ids) >= vocab_size:

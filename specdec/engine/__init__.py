@@ -1,1 +1,1 @@
-"""Generations of the loaded models: their sequences and beams, and what is kept between them."""
+"""The engine: requests, sequences, scheduler and KV cache manager of the loaded models."""

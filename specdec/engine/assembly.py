@@ -1,4 +1,4 @@
-"""Put the engine's parts together, once its models are loaded."""
+"""Assemble the engine's parts once its models are loaded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def assemble(
     totals: Totals,
     cost: CostModel,
 ) -> None:
-    """Give the engine its scheduler, speculation and memory that layers may use.
+    """Give the engine its scheduler, speculation and opportunistic layer cache.
 
     Args:
-        sequences, draft_texts: the KV of the target's and the draft's sequences.
-        totals: what all of them count in.
-        cost: a pass of the target, as planned and measured.
+        prefix_cache, draft_prefix_cache: KV of the target's and the draft's sequences.
+        totals: counters that all parts share.
+        cost: seconds of a target pass, as planned and measured.
     """
     max_nodes = options.max_target_tokens(plan.n_draft_tokens)
     parts = dict(plan.parts)

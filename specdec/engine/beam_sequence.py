@@ -3,10 +3,10 @@
     committed   prompt and what all running beams have in common
     live        one branch for each beam, from where they part
 
-After every step the branches that no running beam continues are dropped, and the beginning that all
-share is committed. So the KV cache holds one row for each token of the tree, not one cache for each
-beam, nothing is computed twice, and the scheduler sees a sequence like any other. A beam's last
-token is pending: its KV comes with the next pass. Beams do not draft: a pass scores num_beams
+After every step the branches that no running beam continues are dropped, and the prefix that all
+share is committed. So the KV cache holds one entry for each token of the tree, not one cache for
+each beam, nothing is computed twice, and the scheduler sees a sequence like any other. A beam's
+last token is pending: its KV comes with the next pass. Beams do not draft: a pass scores num_beams
 tokens already.
 """
 
@@ -39,16 +39,16 @@ from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
 _ONE_TOKEN = (DraftTree(0), Acceptance((0,), 0, is_bonus=False))
-"""For the statistics: a step brings all beams one token further."""
+"""Outcome of a step for the statistics: all beams grow by one token."""
 
 
 class BeamMemoryFull(ConfigError):
-    """The beams have nothing in common for longer than memory was set aside for."""
+    """The beams' live tokens exceed the memory reserved for them."""
 
     def __init__(self, num_beams: int, num_wanted: int, num_nodes: int) -> None:
         super().__init__(
             f"{num_beams} beams need {num_wanted} live tokens since the last one that they have "
-            f"in common, and there is room for {num_nodes}: load with a longer ",
+            f"in common, and there is memory for {num_nodes}: load with a longer ",
             FieldName("beam_span"),
             " or ",
             FieldName("ctx_size"),
@@ -60,8 +60,8 @@ class BeamMemoryFull(ConfigError):
 class Hypothesis:
     """New tokens of one beam.
 
-    above: the node that the last token, which is pending, follows.
-    text: looks for stop strings, if there are any.
+    above: parent node of the last token, which is pending.
+    text: finds stop strings; None where there are none.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class Hypothesis:
 
     @property
     def pending(self) -> tuple[int, int]:
-        """(node above, token) that the next pass computes; beams of equal tokens share it."""
+        """(Parent node, token) that the next pass computes; beams of equal tokens share it."""
         return self.above, self.token_ids[-1]
 
 
@@ -82,8 +82,8 @@ class BeamSequence(Sequence):
 
     Args:
         sampler: processors, stop tokens and the parameters of the search.
-        limit: new tokens of each output at most.
-        new_text: makes a stream that detokenises what follows the prompt.
+        limit: maximum new tokens of each output.
+        new_text: makes a stream that detokenises the tokens after the prompt.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class BeamSequence(Sequence):
         self._restart()
 
     def _restart(self) -> None:
-        """Begin the search at the prompt; a search that was cut short counts for nothing."""
+        """Begin the search at the prompt; discard a search that was cut short."""
         params, limit = self.sampler.params, self._limit.n_tokens
         self._has_started = False
         self._parents: dict[int, int] = {}  # live node -> its parent
-        self._nodes: dict[tuple[int, int], int] = {}  # of the last pass: (parent, token) -> node
-        self._rows: dict[int, NDArray[np.float32]] = {}  # of the last pass, until beams advance
+        self._nodes: dict[tuple[int, int], int] = {}  # last pass: (parent, token) -> node
+        self._rows: dict[int, NDArray[np.float32]] = {}  # last pass's logits, until beams advance
         rules = BeamRules(
             params.num_beams,
             params.length_penalty,
@@ -116,11 +116,11 @@ class BeamSequence(Sequence):
             rules,
             Hypothesis(text=self._new_text() if params.stop else None),
             self._grow,
-            lambda item: item.has_ended,
+            lambda beam: beam.has_ended,
             by_score if params.is_greedy else self._drawn,
         )
 
-    # --- what the scheduler and the engine ask -------------------------------------------------
+    # --- queries of the scheduler and the engine -----------------------------------------------
 
     @property
     def is_decoding(self) -> bool:
@@ -161,31 +161,31 @@ class BeamSequence(Sequence):
         yield from ()
 
     def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
-        """Return a tree that nobody looks at: the nodes are the beams'."""
+        """Return a placeholder tree: the nodes of the step are the beams'."""
         num_live, num_pending = len(self._parents), len(self._pending)
-        if num_pending > (num_free := self.computing.num_free_slots):
+        if num_pending > (num_free := self.active_kv.num_free_slots):
             num_beams = self.sampler.params.num_beams
             self.request.fail(
                 BeamMemoryFull(num_beams, num_live + num_pending, num_live + num_free)
             )
         return _ONE_TOKEN[0]
-        yield  # what makes this a generator
+        yield  # makes this a generator
 
     def min_rows(self) -> SequenceInput:
         return self.decode_chunk(_ONE_TOKEN[0]) if self._has_started else super().min_rows()
 
     def decode_chunk(self, tree: DraftTree) -> SequenceInput:
         parents, token_ids = zip(*self._pending, strict=True)
-        return SequenceInput(self.computing, token_ids, parents)
+        return SequenceInput(self.active_kv, token_ids, parents)
 
     @property
     def _pending(self) -> list[tuple[int, int]]:
         return list(dict.fromkeys(beam.pending for beam in self._search.running))
 
-    # --- what a step brought -------------------------------------------------------------------
+    # --- outcome of a step ---------------------------------------------------------------------
 
     def sample_first(self, scores: SequenceOutput) -> None:
-        """Choose the beams' first tokens, where the prompt has come to its end."""
+        """Choose the beams' first tokens once the prompt is computed."""
         if not len(scores.logits):
             return
         try:
@@ -197,7 +197,7 @@ class BeamSequence(Sequence):
             self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
-        """Lengthen the running beams by one token."""
+        """Extend the running beams by one token."""
         try:
             unique, beams = self._pending, [beam.pending for beam in self._search.running]
             self._nodes = dict(zip(unique, scores.node_ids, strict=True))
@@ -211,7 +211,7 @@ class BeamSequence(Sequence):
         return None
 
     def finish(self) -> None:
-        """Make the outputs of the best hypotheses; the best unfinished one if none has ended."""
+        """Output the best finished hypotheses, or the best unfinished one if none has ended."""
         if self._has_started:
             self._outputs = [
                 self._output(index, result, score)
@@ -229,14 +229,14 @@ class BeamSequence(Sequence):
         return self._outputs or super().outputs
 
     def _output(self, index: int, result: Hypothesis, score: float) -> CompletionOutput:
-        item = Sequence(self.request, self.sampler, self._limit, self._new_text(), index)
-        item.fill(result.token_ids, result.logprobs, result.top_logprobs)
-        return replace(item.outputs[0], score=score)
+        sequence = Sequence(self.request, self.sampler, self._limit, self._new_text(), index)
+        sequence.fill(result.token_ids, result.logprobs, result.top_logprobs)
+        return replace(sequence.outputs[0], score=score)
 
     # --- the search ----------------------------------------------------------------------------
 
     def _advance(self, nodes: list[int]) -> None:
-        """Choose continuations; nodes [num_beams]: where each running beam's row is."""
+        """Choose continuations; nodes [num_beams]: the node of each running beam's logits."""
         self._search.advance(self._processed(nodes))
         self._rows = {}
         if self._search.is_over:
@@ -266,8 +266,8 @@ class BeamSequence(Sequence):
         params, token = self.sampler.params, grown.token_ids[-1]
         if not params.logprobs:
             return grown
-        known = self._rows[node][: self.sampler.n_tokens]
-        logprob, top = logprobs_of_token(known, token, params.n_top_logprobs)
+        logits = self._rows[node][: self.sampler.n_tokens]
+        logprob, top = logprobs_of_token(logits, token, params.n_top_logprobs)
         return replace(
             grown,
             logprobs=(*grown.logprobs, logprob),
@@ -278,8 +278,8 @@ class BeamSequence(Sequence):
         """Return keys for draws without replacement from softmax(scores), the largest drawn first.
 
         The k largest of score + Gumbel noise are k such draws (Vieira 2014; Kool et al. 2019). The
-        noise is that of (seed, position), entry beam * vocab + token of it. Continuations of
-        probability 0 come last: only where there are not k others.
+        noise is keyed by (seed, position), with one value per beam * vocab + token. Continuations
+        of probability 0 are drawn only where there are fewer than k others.
         """
         position = len(self.token_ids) + len(self._search.running[0].token_ids)
         return scores + gumbel_at(self.sampler.seed, position, which)
@@ -287,18 +287,18 @@ class BeamSequence(Sequence):
     # --- nodes ---------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop branches that no running beam continues; commit what all of them share."""
+        """Drop branches that no running beam continues; commit the prefix that all share."""
         running = self._search.running
         paths = [self._path(beam.above) for beam in running]
         alive = {node for path in paths for node in path}
         dead = [n for n, parent in self._parents.items() if n not in alive]
         roots = [n for n in dead if self._parents[n] == PREFIX or self._parents[n] in alive]
         if roots:
-            self.computing.prune(roots)
-        shared = _common_beginning(paths)
+            self.active_kv.prune(roots)
+        shared = _common_prefix(paths)
         if shared:
             below = {path[len(shared)] for path in paths if len(path) > len(shared)}
-            self.computing.commit(shared, keep=sorted(below))
+            self.active_kv.commit(shared, keep=sorted(below))
         committed, end = set(shared), shared[-1] if shared else None
         self._parents = {
             node: PREFIX if parent == end else parent
@@ -318,13 +318,13 @@ class BeamSequence(Sequence):
         return path[::-1]
 
 
-def _common_beginning(paths: SequenceOf[list[int]]) -> list[int]:
+def _common_prefix(paths: SequenceOf[list[int]]) -> list[int]:
     levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
     return [level[0] for level in levels]
 
 
 def check_beams(num_beams: int, spec: SpecConfig, max_beams: int) -> None:
-    """Raise ConfigError where a loaded target cannot run so many beams."""
+    """Raise ConfigError if the loaded target cannot run `num_beams` beams."""
     if spec.acceptance != "match" or not spec.is_lossless:
         rule = f"acceptance {spec.acceptance!r}"
         if spec.accept_threshold is not None:

@@ -1,8 +1,8 @@
 """DraftWorker: a thread that drafts the next trees while the target's pass runs (PEARL).
 
-The thread ends before a pass that runs alone. OpenMP holds workers for every thread that computes,
-and where these are more than the cores, all of them fall asleep at once after each product: waking
-them takes 100 us (2 cores of an EPYC), as long as a small model's product.
+The thread ends before a pass that runs alone. OpenMP keeps workers for every thread that computes.
+If these outnumber the cores, all of them sleep after each matrix product, and waking them takes
+100 us (2 cores of an EPYC), as long as a small model's product.
 
 PEARL: Liu et al. 2024, arXiv 2408.11850.
 """
@@ -20,12 +20,12 @@ from offload.process.worker import POLL_SECONDS, Worker
 T = TypeVar("T")
 
 _NICENESS = 10
-"""The pass goes first: drafting takes what it leaves of the cores."""
+"""Niceness added to the draft thread: the target's pass has priority on the cores."""
 _MAX_NICE = 19
 
 
 class DraftWorker:
-    """Runs one function at a time beside the caller."""
+    """A thread that runs one drafting function at a time, in parallel to the caller."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
@@ -39,10 +39,9 @@ class DraftWorker:
     ) -> T:
         """Return the result of `run_pass`, while `draft(should_stop)` runs in the thread.
 
-        Both have ended when this returns or raises. When the pass ends, the draft is told to stop,
-        and finishes what it has begun. After an error in either of them the other one is cancelled.
-        Where both fail, the draft's error is raised if it was there when the pass's was caught: it
-        most likely had the pass cancelled.
+        Both have ended when this returns or raises. When the pass ends, the draft is told to stop
+        after its current pass. An error in either of them cancels the other one. If both fail, the
+        draft's error is raised if it came first, because it then most likely cancelled the pass.
         """
         work = _Draft(cancel_pass)
         self._worker = self._worker or Worker("specdec-draft", _be_nice)
@@ -56,7 +55,7 @@ class DraftWorker:
                 cancel_draft()
                 wait([drafting], POLL_SECONDS)
             if first is not None and isinstance(error, Exception):
-                raise first from None  # it had the pass cancelled
+                raise first from None  # it cancelled the pass
             raise
         work.stop()
         drafting.result()
@@ -66,14 +65,14 @@ class DraftWorker:
         return result
 
     def close(self) -> None:
-        """End the thread, until it is needed again. Idempotent."""
+        """End the thread; the next `beside` starts it again. Idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
 
 class _Draft:
-    """What runs beside one pass, and what came of it."""
+    """Drafting beside one pass, and its error if it failed."""
 
     def __init__(self, cancel_pass: Callable[[], None]) -> None:
         self._cancel_pass = cancel_pass
@@ -81,7 +80,7 @@ class _Draft:
         self._error: BaseException | None = None
 
     def run(self, draft: Callable[[Callable[[], bool]], None]) -> None:
-        """Draft, in the thread; after an error the pass is cancelled."""
+        """Draft, in the worker's thread; cancel the pass after an error."""
         try:
             draft(self._should_stop.is_set)
         except BaseException as error:
@@ -99,7 +98,7 @@ class _Draft:
 
 
 def _be_nice() -> None:
-    """Lower the priority of the calling thread and of those that its libraries start."""
+    """Lower the priority of the calling thread and of threads that its libraries start."""
     thread = threading.get_native_id()
     present = os.getpriority(os.PRIO_PROCESS, thread)
     os.setpriority(os.PRIO_PROCESS, thread, min(present + _NICENESS, _MAX_NICE))

@@ -15,24 +15,24 @@ from specdec.policy.opportunistic_layers import OpportunisticLayers
 
 
 class Owner(Protocol):
-    """Who has sequences run."""
+    """Owner of running sequences: prepares them and records their statistics."""
 
     def begin(self, sequence: Sequence) -> None:
-        """Prepare it; in the engine's thread."""
+        """Prepare a sequence; called in the engine's thread."""
 
     def note_finished(self, request: Request) -> None:
-        """Note the request's figures at its end; in the engine's thread."""
+        """Record the statistics of a finished request; called in the engine's thread."""
 
 
 class Running(NamedTuple):
-    """A request, its sequences and who wants them."""
+    """A running request, its sequences and their owner."""
 
     request: Request
     sequences: SequenceOf[Sequence]
     owner: Owner
 
     def finish(self) -> None:
-        """Complete outputs and figures, and let nobody wait any more."""
+        """Complete outputs and statistics, and wake whoever waits for the request."""
         try:
             for sequence in self.sequences:
                 sequence.finish()
@@ -45,7 +45,7 @@ class Engine(EngineThread):
     """Runs the steps of all requests in a thread that owns the models.
 
     Attributes:
-        scheduler, speculation, spare: set by who loads the models, in the thread.
+        scheduler, speculation, layer_cache: set once the models are loaded, in this thread.
     """
 
     scheduler: Scheduler | None = None
@@ -55,9 +55,9 @@ class Engine(EngineThread):
     def __init__(self) -> None:
         self._running: list[Running] = []
         self._in_pass: SequenceOf[Request] = ()
-        """Requests that the running step serves."""
+        """Requests of the current step."""
         self._num_cancels = 0
-        """Times that a running pass was asked to end."""
+        """Number of calls of `cancel_pass` so far."""
         super().__init__()
 
     def run(self) -> None:
@@ -67,7 +67,7 @@ class Engine(EngineThread):
                 self.run_step()
 
     def run_step(self) -> None:
-        """Run one step, if there is something to do, and finish the requests that are over."""
+        """Run one step if any sequence can be scheduled, and finish requests that have ended."""
         assert self.scheduler is not None, "requests are added when the models are loaded"
         self._finish_requests()
         num_cancels, batch = self._num_cancels, Batch()
@@ -80,9 +80,9 @@ class Engine(EngineThread):
         self._finish_requests()
 
     def step(self, batch: Batch) -> None:
-        """Run one forward pass of the target; each sequence takes its new tokens.
+        """Run one forward pass of the target, and append the new tokens to each sequence.
 
-        Raises an error of the models: nothing of the step counts then (`recover`).
+        Raises errors of the models; the step is then undone by `recover`.
         """
         self._in_pass = batch.requests
         self._make_way(batch)
@@ -100,57 +100,56 @@ class Engine(EngineThread):
         self._pin_layers(batch, trees)
 
     def recover(self, batch: Batch, error: BaseException, *, is_cancelled: bool) -> None:
-        """Let a step that failed end its sequences; others go on.
+        """Fail the requests of a step that raised; other requests go on.
 
-        is_cancelled: it was cut short for one that nobody wants any more: the others try again.
-        Without a batch, which failed while it was made, all requests end.
+        is_cancelled: the step was cut short for a cancelled request, and the others try again.
+        An empty batch means that scheduling itself failed: all requests fail.
         """
         _release_frames(error)
         self._in_pass = ()
-        everything = [sequence for item in self._running for sequence in item.sequences]
-        for sequence in batch.sequences or everything:
+        all_sequences = [sequence for running in self._running for sequence in running.sequences]
+        for sequence in batch.sequences or all_sequences:
             if is_cancelled:
                 sequence.try_recover()
             else:
                 sequence.request.fail(error)
 
     def _make_way(self, batch: Batch) -> None:
-        """Free memory that holds layers, where prompts are about to need it."""
-        if batch.prefill or batch.has_new:  # whose KV may come from a file, but not the draft's
+        """Free opportunistic layers whose memory the batch's prompts need."""
+        # swapped-in KV: the draft must still compute its own
+        if batch.prefill or batch.has_admitted:
             num_tokens, num_seqs = self._num_cached
             self.layer_cache.make_capacity(num_tokens + batch.num_prefill_tokens, num_seqs)
 
     def _pin_layers(self, batch: Batch, trees: Trees) -> None:
-        """Let memory that is not used hold layers meanwhile."""
+        """Pin layers in memory that the KV cache and activations do not use at the moment."""
         assert self.scheduler is not None, "a step was scheduled"
         num_tokens, num_seqs = self._num_cached
         running = self.scheduler.running
         if batch.prefill:
-            more = any(not item.is_decoding for item in running) or bool(self.scheduler.waiting)
+            more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
             self.layer_cache.begin(num_tokens, num_seqs, more_enter=more)
         else:
-            num_lacking = sum(
-                item.drafter.n_lacking(item.token_ids) for item in running if item.drafts
-            )
+            num_lacking = sum(seq.drafter.n_lacking(seq.token_ids) for seq in running if seq.drafts)
             num_scored = sum(len(tree) for _, tree in trees)
             self.layer_cache.pin(num_scored, num_tokens, num_seqs, num_lacking)
 
     @property
     def _num_cached(self) -> tuple[int, int]:
-        """Tokens in the target's KV cache, and sequences that have KV."""
+        """Number of tokens in the target's KV cache, and of sequences that have KV."""
         assert self.scheduler is not None, "a step was scheduled"
         return self.scheduler.kv.cache.n_committed, len(self.scheduler.running)
 
     def _finish_requests(self) -> None:
-        """Free sequences that are over, and finish the requests that have no others."""
+        """Free finished sequences, and finish requests whose sequences have all finished."""
         assert self.scheduler is not None, "requests are added when the models are loaded"
         self.scheduler.free_finished()
         is_over = [
             all(sequence.is_finished for sequence in running.sequences) for running in self._running
         ]
-        over = [item for item, has_ended in zip(self._running, is_over, strict=True) if has_ended]
-        self._running = [item for item in self._running if item not in over]
-        for running in over:
+        finished = [item for item, is_end in zip(self._running, is_over, strict=True) if is_end]
+        self._running = [item for item in self._running if item not in finished]
+        for running in finished:
             self.scheduler.totals.add(requests=1)
             running.finish()
 
@@ -165,7 +164,7 @@ class Engine(EngineThread):
     # --- messages, from any thread -------------------------------------------------------------
 
     def add(self, request: Request, sequences: SequenceOf[Sequence], owner: Owner) -> None:
-        """Let a request take part from the next step on. Raises CalledFromInside."""
+        """Add a request to the next step's candidates. Raises CalledFromInside."""
         self.check_caller()
 
         def begin() -> None:
@@ -185,9 +184,9 @@ class Engine(EngineThread):
         self.send(begin)
 
     def cancel(self, request: Request) -> None:
-        """End it soon, with the pass that runs where that serves nobody else; does not wait.
+        """Cancel a request without waiting; also cancel a running pass that serves no other.
 
-        A call that comes just before a pass may be lost: whoever waits for the end asks again.
+        A call just before a pass may miss it: whoever waits for the end calls again.
         """
         request.is_cancelled = True
 
@@ -201,13 +200,13 @@ class Engine(EngineThread):
             self.cancel_pass()
 
     def cancel_pass(self) -> None:
-        self._num_cancels += 1  # first: a pass that it ends knows why
+        self._num_cancels += 1  # first, so that `run_step` sees why its pass ended
         if self.scheduler is not None:
             self.speculation.request_cancel()
 
 
 def _release_frames(error: BaseException) -> None:
-    """Release the weights that the frames of a failed pass hold: the error may be kept."""
+    """Clear the frames of a failed pass, so that a stored error does not keep weights alive."""
     causes: list[BaseException | None] = [error]
     for cause in causes:
         if cause is not None:

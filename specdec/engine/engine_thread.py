@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class ModelClosed(SpecdecError):
-    """A model was asked for something after its end."""
+    """A closed model was used."""
 
     def __init__(self) -> None:
         super().__init__("the model is closed; load it again")
 
 
 class ModelElsewhere(SpecdecError):
-    """A forked process asked for something of its parent's model."""
+    """A forked process used its parent's model."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class ModelElsewhere(SpecdecError):
 
 
 class CalledFromInside(SpecdecError):
-    """A function that the engine calls waits for the engine."""
+    """A function that the engine calls would wait for the engine."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -46,12 +46,12 @@ class CalledFromInside(SpecdecError):
 
 
 class EngineThread(ABC):
-    """Runs `run` in a thread of its own until it is closed; other threads send messages.
+    """A thread that executes `run` until it is closed; other threads send it messages.
 
-    Ctrl-C reaches only who waits for an answer, and nothing that computes is cut at a bytecode.
+    Ctrl-C reaches only threads that wait for an answer; it never interrupts a computation.
 
     Attributes:
-        at_end: closed in the thread when it ends: the models.
+        at_end: exit stack of the models, closed in the thread when it ends.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class EngineThread(ABC):
 
     @abstractmethod
     def abort(self, error: BaseException | None) -> None:
-        """End what runs, before the models are freed.
+        """End all running requests, before the models are freed.
 
-        error: a fault of the engine itself, where it did not just end.
+        error: a fault of the engine itself; None at a normal end.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class EngineThread(ABC):
         """End a running forward pass soon; any thread may call it."""
 
     def drain_inbox(self, *, must_wait: bool = False) -> None:
-        """Do what the messages say; wait for one where there is nothing else to do."""
+        """Handle all messages in the inbox; wait for one first if `must_wait`."""
         if must_wait:
             self._inbox.get()()
         while True:
@@ -94,7 +94,7 @@ class EngineThread(ABC):
         fault: BaseException | None = None
         try:
             self.run()
-        except BaseException as error:  # nobody may wait for ever
+        except BaseException as error:  # no caller may wait for ever
             logger.exception("the engine has ended")
             fault = error
         self._is_closing = True
@@ -111,9 +111,9 @@ class EngineThread(ABC):
     # --- from any thread -----------------------------------------------------------------------
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return what `function` returns, called in the thread between two steps.
+        """Call `function` in the thread between two steps, and return its result.
 
-        Raises what it raises; ModelClosed; CalledFromInside.
+        Raises its errors, ModelClosed or CalledFromInside.
         """
         self.check_caller()
         return _take_result(self._submit(function))
@@ -133,18 +133,18 @@ class EngineThread(ABC):
         return future
 
     def send(self, message: Callable[[], None]) -> None:
-        """Let the thread call `message` between two steps; does not wait."""
+        """Let the thread call `message` between two steps, without waiting."""
         self._inbox.put(message)
-        if self._has_ended:  # nobody else answers
+        if self._has_ended:  # no thread is left to answer
             self.drain_inbox()
 
     def close(self) -> None:
-        """End the thread and free the models; waits for that, but in the thread itself.
+        """End the thread and free the models; wait for both, except in the thread itself.
 
-        Idempotent. Raises what freeing them raised.
+        Idempotent. Re-raises an error of freeing the models.
         """
         self.close_soon()
-        if self.is_current_thread:  # the frames below use what would be freed
+        if self.is_current_thread:  # calling frames still use the models
             return
         while self._thread.is_alive():
             self._thread.join(POLL_SECONDS)
@@ -154,13 +154,13 @@ class EngineThread(ABC):
             raise error
 
     def close_soon(self) -> None:
-        """End the thread behind its step; does not wait."""
+        """End the thread after its current step, without waiting."""
         self._is_closing = True
         self.send(lambda: None)
         self.cancel_pass()
 
     def check_caller(self) -> None:
-        """Raise CalledFromInside in the thread itself, which would wait for itself."""
+        """Raise CalledFromInside in the engine's thread, which would wait for itself."""
         if self.is_current_thread:
             raise CalledFromInside
 

@@ -1,9 +1,9 @@
-"""KVCacheManager: which sequences have KV, and what becomes of it.
+"""KVCacheManager: allocate, share, swap and free the KV of sequences.
 
-First come first served, by priorities. Where the KV cache has no capacity for all, the sequence
-that came last is preempted: its KV is swapped out to a file and swapped in when it goes on. It is
-computed anew where that is quicker, or where no file can be written (vLLM's recomputation, Kwon et
-al. 2023).
+Scheduled by priority, then first come, first served. Where the KV cache has no capacity for all,
+the sequence that came last is preempted: its KV is swapped out to a file and swapped in when it
+goes on. It is recomputed where that is quicker, or where no file can be written (vLLM's
+recomputation, Kwon et al. 2023).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
 
 FILE_SECONDS = 0.01
-"""Of writing a file and reading it again, however short it is, and ..."""
+"""Fixed cost of writing a KV file and reading it again."""
 FILE_BYTES_PER_SECOND = 200e6
-"""... of each way: a slow disk's. On a faster one a file pays for fewer tokens than it is used for,
-and those are few: 15 of a 3B in bf16, whose rows take 60 ms."""
+"""Bandwidth of each direction on a slow disk. On a faster disk a file would already pay for fewer
+tokens, but only few are lost: 15 tokens of a 3B in bf16 take 60 ms."""
 _OWN_SHARE = 0.5
-"""Of a sequence's tokens, that no other one holds, for a file to be worth it: what others hold is
-shared with them, and what a file brings takes memory of its own."""
+"""Minimum fraction of a sequence's tokens whose KV no other sequence shares, for swapping to pay:
+shared KV takes no memory of its own, KV from a file does."""
 _PAYS_TO_WAIT = 16
-"""Tokens that a prompt begins with, for it to wait for another one that is computing them."""
+"""Minimum common prefix, in tokens, for a prompt to wait for another one that is computing it."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
 
 
 class KVCacheManager:
-    """Allocates, frees, preempts.
+    """Allocates, frees and preempts the target's KV of sequences.
 
     Args:
-        cache: the target's KV by prefix.
-        files: where preempted sequences are swapped out to.
-        cost: how long passes take.
-        max_num_seqs: that have KV at a time.
+        cache: the target's prefix cache.
+        files: store of swapped-out KV.
+        cost: seconds of passes.
+        max_num_seqs: maximum number of sequences that have KV at a time.
 
     Attributes:
         running: sequences that have KV.
@@ -62,7 +62,7 @@ class KVCacheManager:
     # --- allocate ------------------------------------------------------------------------------
 
     def allocate(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence KV, as much of it as is cached; False where it has to wait."""
+        """Give a waiting sequence its cached KV and capacity for the rest; False if it waits."""
         if len(self.running) >= self._max_num_seqs or self._waits_for_another(sequence):
             return False
         if sequence.keeps_nodes and any(item.keeps_nodes for item in self.running):
@@ -79,7 +79,7 @@ class KVCacheManager:
         return True
 
     def _match_prefix(self, sequence: Sequence) -> bool:
-        """Take up the KV that is cached, if there is capacity for the rest."""
+        """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
         ids = sequence.ids_to_compute
         kv = self._new_kv(ids, sequence.request.cache_prompt)
         if kv is None:
@@ -91,14 +91,14 @@ class KVCacheManager:
         return False
 
     def _swap_in(self, sequence: Sequence) -> bool:
-        """Take up the KV that the sequence's file has, if there is capacity."""
+        """Attach the KV of the sequence's file, if there is capacity."""
         ids, file = sequence.ids_to_compute, sequence.kv_file
         assert file is not None, "a sequence without a file is not swapped in"
         kv = self._new_kv(ids, cache_prompt=False)
         if kv is None:
             return False
         has_capacity = self._has_capacity(len(ids), kv)
-        if has_capacity:  # it may be alone: what is cached goes then
+        if has_capacity:  # also true for the only sequence: then cached KV is dropped for it
             self.cache.make_capacity(kv, len(ids))
         num_growth_bytes = self._target.kv_growth_bytes(self.cache.n_committed + len(ids))
         if has_capacity and file.load(kv, num_growth_bytes):
@@ -112,7 +112,7 @@ class KVCacheManager:
         return self._match_prefix(sequence)
 
     def _new_kv(self, token_ids: SequenceOf[int], cache_prompt: bool) -> SequenceKV | None:
-        """Return None where the backend has no capacity for one more beside those that run."""
+        """Return KV for a sequence; None if the backend has no capacity beside the running ones."""
         try:
             return self.cache.begin(token_ids, skips_cache=not cache_prompt)
         except BackendError:
@@ -121,40 +121,40 @@ class KVCacheManager:
             raise
 
     def _has_capacity(self, num_tokens: int, kv: SequenceKV) -> bool:
-        """Return whether it fits with the others' growth.
+        """Return whether `num_tokens` more tokens fit beside the other sequences' growth.
 
-        Alone it is let in: more capacity there will never be.
+        The only sequence is always scheduled: there will never be more capacity.
         """
         if not self.running:
             return True
         batch = [_tokens(kv, num_tokens + _TOKENS_TO_GROW)]
         for other in self.running:
-            batch.append(_tokens(other.computing, other.num_uncomputed + _TOKENS_TO_GROW))
+            batch.append(_tokens(other.active_kv, other.num_uncomputed + _TOKENS_TO_GROW))
         return self._target.n_fitting(batch) == len(batch)
 
     def _waits_for_another(self, sequence: Sequence) -> bool:
-        """Return whether another one is computing the prefix of this one, too."""
+        """Return whether a running sequence is computing a prefix of this one."""
         ids = sequence.ids_to_compute[:-1]
         for other in self.running:
             if not sequence.request.cache_prompt or other.is_decoding:
                 continue
             num_common = common_length(other.token_ids, ids)
-            if num_common - other.computing.n_committed >= _PAYS_TO_WAIT:
+            if num_common - other.active_kv.n_committed >= _PAYS_TO_WAIT:
                 return True
         return False
 
     # --- capacity of a step --------------------------------------------------------------------
 
     def make_capacity(self, sequences: SequenceOf[Sequence], max_num_nodes: int) -> list[Sequence]:
-        """Let each of them take part with at least its next tokens; return those preempted for it.
+        """Make capacity for the next tokens of each sequence; return the sequences preempted.
 
-        max_num_nodes: nodes that one pass scores.
+        max_num_nodes: maximum nodes that one pass scores.
         """
         remaining = list(sequences)
         preempted: list[Sequence] = []
         num_nodes = max_num_nodes // max(1, len(remaining))
         for item in remaining:
-            self.cache.make_capacity(item.computing, max(num_nodes, item.num_uncomputed))
+            self.cache.make_capacity(item.active_kv, max(num_nodes, item.num_uncomputed))
         while True:
             batch = [item.min_rows() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
@@ -162,12 +162,12 @@ class KVCacheManager:
             if self.cache.drop_oldest():
                 continue
             if len(remaining) < 2:
-                return preempted  # more capacity there will never be: the pass says what is full
-            self.preempt(remaining[-1])  # the last one in rank
+                return preempted  # there will never be more: the pass raises what is full
+            self.preempt(remaining[-1])  # the lowest rank
             preempted.append(remaining.pop())
 
     def within_nodes(self, decode: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
-        """Return those, from the first on, that live nodes are left for: beams may hold most."""
+        """Return the first sequences whose step fits the free nodes: beams may use most of them."""
         num_left = self._target.num_free_nodes
         for index, item in enumerate(decode):
             num_left -= item.min_step_tokens
@@ -178,16 +178,16 @@ class KVCacheManager:
     # --- free ----------------------------------------------------------------------------------
 
     def free(self, sequence: Sequence) -> None:
-        """Leave the KV of a sequence that is over to the prefix cache."""
+        """Leave the KV of a finished sequence to the prefix cache."""
         self.running.remove(sequence)
-        self.cache.end(sequence.computing)
+        self.cache.end(sequence.active_kv)
         sequence.detach()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take the KV away, swapped out where that is quicker than computing it anew."""
+        """Free the KV of a sequence; swap it out where that is quicker than recomputing it."""
         self._totals.add(preempted=1)
         self.running.remove(sequence)
-        kv = sequence.computing
+        kv = sequence.active_kv
         num_bytes = kv.n_committed * self._target.kv_bytes // max(1, self._target.n_kv_allocated)
         num_shared = self._num_shared(sequence, kv)
         if not sequence.keeps_nodes and self._pays_off(kv.n_committed, num_shared, num_bytes):
@@ -208,13 +208,13 @@ class KVCacheManager:
         return self._pays_off(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
 
     def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
-        """Return how many of its first tokens others have KV of."""
+        """Return the number of its first tokens that others have KV of."""
         if not sequence.request.cache_prompt:
             return 0
         return self.cache.n_common(sequence.ids_to_compute, own)
 
     def _pays_off(self, num_tokens: int, num_shared: int, num_bytes: int) -> bool:
-        """Return whether a file is quicker than the tokens of passes that it saves."""
+        """Return whether writing and reading a file is quicker than recomputing its tokens."""
         num_own = num_tokens - num_shared
         if num_own < _OWN_SHARE * num_tokens:
             return False
@@ -223,5 +223,5 @@ class KVCacheManager:
 
 
 def _tokens(kv: SequenceKV, num_tokens: int) -> SequenceInput:
-    """Return so many tokens, to ask for the capacity that they take."""
+    """Return a placeholder input of `num_tokens` tokens, to query the capacity it takes."""
     return SequenceInput(kv, [0] * num_tokens)

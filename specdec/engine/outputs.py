@@ -11,9 +11,9 @@ from specdec.sampling.params import SEED_LIMIT
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """Seed of the index-th of several sequences: (seed + index) mod 2^64, as in vLLM.
+    """Return the seed of the index-th of several sequences: (seed + index) mod 2^64, as in vLLM.
 
-    So each sequence is what a generation of its own with that seed gives. Neighbouring seeds are
+    So each sequence equals a generation of its own with that seed. Neighbouring seeds are
     different keys of the noise generator, whose streams are independent.
     """
     return (seed + index) % SEED_LIMIT
@@ -25,43 +25,43 @@ class CompletionOutput:
 
     text: str
     token_ids: tuple[int, ...]
-    """All new tokens, the one that ended the text included."""
+    """All new tokens, including the one that ended the sequence."""
     finish_reason: str
     """"stop" (end-of-sequence or stop string), "length" or "cancelled"."""
     logprobs: tuple[float, ...] | None = None
-    """log p of each token under the model itself, before any processor; None unless asked for."""
+    """log p of each token under the model itself, before any processor; None unless requested."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     """With `logprobs=k`: {token id: log p} of the k likeliest and the chosen token, likeliest
     first."""
     seed: int | None = None
-    """Which a generation of its own gives this sequence with; None when greedy."""
+    """Seed that reproduces this sequence in a generation of its own; None when greedy."""
     score: float | None = None
-    """Of beam search: sum of processed log-probabilities / length^length_penalty."""
+    """Beam search: sum of processed log-probabilities / length^length_penalty."""
     finish_note: str | None = None
-    """The figure of the context that cut the text off, and what to do; empty where none did."""
+    """Context length that cut the sequence off, and the remedy; None where it did not."""
 
     @property
     def note(self) -> dict[str, str]:
-        """The note as a JSON entry; no entry where there is none."""
+        """The note as a JSON entry, or no entry."""
         return {} if self.finish_note is None else {"finish_note": self.finish_note}
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step added; of beam search, a whole sequence."""
+    """Text and tokens that one step added; for beam search, a whole sequence."""
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0
-    """Which of several sequences it belongs to; they come in turns."""
+    """Index of the sequence it belongs to; chunks of several sequences interleave."""
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished generation. The text and so on are those of the first (or best) sequence."""
+    """A finished generation; `text` and the like are the first (or best) sequence's."""
 
     outputs: tuple[CompletionOutput, ...]
-    """All sequences: in the order of their seeds, those of beam search best first."""
+    """All sequences: in the order of their seeds; for beam search, best first."""
     stats: GenerationStats
     prompt_token_ids: Sequence[int] = ()
 

@@ -1,9 +1,9 @@
-"""A file that carries the KV caches from one process to the next.
+"""A file that carries KV caches from one process to the next.
 
-It is a safetensors file: for the target and, where there is one, for the draft the tokens and the
-KV of all of them, under `target.` and `draft.`. KV is of use to the very model that it was computed
-by, so the file tells which that was: the target of another is refused. A draft's is left out then:
-without it the output is the same.
+It is a safetensors file with the tokens and their KV of the target and, where there is one, the
+draft, under `target.` and `draft.`. KV is valid only for the model that computed it, so the file
+has the models' fingerprints: another target's file is refused. Another draft's KV is ignored,
+because the output is the same without it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _T = TypeVar("_T")
 
 
 class PromptCacheError(SpecdecError):
-    """A prompt cache file cannot be used or not be written."""
+    """A prompt cache file cannot be used or written."""
 
 
 def fingerprint(model: OpenedModel) -> str:
-    """Of the model and what its token ids mean, SHA-256 in hex."""
+    """Return the SHA-256, in hex, of the model and its vocabulary."""
     digest = hashlib.sha256(model.source.fingerprint().encode())
     digest.update("\0".join(token or "" for token in model.vocabulary.tokens).encode())
     return digest.hexdigest()
 
 
 def check_file(path: str | Path) -> None:
-    """What needs no model: raise PromptCacheError where no prompt cache can be, or none is.
+    """Raise PromptCacheError if the path cannot be, or is not, a prompt cache. Needs no model.
 
-    A file that is not there is to be written.
+    A missing file is fine: it is to be written.
     """
     path = Path(path).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         problem = "is a folder" if path.is_dir() else "lies in a folder that is not there"
         raise PromptCacheError(f"the prompt cache file {path} {problem}: name another file")
-    if path.exists() and not path.is_file():  # a device or a FIFO, which nobody shall remove
+    if path.exists() and not path.is_file():  # a device or a FIFO, never to be replaced
         raise PromptCacheError(
             f"the prompt cache file {path} is not a regular file: name another file"
         )
@@ -68,12 +68,12 @@ def check_file(path: str | Path) -> None:
 
 
 class PromptCache:
-    """One file, and the models whose KV it may hold.
+    """A prompt cache file, and the models whose KV it may contain.
 
     Reads and checks the file, if there is one, before the models' weights are loaded.
 
     Raises:
-        PromptCacheError: there can be no such file, or it is no prompt cache, damaged, or of
+        PromptCacheError: the path cannot be a file, or it is no prompt cache, damaged, or of
             another target.
     """
 
@@ -100,9 +100,9 @@ class PromptCache:
         return file
 
     def restore(self, target: PrefixCache, draft: PrefixCache | None) -> None:
-        """Keep what the file has as a text that is over; done once.
+        """Load the file's KV into the prefix caches, as of a finished sequence; done once.
 
-        Raises PromptCacheError where it cannot be this model's, or the model's KV not be saved.
+        Raises PromptCacheError if the file does not fit the model or its KV cannot be saved.
         """
         if not target.backend.can_save_prefix:
             raise PromptCacheError(
@@ -120,13 +120,13 @@ class PromptCache:
                         self._fill(role, prefix_cache, file)
         except CheckpointError as error:
             raise self._refusal(str(error)) from error
-        self._in_file = _pinned(both)
-        reset_peak_rss()  # the file's pages were this process's for a moment
+        self._in_file = _newest_tokens(both)
+        reset_peak_rss()  # the mapped file counted as this process's memory meanwhile
 
     def save(self, target: PrefixCache, draft: PrefixCache | None) -> None:
-        """Write the newest text, unless that is what the file has.
+        """Write the KV of the newest sequence, unless the file has it already.
 
-        Raises PromptCacheError, and leaves the file as it was.
+        Raises PromptCacheError and leaves the file unchanged if it cannot be written.
         """
         try:
             with ExitStack() as stack:
@@ -141,33 +141,29 @@ class PromptCache:
             raise self._not_written(str(error)) from error
 
     def _save(self, newest: Mapping[str, SequenceKV | None]) -> None:
-        prefix_cache = {role: text for role, text in newest.items() if text is not None}
-        pinned = {
-            role: list(text.committed_ids)
-            for role, text in prefix_cache.items()
-            if text.n_committed
-        }
-        if pinned == self._in_file or _TARGET not in pinned:
+        kvs = {role: kv for role, kv in newest.items() if kv is not None}
+        tokens = {role: list(kv.committed_ids) for role, kv in kvs.items() if kv.n_committed}
+        if tokens == self._in_file or _TARGET not in tokens:
             return
         tensors = []
-        for role, token_ids in pinned.items():
+        for role, token_ids in tokens.items():
             tensors.append(TensorShape(f"{role}.{_TOKENS}", "I32", (len(token_ids),)))
-            for tensor in prefix_cache[role].prefix_tensors():
+            for tensor in kvs[role].prefix_tensors():
                 name = f"{role}.{tensor.name}"
                 tensors.append(TensorShape(name, tensor.dtype, tensor.shape))
 
         def fill(buffers: Mapping[str, memoryview]) -> None:
-            for role, token_ids in pinned.items():
+            for role, token_ids in tokens.items():
                 own = _below(role, buffers)
                 own.pop(_TOKENS)[:] = np.array(token_ids, dtype="<i4").tobytes()
-                prefix_cache[role].save_prefix(own)
+                kvs[role].save_prefix(own)
 
-        metadata = {role: self._fingerprints[role] for role in pinned}
+        metadata = {role: self._fingerprints[role] for role in tokens}
         try:
             write_mapped(self.path, tensors, {"format": _FORMAT, **metadata}, fill)
         except OSError as error:
             raise self._not_written(f"{error.strerror or error}: name another file") from error
-        self._in_file = pinned
+        self._in_file = tokens
 
     def _fill(self, role: str, prefix_cache: PrefixCache, file: MappedFile) -> None:
         backend = prefix_cache.backend
@@ -179,18 +175,18 @@ class PromptCache:
                 f"its {len(token_ids)} tokens do not fit in the context of "
                 f"{backend.max_context} (raise --ctx-size)"
             )
-        text = backend.new_sequence()
+        kv = backend.new_sequence()
         try:
-            text.load_prefix(token_ids, tensors)
+            kv.load_prefix(token_ids, tensors)
         except BackendError as error:
-            text.close()
+            kv.close()
             raise self._refusal(str(error)) from error
-        prefix_cache.adopt(text)
+        prefix_cache.adopt(kv)
 
     def _saved(
         self, role: str, vocab_size: int, file: MappedFile
     ) -> tuple[list[int], SavedTensors]:
-        """Tokens and tensors of one model."""
+        """Return the file's tokens and KV tensors of one model."""
         records, buffers = _below(role, file.records), _below(role, file.buffers)
         tokens = records.pop(_TOKENS, None)
         if tokens is None or tokens.dtype != "I32" or len(tokens.shape) != 1 or not tokens.n_bytes:
@@ -229,8 +225,8 @@ def _by_role(target: PrefixCache, draft: PrefixCache | None) -> dict[str, Prefix
 
 @contextmanager
 def _at_rest(prefix_cache: PrefixCache) -> Iterator[SequenceKV | None]:
-    """The newest text, for its live nodes to be dropped, as saving does: of one that is in use,
-    whose drafter or beams go on with theirs, another sequence with the same prefix."""
+    """Yield the newest KV, whose live nodes saving drops: a fork of it if a sequence uses it,
+    because its drafter or beams go on with their nodes."""
     newest = prefix_cache.newest
     if newest is None or newest in prefix_cache.cached:
         yield newest
@@ -239,17 +235,17 @@ def _at_rest(prefix_cache: PrefixCache) -> Iterator[SequenceKV | None]:
         yield other
 
 
-def _pinned(both: Mapping[str, PrefixCache]) -> dict[str, list[int]]:
-    """Tokens of the newest text of each model, where there is one."""
-    pinned = {
+def _newest_tokens(both: Mapping[str, PrefixCache]) -> dict[str, list[int]]:
+    """Return the tokens of each model's newest KV, where there is any."""
+    tokens = {
         role: list(prefix_cache.newest.committed_ids)
         for role, prefix_cache in both.items()
         if prefix_cache.newest is not None
     }
-    return {role: token_ids for role, token_ids in pinned.items() if token_ids}
+    return {role: token_ids for role, token_ids in tokens.items() if token_ids}
 
 
 def _below(role: str, named: Mapping[str, _T]) -> dict[str, _T]:
-    """What is named `role.`, without that."""
+    """Return the entries named `role.*`, without that prefix."""
     start = f"{role}."
     return {n.removeprefix(start): value for n, value in named.items() if n.startswith(start)}

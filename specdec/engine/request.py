@@ -1,4 +1,4 @@
-"""Request: a prompt and parameters as a caller gave them, and the queue of what comes of them."""
+"""Request: a caller's prompt and parameters, and the queue of its output."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from specdec.sampling.params import SamplingParams
 
 
 class Request:
-    """One generation, as a caller asked for it.
+    """One generation, as a caller requested it.
 
     Args:
-        processors: a caller's own logits processors.
+        processors: the caller's own logits processors.
         cache_prompt: whether KV of other sequences may be used.
         priority: larger ones are scheduled first.
-        drafter: a caller's own, in place of those that `spec` names; it serves one sequence after
-            the other.
+        drafter: the caller's own, in place of the drafters that `spec` names; it serves one
+            sequence after the other.
 
     Attributes:
         output: chunks, and None at the end.
-        on_output: called by the engine's thread when there is something in `output`.
-        is_streamed: somebody reads the chunks as they come, so that gaps are noticed.
-        is_cancelled: nobody wants any more of it; any thread may set it.
-        error: what ended it.
-        stats: figures, once it has finished.
+        on_output: called by the engine's thread when something was put in `output`.
+        streams_output: whether a reader takes chunks as they come, and so notices gaps.
+        is_cancelled: whether the caller wants no more of it; any thread may set it.
+        error: the first error, which ended it.
+        stats: statistics, once it has finished.
         use_before: the target's traffic before it began.
-        drafting_index: which of its sequences a caller's own drafter serves.
+        drafting_index: index of the sequence that a caller's own drafter serves.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Request:
         self.cache_prompt, self.priority = cache_prompt, priority
         self.output: SimpleQueue[StreamChunk | None] = SimpleQueue()
         self.on_output: Callable[[], None] = lambda: None
-        self.is_streamed, self.is_cancelled = True, False
+        self.streams_output, self.is_cancelled = True, False
         self.error: BaseException | None = None
         self.stats: GenerationStats | None = None
         self.use_before: StreamUse | None = None
@@ -65,47 +65,47 @@ class Request:
         self._finished = threading.Event()
 
     def claim_start(self) -> bool:
-        """Return True to the first caller alone, who is to start it."""
+        """Return True to the first caller only, who then starts the request."""
         return next(self._num_starts) == 0
 
     def put(self, chunk: StreamChunk | None) -> None:
-        """Hand a chunk to the caller; None: the end."""
+        """Hand a chunk to the caller; None marks the end."""
         self.output.put(chunk)
         self.on_output()
 
     def fail(self, error: BaseException) -> None:
-        """Let all of its sequences end; the first error counts."""
+        """End all of its sequences with an error; only the first error is kept."""
         self.error = self.error or error
 
     @property
     def is_aborted(self) -> bool:
-        """Whether its sequences end, at whatever point they are."""
+        """Whether it was cancelled or failed, so that its sequences end at the next step."""
         return self.is_cancelled or self.error is not None
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more is computed; chunks may be left."""
+        """Whether nothing more is computed; unread chunks may be left."""
         return self._finished.is_set()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until it has finished; whether it has."""
+        """Wait until it has finished; return False at a timeout."""
         return self._finished.wait(timeout_seconds)
 
     def finish(self) -> None:
-        """Let nobody wait for it any more. Idempotent."""
+        """Mark it finished and wake whoever waits for it. Idempotent."""
         if not self.is_finished:
             self._finished.set()
             self.put(None)
 
     def take_error(self) -> BaseException | None:
-        """Return what ended it, once; None where it was cancelled."""
+        """Return and clear the error that ended it; None where it was cancelled."""
         error, self.error = self.error, None
         return None if self.is_cancelled else error
 
 
 @contextmanager
 def own_errors(request: Request) -> Iterator[None]:
-    """Let an error in the block end this request and no other one: a drafter may be a caller's."""
+    """Let an error in the block fail only this request: the code may be a caller's own."""
     try:
         yield
     except Exception as error:

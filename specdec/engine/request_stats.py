@@ -1,4 +1,4 @@
-"""The figures of a request: the recorder's, and those that the backends and the system know."""
+"""Statistics of a request, from its recorder, the backends and the operating system."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def stats_of(
     flops: ModelFlops | None,
     of_all: EngineStats,
 ) -> GenerationStats:
-    """Return the figures of a request so far.
+    """Return the statistics of a request so far.
 
     backends: the target first.
-    of_all: the engine's figures.
+    of_all: statistics of the engine.
     """
     use = backends[0].stream_use
     before = request.use_before or use
@@ -55,7 +55,7 @@ def stats_of(
 
 
 def _decoded_flops(request: Request, flops: ModelFlops, recorded: GenerationStats) -> int:
-    """Return the arithmetic of all tokens but the first, which the prompt's pass brought.
+    """Return the FLOPs of all tokens but the first, which the prompt's pass computes.
 
     Beams count as one token per position.
     """

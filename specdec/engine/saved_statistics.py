@@ -1,7 +1,7 @@
-"""What a pair's steps have taught, kept in the cache folder from one process to the next.
+"""Acceptance statistics of a pair of models, kept in the disk cache from process to process.
 
-The key is all that decides over it: the processor, the models and the versions of what computes
-them, and how much memory they have. A file that is lost or broken is only learnt again.
+The key is what they depend on: the processor, the models, the versions of what computes them, and
+the memory budgets. A lost or broken file is learnt again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from specdec.planning.plan import PlannedModels
 from specdec.policy.acceptance_statistics import acceptance_statistics_of
 
 _BUDGETS_PER_DOUBLING = 4
-"""Classes of memory budgets: within a fifth the same layers stay, and passes take about as long."""
+"""Classes of memory budgets per doubling: within one, passes take about the same time."""
 
 
 class SavedStatistics:
-    """The experience of a loaded pair, and the file that it comes from and goes to."""
+    """The acceptance statistics of a loaded pair, and the file that caches them."""
 
     def __init__(self, planned: PlannedModels) -> None:
         plan = planned.plan
@@ -43,7 +43,7 @@ class SavedStatistics:
         self._before = self.acceptance_statistics.cached()
 
     def save(self) -> None:
-        """Write the file where the steps have taught anything."""
+        """Write the file if the statistics have changed."""
         cached = self.acceptance_statistics.cached()
         if cached != self._before:
-            save_cached(self._path, cached, "what the steps of these models have taught")
+            save_cached(self._path, cached, "the acceptance statistics of these models")

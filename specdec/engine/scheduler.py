@@ -1,13 +1,13 @@
-"""Which sequences take part in the next step: they enter and leave between forward passes.
+"""Scheduler: choose the sequences of each step; they join and leave between forward passes.
 
     waiting ──scheduled──> prefill ──prompt computed──> decode ──> finished
        ^                      │                           │
        └────── preempted, where the KV cache is full ─────┘
 
-Continuous batching as in Orca (Yu et al. 2022): whoever is ready shares the next pass. Long prompts
-are computed in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that nobody
-who reads along waits for them much longer than for a pass. Where the KV cache has no capacity for
-all, the sequence that came last is preempted and goes on later (see KVCacheManager).
+Continuous batching as in Orca (Yu et al. 2022): all ready sequences share the next pass. Long
+prompts are computed in chunks beside the others' decoding (Sarathi, Agrawal et al. 2023), so that
+streaming readers wait little longer than for a pass. Where the KV cache has no capacity for all,
+the sequence that came last is preempted and goes on later (see KVCacheManager).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 
 LONGEST_PASS = 1.5
-"""Times as long as else a pass may take for a prefill chunk beside others' decoding ..."""
+"""Maximum duration of a pass with prefill chunks, as a multiple of a decode-only pass."""
 UNNOTICED_SECONDS = 0.25
-"""... or so long: of a model in memory, whose pass takes a few hundredths of a second, nobody sees
-that, and a long prompt would take hundreds of passes."""
+"""Passes up to this duration are always allowed: no reader notices the gap, and a model in memory
+would otherwise need hundreds of passes for a long prompt."""
 
 
 class PrefillChunk(NamedTuple):
@@ -44,16 +44,16 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step computes.
+    """Prefill chunks and decoding sequences that one step computes.
 
-    max_num_tokens: of the forward pass, draft tokens included; None: as many as are worth it.
+    max_num_tokens: tokens of the forward pass, draft tokens included; None: the policy decides.
     """
 
     decode: SequenceOf[Sequence] = ()
     prefill: SequenceOf[PrefillChunk] = ()
     max_num_tokens: int | None = None
-    has_new: bool = False
-    """Whether a sequence got KV that may come from a file."""
+    has_admitted: bool = False
+    """Whether a sequence was given KV, which may have been swapped in."""
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests that the step serves."""
+        """The sequences' requests; one may occur several times."""
         return [sequence.request for sequence in self.sequences]
 
     @property
@@ -76,10 +76,10 @@ class Scheduler:
     """Chooses the sequences of each step, in the engine's thread.
 
     Args:
-        kv: who has KV.
-        cost: how long passes take.
-        max_num_seqs: sequences of one pass.
-        max_prefill_tokens: prompt tokens of one pass.
+        kv: manager of the sequences' KV.
+        cost: seconds of passes.
+        max_num_seqs: maximum sequences of one pass.
+        max_prefill_tokens: maximum prompt tokens of one pass.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Scheduler:
         self._arrivals = count()
 
     def add(self, sequences: SequenceOf[Sequence]) -> None:
-        """Let them take part from the next step on."""
+        """Add sequences to the waiting queue."""
         for sequence in sequences:
             sequence.arrival = next(self._arrivals)
             self.waiting.append(sequence)
@@ -111,29 +111,29 @@ class Scheduler:
         return self.kv.running
 
     def free_finished(self) -> None:
-        """Free the KV of sequences that are over."""
-        for sequence in [item for item in self.running if item.is_finished]:
+        """Free the KV of finished sequences, and drop those that still wait."""
+        for sequence in [seq for seq in self.running if seq.is_finished]:
             self.kv.free(sequence)
-        for sequence in [item for item in self.waiting if item.is_finished]:
+        for sequence in [seq for seq in self.waiting if seq.is_finished]:
             self.waiting.remove(sequence)
             self.kv.discard_file(sequence)
 
     def schedule(self) -> Batch:
-        """Return what the next step computes."""
-        has_new = self._admit()
+        """Return the batch of the next step, preempting sequences where capacity is short."""
+        has_admitted = self._allocate_waiting()
         running = sorted(self.running, key=_rank)[: self._max_num_seqs]
         self.waiting += self.kv.make_capacity(running, self._max_num_nodes)
         running = [sequence for sequence in running if sequence.kv is not None]
-        decode = self.kv.within_nodes([item for item in running if item.is_decoding])
-        prefill = [item for item in running if not item.is_decoding]
+        decode = self.kv.within_nodes([seq for seq in running if seq.is_decoding])
+        prefill = [seq for seq in running if not seq.is_decoding]
         max_num_tokens = self._max_num_tokens(decode) if prefill and decode else None
         num_left = self._max_prefill_tokens
         if max_num_tokens is not None:
             num_left = min(num_left, max_num_tokens - _num_tokens(decode))
-        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_new)
+        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_admitted)
 
-    def _admit(self) -> bool:
-        """Give KV to the sequences that there is capacity for, in the order of their ranks."""
+    def _allocate_waiting(self) -> bool:
+        """Allocate KV for waiting sequences in order of rank; return whether any got it."""
         num_running = len(self.running)
         for sequence in sorted(self.waiting, key=_rank):
             if not sequence.can_start:
@@ -145,7 +145,7 @@ class Scheduler:
 
     @staticmethod
     def _chunks(sequences: SequenceOf[Sequence], num_left: int) -> list[PrefillChunk]:
-        """Return what is computed of prompts, first come first served."""
+        """Return prefill chunks of `num_left` tokens at most, first come first served."""
         chunks = []
         for sequence in sequences:
             if num_left < 1:
@@ -156,13 +156,13 @@ class Scheduler:
         return chunks
 
     def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:
-        """Return the tokens of a pass with prefill chunks beside these sequences.
+        """Return the maximum tokens of a pass with prefill chunks beside these sequences.
 
-        Prompts come before draft tokens, which cost the others the same. At least one prompt token
-        is scheduled, so that no request starves.
+        Prompt tokens take precedence over draft tokens. At least one prompt token is scheduled, so
+        that no request starves.
         """
         cost, num_tokens = self.cost, _num_tokens(decode)
-        if not any(sequence.request.is_streamed for sequence in decode):
+        if not any(sequence.request.streams_output for sequence in decode):
             return max(num_tokens + 1, min(self._max_prefill_tokens, MAX_MEASURED_TOKENS))
         seconds = max(LONGEST_PASS * cost.seconds(num_tokens), UNNOTICED_SECONDS)
         return max(num_tokens + 1, cost.max_num_tokens(seconds))

@@ -1,9 +1,9 @@
 """One sequence of a request: its tokens, KV, sampler and drafter.
 
-The last token is *pending*: emitted, its KV not yet computed. It is the root of the next draft
-tree, so a step scores at least one token of each sequence that decodes, and plain decoding is the
-same with a drafter that proposes nothing. Before that, and after a preemption, the tokens are
-computed in prefill chunks.
+The last token is *pending*: emitted, but its KV is not computed yet. It is the root of the next
+draft tree, so a step scores at least one token of each decoding sequence, and plain decoding is
+the same with a drafter that proposes nothing. Prompts, and preempted sequences without a KV file,
+are computed in prefill chunks.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Sequence:
     """One sequence of a request, from its prompt to its end.
 
     Args:
-        sampler: with the sequence's own seed, its stop tokens and the logprobs asked for.
-        limit: new tokens at most.
-        text: detokenises and finds stop strings; None where nobody wants text.
-        index: place among the request's sequences.
+        sampler: has the sequence's own seed, its stop tokens and the logprobs requested.
+        limit: maximum new tokens.
+        text: detokenises and finds stop strings; None where no text is wanted.
+        index: position among the request's sequences.
 
     Attributes:
         token_ids: prompt and emitted tokens; the last one is pending once `is_decoding`.
         kv: KV cache of the target; None while the sequence waits.
-        kv_file: the KV of a preempted sequence, where it was swapped out.
+        kv_file: the KV of a preempted sequence that was swapped out.
         arrival: number of the sequence in the order of arrival.
     """
 
@@ -79,10 +79,10 @@ class Sequence:
         self._top_logprobs: list[TopLogprobs] = []
 
     def begin(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
-        """Take what it drafts and verifies with; in the engine's thread, before it is scheduled."""
+        """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
         self.drafter, self.policy, self._verifier = drafter, policy, verifier
 
-    # --- what the scheduler asks ---------------------------------------------------------------
+    # --- queries of the scheduler --------------------------------------------------------------
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not come to its own end."""
+        """Whether it has not ended by itself (stop or length)."""
         return self._finish_reason == "cancelled"
 
     @property
@@ -104,7 +104,7 @@ class Sequence:
         return self.request.is_aborted or not self.is_open
 
     @property
-    def computing(self) -> SequenceKV:
+    def active_kv(self) -> SequenceKV:
         """The KV cache of a sequence that takes part in forward passes."""
         assert self.kv is not None, "a sequence has KV while it takes part in forward passes"
         return self.kv
@@ -115,14 +115,14 @@ class Sequence:
 
     @property
     def ids_to_compute(self) -> list[int]:
-        """The tokens whose KV the next draft tree hangs below."""
+        """Tokens whose KV has to be computed before the next draft tree."""
         return self.token_ids[:-1] if self.num_new_tokens else self.token_ids
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that prefill chunks still have to compute."""
-        num_pending = 1 if self.num_new_tokens else 0  # counted without a copy: every step asks
-        return len(self.token_ids) - num_pending - self.computing.n_committed
+        num_pending = 1 if self.num_new_tokens else 0  # no copy of the ids: called in every step
+        return len(self.token_ids) - num_pending - self.active_kv.n_committed
 
     @property
     def is_decoding(self) -> bool:
@@ -130,25 +130,25 @@ class Sequence:
 
     @property
     def min_step_tokens(self) -> int:
-        """Tokens of a step of decoding without a draft."""
+        """Tokens of a decode step without draft tokens."""
         return 1
 
     @property
     def keeps_nodes(self) -> bool:
-        """Whether live nodes stay from step to step; memory is planned for one such sequence."""
+        """Whether live nodes survive a step; memory is planned for one such sequence."""
         return False
 
     @property
     def drafts(self) -> bool:
-        """Whether a policy decides on the size of its trees."""
+        """Whether a policy sizes its draft trees."""
         return True
 
-    # --- what it adds to a step ----------------------------------------------------------------
+    # --- contribution to a step ----------------------------------------------------------------
 
     def attach(self, kv: SequenceKV, *, is_swapped_in: bool = False) -> None:
-        """Take up the KV of a beginning of the tokens.
+        """Set the KV of a prefix of the tokens.
 
-        is_restored: the sequence's own KV, which had been swapped out.
+        is_swapped_in: it is the sequence's own KV, which had been swapped out.
         """
         self.kv = kv
         self.request.recorder.record_admitted()
@@ -156,20 +156,20 @@ class Sequence:
             self._num_cached_tokens = kv.n_committed
 
     def detach(self) -> None:
-        """Forget the KV, which is free or another one's from here on."""
+        """Drop the reference to the KV, which was freed or cached, and reset the drafter."""
         self.kv = None
         with own_errors(self.request):
             self.drafter.reset()
 
     def prefill_chunk(self, max_tokens: int) -> SequenceInput:
-        """Return the next tokens to compute; the logits of a prompt's last token are wanted."""
-        start = self.computing.n_committed
+        """Return the next tokens to compute, with logits only at the prompt's last token."""
+        start = self.active_kv.n_committed
         chunk = self.ids_to_compute[start : start + max_tokens]
         is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
-        return SequenceInput(self.computing, chunk, logits_at=None if is_last else [])
+        return SequenceInput(self.active_kv, chunk, logits_at=None if is_last else [])
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
-        """Compute the draft's KV of a prefill chunk, beside so many sequences that decode."""
+        """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
         try:
             if self.policy.uses_draft(num_seqs):
                 yield from self.drafter.reading(self.token_ids, max_tokens)
@@ -179,10 +179,10 @@ class Sequence:
     def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return the draft tree of the next step.
 
-        num_seqs: sequences that share the step, with `max_nodes` draft tokens together.
+        num_seqs: number of sequences that share the step and its `max_nodes` draft tokens.
         """
         limit = max_nodes // num_seqs if self.policy.is_whole else max_nodes
-        limit = min(self.computing.num_free_slots, 1 + limit)
+        limit = min(self.active_kv.num_free_slots, 1 + limit)
         try:
             limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
             tree = yield from self.drafter.proposing(self.token_ids, limits)
@@ -199,19 +199,19 @@ class Sequence:
             return DraftTree(self.token_ids[-1])
 
     def min_rows(self) -> SequenceInput:
-        """Return the tokens that it adds to a step at least, to ask for their capacity."""
-        return SequenceInput(self.computing, [0] * max(1, self.num_uncomputed))
+        """Return the minimum input of the next step, to query the capacity it takes."""
+        return SequenceInput(self.active_kv, [0] * max(1, self.num_uncomputed))
 
     def decode_chunk(self, tree: DraftTree) -> SequenceInput:
-        """Return the tree's nodes as the target is to score them."""
-        first = self.computing.next_node_id
+        """Return the tree's nodes as input of the target."""
+        first = self.active_kv.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        return SequenceInput(self.computing, tree.token_ids, parents)
+        return SequenceInput(self.active_kv, tree.token_ids, parents)
 
-    # --- what a step brought -------------------------------------------------------------------
+    # --- outcome of a step ---------------------------------------------------------------------
 
     def sample_first(self, scores: SequenceOutput) -> None:
-        """Sample the first new token, where the prompt has come to its end."""
+        """Sample the first new token once the prompt is computed."""
         if self.num_new_tokens or not len(scores.logits):
             return
         try:
@@ -225,12 +225,12 @@ class Sequence:
             self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
-        """Accept what the target agrees with; None after an error of this request's own."""
+        """Verify the tree and append the new tokens; return None if this request failed."""
         recorder = self.request.recorder
         try:
             logits = scores.logits
             acceptance = self._verifier.verify(tree, logits, self.token_ids, self.num_left)
-            self.computing.commit([scores.node_ids[i] for i in acceptance.path])
+            self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
             with recorder.drafting():
                 self.drafter.observe(acceptance, tree)
             recorder.record_outcome(was_ahead=self.drafter.is_ready)
@@ -245,34 +245,34 @@ class Sequence:
         return VerifiedTree(tree, acceptance, new_ids)
 
     def recover(self) -> None:
-        """Forget a step that broke off."""
+        """Roll back a step that was interrupted."""
         if self.kv is not None:
             self.kv.rollback(min(self.kv.n_committed, len(self.ids_to_compute)))
         self.drafter.reset()
 
     def try_recover(self) -> None:
-        """`recover`; a failure of its own drafter ends no other request."""
+        """Call `recover`; an error of its own drafter fails no other request."""
         with own_errors(self.request):
             self.recover()
 
     def finish(self) -> None:
         """Complete the outputs, at the end of the request."""
 
-    # --- its text ------------------------------------------------------------------------------
+    # --- output --------------------------------------------------------------------------------
 
     @property
     def num_left(self) -> int:
-        """Tokens that may follow."""
+        """Number of tokens that may still be generated."""
         return self._limit.n_tokens - self.num_new_tokens
 
     def _emit(self, new_ids: SequenceOf[int]) -> int:
-        """Hand new tokens and their text to the caller, up to the sequence's end; how many."""
+        """Emit new tokens and their text up to the sequence's end; return the number of tokens."""
         taken, text = self._take(new_ids)
         self.request.put(StreamChunk(text, tuple(taken), self.index))
         if not self.is_open:
             self.request.drafting_index = self.index + 1
-            if rest := self._flush():
-                self.request.put(StreamChunk(rest, (), self.index))
+            if final_text := self._flush():
+                self.request.put(StreamChunk(final_text, (), self.index))
         return len(taken)
 
     def _take(self, new_ids: SequenceOf[int]) -> tuple[SequenceOf[int], str]:
@@ -294,7 +294,7 @@ class Sequence:
         return new_ids, text
 
     def _flush(self) -> str:
-        """Return the text that was kept back, at the sequence's end."""
+        """Return the text that was withheld as a possible stop string, at the sequence's end."""
         if self._text is not None:
             self._pieces.append(self._text.flush().text)
         return self._pieces[-1] if self._text is not None else ""
@@ -305,7 +305,7 @@ class Sequence:
         logprobs: Iterable[float],
         top_logprobs: Iterable[TopLogprobs],
     ) -> None:
-        """Take tokens that were found elsewhere; nobody is told of them."""
+        """Append tokens that a beam search found, without emitting them."""
         self._logprobs, self._top_logprobs = list(logprobs), list(top_logprobs)
         if token_ids:
             self.token_ids.extend(token_ids)
@@ -317,16 +317,16 @@ class Sequence:
     ) -> None:
         params = self.sampler.params
         if not params.logprobs:
-            return  # rows may lie on a device: none is brought for nothing
+            return  # rows may lie on a device: not copied for nothing
         for row, token in zip(rows, token_ids, strict=True):
-            known = row[: self.sampler.n_tokens]
-            logprob, top = logprobs_of_token(known, token, params.n_top_logprobs)
+            logits = row[: self.sampler.n_tokens]
+            logprob, top = logprobs_of_token(logits, token, params.n_top_logprobs)
             self._logprobs.append(logprob)
             self._top_logprobs.append(top)
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The sequence so far; of a beam search all results."""
+        """The sequence so far; all results of a beam search."""
         params, num_taken = self.sampler.params, self._num_taken
         output = CompletionOutput(
             text="".join(self._pieces),

@@ -1,4 +1,4 @@
-"""Makes the sequences of a request, and gives them what they draft and verify with."""
+"""SequenceFactory: make the sequences of a request, their drafters and verifiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from specdec.text.contract import TokenDecoder
 from specdec.text.stream import TextStream
 
 _CHAIN_STREAM = 2**64 - 1
-"""Key word of the chain rules' random numbers; positions, the match rule's, never get there."""
+"""Second word of the Philox key for the chain rules; the match rule puts the token position there,
+which never gets so large."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class SequenceFactory:
     """Makes sequences for one pair of loaded models.
 
     Attributes:
-        num_tokens: tokens that both the tokenizer and the target know.
-        max_context: tokens of a sequence that memory was planned for.
-        model_context: tokens of a sequence that the model was made for.
-        max_beams: tokens of a pass that memory was planned for.
-        begin_grammar: (parameters, prompt length) -> what a sequence keeps to, if anything.
-        experience: acceptance statistics of earlier generations.
+        num_tokens: number of tokens that both the tokenizer and the target have.
+        max_context: maximum tokens of a sequence that memory was planned for.
+        model_context: maximum tokens of a sequence that the model was trained for.
+        max_beams: maximum beams: the tokens of a pass that memory was planned for.
+        begin_grammar: (parameters, prompt length) -> grammar state of a sequence, if any.
+        acceptance_statistics: those of earlier generations, updated by every step.
     """
 
     tokenizer: TokenDecoder
@@ -54,7 +55,7 @@ class SequenceFactory:
     def new_sequences(self, request: Request) -> list[Sequence]:
         """Return `params.n` sequences, or one that runs a beam search.
 
-        Raises ConfigError where there is no capacity for what is asked for.
+        Raises ConfigError if the prompt or the beams exceed the planned capacity.
         """
         params, prompt_ids = request.params, request.prompt_ids
         limit = token_limit(params, len(prompt_ids), self.max_context, self.model_context)
@@ -85,7 +86,7 @@ class SequenceFactory:
         )
 
     def begin(self, sequence: Sequence) -> None:
-        """Give it a drafter, a policy and a rule; in the engine's thread, which owns the draft."""
+        """Give it a drafter, policy and verifier; in the engine's thread, which owns the draft."""
         if isinstance(sequence, BeamSequence):
             return
         request, sampler = sequence.request, sequence.sampler

@@ -1,4 +1,4 @@
-"""A session: loaded models, and what else lives from one generation to the next."""
+"""A session: loaded models, their engine, caches and statistics."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn
 
 _CONTRADICTION = 1.5
-"""Times what the plan says of a pass. Other programs make passes longer now and then; what was
-measured beside them a month ago may be wrong for good."""
+"""Ratio of measured to planned pass times at which the machine is measured again: the cached
+measurement may have been taken beside other programs."""
 _ENOUGH_PASSES = 8
 
 
 class Session:
-    """Loads models where the plan wants them, and keeps them until `close`.
+    """Loads models as planned, and keeps them until `close`.
 
     Args:
-        options: what to load, and into how much memory.
+        options: models, memory budget and other options of the run.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
-        prepare: called while the first weights are read, before models are opened.
+        prepare: called during weight prefetch, before models are opened.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self._last_stats: EngineStats | None = None
         self._ends_of_turns: dict[ChatFormat, int | None] = {}
         self._grammars = GrammarCompiler(self._grammar_tokenizer)
-        self._model_flops: tuple[ModelFlops | None] | None = None  # not asked for yet
+        self._model_flops: tuple[ModelFlops | None] | None = None  # not computed yet
         if options.prompt_cache_file is not None:
             check_file(options.prompt_cache_file)
         self.engine = Engine()
@@ -79,13 +79,13 @@ class Session:
         except BaseException:
             self.engine.close()
             raise
-        # A model that nobody holds any more is freed; its thread does not hold the session.
+        # An unreferenced session frees its models; the engine's thread does not refer to it.
         weakref.finalize(self, self.engine.close)
 
     def _load(
         self, options: RunOptions, progress: Any, prepare: Callable[[RunOptions], None] | None
     ) -> None:
-        """Load the models; in the engine's thread, to which OpenMP's workers belong then."""
+        """Load the models in the engine's thread, so that OpenMP's workers belong to it."""
         engine = self.engine
 
         def note(n_done: int, n_total: int) -> None:
@@ -95,7 +95,7 @@ class Session:
                 progress(n_done, n_total)
 
         budget = budget_of_run(options.memory_budget)
-        # Whatever was opened is closed when a later part fails.
+        # Everything opened is closed if a later part fails.
         with ExitStack() as stack, begin_prefetch(options, budget[0], note) as weight_prefetch:
             if prepare is not None:
                 prepare(options)
@@ -153,7 +153,7 @@ class Session:
         )
 
     def use_statistics(self, acceptance_statistics: AcceptanceStatistics) -> None:
-        """Go on with other acceptance statistics: modes of a benchmark do not learn together."""
+        """Use other acceptance statistics: modes of a benchmark must not share them."""
         self._factory = replace(self._factory, acceptance_statistics=acceptance_statistics)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
@@ -162,14 +162,10 @@ class Session:
     # --- requests ------------------------------------------------------------------------------
 
     def new_sequences(self, request: Request) -> list[Sequence]:
-        """Return the sequences of a request. Raises ConfigError."""
         return self._factory.new_sequences(request)
 
     def start(self, request: Request, sequences: SequenceOf[Sequence]) -> None:
-        """Hand a request to the engine.
-
-        Its clocks begin here, with the first chunk asked for, not when it was made.
-        """
+        """Hand a request to the engine; its clocks start here, not when it was created."""
         request.use_before = self.target.stream_use
         request.recorder = StatsRecorder(len(request.prompt_ids), totals=self.totals)
         self.engine.add(request, sequences, self)
@@ -179,25 +175,24 @@ class Session:
 
     def note_finished(self, request: Request) -> None:
         if not request.is_aborted:
-            self._check_figures(request.recorder.stats().pass_times)
+            self._check_pass_times(request.recorder.stats().pass_times)
         request.stats = self.stats_of(request)
 
     def stats_of(self, request: Request) -> GenerationStats:
-        """Return the figures of a request so far."""
+        """Return the statistics of a request so far."""
         return stats_of(request, self.plan, self.backends, self.model_flops, self.stats)
 
-    def _check_figures(self, passes: SequenceOf[MeasuredPass]) -> None:
-        """Have the machine measured anew, by the next process, where the figures that the plan
-        goes by are contradicted."""
+    def _check_pass_times(self, passes: SequenceOf[MeasuredPass]) -> None:
+        """Let the next process measure the machine again if pass times contradict the plan."""
         plan = self.plan.cost_model
-        # The plan counts on no held layers: with them passes are shorter, and contradict nothing.
+        # The plan assumes no opportunistic layers: a shorter pass with them is no contradiction.
         ratios = [
             max(
-                item.seconds / plan.planned_seconds(item.num_tokens),
-                1.0 if item.has_pinned else 0.0,
+                one_pass.seconds / plan.planned_seconds(one_pass.num_tokens),
+                1.0 if one_pass.has_pinned else 0.0,
             )
-            for item in passes
-            if not item.is_drafting_ahead
+            for one_pass in passes
+            if not one_pass.is_drafting_ahead
         ]
         if len(ratios) < _ENOUGH_PASSES:
             return
@@ -206,10 +201,9 @@ class Session:
 
     @property
     def model_flops(self) -> ModelFlops | None:
-        """Asked for behind a text: building the model's shape would be between it and its start.
+        """FLOPs of the target; computed at first use, so that loading does not wait for it.
 
-        Beside no pass: transformers builds with torch's default dtype replaced, which is the whole
-        process's.
+        Computed between passes: transformers replaces torch's process-wide default dtype meanwhile.
         """
         if self._model_flops is None and self.is_open:
             if self.engine.is_current_thread:
@@ -230,14 +224,14 @@ class Session:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that both the tokenizer and the target know."""
+        """Number of tokens that both the tokenizer and the target have."""
         return min(self.tokenizer.n_tokens, self.target.vocab_size)
 
     def chat_params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of an answer in a conversation: it ends with the turn.
+        """Return the parameters of an answer in a conversation, which ends with its turn.
 
-        Besides the stop sequences of the format that is by whatever the model's files name as an end,
-        and by what the template writes behind an answer; unless the caller has ends of their own.
+        The chat format's stop strings end it and, unless the caller gives `eos_token_ids`, the end
+        tokens that the model's files name and the token that the template writes after an answer.
         """
         form = self.tokenizer.chat_format
         stops = tuple(dict.fromkeys((*params.stop, *form.stop)))
@@ -250,20 +244,20 @@ class Session:
         return params.replace(stop=stops, eos_token_ids=known)
 
     def _begin_grammar(self, params: SamplingParams, prompt_length: int) -> GrammarState | None:
-        """What a text of these parameters keeps to, if anything; before its first token."""
+        """Return the grammar state before a sequence's first token, if it has a constraint."""
         if params.constraint is None:
             return None
         end_ids = params.resolve_eos(self.eos_token_ids)
         return self._grammars.begin(params.constraint, prompt_length, end_ids)
 
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """Of a large vocabulary it takes some 100 MB of the headroom: what was lent goes back."""
+        """Return the tokenizer for grammars; a large vocabulary takes some 100 MB of headroom,
+        so opportunistic layers are released first."""
         self.engine.call(lambda: self.target.pin_layers(0))
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
-        """Give back the KV of sequences that are over: the next prompt is computed from its first
-        token on."""
+        """Drop the cached KV of finished sequences: the next prompt is computed in full."""
 
         def forget() -> None:
             for prefix_cache in (self.prefix_cache, self.draft_prefix_cache):
@@ -274,7 +268,7 @@ class Session:
 
     @property
     def stats(self) -> EngineStats:
-        """Of all generations; any thread may ask. Of a closed model, as they were at its end."""
+        """Statistics of all generations, from any thread; final ones after `close`."""
         return self._last_stats if self._last_stats is not None else self._stats()
 
     def _stats(self) -> EngineStats:
@@ -295,7 +289,7 @@ class Session:
         )
 
     def save_prompt_cache(self) -> None:
-        """Write the KV of the last prompt and its text to the file that the options name.
+        """Write the KV of the last prompt and its answer to `prompt_cache_file`.
 
         Raises PromptCacheError, ConfigError (no file was named), ModelClosed.
         """
@@ -305,7 +299,7 @@ class Session:
         self.check_open()
 
         def save() -> None:
-            self.target.pin_layers(0)  # what is written takes memory
+            self.target.pin_layers(0)  # writing takes memory
             cache.save(self.prefix_cache, self.draft_prefix_cache)
 
         self.engine.call(save)
@@ -335,21 +329,20 @@ class Session:
     def close(self) -> None:
         """Free the models; any thread may call it. Idempotent.
 
-        Generations end with ModelClosed; this waits for them. Where the engine calls it (in a
-        logits processor, say), it frees the models behind that. In a fork the models are left to
-        the process's end.
+        Wait for running generations, which end with ModelClosed. In the engine's thread (a logits
+        processor, say) the models are freed after the step. A fork leaves them to its exit.
         """
         if not self.is_forked:
             self.engine.close()
 
 
 def _note_last_stats(session: weakref.ref[Session]) -> None:
-    """Note the figures of all generations at the model's end, for who still asks."""
+    """Store the final statistics of all generations, for queries after `close`."""
     result = session()
     if result is not None:
         result._last_stats = result._stats()
 
 
 def _kv_bytes(backend: Backend, n_positions: int) -> int:
-    """Of its KV cache, what so many token positions take."""
+    """Return the bytes that `n_positions` token positions take in a backend's KV cache."""
     return backend.kv_bytes * n_positions // max(1, backend.n_kv_allocated)

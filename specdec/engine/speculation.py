@@ -25,12 +25,12 @@ class Speculation:
     """Drafts with one model and verifies with another.
 
     Args:
-        target: the model whose output is wanted.
-        draft: the model that drafts, where one does: to be told to end.
-        worker: drafts while passes run, where the policy wants it; None: nothing does.
-        max_draft_tokens: of one pass of the draft.
-        max_nodes: whose logits one pass of the target gives.
-        totals: where passes are counted.
+        target: the target model.
+        draft: the draft model, if any; used only to cancel its passes.
+        worker: drafts in parallel to passes where the policy wants it; None: never.
+        max_draft_tokens: maximum tokens of one pass of the draft.
+        max_nodes: maximum nodes that one pass of the target scores.
+        totals: counters of passes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Speculation:
         self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
 
     def draft_prefill(self, batch: Batch) -> None:
-        """Let the drafts of sequences in prefill compute the same chunks as the target."""
+        """Compute the draft's KV of the batch's prefill chunks."""
         num_seqs = len(_drafting(batch.decode))
         if num_seqs:
             steps = [
@@ -57,7 +57,7 @@ class Speculation:
             run_batched(steps, max_num_tokens=self._max_draft_tokens)
 
     def propose(self, batch: Batch) -> Trees:
-        """Return the part of each sequence's draft tree that is worth its tokens.
+        """Return each sequence's draft tree, trimmed to the nodes that pay.
 
         A sequence whose drafter failed is left out.
         """
@@ -81,25 +81,26 @@ class Speculation:
         return trees
 
     def _max_draft_nodes(self, batch: Batch) -> int:
-        """Return the draft tokens that the step has capacity for."""
+        """Return the maximum draft tokens of the step."""
         num_tokens = sum(sequence.min_step_tokens for sequence in batch.decode)
-        requested = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
-        num_nodes = min(self._max_nodes - requested, self._target.num_free_nodes) - num_tokens
+        num_logits = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
+        num_nodes = min(self._max_nodes - num_logits, self._target.num_free_nodes) - num_tokens
         if batch.max_num_tokens is not None:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)
         return max(0, num_nodes)
 
     def verify(self, trees: Trees, batch: Batch) -> list[SequenceOutput]:
-        """Run the forward pass; where it pays, the drafters prepare the next trees beside it.
+        """Run the target's forward pass, with parallel drafting where it pays.
 
-        Returns the scores of the trees, and then of the prefill chunks.
+        Return the scores of the trees, then those of the prefill chunks.
         """
         inputs = _inputs(trees, batch)
         if not inputs:
             return []
-        num_again = sum(item.num_tokens for item in batch.prefill if item.sequence.num_new_tokens)
+        resumed = [chunk for chunk in batch.prefill if chunk.sequence.num_new_tokens]
+        num_recomputed = sum(chunk.num_tokens for chunk in resumed)
         scores = self._verify(trees, inputs)
-        self.totals.add(recomputed_tokens=num_again)
+        self.totals.add(recomputed_tokens=num_recomputed)
         return scores
 
     def _verify(self, trees: Trees, inputs: SequenceOf[SequenceInput]) -> list[SequenceOutput]:
@@ -151,17 +152,17 @@ class Speculation:
 
     @staticmethod
     def observe(verified: SequenceOf[tuple[Sequence, VerifiedTree | None]]) -> None:
-        """Let the policies learn from the step."""
-        done = [
-            (item.policy, result) for item, result in verified if item.drafts and result is not None
+        """Update the acceptance statistics with the step's outcome."""
+        outcomes = [
+            (seq.policy, outcome) for seq, outcome in verified if seq.drafts and outcome is not None
         ]
-        if done:
-            policies, result = zip(*done, strict=True)
-            acceptances = [item.acceptance for item in result]
-            observe_together(policies, acceptances, [item.tree for item in result])
+        if outcomes:
+            policies, results = zip(*outcomes, strict=True)
+            acceptances = [result.acceptance for result in results]
+            observe_together(policies, acceptances, [result.tree for result in results])
 
     def request_cancel(self) -> None:
-        """End a running pass soon with an error; any thread may call it."""
+        """Cancel a running pass, which ends soon with an error; any thread may call it."""
         self._target.request_cancel()
         self._cancel_draft()
 
@@ -171,16 +172,16 @@ class Speculation:
 
 
 def _trim(trees: Trees, num_other_tokens: int, max_nodes: int) -> Trees:
-    """Cut the trees of sequences that draft to what is worth its part of the pass."""
+    """Trim the trees of sequences that draft to the nodes that pay for their part of the pass."""
     drafting = [(sequence, tree) for sequence, tree in trees if sequence.drafts]
     if not drafting:
         return trees
-    num_other_tokens += sum(item.min_step_tokens for item, _ in trees if not item.drafts)
+    num_other_tokens += sum(seq.min_step_tokens for seq, _ in trees if not seq.drafts)
     policies = [sequence.policy for sequence, _ in drafting]
-    cached = iter(
+    trimmed = iter(
         trim_together(policies, [tree for _, tree in drafting], num_other_tokens, max_nodes)
     )
-    return [(item, next(cached) if item.drafts else tree) for item, tree in trees]
+    return [(seq, next(trimmed) if seq.drafts else tree) for seq, tree in trees]
 
 
 def _inputs(trees: Trees, batch: Batch) -> list[SequenceInput]:
@@ -193,6 +194,6 @@ def _drafting(sequences: SequenceOf[Sequence]) -> list[Sequence]:
 
 
 def _recorders(sequences: SequenceOf[Sequence]) -> list[StatsRecorder]:
-    """Return each once: the sequences of one request share one."""
+    """Return each recorder once: the sequences of one request share one."""
     recorders = [sequence.request.recorder for sequence in sequences]
     return list({id(recorder): recorder for recorder in recorders}.values())

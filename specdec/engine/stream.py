@@ -1,4 +1,4 @@
-"""A generation as an iterator, whose chunks any thread may take or cancel."""
+"""GenerationStream: an iterator over a request's chunks, usable and cancellable from any thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from specdec.engine.session import Session
 
 
 class GenerationStream:
-    """Iterator over `StreamChunk`s. `result` is there once it is exhausted, cancelled or failed.
+    """Iterator over `StreamChunk`s; `result` is complete once it is exhausted, cancelled or failed.
 
-    The engine computes on also while nobody takes the chunks.
+    The engine goes on computing while no chunks are taken.
     """
 
     def __init__(self, session: Session, request: Request) -> None:
         self._session, self._request = session, request
         self._sequences = session.new_sequences(request)
-        # One that nobody holds any more keeps no KV: it ends before the next step. Not held by its
-        # finalizer: the traceback of its error may lead to this stream, which would stay for good.
+        # An unreferenced stream is cancelled, so that it keeps no KV. The finalizer has a weak
+        # reference: the request's error may refer to this stream, which would then never be freed.
         weakref.finalize(self, _abandon, session.engine, weakref.ref(request))
 
     def __iter__(self) -> Iterator[StreamChunk]:
@@ -45,7 +45,7 @@ class GenerationStream:
     def next_nowait(self) -> StreamChunk | None:
         """Return the next chunk, or None where there is none yet.
 
-        Raises StopIteration at the end, and what ended it.
+        Raises StopIteration at the end, or the error that ended it.
         """
         if self._request.output.empty():
             return None
@@ -54,25 +54,25 @@ class GenerationStream:
     def _taken(self, chunk: StreamChunk | None) -> StreamChunk:
         if chunk is not None:
             return chunk
-        self._request.output.put(None)  # for other threads that read along
-        self._session.check_open()  # what ended it may be the end of the model
+        self._request.output.put(None)  # for other threads that read this stream
+        self._session.check_open()  # it may have ended because the model was closed
         error = self._request.take_error()
         if error is not None:
             raise error
         raise StopIteration
 
     def start(
-        self, *, is_streamed: bool = True, on_output: Callable[[], None] = lambda: None
+        self, *, streams_output: bool = True, on_output: Callable[[], None] = lambda: None
     ) -> None:
-        """Let it be computed, whether or not anybody asks for its chunks.
+        """Start the computation before any chunk is asked for.
 
         Args:
-            is_streamed: they are read as they come; else only the whole text is, and prompts of
-                others may enter as quickly as they can.
+            streams_output: whether chunks are read as they come; if not, prompts of other requests
+                are computed in chunks as large as they can be.
             on_output: called by the engine's thread with every chunk, and at the end.
         """
         self._session.check_open()
-        self._request.is_streamed, self._request.on_output = is_streamed, on_output
+        self._request.streams_output, self._request.on_output = streams_output, on_output
         self._start()
 
     def _start(self) -> None:
@@ -81,22 +81,22 @@ class GenerationStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more is computed; chunks may be left."""
+        """Whether nothing more is computed; unread chunks may be left."""
         return self._request.is_finished
 
     def take_error(self) -> BaseException | None:
-        """What ended it, for who does not take its chunks; once."""
+        """Return and clear the error that ended it, for callers that take no chunks."""
         return self._request.take_error()
 
     def cancel_soon(self) -> None:
-        """End it with the step that runs, at the latest; does not wait for that."""
+        """Cancel it by the end of the current step, without waiting."""
         self._session.engine.cancel(self._request)
 
     def cancel(self) -> None:
-        """End here; what was generated so far is the result. Any thread may call it.
+        """Cancel it and wait for its end; `result` has what was generated. Any thread may call it.
 
-        A pass that serves it alone is cut short. Returns when it is over; in the engine's thread
-        (in a logits processor, say) at once.
+        A pass that serves no other request is cut short. In the engine's thread (in a logits
+        processor, say) this returns at once.
         """
         if self._session.is_forked:
             if self._request.is_finished:
@@ -114,18 +114,18 @@ class GenerationStream:
 
     @property
     def result(self) -> GenerationResult:
-        """The text so far; complete once the iterator is exhausted."""
+        """Outputs and statistics so far; complete once the iterator is exhausted."""
         request = self._request
         stats = request.stats or self._session.stats_of(request)
         return GenerationResult(self.outputs, stats, request.prompt_ids)
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:
-        """Those of `result`, which takes longer: it has figures, too."""
+        """Outputs of `result`, without the time that its statistics take."""
         return tuple(output for sequence in self._sequences for output in sequence.outputs)
 
 
 def _abandon(engine: Engine, request: weakref.ref[Request]) -> None:
-    result = request()
-    if result is not None and not result.is_finished:
-        engine.cancel(result)
+    alive = request()
+    if alive is not None and not alive.is_finished:
+        engine.cancel(alive)

@@ -1,1 +1,1 @@
-"""Which tokens may follow, where a text has to keep to a schema, an expression or a grammar."""
+"""Grammar-constrained decoding: tokens allowed by a JSON schema, a regex or a grammar."""

@@ -1,4 +1,4 @@
-"""What was made of constraints, for those that come again: a client's may be as long as a body."""
+"""Cache of values computed from constraints, which may be as long as a request's body."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _T = TypeVar("_T")
 
 
 class HasText(Hashable, Protocol):
-    """A constraint, by what is asked of it here."""
+    """Protocol of a constraint with a text."""
 
     @property
     def text(self) -> str: ...
 
 
 class Cached(Generic[_T]):
-    """`lru_cache(most)` of a function of a constraint and of other things, which keeps
-    MOST_CHARACTERS of sequences at most.
+    """LRU cache of a function of a constraint and other arguments, limited to `limit` entries and
+    MAX_CHARACTERS of constraint texts.
 
-    One text may be longer: it is asked for several times by its request, and others go for it. For
-    any thread.
+    One longer text is cached alone, as its request needs it several times. Thread-safe.
     """
 
     def __init__(self, make: Callable[..., _T], limit: int) -> None:
@@ -31,14 +30,14 @@ class Cached(Generic[_T]):
         self._values: OrderedDict[tuple[HasText, tuple[Hashable, ...]], _T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, constraint: HasText, *rest: Hashable) -> _T:
-        """Raises what making it raises, which is not kept."""
-        key = (constraint, rest)
+    def __call__(self, constraint: HasText, *arguments: Hashable) -> _T:
+        """Return the cached or computed value. Errors of the computation are not cached."""
+        key = (constraint, arguments)
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-        value = self._make(constraint, *rest)
+        value = self._make(constraint, *arguments)
         with self._lock:
             self._values[key] = value
             while len(self) > self._limit or (len(self) > 1 and self._characters > MAX_CHARACTERS):

@@ -1,4 +1,4 @@
-"""GrammarCompiler: the grammars of one loaded model, each made ready once."""
+"""GrammarCompiler: the grammars of one loaded model, each compiled once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from specdec.grammar.state import GrammarState
 
 logger = logging.getLogger(__name__)
 MakeTokenizer = Callable[[tuple[int, ...]], Any]
-"""End-of-sequence ids -> llguidance's LLTokenizer of the model's vocabulary."""
-_MAX_RETAINED = 16  # grammars; a server's clients often send the same one
+"""Function from end-of-sequence ids to llguidance's LLTokenizer of the model's vocabulary."""
+_MAX_CACHED = 16  # grammars; a server's clients often send the same one
 _MAX_LEXER_STATES = 50_000  # of 1 to 2 KB; common grammars have some hundreds
 
 
 class GrammarCompiler:
-    """Gives every text a state of its own at the beginning of its grammar.
+    """Compiler that gives every sequence its own state at the start of its grammar.
 
     Args:
-        make_tokenizer: what a vocabulary means, byte by byte; asked once for each set of
-            end-of-sequence tokens, because sorting a large vocabulary takes a second.
+        make_tokenizer: makes llguidance's tokenizer; called once for each set of end-of-sequence
+            tokens, because sorting a large vocabulary takes a second.
     """
 
     def __init__(self, make_tokenizer: MakeTokenizer) -> None:
         self._tokenizer = lru_cache(maxsize=2)(make_tokenizer)
-        self._matcher = Cached(self._make_matcher, limit=_MAX_RETAINED)
+        self._matcher = Cached(self._make_matcher, limit=_MAX_CACHED)
 
     def begin(
         self, constraint: Constraint, prompt_length: int, end_ids: tuple[int, ...]
     ) -> GrammarState:
-        """The state before the first token after a prompt of that many tokens.
+        """Return the state before the first token after a prompt of `prompt_length` tokens.
 
-        Raises ConfigError: llguidance cannot follow the constraint, or with this tokenizer.
+        Raises ConfigError if llguidance cannot follow the constraint, or not with this tokenizer.
         """
         if not end_ids:
             raise constraint.refuse(

@@ -1,4 +1,4 @@
-"""What a text has to keep to, as a caller says it, and the grammar that llguidance reads."""
+"""Constraint of a generation as the caller gives it, and its grammar for llguidance."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from specdec.checks import ConfigError, FieldName, check_type
 from specdec.grammar.cached import Cached
 
 KINDS = ("json_schema", "json_object", "regex", "grammar")
-"""The options of SamplingParams that are one; `json_object` is the schema of any object."""
+"""Options of SamplingParams that set a constraint; `json_object` is the schema of any object."""
 _ANY_OBJECT = '{"type": "object"}'
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `json.dumps` writes it. Where any white space may stand between two tokens, nothing is
-forced, and a model that has lost its way writes blanks to the end."""
-_OWN_FORM = "x-guidance"  # a schema's own words on it, instead of ours; {} allows any white space
+"""JSON as `json.dumps` writes it. With flexible white space between two tokens no token is forced,
+and a confused model writes blanks to the end."""
+_OWN_FORM = "x-guidance"  # a schema's own settings, instead of ours; {} allows any white space
 _SHORT_ESCAPES = {"json_allowed_escapes": 'bfnrt"\\'}
-"""No \\u0061: llguidance compares names as they are written, so that "\\u0061" would be none of the
-properties, and its value not what the schema asks of "a"."""
+"""JSON escapes without \\u0061: llguidance compares names as written, so "\\u0061" would not be the
+property "a", and its value not what the schema requires of "a"."""
 _VALUES = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
 _CONTROLS = re.compile(r"\\u00[01]|\\\\x[01]")  # which a schema asks for, and need \u
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One of the KINDS, and its text: the same text always allows the same tokens."""
+    """A constraint of one of the KINDS, and its text: equal texts allow the same tokens."""
 
     kind: str
     text: str
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> Constraint | None:
-        """The one of these options of SamplingParams that is set. Raises ConfigError for two."""
+        """Return the constraint set by options of SamplingParams. Raises ConfigError for two."""
         given = [kind for kind in KINDS if options[kind] not in (None, False)]
         if len(given) > 1:
             raise ConfigError(
                 *_listed(given),
-                " are given, but a text keeps to one of them: leave the others out",
+                " are given, but a request may have one of them: leave the others out",
             )
         for kind in given:
             return cls(kind, _ANY_OBJECT if kind == "json_object" else options[kind])
@@ -47,25 +47,25 @@ class Constraint:
 
     @property
     def grammar(self) -> str:
-        """What an LLMatcher is made of. Raises ConfigError where llguidance cannot follow it.
+        """Grammar for an LLMatcher. Raises ConfigError where llguidance cannot follow it.
 
-        Special tokens that a grammar names are looked up once there is a tokenizer.
+        Special tokens that a grammar names are looked up later, with a tokenizer.
         """
         return _GRAMMARS(self)
 
     def refuse(self, reason: object) -> ConfigError:
-        """The error that says in one line why this cannot be kept to."""
+        """Return the error with the reason, in one line, why the constraint cannot be followed."""
         return ConfigError(FieldName(self.kind), f" cannot be kept to: {in_one_line(str(reason))}")
 
 
 def _listed(kinds: Sequence[str]) -> list[str]:
-    """Parts of an error: the names of these options."""
+    """Return parts of an error message: the names of these options."""
     joined = [[" and ", FieldName(kind)] for kind in kinds]
     return [part for parts in joined for part in parts][1:]
 
 
 def schema_text(value: Any) -> str | None:
-    """A JSON schema, an object or its text, as a text; None stays None. Raises ConfigError."""
+    """Return a JSON schema (object or text) as text; None stays None. Raises ConfigError."""
     check_type("json_schema", value, Mapping, str, type(None))
     if value is None:
         return None
@@ -82,7 +82,7 @@ def schema_text(value: Any) -> str | None:
 
 
 def llguidance() -> Any:
-    """The library. Raises ConfigError where it is not installed."""
+    """Import the library. Raises ConfigError where it is not installed."""
     try:
         import llguidance as library
     except ImportError as error:
@@ -117,22 +117,22 @@ def _from_schema(text: str) -> str:
 
 
 def _check_names(schema: Any) -> None:
-    """Raises ValueError where an answer could have fewer names than it must: llguidance takes one
-    that comes twice for two, unless the schema requires it by name."""
+    """Raise ValueError where an answer could have fewer names than it must: llguidance counts a
+    repeated name twice, unless the schema requires it by name."""
     todo = [schema]
     while todo:
-        item = todo.pop()
-        if isinstance(item, list):
-            todo += item
-        elif isinstance(item, dict):
-            minimum, required = item.get("minProperties"), item.get("required")
+        node = todo.pop()
+        if isinstance(node, list):
+            todo += node
+        elif isinstance(node, dict):
+            minimum, required = node.get("minProperties"), node.get("required")
             n_required = len(required) if isinstance(required, list) else 0
             if isinstance(minimum, int | float) and minimum > n_required + 1:
                 raise ValueError(
-                    f"minProperties is {minimum} beside {n_required} required names, but a name that "
-                    "comes twice would count twice: require the names, or ask for fewer"
+                    f"minProperties is {minimum} beside {n_required} required names, but a name "
+                    "that comes twice would count twice: require the names, or ask for fewer"
                 )
-            todo += [value for key, value in item.items() if key not in _VALUES]
+            todo += [value for key, value in node.items() if key not in _VALUES]
 
 
 def _from_regex(text: str) -> str:
@@ -140,7 +140,7 @@ def _from_regex(text: str) -> str:
 
 
 def _from_grammar(text: str) -> str:
-    """Lark as llguidance has it; llama.cpp's GBNF is told by its looks, and translated."""
+    """Read llguidance's Lark; llama.cpp's GBNF is recognised by `::=` and translated."""
     matcher = llguidance().LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -159,7 +159,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
 
 
 def in_one_line(message: str) -> str:
-    """The reason out of a message that may show the place below it."""
+    """Return the reason from a message that may show the place below it."""
     cause = re.findall(r"^error: (.+)$", message, re.MULTILINE)
     lines = cause or [line for line in message.splitlines() if line.strip()] or ["no reason given"]
     return " ".join(lines[0].split())[:300]

@@ -1,10 +1,10 @@
-"""Where a text stands in its grammar, as a function of its tokens alone.
+"""State of a sequence in its grammar, as a function of its tokens alone.
 
-A matcher of llguidance holds one place. The walk down a tree of drafts, and the drafter before it,
-ask about many that have most of their tokens in common, so the matcher is taken back to where two
-sequences part, and on from there: a token costs one mask, not a replay of the text.
+A matcher of llguidance has one position. Verifying a draft tree, and drafting it, ask about many
+prefixes that have most of their tokens in common, so the matcher is rolled back to where two
+prefixes part, and advanced from there: a token costs one mask, not a replay of the sequence.
 
-    text so far   {  "name"  :            asked next      {  "name"  ,
+    last prefix   {  "name"  :            next prefix     {  "name"  ,
     matcher       {  "name"  :   ------>  back by one, on by one:  {  "name"  ,
 
 An end-of-sequence token is never given to the matcher: it may come wherever the text may end, and
@@ -28,16 +28,16 @@ Mask = NDArray[np.bool_]
 
 
 class GrammarError(SpecdecError):
-    """llguidance gave a text up: what it would have to keep in mind is beyond its limits."""
+    """llguidance gave up on a sequence, whose state is beyond its limits."""
 
 
 class GrammarState:
-    """Which tokens may follow a text; for one thread at a time.
+    """Allowed tokens after each prefix of a sequence; for one thread at a time.
 
     Args:
-        matcher: llguidance's, at the beginning; the state's own from now on.
-        constraint: what it was made of, for messages.
-        prompt_length: tokens before the text that the grammar is about.
+        matcher: llguidance's matcher at its start; owned by the state from now on.
+        constraint: the constraint of the matcher, for messages.
+        prompt_length: tokens of the prompt, which the grammar does not cover.
         end_ids: end-of-sequence tokens.
     """
 
@@ -52,10 +52,10 @@ class GrammarState:
         self._constraint = constraint
         self._prompt_length = prompt_length
         self._end_ids = sorted(end_ids)
-        self._tokens: list[int] = []  # which the matcher has consumed
+        self._tokens: list[int] = []  # consumed by the matcher
 
     def fork(self) -> GrammarState:
-        """A state of its own, for another thread or another reader of the same text."""
+        """Return an independent state, for another thread or another user of the sequence."""
         other = GrammarState(
             self._matcher.deep_copy(), self._constraint, self._prompt_length, self._end_ids
         )
@@ -63,7 +63,7 @@ class GrammarState:
         return other
 
     def allowed(self, prefix_ids: Sequence[int], n_tokens: int) -> Mask:
-        """Which of the tokens 0 .. n_tokens - 1 may follow prompt and text; none after its end.
+        """Return the mask of the ids below n_tokens that may follow a prefix; none after its end.
 
         Raises GrammarError.
         """
@@ -78,7 +78,7 @@ class GrammarState:
         return mask
 
     def allows(self, prefix_ids: Sequence[int], token: int) -> bool:
-        """Whether a token may follow; faster than a whole mask."""
+        """Return whether a token may follow; faster than a whole mask."""
         if not self._move_to(prefix_ids):
             return False
         if token in self._end_ids:
@@ -86,10 +86,10 @@ class GrammarState:
         return self._move_to([*prefix_ids, token])
 
     def forced(self, prefix_ids: Sequence[int], n_tokens: int) -> list[int]:
-        """The tokens that must follow, one after the other: the mask of each allows no other one.
+        """Return the tokens that must follow: at each of them the mask allows no other token.
 
-        The end of the text is among them where only one token ends it. They stop before one that
-        is not below n_tokens, as a tokenizer may know more of them than a model.
+        An end-of-sequence token is included where there is only one. The tokens stop before the
+        first that is not below n_tokens, as a tokenizer may have more tokens than its model.
         """
         if not self._move_to(prefix_ids):
             return []
@@ -101,7 +101,7 @@ class GrammarState:
         return list(takewhile(lambda token: token < n_tokens, tokens))
 
     def ends_only(self, mask: Mask) -> bool:
-        """Whether a mask that `allowed` gave leaves nothing but the end of the text."""
+        """Return whether a mask of `allowed` leaves only end-of-sequence tokens."""
         ends = self._ends(len(mask))
         return bool(mask[ends].any()) and np.count_nonzero(mask) == np.count_nonzero(mask[ends])
 
@@ -109,14 +109,14 @@ class GrammarState:
         return [token for token in self._end_ids if token < n_tokens]
 
     def _move_to(self, prefix_ids: Sequence[int]) -> bool:
-        """Whether prompt and text keep to the grammar; then the matcher stands at their end."""
-        requested = list(prefix_ids[self._prompt_length :])
-        n_common = common_length(self._tokens, requested)
+        """Move the matcher to the end of a prefix; return whether that follows the grammar."""
+        generated = list(prefix_ids[self._prompt_length :])
+        n_common = common_length(self._tokens, generated)
         n_back = len(self._tokens) - n_common
         if n_back:
             self._matcher.rollback(n_back)
             del self._tokens[n_common:]
-        new = requested[n_common:]
+        new = generated[n_common:]
         if any(token in self._end_ids for token in new):
             return False
         n_consumed = int(self._matcher.try_consume_tokens(new)) if new else 0

@@ -1,7 +1,7 @@
-"""Whether a stranger's grammar can be prepared at all: tried in a process that may be lost.
+"""Trial of an untrusted grammar: it is compiled in an expendable process with limits.
 
-llguidance limits what following a grammar costs, not what preparing it does: the intersection of
-twenty patterns doubles time and memory with each of them, and no call of its comes back.
+llguidance limits the cost of following a grammar, not of compiling it: the intersection of twenty
+patterns doubles time and memory with each of them, and such a call never returns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from specdec.grammar.constraint import Constraint, in_one_line, llguidance
 
 MAX_BYTES = 256 << 20
 MAX_CPU_SECONDS = 5
-_MAX_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+_MAX_WALL_SECONDS = 60  # generous, for a machine that is busy otherwise
 _REFUSED = 3
 
 
 def check_cost(constraint: Constraint) -> None:
-    """Raises ConfigError where it cannot be prepared, or not within the limits."""
+    """Raise ConfigError where the constraint cannot be compiled within the limits."""
     _PASSED(constraint)
 
 
@@ -32,24 +32,24 @@ def _try(constraint: Constraint) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's Ctrl-C is not for it
+        start_new_session=True,  # so that a terminal's Ctrl-C does not reach it
     ) as process:
         _RUNNING.add(process)
         try:
-            reported, _ = process.communicate(constraint.text.encode(), _MAX_WALL_SECONDS)
+            output, _ = process.communicate(constraint.text.encode(), _MAX_WALL_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise constraint.refuse(_TOO_MUCH) from error
         finally:
             process.kill()
             _RUNNING.discard(process)
     if process.returncode == _REFUSED:
-        raise constraint.refuse(reported.decode())
+        raise constraint.refuse(output.decode())
     if process.returncode:
         raise constraint.refuse(_TOO_MUCH)
 
 
 def end_trials() -> None:
-    """End the processes of those that run: each is refused, as one that takes too much."""
+    """Kill the running trials; their constraints are refused as taking too much."""
     for process in list(_RUNNING):
         process.kill()
 

@@ -1,4 +1,4 @@
-"""Collects the figures of one generation while it runs: clocks, counts, events of a recording."""
+"""StatsRecorder: statistics of one generation while it runs, and events of a recording."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OF_ALL = {
     "queue_seconds": "queue_seconds",
     "time_to_first_token": "first_token_seconds",
 }
-"""Counts of a generation that make those of all generations; others belong to several at once."""
+"""Counts of a generation by their name in EngineStats; the rest belong to a whole step."""
 
 
 class Totals:
-    """The figures of all generations of a loaded model, while they run.
+    """Running sums over all generations of a loaded model.
 
     One thread at a time adds to them; any thread may read them.
     """
@@ -47,16 +47,16 @@ class Totals:
         self._accepted_at: Counter[int] = Counter()
 
     def add(self, **counts: float) -> None:
-        """To fields of EngineStats."""
+        """Add to fields of EngineStats."""
         for name, count in counts.items():
             self._counts[name] = self._counts.get(name, 0) + count
 
     def add_accepted(self, depth: int) -> None:
-        """A step whose guesses were right down to this depth."""
+        """Count a step that accepted guesses down to this depth."""
         self._accepted_at.update(range(1, depth + 1))
 
     def stats(self) -> EngineStats:
-        """Of what was counted so far."""
+        """Return the statistics so far."""
         accepted_at = self._accepted_at.copy()
         depth = max(accepted_at, default=0)
         by_depth = tuple(accepted_at[n] for n in range(1, depth + 1))
@@ -64,10 +64,10 @@ class Totals:
 
 
 class StatsRecorder:
-    """Collects the figures of one generation while it runs, and adds them to `totals`.
+    """Statistics of one generation while it runs, which are added to `totals` as well.
 
     `clock` gives seconds. The request begins when the recorder is made; call `record_first_token`
-    after the prefill, and `record_round` after every step.
+    after the prefill, and `record_step` after every step.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class StatsRecorder:
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
     def record_admitted(self) -> None:
-        """The text takes part in passes from here on; before, it waited for its turn."""
+        """Note that the sequence is scheduled for the first time; before, it was queued."""
         if self._first is None and not self._counted.queue_seconds:
             self._add(queue_seconds=self.clock() - self._last)
 
     def record_first_token(self, n_reused: int = 0) -> None:
-        """The prompt, all but `n_reused` tokens of it computed now, has yielded the first token.
+        """Note the first token of a prompt of which `n_reused` tokens were cached.
 
-        Of further sequences of the prompt it is called once more.
+        Call it once for each sequence of the prompt.
         """
         now = self.clock()
         if self._first is None:
@@ -114,7 +114,7 @@ class StatsRecorder:
     @recorded(DRAFT, "draft")
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Time of the block counts as draft_seconds."""
+        """Count the time of the block as draft_seconds."""
         began = self.clock()
         try:
             yield
@@ -129,7 +129,7 @@ class StatsRecorder:
         """Count the time of the block as pass_seconds: a pass of `num_tokens`.
 
         is_drafting_ahead: another thread drafts meanwhile (`drafting_ahead`).
-        has_held: see MeasuredPass.
+        has_pinned: see MeasuredPass.
         """
         began = self.clock()
         try:
@@ -146,7 +146,7 @@ class StatsRecorder:
     @recorded(DRAFT, "draft ahead")
     @contextmanager
     def drafting_ahead(self) -> Iterator[None]:
-        """The block, in another thread, drafts while a pass runs; counted by `record_outcome`."""
+        """Time a block that drafts in another thread beside a pass; see `record_outcome`."""
         began = self.clock()
         try:
             yield
@@ -155,7 +155,7 @@ class StatsRecorder:
             self._is_ahead_open = True
 
     def record_outcome(self, *, was_ahead: bool) -> None:
-        """The pass and the drafting beside it, if there was any, are over.
+        """Note the end of a pass and of the drafting beside it, if there was any.
 
         was_ahead: the drafter had run the token that the target chose while a pass ran.
         """
@@ -173,7 +173,7 @@ class StatsRecorder:
     def record_step(
         self, tree: DraftTree, acceptance: Acceptance, n_emitted: int | None = None
     ) -> None:
-        """A pass verified `tree`, and `n_emitted` tokens of its outcome reached the caller.
+        """Count a pass that verified `tree` and emitted `n_emitted` tokens.
 
         `n_emitted` is by default all of them; it is smaller where a stop string cuts the step.
         """
@@ -204,7 +204,7 @@ class StatsRecorder:
         record_since(time.perf_counter(), ACCEPT, name)
 
     def stats(self) -> GenerationStats:
-        """The figures so far; those that only the backends and the system know are not set."""
+        """Return the statistics so far, without those that only backends and the system know."""
         slowed, unslowed = self._compared_pass_seconds()
         return replace(
             self._counted,
@@ -218,7 +218,7 @@ class StatsRecorder:
         )
 
     def _add(self, **more: float) -> None:
-        """Add to the counts of these names."""
+        """Add to these counts."""
         counted = self._counted
         sums = {name: getattr(counted, name) + value for name, value in more.items()}
         self._counted = replace(counted, **sums)

@@ -1,6 +1,6 @@
-"""What one generation did and what it cost, and what all of a loaded model did together.
+"""Statistics of one generation, and of all generations of a loaded model.
 
-Every figure's convention is stated at its formula.
+Each rate is defined at its formula.
 
 A *step* is draft, one decode pass of the target, acceptance. The prompt's pass (prefill) yields
 the first token and is no decode pass: it counts in the time to first token and nowhere else.
@@ -13,9 +13,11 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from specdec.metrics.renamed import RenamedFields, with_old_names
+
 PREFILL, PASS, DRAFT, ACCEPT = "prefill", "pass", "draft", "accept"
-"""Kinds of events in a recording (offload.trace): of the prompt, and a step's three parts. That of
-acceptance marks its end."""
+"""Kinds of events in a recording (offload.trace): prefill, and the three parts of a step, the last
+of which is its acceptance."""
 
 
 class MeasuredPass(NamedTuple):
@@ -28,29 +30,29 @@ class MeasuredPass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GenerationStats:
+class GenerationStats(RenamedFields):
     """Raw counts of one generation; rates are properties, so that they cannot disagree.
 
-    The bytes and seconds of the streamer and the memory figures are 0 where nobody reported them.
+    Bytes and seconds of streaming and of memory are 0 where they were not measured.
     """
 
     prompt_tokens: int = 0
-    reused_prompt_tokens: int = 0  # whose KV the target still held from an earlier generation
-    generated_tokens: int = 0  # the first one, from the prefill, included
+    reused_prompt_tokens: int = 0  # KV found in the prefix cache
+    generated_tokens: int = 0  # including the first one, which prefill yields
     passes: int = 0  # decode passes of the target
-    drafted_tokens: int = 0  # nodes that passes verified, roots not counted
-    draft_runs: int = 0  # runs of the draft model that their trees waited for: levels, mostly
+    drafted_tokens: int = 0  # nodes verified, without the roots
+    draft_runs: int = 0  # runs of the draft model before a pass: levels of trees, mostly
     accepted_tokens: int = 0
-    ngram_hits: int = 0  # accepted tokens that an n-gram proposed, alone or with the draft model
+    ngram_hits: int = 0  # accepted tokens proposed by an n-gram, also where the draft did as well
     bonus_tokens: int = 0  # steps that ended at a leaf of a non-empty tree
-    queue_seconds: float = 0.0  # until the text took part in passes, beside others or alone
+    queue_seconds: float = 0.0  # until it was scheduled for the first time
     time_to_first_token: float = 0.0  # seconds; prefill and queue included, loading excluded
     decode_seconds: float = 0.0  # from the first token to the last
     time_per_output_token_p90: float = 0.0  # seconds
     pass_seconds: float = 0.0  # inside decode passes
-    batch_tokens: int = 0  # of these passes, of all sequences that shared them
-    draft_seconds: float = 0.0  # inside drafters, hidden or not
-    overlapped_draft_seconds: float = 0.0  # of draft_seconds, those in which a pass ran as well
+    batch_tokens: int = 0  # of these passes, of all sequences in the batch
+    draft_seconds: float = 0.0  # inside drafters, beside a pass or not
+    overlapped_draft_seconds: float = 0.0  # of draft_seconds, those beside a pass
     draft_ahead_hits: int = 0  # passes with drafting beside them whose outcome had been drafted
     # ahead: the target's next token was run beside this pass or an earlier one, so the next tree
     # began with its candidates
@@ -61,24 +63,22 @@ class GenerationStats:
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0  # of weights, from host memory to a GPU
     copy_stall_seconds: float = 0.0  # the GPU computed nothing, because a layer was not there yet
-    experts_asked: int = 0  # that passes asked a mixture's layers for
-    experts_found: int = 0  # of these, in memory
-    vram_peak_bytes: int = 0  # most that torch's allocator reserved, of the whole process so far
+    experts_asked: int = 0  # experts that passes used, of a mixture
+    experts_found: int = 0  # of these, cache hits
+    vram_peak_bytes: int = 0  # reserved by torch's allocator, of the process so far
     vram_budget_bytes: int = 0
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, by all sequences, at the end
-    kv_shared_bytes: int = (
-        0  # that all sequences would need in addition without sharing, at the end
-    )
-    pinned_bytes: int = 0  # layers that were to stream and were in unused memory, at the end
-    model_flops: int = 0  # of the target for the tokens of decode_seconds; see utilization
+    kv_shared_bytes: int = 0  # saved by sharing between sequences, at the end
+    pinned_bytes: int = 0  # streamed layers pinned in unused memory, at the end
+    model_flops: int = 0  # of the target, for the tokens of decode_seconds
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
     is_lossless: bool = True  # False: likely draft tokens were accepted, too (accept_threshold)
     is_exact: bool = False  # True: the tokens are plain decoding's, to the bit
-    tried_by_depth: tuple[int, ...] = ()  # steps whose walk came to have a guess at depth 1, 2, ..
-    accepted_by_depth: tuple[int, ...] = ()  # steps where one of these guesses was right
+    tried_by_depth: tuple[int, ...] = ()  # steps that verified a guess at depth 1, 2, ..
+    accepted_by_depth: tuple[int, ...] = ()  # steps that accepted one
     pass_times: tuple[MeasuredPass, ...] = ()  # of every decode pass, in order; not in `to_dict`
 
     @property
@@ -103,7 +103,7 @@ class GenerationStats:
 
     @property
     def batch_tokens_per_pass(self) -> float:
-        """Rows of a decode pass, of all sequences that shared it, prompts that entered included."""
+        """Tokens of a decode pass, of all sequences in the batch, prefill chunks included."""
         return ratio(self.batch_tokens, len(self.pass_times))
 
     @property
@@ -133,62 +133,62 @@ class GenerationStats:
 
     @property
     def pass_slowdown(self) -> float:
-        """Seconds of a pass with drafting beside it / without, for the same number of rows.
+        """Seconds of a pass with drafting beside it / without, for the same number of tokens.
 
-        slowed_pass_seconds are those of all passes with drafting beside them whose number of rows
+        slowed_pass_seconds are those of all passes with drafting beside them whose number of tokens
         was measured without as well; unslowed_pass_seconds are what as many passes take at the
         mean without. 1: drafting ahead costs the pass nothing. 0: never measured both ways.
         """
         return ratio(self.slowed_pass_seconds, self.unslowed_pass_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain figures for JSON: seconds, bytes, tokens and fractions."""
+        """Return plain numbers for JSON: seconds, bytes, tokens and fractions."""
         values = {name: getattr(self, name) for name in (*RATES, *_FIELDS)}
-        return values | {name: list(values[name]) for name in BY_DEPTH}
+        return with_old_names(values | {name: list(values[name]) for name in BY_DEPTH})
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """All generations of a loaded model together, since it was loaded; seconds and counts are sums.
+class EngineStats(RenamedFields):
+    """Sums over all generations of a loaded model since it was loaded.
 
-    Those that still run are counted as far as they have come. A pass is one read of the model,
-    whoever shares it.
+    Running generations count with what they have done so far. A pass counts once, however many
+    sequences are in its batch.
     """
 
-    requests: int = 0  # that are over: finished, cancelled or failed
-    prompt_tokens: int = 0  # of prompts that have brought their first token
-    reused_prompt_tokens: int = 0  # of these, whose KV was there already
-    first_tokens: int = 0  # such prompts
+    requests: int = 0  # finished, cancelled or failed
+    prompt_tokens: int = 0  # of prompts whose prefill is complete
+    reused_prompt_tokens: int = 0  # of these, found in the prefix cache
+    first_tokens: int = 0  # prompts whose prefill is complete
     generated_tokens: int = 0
     passes: int = 0  # of the target, prompts' included
     pass_seconds: float = 0.0
     batch_tokens: int = 0
-    prefill_tokens: int = 0  # of pass_rows: of prompts, and of sequences that come back
-    sequence_passes: int = 0  # decode passes, counted for each text that shared them
+    prefill_tokens: int = 0  # of batch_tokens: of prompts, and of sequences that come back
+    sequence_passes: int = 0  # decode passes, once for each sequence in the batch
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     ngram_hits: int = 0
     queue_seconds: float = 0.0  # see GenerationStats; of all requests that have begun
     first_token_seconds: float = 0.0  # see GenerationStats.time_to_first_token
-    preempted: int = 0  # times that a text gave its KV to others
-    swapped_in: int = 0  # times that such a text came back with its KV from a file
+    preempted: int = 0  # preemptions: a sequence gave its KV up
+    swapped_in: int = 0  # preempted sequences whose KV was read back from a file
     swapped_in_tokens: int = 0  # of these
-    recomputed_tokens: int = 0  # whose KV was computed once more, when a text came back
+    recomputed_tokens: int = 0  # of preempted sequences, computed again
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0
     stall_seconds: float = 0.0
     sequences_running: int = 0  # now, and so are all below
     sequences_waiting: int = 0
     kv_bytes: int = 0  # allocated
-    kv_used_bytes: int = 0  # of these, what sequences hold that run or are kept
-    kv_shared_bytes: int = 0  # that they would need in addition if each had its own
-    pinned_bytes: int = 0  # layers that were to stream, in unused memory
+    kv_used_bytes: int = 0  # in use, the prefix cache included
+    kv_shared_bytes: int = 0  # saved by sharing between sequences
+    pinned_bytes: int = 0  # streamed layers pinned in unused memory
     memory_budget_bytes: int = 0
-    accepted_by_depth: tuple[int, ...] = ()  # steps in which a guess at depth 1, 2, .. was right
+    accepted_by_depth: tuple[int, ...] = ()  # steps that accepted a guess at depth 1, 2, ..
 
     @property
     def tokens_per_pass(self) -> float:
-        """Generated tokens / passes: what one read of the model brings, of all sequences."""
+        """Generated tokens / passes, of all sequences: tokens per read of the model."""
         return ratio(self.generated_tokens, self.passes)
 
     @property
@@ -197,7 +197,7 @@ class EngineStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens of one text per decode pass: 1 + accepted / text_passes."""
+        """Tokens per decode pass and sequence: 1 + accepted / sequence_passes."""
         return 1.0 + ratio(self.accepted_tokens, self.sequence_passes)
 
     @property
@@ -206,7 +206,7 @@ class EngineStats:
 
     @property
     def mean_queue_seconds(self) -> float:
-        """Of prompts that have brought their first token."""
+        """Mean of prompts whose prefill is complete."""
         return ratio(self.queue_seconds, self.first_tokens)
 
     @property
@@ -214,10 +214,11 @@ class EngineStats:
         return ratio(self.first_token_seconds, self.first_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and rates for JSON."""
+        """Return counts and rates for JSON."""
         counted = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
         rates = {name: getattr(self, name) for name in _ENGINE_RATES}
-        return {**rates, **counted, "accepted_by_depth": list(self.accepted_by_depth)}
+        by_depth = {"accepted_by_depth": list(self.accepted_by_depth)}
+        return with_old_names({**rates, **counted, **by_depth})
 
 
 _ENGINE_RATES = (
@@ -231,7 +232,7 @@ _ENGINE_RATES = (
 
 
 def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
-    """Of several machines."""
+    """Return the sum over several machines."""
     stats = list(stats)
     by_depth = zip_longest(*(stat.accepted_by_depth for stat in stats), fillvalue=0)
     names = {field.name for field in fields(EngineStats)} - {"accepted_by_depth"}
@@ -251,7 +252,7 @@ RATES = (
     "model_flops_utilization",
     "pass_slowdown",
 )
-"""The properties that `to_dict` reports beside all fields."""
+"""Properties that `to_dict` reports beside all fields."""
 _FIELDS = tuple(field.name for field in fields(GenerationStats) if field.name != "pass_times")
 
 # How the fields of several generations make those of all of them; the rates follow from these.
@@ -269,13 +270,13 @@ LARGEST = (
 AVERAGED = ("queue_seconds", "time_to_first_token", "kv_used_fraction")
 TRUE_FOR_ALL = ("is_lossless", "is_exact")
 BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
-"""Summed too, depth by depth."""
+"""Fields summed depth by depth."""
 _NOT_SUMMED = LARGEST + AVERAGED + TRUE_FOR_ALL + BY_DEPTH
 SUMMED = tuple(name for name in _FIELDS if name not in _NOT_SUMMED)
 
 
 def percentile(values: list[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of the values do not exceed; 0 without any."""
+    """Return the smallest value that `fraction` of the values do not exceed; 0 for no values."""
     if not values:
         return 0.0
     rank = -int(-fraction * len(values) // 1)  # ceiling: nearest-rank percentile
@@ -283,5 +284,5 @@ def percentile(values: list[float], fraction: float) -> float:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """numerator / denominator, 0 where there is nothing to divide by yet."""
+    """Return numerator / denominator, or 0 while there is nothing to divide by."""
     return numerator / denominator if denominator > 0 and numerator > 0 else 0.0

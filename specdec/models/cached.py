@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedModel:
-    """n_bytes: that removing it frees."""
+    """A model in the hub's cache. n_bytes: bytes that removing it frees."""
 
     name: str
     n_bytes: int
     _strategy: DeleteCacheStrategy
 
     def remove(self) -> None:
-        """Raises ModelNotFound where the cache cannot be written."""
+        """Remove the model. Raises ModelNotFound where the cache cannot be written."""
         try:
             self._strategy.execute()
         except OSError as error:
@@ -31,9 +31,9 @@ class CachedModel:
 
 
 def cached_model(name: str) -> CachedModel:
-    """All revisions of a repository in the hub's cache.
+    """Return all revisions of a repository in the hub's cache, as one model.
 
-    Raises ModelNotFound where there is none of that name.
+    Raises ModelNotFound for a name that is not in the cache.
     """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -58,6 +58,6 @@ def cached_model(name: str) -> CachedModel:
             f"the hub's cache has no model {name}: `specdec models` lists what it has; other "
             "files are removed by the program that keeps them"
         )
-    own = replace(cache, repos=frozenset(repos))  # copies of a repository have its commits, too
+    own = replace(cache, repos=frozenset(repos))  # copies of a repository have the same commits
     strategy = own.delete_revisions(*(revision.commit_hash for revision in repos[0].revisions))
     return CachedModel(name, strategy.expected_freed_size, strategy)

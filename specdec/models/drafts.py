@@ -1,4 +1,4 @@
-"""Which of the models on this machine may draft for a target, and which of them to take."""
+"""Draft models on this machine that fit a target, and the choice among them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specdec.text.vocabulary import compare_vocabularies
 logger = logging.getLogger(__name__)
 _AUTO = "auto"
 _LARGEST_SHARE = 0.25
-"""Of the target's bytes, that a draft has: usual pairs are 1B for 8B and 7B for 70B. A larger one
-takes memory that layers of the target would have."""
+"""Maximum size of a draft as a share of the target's bytes: usual pairs are 1B for 8B and 7B for
+70B. A larger one takes memory that layers of the target would have."""
 
 
 def named_draft(target: str | Path, draft: str | Path | None) -> str | Path | None:
-    """The draft as it was named; for "auto" the name of `best_draft`."""
+    """Return the draft's name as given; for "auto" the name of `best_draft`."""
     if draft != _AUTO:
         return draft
     result = best_draft(str(target))
@@ -31,42 +31,42 @@ def named_draft(target: str | Path, draft: str | Path | None) -> str | Path | No
 
 
 def best_draft(target: str) -> str:
-    """The name of the largest model on this machine that may draft for this one and has at most a
-    quarter of its bytes.
+    """Return the name of the largest model on this machine that fits the target as a draft and has
+    at most a quarter of its bytes.
 
     Raises ModelNotFound where there is none.
     """
     n_bytes = sum(path.stat().st_size for path in weight_files(resolve_model(target)))
-    result = drafts_for(target, local_models())
-    small = [item for item in result if item.n_bytes <= _LARGEST_SHARE * n_bytes]
+    drafts = drafts_for(target, local_models())
+    small = [draft for draft in drafts if draft.n_bytes <= _LARGEST_SHARE * n_bytes]
     if not small:
         raise ModelNotFound(
             f"no model on this machine has the vocabulary of {target} and at most a quarter of "
-            f"its bytes ({len(result)} have its vocabulary): `specdec models --fits {target}` lists "
-            "them; name a draft, or leave -md out"
+            f"its bytes ({len(drafts)} have its vocabulary): `specdec models --fits {target}` "
+            "lists them; name a draft, or leave -md out"
         )
-    return max(small, key=lambda item: item.n_bytes).name
+    return max(small, key=lambda draft: draft.n_bytes).name
 
 
 def drafts_for(target: str, models: Iterable[LocalModel]) -> list[LocalModel]:
-    """Those other models, and of the embedded pair, that have the target's vocabulary; what cannot
-    be read is logged."""
-    requested, path, fitting = read_vocabulary(target), resolve_model(target), []
-    for item in (_embedded(), *models):
+    """Return the other models, and the embedded draft, that have the target's vocabulary; log those
+    that cannot be read."""
+    vocabulary, path, fitting = read_vocabulary(target), resolve_model(target), []
+    for model in (_embedded(), *models):
         try:
-            is_other = resolve_model(item.name) != path
+            is_other = resolve_model(model.name) != path
             if (
                 is_other
-                and compare_vocabularies(requested, read_vocabulary(item.name)).problem is None
+                and compare_vocabularies(vocabulary, read_vocabulary(model.name)).problem is None
             ):
-                fitting.append(item)
+                fitting.append(model)
         except SpecdecError as error:
-            logger.warning(f"{item.name} is left out: {error}")
+            logger.warning(f"{model.name} is left out: {error}")
     return fitting
 
 
 def _embedded() -> LocalModel:
-    """The draft that specdec brings: it fits the embedded target, and what was grown from it."""
+    """Return the embedded draft: it fits the embedded target and models grown from it."""
     name = f"{PAIR_PREFIX}draft"
     files = weight_files(resolve_model(name))
     n_bytes = sum(path.stat().st_size for path in files)

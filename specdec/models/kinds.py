@@ -1,5 +1,5 @@
-"""Candidates for a model among files and folders, told by their headers: projectors, adapters,
-importance matrices, vocabularies and draft heads stand beside models and are not meant by -m.
+"""Selection of language models among files and folders, by their headers: projectors, adapters,
+importance matrices, vocabularies and draft heads lie beside models and are not meant by -m.
 
 Neither torch nor llama.cpp is loaded.
 """
@@ -17,9 +17,9 @@ _POINTER = "a Git LFS pointer: run `git lfs pull` in its folder"
 
 
 def no_model(path: Path) -> str | None:
-    """Return what a GGUF file or a folder is, if it is no causal language model.
+    """Return a description of a GGUF file or folder that is no causal language model.
 
-    None for a model, and for what cannot be read: whoever opens it says why.
+    None for a model, and for a file that cannot be read: opening it raises the reason.
     """
     if path.is_dir():
         weights = list(path.glob("*.safetensors"))

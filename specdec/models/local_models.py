@@ -1,4 +1,4 @@
-"""Models that are on this machine already, where other programs keep theirs."""
+"""Models that are on this machine already, in the folders of other programs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ OLLAMA_PREFIX = "ollama:"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _REGISTRY = "registry.ollama.ai"
 SPLIT = re.compile(r"-(?P<number>\d{5})(?P<end>-of-\d{5}\.gguf)$")
-"""The end of the name of one file of a split GGUF model."""
+"""Suffix of the file names of a split GGUF model."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """name: what -m takes for it."""
+    """A model on this machine. name: the value of -m that opens it."""
 
     name: str
     kind: str
     n_bytes: int
     keeper: str
-    """The program whose folder it is in."""
+    """Program in whose folder the model is."""
 
 
 def local_models(folder: Path | None = None) -> list[LocalModel]:
-    """All that can be run, of every keeper, and of a folder of the user's."""
+    """Return all models that can be run, of every program, and of a folder of the user's."""
     result = [*_of_hub(), *_of_ollama(), *_of_folders(_program_folders())]
     if folder is not None:
         result += _of_folders({"folder": [folder]})
@@ -44,7 +44,7 @@ def local_models(folder: Path | None = None) -> list[LocalModel]:
 
 
 def ollama_blob(name: str) -> Path | None:
-    """The GGUF file of `NAME[:TAG]`; None where Ollama has no such model here."""
+    """Return the GGUF file of `NAME[:TAG]`; None where Ollama has no such model here."""
     path, _, tag = name.partition(":")
     parts = path.split("/")
     if not all(parts) or {".", ".."} & {*parts, tag} or "/" in tag:
@@ -72,10 +72,10 @@ def _of_ollama() -> Iterator[LocalModel]:
 
 
 def _model_blob(manifest: Path) -> Path | None:
-    """The file with the weights; None of what is no manifest.
+    """Return the file with the weights; None for an invalid manifest.
 
-    Projectors may stand in a layer of the same type: the first model is meant, or where there is
-    none the first file, which is refused by name.
+    Projectors may be in a layer of the same type: the first model is returned, or where there is
+    none the first file, whose opening raises an error with its name.
     """
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
@@ -99,23 +99,23 @@ def _of_hub() -> Iterator[LocalModel]:
         repos = scan_cache_dir().repos
     except (CacheNotFound, ValueError):  # not there, or a file
         return
-    for repo in sorted(repos, key=lambda item: item.repo_id):
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type != "model":
             continue
-        revisions = sorted(repo.revisions, key=lambda item: item.last_modified)
+        revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
         files = {_name_of(file, rev): file for rev in revisions for file in rev.files}
         yield from _of_repository(repo.repo_id, files)
 
 
 def _name_of(file: CachedFileInfo, revision: CachedRevisionInfo) -> str:
-    """The path within the repository: several folders may have a file of the same name."""
+    """Return the path within the repository: folders may have files of the same name."""
     return file.file_path.relative_to(revision.snapshot_path).as_posix()
 
 
 def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[LocalModel]:
-    """A GGUF model goes by its file's name: there may be several.
+    """Yield the models of a repository; a GGUF model is named by its file, as there may be several.
 
-    files: by their names, those of the latest revision where several have one.
+    files: files by name, of the latest revision that has them.
     """
     sizes = {name: file.size_on_disk for name, file in files.items()}
     weights = [n for file, n in sizes.items() if file.endswith(".safetensors") and "/" not in file]
@@ -130,7 +130,7 @@ def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[L
             continue
         stem, end = (file, "") if split is None else (file[: split.start()], split["end"])
         parts = [
-            size for item, size in sizes.items() if item.startswith(stem) and item.endswith(end)
+            size for other, size in sizes.items() if other.startswith(stem) and other.endswith(end)
         ]
         yield LocalModel(f"{name}:{Path(file).name}", "GGUF", sum(parts), "Hugging Face")
 
@@ -158,7 +158,7 @@ def _of_folders(folders: dict[str, list[Path]]) -> Iterator[LocalModel]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a GGUF model; none of a later file of a split one, by which -m does not go."""
+    """Return the files of a GGUF model; none for a later file of a split, as -m takes the first."""
     split = SPLIT.search(path.name)
     if not path.is_file() or (split is not None and int(split["number"]) > 1):
         return []
@@ -166,12 +166,12 @@ def _parts(path: Path) -> list[Path]:
         return [path]
     stem, end = path.name[: split.start()], split["end"]
     return [
-        item
-        for item in path.parent.glob(f"*{end}")
-        if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}{re.escape(end)}", item.name)
+        part
+        for part in path.parent.glob(f"*{end}")
+        if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}{re.escape(end)}", part.name)
     ]
 
 
 def _n_bytes(files: list[Path]) -> int:
-    """Of those that are there: a link may lead to a blob that was removed."""
+    """Return the total size of existing files: a link may lead to a removed blob."""
     return sum(file.stat().st_size for file in files if file.is_file())

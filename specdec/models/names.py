@@ -1,4 +1,4 @@
-"""From what a user types for a model to a directory or a GGUF file on disk.
+"""Resolution of a model name to a directory or a GGUF file on disk.
 
 pair:target                   the embedded pair; pair:target.gguf is its GGUF file
 path/to/checkpoint            a local directory with safetensors, or with one GGUF model
@@ -21,13 +21,13 @@ from specdec.models.kinds import models_among, no_model
 from specdec.models.local_models import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
-# Safetensors and what describes them: pickles and code of the repository are never fetched.
+# Safetensors and the files that describe them: pickles and code are never downloaded.
 _PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
 SELF_DRAFT = "self:"
-"""How a draft's name begins that is no model of its own: self:window=N is the target."""
+"""Prefix of a draft's name that is no model of its own: self:window=N is the target."""
 
 # No hub id begins like this.
 _PATH_STARTS = (".", "/", "~")
@@ -38,9 +38,9 @@ class ModelNotFound(SpecdecError):
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The directory of a checkpoint or the (first) file of a GGUF model.
+    """Return the directory of a checkpoint or the (first) file of a GGUF model.
 
-    Raises ModelNotFound with what was tried.
+    Raises ModelNotFound with the places that were tried.
     """
     text = str(name)
     if not text.strip():
@@ -68,7 +68,7 @@ def resolve_model(name: str | Path) -> Path:
 
 
 def _path(name: str | Path) -> Path:
-    """Raises ModelNotFound for what no path can be: too long, ~ of nobody, a shut folder."""
+    """Return the path. Raises ModelNotFound: too long, unknown ~user, unreadable folder."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -82,7 +82,7 @@ def _path(name: str | Path) -> Path:
 
 
 def _describe_missing(text: str, path: Path) -> str:
-    """Of a name that leads to nothing on this disk and can be no hub id."""
+    """Return the message for a name that is not on this disk and cannot be a hub id."""
     if is_self_draft(text):
         return f"no such model: {text} is the target as its own draft, which only -md takes"
     if path.is_symlink():
@@ -100,11 +100,11 @@ def is_self_draft(name: str | Path) -> bool:
 
 
 def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
-    """N for a draft of the name self:window=N, else the window that was asked for."""
+    """Return N for a draft named self:window=N, else the requested window."""
     if draft_model is None or not is_self_draft(draft_model):
         return draft_window
-    result = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
-    if result is None:
+    match = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
+    if match is None:
         raise ConfigError(
             FieldName("draft_model"),
             f" is {str(draft_model)!r}: the target drafts for itself with self:window=N, N being "
@@ -114,11 +114,11 @@ def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> 
         raise ConfigError(
             f"{draft_model} names its window already: leave out ", FieldName("draft_window")
         )
-    return int(result[1])
+    return int(match[1])
 
 
 def resolve_draft(name: str | Path | None) -> Path | None:
-    """`resolve_model` for a draft; None where it has no files of its own: none at all, or self:...
+    """Resolve a draft as `resolve_model` does; None without a draft or for self:... (no files).
 
     Raises ModelNotFound.
     """
@@ -126,8 +126,8 @@ def resolve_draft(name: str | Path | None) -> Path | None:
 
 
 def resolve_headers(name: str | Path) -> Path:
-    """`resolve_model` for who reads no weights: of a checkpoint on the hub that is not in the local
-    cache, only the JSON files are downloaded. A GGUF file is downloaded whole.
+    """Resolve a model whose weights are not read: only JSON files of a checkpoint on the hub are
+    downloaded if it is not in the local cache. A GGUF file is downloaded whole.
     """
     hub_id = _hub_id(name)
     if hub_id is None or hub_id["file"]:
@@ -141,22 +141,22 @@ def resolve_headers(name: str | Path) -> Path:
             repo, revision=revision, allow_patterns=list(_PATTERNS), local_files_only=True
         )
     except (LocalEntryNotFoundError, ValueError):  # not there, or no hub id: the download will say
-        return _from_hub(str(name), repo, None, revision, requested=("*.json",))
+        return _from_hub(str(name), repo, None, revision, file_patterns=("*.json",))
     return _in_directory(Path(folder))
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether it names no model of this disk."""
+    """Return whether the name can only be a hub id."""
     return _hub_id(name) is not None
 
 
 def _hub_id(name: str | Path) -> re.Match[str] | None:
-    """The parts of a name that can only be a hub id."""
+    """Return the parts of a name that can only be a hub id, else None."""
     text = str(name)
     if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or _path(name).exists():
         return None
-    result = _HUB_ID.fullmatch(text)
-    return None if result and text.endswith(GGUF_SUFFIX) and not result["file"] else result
+    match = _HUB_ID.fullmatch(text)
+    return None if match and text.endswith(GGUF_SUFFIX) and not match["file"] else match
 
 
 def check_local_name(name: str | Path) -> None:
@@ -166,7 +166,7 @@ def check_local_name(name: str | Path) -> None:
 
 
 def check_local_draft(name: str | Path) -> None:
-    """The same for a draft, which may be the target itself."""
+    """Raise ModelNotFound as `check_local_name` for a draft, which may be the target itself."""
     if not is_self_draft(name):
         check_local_name(name)
 
@@ -189,33 +189,33 @@ def _of_ollama(name: str) -> Path:
 
 
 def _in_directory(directory: Path, part: str = "") -> Path:
-    """The directory itself, or its GGUF model where that is what it holds.
+    """Return the directory of a checkpoint, or the single GGUF model in it.
 
-    part: of a GGUF file's name, or of its folder's: repositories have split models in folders.
+    part: part of a GGUF file's or its folder's name: repositories have split models in folders.
     """
     if not part and (directory / "config.json").exists():
         _refuse_special_files(directory)
         return directory
     files = directory.rglob("*.gguf") if part else directory.glob("*.gguf")
     named = (path for path in files if part.lower() in str(path.relative_to(directory)).lower())
-    result = [path for path in sorted(named) if not _is_later_split(path)]
-    # One that stands alone is opened whatever it is, and refused by name where it is no model.
-    models = result if len(result) == 1 else models_among(result)
+    candidates = [path for path in sorted(named) if not _is_later_split(path)]
+    # A single file is opened whatever it is, and opening raises an error where it is no model.
+    models = candidates if len(candidates) == 1 else models_among(candidates)
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
         raise ModelNotFound(f"{directory} holds {len(models)} GGUF models: name one of {names}")
     if not models:
-        raise ModelNotFound(_describe_no_model(directory, part, result))
+        raise ModelNotFound(_describe_no_model(directory, part, candidates))
     return models[0]
 
 
-def _describe_no_model(directory: Path, part: str, result: Sequence[Path]) -> str:
-    """found: GGUF files that are no models."""
-    if result:
-        first = result[0]
+def _describe_no_model(directory: Path, part: str, other_files: Sequence[Path]) -> str:
+    """Return the message for a directory without a model, but with other GGUF files."""
+    if other_files:
+        first = other_files[0]
         return (
-            f"{directory} holds no language model, but {len(result)} other GGUF files: {first.name} "
-            f"is {no_model(first)}"
+            f"{directory} holds no language model, but {len(other_files)} other GGUF files: "
+            f"{first.name} is {no_model(first)}"
         )
     if part:
         return f"{directory} has no GGUF file with {part!r} in its name"
@@ -226,7 +226,7 @@ def _describe_no_model(directory: Path, part: str, result: Sequence[Path]) -> st
 
 
 def _refuse_special_files(directory: Path) -> None:
-    """Raise ModelNotFound for a FIFO or a device: whoever reads it would wait, or never end."""
+    """Raise ModelNotFound for a FIFO or a device: reading it could block or never end."""
     for path in directory.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ModelNotFound(
@@ -244,14 +244,14 @@ def _from_hub(
     repo_id: str,
     part: str | None,
     revision: str | None,
-    requested: Sequence[str] = _PATTERNS,
+    file_patterns: Sequence[str] = _PATTERNS,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     # Quantisations are written in either case, and the hub's patterns are exact.
     stem = (part or "").removesuffix(GGUF_SUFFIX)
     spellings = {stem, stem.upper(), stem.lower()} if part else ()
-    patterns = [f"*{spelling}*.gguf" for spelling in spellings] or list(requested)
+    patterns = [f"*{spelling}*.gguf" for spelling in spellings] or list(file_patterns)
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the hub client raises many kinds; each is one line here

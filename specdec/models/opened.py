@@ -1,6 +1,6 @@
-"""The models of a run before their weights: headers, tokenizer and vocabulary.
+"""The models of a run without weights: headers, tokenizer and vocabulary.
 
-The one place that tells model formats apart. Only the libraries of the formats in use are
+The only module that distinguishes model formats. Only the libraries of the formats in use are
 imported: a GGUF pair runs without torch and transformers.
 """
 
@@ -22,20 +22,20 @@ from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabular
 
 logger = logging.getLogger(__name__)
 _MIN_SHARE = 0.9
-"""Of a model's ids, that have a token: embeddings are padded by 3 % at most, as far as known."""
+"""Minimum share of a model's ids that have a token: known embeddings are padded by at most 3 %."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model before its weights, with its tokenizer."""
+    """A model without weights, with its tokenizer."""
 
     source: ModelSource
     tokenizer: ChatTokenizer
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
-    """They end a text, unless its caller has others."""
+    """Tokens that end a sequence, unless the request has others."""
     chat_eos_token_ids: tuple[int, ...] = ()
-    """They end an answer of a conversation: all that any of the model's files names."""
+    """Tokens that end an answer of a conversation: all that any of the model's files names."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class OpenedPair:
 
 
 def is_gguf(path: Path) -> bool:
-    """`resolve_model` gives a file for a GGUF model and a directory for a checkpoint."""
+    """Return whether a path of `resolve_model` is a GGUF file, not a checkpoint's directory."""
     return path.is_file()
 
 
 def import_libraries(name: str | Path) -> None:
-    """Import what `open_model` will. Raises what `resolve_model` raises."""
+    """Import the libraries of `open_model`. Raises what `resolve_model` raises."""
     if is_gguf(resolve_model(name)):
         import backends.llama.source
     else:
@@ -80,8 +80,8 @@ def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
     n_tokens, num_tokens = len(vocabulary.tokens), vocabulary.num_tokens
     if n_tokens < _MIN_SHARE * num_tokens:
         logger.warning(
-            f"the tokenizer of {name} has {n_tokens} tokens, the model {num_tokens}: the others are "
-            "never chosen; where they are no padding, take the original model's tokenizer"
+            f"the tokenizer of {name} has {n_tokens} tokens, the model {num_tokens}: the others "
+            "are never chosen; if they are not padding, take the original model's tokenizer"
         )
 
 
@@ -89,13 +89,13 @@ def _refuse_no_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
     """Raise CheckpointError where there is no token that could be chosen."""
     if not vocabulary.tokens:
         raise CheckpointError(
-            f"the tokenizer of {name} has no token in use, the model {vocabulary.num_tokens}: take the "
-            "original model's tokenizer, or convert the original model again"
+            f"the tokenizer of {name} has no token in use, the model {vocabulary.num_tokens}: take "
+            "the original model's tokenizer, or convert the original model again"
         )
 
 
 def read_vocabulary(name: str | Path) -> Vocabulary:
-    """What a model's token ids mean; a checkpoint's weights need not be there.
+    """Read a model's vocabulary; a checkpoint's weights may be missing.
 
     The header of a GGUF file is checked as for a run, before llama.cpp reads it.
     """
@@ -126,7 +126,7 @@ def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
     tokenizer = Tokenizer.from_pretrained(directory)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.hf_tokenizer, source.vocab_size)
     named = _named_eos_ids(directory, source.model.config)
-    # As transformers: the generation config's count alone, where it has any.
+    # As transformers: the generation config's ids replace the others, where it has any.
     eos = next((ids for ids in named if ids), tokenizer.eos_token_ids)
     all_eos = tuple(dict.fromkeys(i for ids in (*named, tokenizer.eos_token_ids) for i in ids))
     return OpenedModel(source, tokenizer, vocabulary, eos, all_eos)
@@ -137,13 +137,13 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
-    tokenizer = GgufTokenizer.from_file(path, source.sequence_limits)
-    eos = tokenizer.eos_token_ids  # llama.cpp has found all that a file has
+    tokenizer = GgufTokenizer.from_file(path, source.text_limits)
+    eos = tokenizer.eos_token_ids  # llama.cpp finds all ids in a file
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 
 
 def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """End-of-sequence ids of generation_config.json, and those of the model's config."""
+    """Return the end-of-sequence ids of generation_config.json, and those of the model's config."""
     from transformers import GenerationConfig
 
     eos: Any = None
@@ -154,7 +154,7 @@ def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple
             eos = GenerationConfig.from_pretrained(directory).eos_token_id
         except Exception as error:  # whatever a broken file makes the library raise
             raise CheckpointError(
-                f"{path} cannot be read: {one_line(error)}: mend it or remove it"
+                f"{path} cannot be read: {one_line(error)}: fix it or remove it"
             ) from error
     return _token_ids(directory, eos), _token_ids(directory, config.eos_token_id)
 
@@ -163,9 +163,9 @@ def _token_ids(directory: Path, eos: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    if not all(type(item) is int and item >= 0 for item in ids):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise CheckpointError(
             f"{directory}: eos_token_id is {eos!r}, must be a token id or a list of them: "
-            "mend generation_config.json or config.json"
+            "fix generation_config.json or config.json"
         )
     return ids

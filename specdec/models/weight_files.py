@@ -1,4 +1,4 @@
-"""Which files hold a model's weights, and which weights they are."""
+"""Files of a model's weights, and a fingerprint of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIGITS = 16
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The files that hold a model's weights: of a checkpoint directory or a GGUF file."""
+    """Return the files with a model's weights, of a checkpoint directory or a GGUF file."""
     if model.is_file():
         from offload.formats.gguf_index import GgufIndex
 
@@ -22,14 +22,14 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def largest_weight_file(model: Path) -> Path:
-    """The largest one: the longest, steadiest reads are possible there."""
+    """Return the largest weight file, which allows the longest and steadiest reads."""
     return max(weight_files(model), key=lambda path: path.stat().st_size)
 
 
 def weights_fingerprint(model: Path) -> str:
-    """Hex digits that tell a model from its fine-tunes, and from another model in its place.
+    """Return hex digits that differ between a model, its fine-tunes, and other models at its path.
 
-    Copies have the same. Nothing but headers and a few bytes of each tensor is read.
+    Copies have the same digits. Only headers and a few bytes of each tensor are read.
     """
     if model.is_file():
         from offload.formats.gguf_index import GgufIndex

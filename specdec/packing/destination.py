@@ -1,4 +1,4 @@
-"""Where a copy goes: what speaks against it is found before anything is read."""
+"""Destination of a packed copy, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from backends.packed.errors import PackError
 
 
 def place_of(out: str | Path) -> Path:
-    """The path of the folder `out`, without links in it. Raises PackError where none can be made.
+    """Return the path of the folder `out` without links. Raises PackError if it cannot be created.
 
-    What only trying shows, a full disk say, is left to who makes it.
+    Errors that only writing shows, such as a full disk, are raised later.
     """
     try:
         path = Path(out).expanduser()
@@ -37,7 +37,7 @@ def place_of(out: str | Path) -> Path:
 
 
 def refuse_inside(out: Path, place: Path, source: Path) -> None:
-    """Raise PackError for a copy inside of the folder that it is made of."""
+    """Raise PackError for a copy inside the model's own folder."""
     if source.resolve() in place.parents:
         raise PackError(f"{out} lies in the model's own folder: name one outside of it")
 

@@ -1,7 +1,7 @@
-"""A packed copy of a checkpoint: fewer bytes per pass, and the same weights to the bit.
+"""Packing of a checkpoint: fewer bytes per pass, and the same weights to the bit.
 
-What a pass reads again and again are the matrices of the decoder layers: those are packed. The copy
-is written beside its destination under a hidden name and moved there at the end.
+Only the matrices of the decoder layers are packed, which every pass reads. The copy is written
+beside its destination under a hidden name and moved there at the end.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _MARGIN_BYTES = 16 * MIB
-"""Headers, blocks of the file system."""
+"""Allowance for headers and blocks of the file system."""
 _MAX_THREADS = 4
 _NAMED = 10
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What was written."""
+    """Result of packing."""
 
     path: Path
     source_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors in the source."""
     n_bytes: int
     n_packed: int
-    num_others: int
+    n_others: int
     """Tensors that are no matrices of decoder layers, or too small to be packed."""
     not_packed: dict[str, float]
-    """By name, matrices whose exponents are too many: the share of weights with a rare one."""
+    """Matrices with too many exponents, by name: the share of weights with a rare exponent."""
     is_verified: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,8 +58,8 @@ class PackReport:
         compared = "every weight compared" if self.is_verified else "not compared (--no-verify)"
         lines = [
             f"{self.path}: {format_bytes(self.n_bytes)} of {format_bytes(self.source_bytes)} "
-            f"({share:.1%}); {self.n_packed} tensors packed, {self.num_others} others as they were; "
-            f"{compared}"
+            f"({share:.1%}); {self.n_packed} tensors packed, {self.n_others} others as they "
+            f"were; {compared}"
         ]
         named = list(self.not_packed.items())
         lines += [
@@ -82,7 +82,7 @@ def pack(
 
     Raises:
         SpecdecError: `out` is there already, lies in the model or cannot be written, all found
-            before the model is read; the model cannot be read or packed, the disk lacks room; one
+            before the model is read; the model cannot be read or packed, the disk lacks space; one
             line, and nothing is left behind.
     """
     place = place_of(out)
@@ -90,9 +90,9 @@ def pack(
     directory = resolve_model(model)
     refuse_inside(out, place, directory)
     check_source(directory)
-    rest = files_beside(directory)
+    beside_weights = files_beside(directory)
 
-    # Takes seconds: what has no need of it was looked at before.
+    # These imports take seconds: checks without them come first.
     from backends.hf.model import load_hf_model
     from backends.packed.writer import pays_to_pack
 
@@ -101,21 +101,21 @@ def pack(
             partial.mkdir(parents=True)
         source = load_hf_model(directory)
         _check_built(source, directory)
-        requested = frozenset(
+        matrices = frozenset(
             bound.record.name
             for layer in source.layer_tensors
             for bound in layer
             if pays_to_pack(bound.record)
         )
-        if not requested:
+        if not matrices:
             raise PackError(f"{directory} has no matrix that is large enough to be packed")
-        _check_room(source, requested, rest.values(), place)
+        _check_disk_space(source, matrices, beside_weights.values(), place)
         with writing(out):
-            written = _write_weights(source, requested, partial, verify, progress)
-            for name, path in rest.items():
+            written = _write_weights(source, matrices, partial, verify, progress)
+            for name, path in beside_weights.items():
                 shutil.copyfile(path, partial / name)
             _check_headers(source, partial)
-            for path in (*(partial / name for name in rest), partial):
+            for path in (*(partial / name for name in beside_weights), partial):
                 _sync(path)
             source.index.check_unchanged()
             partial.rename(place)
@@ -124,35 +124,35 @@ def pack(
 
 
 def _check_built(source: HfModel, directory: Path) -> None:
-    """Raise PackError for what `check_source` could not see."""
+    """Raise PackError for problems that `check_source` cannot find."""
     if source.packed_modules:
         raise is_quantised(directory)
     if source.experts:
         raise is_mixture(directory)
 
 
-def _check_room(
-    source: HfModel, requested: frozenset[str], rest: Iterable[Path], place: Path
+def _check_disk_space(
+    source: HfModel, matrices: frozenset[str], beside_weights: Iterable[Path], place: Path
 ) -> None:
-    """Raise PackError where the disk has not the least that the copy may take."""
+    """Raise PackError where the disk lacks the minimum that the copy may take."""
     from backends.packed.writer import min_bytes
 
     needed = _MARGIN_BYTES + sum(
-        min_bytes(record) if record.name in requested else record.n_bytes
+        min_bytes(record) if record.name in matrices else record.n_bytes
         for record in source.index.values()
     )
-    needed += sum(path.stat().st_size for path in rest)
+    needed += sum(path.stat().st_size for path in beside_weights)
     free = shutil.disk_usage(place.parent).free  # the copy is written there
     if needed > free:
         raise PackError(
             f"{place} would take {format_bytes(needed)} and {place.parent} has "
-            f"{format_bytes(free)} free: make room, or name a folder elsewhere"
+            f"{format_bytes(free)} free: free some space, or name a folder elsewhere"
         )
 
 
 def _write_weights(
     source: HfModel,
-    requested: frozenset[str],
+    matrices: frozenset[str],
     folder: Path,
     verify: bool,
     progress: Progress | None,
@@ -171,8 +171,8 @@ def _write_weights(
         writer = FileWriter(
             path,
             folder / name,
-            # A tensor that a later file has, too, is copied with the rest and not looked at.
-            frozenset(n for n in requested if source.index[n].path == path),
+            # A tensor that a later file repeats is copied unpacked.
+            frozenset(n for n in matrices if source.index[n].path == path),
             n_threads=n_threads,
             verify=verify,
             advance=counter.add,
@@ -181,7 +181,7 @@ def _write_weights(
         written += tensors
         places.update({tensor.name: name for tensor in tensors})
     if len(paths) > 1:
-        n_bytes = sum(item.n_bytes for item in written)
+        n_bytes = sum(tensor.n_bytes for tensor in written)
         index = {"metadata": {"total_size": n_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _sync(folder / _INDEX)
@@ -189,7 +189,7 @@ def _write_weights(
 
 
 def _check_headers(source: HfModel, partial: Path) -> None:
-    """Raise SpecdecError where the copy cannot be opened, or not with the source's tensors."""
+    """Raise SpecdecError where the copy cannot be opened, or lacks tensors of the source."""
 
     def described(index: WeightIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (record.dtype, record.shape) for name, record in index.items()}
@@ -211,12 +211,12 @@ def _sync(path: Path) -> None:
 
 
 def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport:
-    tried = {item.name: item.exceptions for item in written if item.exceptions is not None}
-    packed = {item.name for item in written if item.scheme}
+    tried = {tensor.name: tensor.exceptions for tensor in written if tensor.exceptions is not None}
+    packed = {tensor.name for tensor in written if tensor.scheme}
     return PackReport(
         out,
-        sum(item.source_bytes for item in written),
-        sum(item.n_bytes for item in written),
+        sum(tensor.source_bytes for tensor in written),
+        sum(tensor.n_bytes for tensor in written),
         len(packed),
         len(written) - len(tried),
         {name: share for name, share in tried.items() if name not in packed},
@@ -225,7 +225,7 @@ def _report(out: Path, written: list[WrittenTensor], verify: bool) -> PackReport
 
 
 class _Counter:
-    """Bytes that several threads are done with."""
+    """Progress in bytes, counted by several threads."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0

@@ -1,4 +1,4 @@
-"""What a copy is made of: what speaks against it is found in headers and in the config.
+"""Source of a packed copy, checked by its headers and config.
 
 No library is imported for that, which would take seconds.
 """
@@ -17,14 +17,14 @@ _ALONG = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*", "READM
 _WEIGHT_LISTS = (".safetensors.index.json", ".bin.index.json")
 _CONFIG = "config.json"
 _EXPERTS = ".experts."
-"""In the names of the tensors of a mixture."""
-_OTHERS = {"F16": "fp16", "F32": "fp32"}
+"""Part of the names of a mixture's expert tensors."""
+_FULL_FORMATS = {"F16": "fp16", "F32": "fp32"}
 
 
 def check_source(directory: Path) -> None:
-    """Raise SpecdecError for what headers and config show to be no checkpoint in bf16.
+    """Raise SpecdecError if headers and config show that this is no checkpoint in bf16.
 
-    What else there may be is found once the model is built.
+    Other problems are found once the model is built.
     """
     if is_gguf(directory):
         raise PackError(f"{directory} is GGUF, which has packed formats of its own (Q4_K_M, Q8_0)")
@@ -35,7 +35,7 @@ def check_source(directory: Path) -> None:
         raise is_mixture(directory)
     if _config(directory).get("quantization_config"):
         raise is_quantised(directory)
-    name = _OTHERS.get(main_format(index))
+    name = _FULL_FORMATS.get(main_format(index))
     if name is not None:
         raise PackError(
             f"{directory} holds {name} weights, and bf16 alone is packed, in which half of the "
@@ -57,9 +57,9 @@ def is_quantised(directory: Path) -> PackError:
 
 
 def files_beside(directory: Path) -> dict[str, Path]:
-    """Config, tokenizer, licence, by name: whatever describes the weights.
+    """Return the files beside the weights by name: config, tokenizer, licence.
 
-    Links are held to the rule for weights. Raises SpecdecError.
+    Links follow the same rule as for weights. Raises SpecdecError.
     """
     result = {}
     for path in sorted({path for pattern in _ALONG for path in directory.glob(pattern)}):
@@ -75,7 +75,7 @@ def files_beside(directory: Path) -> dict[str, Path]:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """Raises CheckpointError, OSError."""
+    """Read the config. Raises CheckpointError, OSError."""
     path = directory / _CONFIG
     with path.open("rb") as file:
         return parse_json_object(file.read(MAX_HEADER_BYTES), path)

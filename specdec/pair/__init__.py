@@ -17,7 +17,7 @@ PAIR_GGUF_NAMES = ("pair:target.gguf", "pair:draft.gguf")
 
 
 def pair_path(name: str) -> Path:
-    """Returns the folder of an embedded model, or its GGUF file.
+    """Return the folder of an embedded model, or its GGUF file.
 
     Args:
         name: one of `PAIR_NAMES` or `PAIR_GGUF_NAMES`.

@@ -1,4 +1,4 @@
-"""What ranking candidate tokens costs: a drafter's own work for each level of a tree."""
+"""Cost of ranking candidate tokens: a drafter's own work for each level of a tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = (1, 8, level_width(MAX_AUTO_NODES))
 
 @cache
 def measure_candidates(n_tokens: int) -> ComputeCurve:
-    """Seconds by rows of logits of such a vocabulary, measured once in a month."""
+    """Return the seconds by rows of logits of `n_tokens`, measured once a month."""
     what = f"ranking, numpy {np.__version__}, {n_tokens} tokens {_ROWS}"
     return cached_curve(what, lambda: _time_ranking(n_tokens))
 
@@ -38,6 +38,6 @@ def _time_ranking(n_tokens: int) -> ComputeCurve:
 
 
 def measure_draft(source: ModelSource) -> ModelCompute:
-    """A level of a tree: the draft model's pass, and the ranking of what it says."""
+    """Measure one level of a tree: the draft model's pass, and the ranking of its logits."""
     passes = source.measure_compute(beside_reads=False)
     return replace(passes, per_pass=measure_candidates(source.vocab_size))

@@ -1,4 +1,4 @@
-"""The GPU of a run: whether there is one for it, what it may take there, and how fast that is."""
+"""The GPU of a run: whether one is used, the VRAM that the run may take, and its speed."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _SLOW_BF16 = (
 
 
 def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
-    """The GPU that this run uses, as this machine has it; None for a run on the CPU.
+    """Return this machine's GPU for the run; None for a run on the CPU.
 
-    Raises NoDevice, UnsupportedModel and ConfigError where it was asked for and cannot be.
+    Raises NoDevice, UnsupportedModel and ConfigError where a GPU was requested and cannot be used.
     """
     target = pair.target.source
-    if not _is_requested(options, target):
+    if not _uses_gpu(options, target):
         check_no_gpu_options(options)
         return None
     from backends.cuda.probe import cuda_memory
 
     memory = cuda_memory()
-    limit = memory.free_bytes + memory.pinned_bytes  # the budget is the whole process's
+    limit = memory.free_bytes + memory.used_bytes  # the budget is the whole process's
     vram_bytes, source = limit, f"what is free on {memory.name}"
     if options.vram_budget != AUTO:
         whose = (
@@ -52,18 +52,18 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
     gpu = gpu_for(options, pair, vram_bytes, source)
     slow = not memory.computes_bf16 and "BF16" in matrix_formats(target.multiplied)
     warnings = (_SLOW_BF16.format(name=memory.name),) if slow else ()
-    return replace(gpu, pinned_bytes=memory.pinned_bytes, warnings=warnings)
+    return replace(gpu, used_bytes=memory.used_bytes, warnings=warnings)
 
 
 def gpu_for(
     options: RunOptions, pair: OpenedPair, vram_bytes: int, source: str, host_bytes: int = 0
 ) -> Gpu:
-    """A GPU with so much memory, whether it is here or not.
+    """Describe a GPU with `vram_bytes` of memory, present on this machine or not.
 
-    host_bytes: what its libraries take of host memory and this process does not take yet.
+    host_bytes: host memory that its libraries will take beyond what this process takes already.
 
-    Raises UnsupportedModel for a model that does not run on one, ConfigError for a draft that
-    cannot be where it was asked for.
+    Raises UnsupportedModel for a model that does not run on a GPU, ConfigError for a draft that
+    cannot run on the requested device.
     """
     target, draft = pair.sources
     device, is_self = options.draft_device, options.draft == SELF_DRAFT
@@ -80,13 +80,13 @@ def gpu_for(
 
 
 def on_gpu(source: ModelSource) -> ModelSource:
-    """The same model as a CUDA device would run it: with that device's activations and arithmetic,
-    and a `load` that takes a placement on it. Needs no device before it measures.
+    """Return the model as a CUDA device would run it: with its activations and arithmetic, and a
+    `load` that takes a placement on it. No device is needed before it measures.
 
     Raises UnsupportedModel for a format that runs on the CPU only.
     """
     if isinstance(source, SharedSource):
-        return SharedSource(on_gpu(source.layer_access))
+        return SharedSource(on_gpu(source.source))
     if not source.can_use_gpu:
         raise UnsupportedModel(
             f"{source.path} runs on the CPU only, as GGUF files and mixtures of experts do: use "
@@ -98,7 +98,7 @@ def on_gpu(source: ModelSource) -> ModelSource:
 
 
 def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Measurements:
-    """This machine's speed, its GPU's among it."""
+    """Measure the storage, the GPU's arithmetic, copies to it, and drafting on either device."""
     from backends.cuda import probe as cuda_probe
 
     storage = measure_storage(pair.target.source.weight_file).storage_bytes_per_second
@@ -114,7 +114,7 @@ def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Measurements:
 
 
 def placement(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPair:
-    """The models as they are to be loaded."""
+    """Return the models with the sources (CPU or GPU) that they are to be loaded from."""
     if gpu is None:
         return pair
     draft = pair.draft
@@ -124,14 +124,14 @@ def placement(pair: OpenedPair, gpu: Gpu | None, draft_device: str) -> OpenedPai
 
 
 def vram_peak_bytes() -> int:
-    """Most that torch's allocator has reserved of the GPU's memory in this process."""
+    """Return the peak of VRAM that torch's allocator has reserved in this process."""
     from backends.cuda import engine as cuda_engine
 
     return cuda_engine.vram_peak_bytes()
 
 
 def check_no_gpu_options(options: RunOptions) -> None:
-    """Raise ConfigError for options that make sense beside a GPU only."""
+    """Raise ConfigError for options that make sense with a GPU only."""
     if options.draft_device == CUDA:
         raise ConfigError(
             FieldName("draft_device"),
@@ -149,8 +149,8 @@ def check_no_gpu_options(options: RunOptions) -> None:
         )
 
 
-def _is_requested(options: RunOptions, target: ModelSource) -> bool:
-    """Whether the target goes to a GPU. torch is asked only for models that it runs."""
+def _uses_gpu(options: RunOptions, target: ModelSource) -> bool:
+    """Return whether the target runs on a GPU. torch is imported only for models that it runs."""
     if options.device == CPU:
         return False
     if not target.can_use_gpu:

@@ -1,4 +1,4 @@
-"""From a plan to models with weights, and what may be asked of them afterwards."""
+"""Load the models of a plan, and check later options against what was loaded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def load_target(
     progress: Any = None,
     weight_prefetch: Prefetch | None = None,
 ) -> Backend:
-    """The target's weights where the plan wants them.
+    """Load the target's weights as the plan places them.
 
     Args:
-        early: some that are read already.
+        weight_prefetch: weights that are read already.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
     """
@@ -53,19 +53,19 @@ def load_target(
 def load_draft(
     planned: PlannedModels, options: RunOptions, target: Backend
 ) -> tuple[Backend | None, DraftWindow]:
-    """The draft and what it is shown of a text; (None, the whole text) where none is planned.
+    """Load the draft; return it with its window of a sequence, or (None, no window limit).
 
     Args:
-        target: loaded; its weights are the draft's where it drafts for itself.
+        target: the loaded target, whose weights a self-draft shares.
     """
     plan, placement = planned.plan, planned.plan.draft_placement
     if planned.draft is None or placement is None:
         return None, DraftWindow()
-    source, requested = planned.draft.source, options.spec.draft_window
+    source, draft_window = planned.draft.source, options.spec.draft_window
     if isinstance(source, SharedSource):
         source.share_weights(target)
     n_nodes = max_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
-    context = draft_context_size(requested, plan.ctx_size, source.max_context, n_nodes)
+    context = draft_context_size(draft_window, plan.ctx_size, source.max_context, n_nodes)
     loading = Loading(
         placement,
         max_context=context,
@@ -76,22 +76,22 @@ def load_draft(
         load_mode="stream" if placement.streams else "ram",
         vram_bytes=plan.torch_vram_bytes,
     )
-    window = DraftWindow.fitting(requested, context, target.max_context, n_nodes)
+    window = DraftWindow.fitting(draft_window, context, target.max_context, n_nodes)
     return source.load(loading), window
 
 
 def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: bool) -> None:
-    """Raise ConfigError where `spec` asks for more than memory was set aside for.
+    """Raise ConfigError where `spec` needs more memory than was reserved.
 
     Args:
-        loaded: how to draft, as it was said when the models were loaded.
+        loaded: the SpecConfig that the models were loaded with.
     """
-    asked, limit = spec.num_draft_tokens or 0, plan.n_draft_tokens
-    if asked > limit:
+    num_draft_tokens, limit = spec.num_draft_tokens or 0, plan.n_draft_tokens
+    if num_draft_tokens > limit:
         raise ConfigError(
             FieldName("num_draft_tokens"),
-            f" is {asked}, but the models were loaded with room for {limit}: "
-            f"load them with num_draft_tokens={asked}",
+            f" is {num_draft_tokens}, but the models were loaded with memory for {limit}: "
+            f"load them with num_draft_tokens={num_draft_tokens}",
         )
     if "draft" not in spec.spec_type:
         return
@@ -100,7 +100,7 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
     if spec.width > planned_width(loaded):
         raise ConfigError(
             FieldName("tree_width"),
-            f" is {spec.width}, but the models were loaded with room for "
+            f" is {spec.width}, but the models were loaded with memory for "
             f"{planned_width(loaded)}: load them with tree_width={spec.width}",
         )
     if spec.draft_window != loaded.draft_window:
@@ -112,7 +112,7 @@ def check_spec(spec: SpecConfig, loaded: SpecConfig, plan: RunPlan, has_draft: b
 
 
 def _target_load_mode(requested: str, placement: Placement) -> str:
-    """A target that fits is held in the layout of its file, whose logits are a streamed one's."""
+    """Return the load mode: a target that fits keeps its file's layout, as streaming does."""
     if requested in ("ram", "mmap"):
         return requested
     return "stream" if placement.streams else "mmap"

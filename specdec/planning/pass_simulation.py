@@ -1,4 +1,4 @@
-"""How long a forward pass should take a model whose layers are placed as planned.
+"""Simulation of a forward pass's duration, for a model whose layers are placed as planned.
 
 Every layer is read, as far as it streams, and multiplied with: the ring of slots is simulated over
 their real order and sizes (`offload.placement.simulation`), with this machine's bandwidth and
@@ -15,31 +15,31 @@ from offload.placement.simulation import LayerWork, Overlap, SimulatedPass, simu
 from specdec.policy.cost_model import CostModel
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of tokens."""
+"""Numbers of tokens that passes are simulated with."""
 _GPU_SIZES = (*_SIZES, 256, 512, 1024)
 _FEW_TOKENS = 16
 _ABOVE_THE_KNEE = 1.05
-"""Times one token's seconds: passes that take so much longer are held up by their tokens."""
+"""Ratio to one token's seconds from which a pass counts as bound by its tokens."""
 
 
 @dataclass(frozen=True)
 class PassSimulation:
-    """Forward passes of one model, placed, on one machine; a CostModel begins with its times."""
+    """Forward passes of a model with its placement on a machine; a CostModel starts from them."""
 
     placement: Placement
     compute: ModelCompute
     storage_bytes_per_second: float
     copy_bytes_per_second: float = 0.0
-    """Between pinned host memory and a GPU's; of use where a GPU computes."""
+    """Bandwidth from pinned host memory to a GPU's; used where a GPU computes."""
     expert_seconds_per_byte: float = 0.0
-    """Cost of missing experts beside what the storage's bandwidth says: their reads are short, and
+    """Extra cost of missing experts beyond the storage's bandwidth: their reads are short, and
     their pages are taken from other experts."""
     _known: dict[tuple[int, float], SimulatedPass] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def times(self, num_tokens: int, gap_seconds: float = 0.0) -> SimulatedPass:
-        """Return a pass in the midst of others that drafting of `gap_seconds` parts."""
+        """Return a pass in a series of passes with `gap_seconds` of drafting between them."""
         key = (num_tokens, gap_seconds)
         if key not in self._known:
             self._known[key] = self._simulate(num_tokens, gap_seconds)
@@ -55,12 +55,12 @@ class PassSimulation:
         return self.times(num_tokens).seconds
 
     def cost_model(self) -> CostModel:
-        """Return the larger of two: one token's pass, and a line through those that tokens hold up.
+        """Return the maximum of one token's pass and a line through passes bound by their tokens.
 
         Two pieces are as good for the policy as the simulated times themselves (docs/policy.md).
         """
-        # Nothing hides tokens: a few of them count. Nor are experts' reads hidden, of which every
-        # token asks for some.
+        # Without moving layers no reads hide the tokens' arithmetic, and experts' reads are not
+        # hidden either, as every token needs some: a line through a few tokens is enough.
         if not self.placement.n_moving_layers or self.placement.experts is not None:
             few = self.seconds(_FEW_TOKENS)
             return CostModel(0.0, *_line(1, self.seconds(1), _FEW_TOKENS, few))
@@ -70,14 +70,14 @@ class PassSimulation:
         above = [n for n in sizes if seconds[n] > _ABOVE_THE_KNEE * floor]
         low = min(above, default=sizes[-2])
         low, high = min(low, sizes[-2]), sizes[-1]
-        # Reads that hide all of the tokens say nothing about the line: arithmetic alone does.
+        # If reads hide the arithmetic at all sizes, the line is fitted to the arithmetic alone.
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         return CostModel(floor, *_line(low, line[low], high, line[high]))
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
         placement, per_byte = self.placement, self.compute.per_byte
         is_copied = placement.is_on_device
-        # A GPU's arithmetic neither reads nor copies slow down.
+        # Reads and copies do not slow down a GPU's arithmetic.
         overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(num_tokens))
         moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
         seconds = per_byte.seconds(num_tokens)
@@ -101,7 +101,7 @@ class PassSimulation:
         )
 
     def _expert_seconds(self, layer: int, num_tokens: int) -> float:
-        """Return what a layer's routed experts take: missing ones are read, then all computed."""
+        """Return the seconds of a layer's routed experts: read missing ones, compute all."""
         expert_cache = self.placement.experts
         experts = None if expert_cache is None else expert_cache.layers[layer]
         if expert_cache is None or experts is None:

@@ -1,4 +1,4 @@
-"""From options to a plan, before anything large is allocated: open, measure, divide, predict."""
+"""Planning from options, before anything large is allocated: open, measure, divide, predict."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
 
 _MIN_REPORTED_SHARE = 1.05
-"""How much faster a run without the draft has to be for the plan to say so."""
+"""Speedup of a run without the draft from which the plan warns about it."""
 
 
 @dataclass(frozen=True)
 class PlannedModels:
-    """A plan, and the models (without weights) that it was made for; None for a draft that it
-    leaves out, and options without it."""
+    """A plan and its opened models (without weights). A draft that the plan leaves out is None, and
+    removed from the options."""
 
     plan: RunPlan
     options: RunOptions
@@ -49,7 +49,7 @@ class PlannedModels:
 def plan_run(
     model: str | Path, draft_model: str | Path | None = None, **options: Unpack[LoadKeywords]
 ) -> RunPlan:
-    """The plan of `specdec.load` with the same arguments; loads a small model only, to time it.
+    """Return the plan of `specdec.load` with the same arguments; load a small model, to time it.
 
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
@@ -65,8 +65,8 @@ def plan_models(
     """Read the models' headers, measure the machine, and divide the budget.
 
     Args:
-        budget: as `budget_of_run` says it, where it was asked already.
-        early: weights of the target that are being read already.
+        budget: the result of `budget_of_run`, where it was called already.
+        weight_prefetch: weights of the target that are being read already.
     """
     free_large_blocks_at_once()
     if options.device == CPU:
@@ -94,7 +94,7 @@ def plan_models(
 
 
 def open_pair(options: RunOptions) -> OpenedPair:
-    """Read what the models are. Raises what `plan_run` raises, BudgetExceeded excepted."""
+    """Open the models without weights. Raises what `plan_run` raises, BudgetExceeded excepted."""
     target = open_model(options.model, options.backend)
     if options.chat_template is not None:
         target.tokenizer.chat_format = chat_format(options.chat_template)
@@ -105,7 +105,7 @@ def open_pair(options: RunOptions) -> OpenedPair:
     if options.draft == SELF_DRAFT:
         draft = replace(target, source=SharedSource(target.source))
     elif options.draft is not None:
-        # Cache types are the target's: a draft's KV is small.
+        # Cache types apply to the target only: a draft's KV is small.
         draft = open_model(options.draft, BackendOptions(options.backend.n_threads))
         compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
     _check_options(options, target.source)
@@ -113,7 +113,7 @@ def open_pair(options: RunOptions) -> OpenedPair:
 
 
 def measure_figures(pair: OpenedPair, total_bytes: int) -> Measurements:
-    """This machine's speed, as far as a budget of `total_bytes` needs it."""
+    """Measure this machine's speed, as far as a budget of `total_bytes` needs it."""
     target, draft = pair.sources
     storage = measure_storage(target.weight_file).storage_bytes_per_second
     return Measurements(
@@ -127,22 +127,22 @@ def measure_figures(pair: OpenedPair, total_bytes: int) -> Measurements:
 def measure_experts(
     source: ModelSource, total_bytes: int, storage_bytes_per_second: float
 ) -> float:
-    """Seconds per byte of missing experts beside those of reading at this machine's bandwidth; 0
-    where a budget of `total_bytes` holds all, or there are none."""
+    """Return the extra seconds per byte of missing experts, beyond the storage's bandwidth; 0 where
+    a budget of `total_bytes` holds all, or there are none."""
     if not any(source.experts) or not must_stream(source, total_bytes):
         return 0.0
     return max(0.0, missing_seconds_per_byte(source.experts) - 1.0 / storage_bytes_per_second)
 
 
 def must_stream(source: ModelSource, total_bytes: int) -> bool:
-    """Whether a model's layers alone are more than so much memory."""
+    """Return whether a model's layers alone are larger than `total_bytes`."""
     return layer_bytes(source) > total_bytes
 
 
 def layer_bytes(source: ModelSource) -> int:
-    """Of all layers as they are stored, experts included."""
+    """Return the bytes of all layers as stored, experts included."""
     n_bytes = sum(layer.n_bytes for layer in source.layers)
-    return n_bytes + sum(x.n_bytes for x in source.experts if x is not None)
+    return n_bytes + sum(experts.n_bytes for experts in source.experts if experts is not None)
 
 
 def make_plan(
@@ -154,9 +154,9 @@ def make_plan(
     base_bytes: int,
     gpu: Gpu | None = None,
 ) -> RunPlan:
-    """Divide so much memory as the figures say is fastest.
+    """Choose the memory plan that is fastest according to the measurements.
 
-    base_bytes: what the process takes already.
+    base_bytes: memory that the process takes already.
 
     Raises BudgetExceeded with the smallest budget that works.
     """
@@ -197,8 +197,8 @@ def _cut_context(options: RunOptions, memory_plan: MemoryPlan) -> tuple[str, ...
 
 
 def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(warnings of a draft that the user fixed and that slows a streamed target down, notes that
-    a draft is left out, and how to have it loaded all the same)."""
+    """Return (warnings that a required draft slows a streamed target down, notes that a draft is
+    left out, and how to load it all the same)."""
     with_draft = [
         alternative for alternative in search.alternatives if alternative.draft is not None
     ]
@@ -211,9 +211,9 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
     )
     speed = alone.tokens_per_second
     if chosen.draft is None:
-        best = max(item.better_tokens_per_second for item in with_draft)
+        best = max(alternative.better_tokens_per_second for alternative in with_draft)
         note = (
-            f"the draft is left out: in its memory more of the target is worth more "
+            f"the draft is left out: its memory is better used for the target "
             f"({speed:.2f} tokens/s predicted without it, {best:.2f} with it); "
             "--spec-type draft,ngram loads it all the same"
         )
@@ -229,9 +229,9 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
 
 
 def _no_capacity(alone: MemoryPlan, search: Search) -> str:
-    """Note that a draft is left out for want of room, with the budgets with it and without.
+    """Return the note that a draft is left out for lack of memory, with the budgets of both cases.
 
-    alone: the memory without the draft.
+    alone: the memory plan without the draft.
     """
     ledger = search.refusals[0].ledger
     budget = alone.vram if ledger == VRAM and alone.vram is not None else alone.budget
@@ -239,7 +239,7 @@ def _no_capacity(alone: MemoryPlan, search: Search) -> str:
     with_draft = format_up(search.memory_planner.smallest.of(ledger))
     return (
         f"the draft is left out: the {ledger} budget of {format_bytes(budget.total_bytes)} has no "
-        f"room for it; the smallest with it is {with_draft}, without it "
+        f"memory for it; the smallest with it is {with_draft}, without it "
         f"{format_up(alone.smallest.of(ledger))}: raise {option}, or take a smaller draft; "
         "n-grams draft instead"
     )
@@ -249,28 +249,28 @@ def _check_options(options: RunOptions, target: ModelSource) -> None:
     if options.load_mode == "mmap" and not target.can_mmap:
         raise ConfigError(
             FieldName("load_mode"),
-            f" mmap is for GGUF models: {options.model} can be streamed or held in ram",
+            f" mmap is for GGUF models: {options.model} can be streamed or loaded in ram",
         )
-    limit, asked = target.max_tree_leaves, options.spec.num_draft_tokens
+    limit, num_draft_tokens = target.max_tree_leaves, options.spec.num_draft_tokens
     if limit is not None and options.num_beams > limit:
         raise ConfigError(
             FieldName("num_beams"),
             f" is {options.num_beams}, but a GGUF target follows at most {limit} beams",
         )
-    if limit is not None and asked is not None and asked > limit:
+    if limit is not None and num_draft_tokens is not None and num_draft_tokens > limit:
         raise ConfigError(
             FieldName("num_draft_tokens"),
-            f" is {asked}, but a GGUF target verifies at most {limit} at a time",
+            f" is {num_draft_tokens}, but a GGUF target verifies at most {limit} at a time",
         )
 
 
 def _self_draft_problem(options: RunOptions, memory_plan: MemoryPlan) -> str:
-    """Why a target that streams cannot draft for itself; empty where it stays in memory."""
+    """Return why a target that streams cannot draft for itself; empty where it fits in memory."""
     if options.load_mode != "mmap" and not memory_plan.target.n_moving_layers:
         return ""
     whole = sum(layer.n_bytes for layer in memory_plan.target.layers)
     return (
-        f"{options.model} is not held in memory, where its layers would take "
+        f"{options.model} does not fit in memory, where its layers would take "
         f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "
         "raise the budget, or use a small draft model or --spec-type ngram"
     )

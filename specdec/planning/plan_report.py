@@ -1,4 +1,4 @@
-"""A plan in lines for the user: the budget's parts, where the layers are, what was compared."""
+"""Report of a plan for the user: parts of the budget, layer placement, compared plans."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from offload.budget import MemoryBudget, format_up
 from offload.placement.experts import ExpertCachePlan
 from offload.placement.placement import Placement
 from offload.units import GIB, format_bytes
-from specdec.planning.memory.pinnable import TEXT_TOKENS
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: room for larger trees may cost 1 %, and a "
-    "fixed draft is kept"
+    "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, and "
+    "a fixed draft is kept"
 )
-_HEADINGS = ("weighed", "GB/pass", "s, 1 row", "s, tree", "tokens/s")
+_HEADINGS = ("weighed", "GB/pass", "s, 1 token", "s, tree", "tokens/s")
 
 
 _OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring", "expert cache")
-"""How the parts end that hold weights or keys and values."""
+"""Suffixes of the names of parts that hold weights or keys and values."""
 
 
 def overhead_bytes(budget: MemoryBudget) -> int:
-    """What holds neither weights nor KV cache: libraries, activations, and what is set aside.
+    """Return the bytes of neither weights nor KV cache: libraries, activations, reserves.
 
-    While a text is decoded, what of it is not in use holds layers (specdec/policy/spare_memory).
+    While a sequence is decoded, the unused part holds layers (specdec/policy/opportunistic_layers).
     """
     return sum(n_bytes for name, n_bytes in budget.table() if not name.endswith(_OF_MODELS))
 
 
 def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
-    """The parts that take something. source: where the budget's figure comes from."""
+    """Return lines with the non-empty parts of a budget. source: origin of its total."""
     parts = budget.table()
     width = max(len(name) for name, _ in parts)
     lines = [f"{title} {format_bytes(budget.total_bytes)} ({source})"]
@@ -51,7 +51,7 @@ def exactness_line(exactness: Exactness) -> str:
 
 
 def enough(n_bytes: int) -> str:
-    """Enough when typed in; beside it what is easier to read."""
+    """Format a size that is enough when typed in, and from 1 GiB a readable one beside it."""
     readable = f" ({format_bytes(n_bytes)})" if n_bytes >= GIB else ""
     return format_up(n_bytes) + readable
 
@@ -77,24 +77,31 @@ def placement_line(placement: Placement) -> str:
 
 
 def pinning_line(placement: Placement, decoding: Placement) -> str:
-    """decoding: the same while a text is decoded."""
+    """Describe the layers pinned while decoding. decoding: the placement meanwhile."""
     num_pinned = placement.n_streamed_layers - decoding.n_streamed_layers
     pinnable = placement.streamed_bytes - decoding.streamed_bytes
     return (
-        f"while a text of {TEXT_TOKENS} tokens is decoded, unused memory should hold {num_pinned} more "
-        f"({format_bytes(pinnable)}): {format_bytes(decoding.streamed_bytes)} streamed per pass"
+        f"while a sequence of {SEQUENCE_TOKENS} tokens is decoded, unused memory should hold "
+        f"{num_pinned} more ({format_bytes(pinnable)}): "
+        f"{format_bytes(decoding.streamed_bytes)} streamed per pass"
     )
 
 
 def expert_line(expert_cache: ExpertCachePlan) -> str:
-    pinned = f"{expert_cache.n_slots} of {expert_cache.n_experts} experts in memory ({format_bytes(expert_cache.n_bytes)})"
+    cached = (
+        f"{expert_cache.n_slots} of {expert_cache.n_experts} experts in memory "
+        f"({format_bytes(expert_cache.n_bytes)})"
+    )
     if expert_cache.holds_all:
-        return pinned
-    more = replace(expert_cache, n_slots=min(2 * expert_cache.n_slots, expert_cache.n_experts))
-    return f"{pinned}, {_matched(expert_cache)}; with {format_bytes(more.n_bytes)} for them {_matched(more)}"
+        return cached
+    larger = replace(expert_cache, n_slots=min(2 * expert_cache.n_slots, expert_cache.n_experts))
+    return (
+        f"{cached}, {_expected_hits(expert_cache)}; "
+        f"with {format_bytes(larger.n_bytes)} for them {_expected_hits(larger)}"
+    )
 
 
-def _matched(expert_cache: ExpertCachePlan) -> str:
+def _expected_hits(expert_cache: ExpertCachePlan) -> str:
     return (
         f"expected to be {expert_cache.hit_rate:.0%} of those asked for, "
         f"{format_bytes(int(expert_cache.bytes_per_token))} read for a token"
@@ -102,7 +109,7 @@ def _matched(expert_cache: ExpertCachePlan) -> str:
 
 
 def speed_lines(chosen: Alternative) -> list[str]:
-    """Of a target whose weights move: what computing alone costs is known less well."""
+    """Return the speeds of a target whose weights move; without moves they are less well known."""
     target, num_tokens = chosen.target, 1 + chosen.n_tree
     link = f"copies to the GPU {target.copy_bytes_per_second / 1e9:.2f} GB/s; "
     missing = f"missing experts {target.expert_bytes_per_second / 1e9:.2f} GB/s; "
@@ -111,10 +118,10 @@ def speed_lines(chosen: Alternative) -> list[str]:
         f"storage {target.storage_bytes_per_second / 1e9:.2f} GB/s; "
         f"{'' if expert_cache is None or expert_cache.holds_all else missing}"
         f"{link if target.placement.is_on_device else ''}a pass of 1 token "
-        f"takes {_figure(target.seconds(1))} s"
+        f"takes {_format_figure(target.seconds(1))} s"
     )
     if num_tokens > 1:
-        passes += f", of {num_tokens} tokens {_figure(target.seconds(num_tokens))} s"
+        passes += f", of {num_tokens} tokens {_format_figure(target.seconds(num_tokens))} s"
     speed = f"predicted {chosen.plain_tokens_per_second:.2f} tokens/s plain"
     if chosen.draft is not None:
         speed += (
@@ -124,28 +131,28 @@ def speed_lines(chosen: Alternative) -> list[str]:
     return [passes, speed]
 
 
-def _figure(value: float) -> str:
-    """With three digits that count, and at least two behind the point."""
+def _format_figure(value: float) -> str:
+    """Format with three significant digits and at least two decimals."""
     n_digits = 2 if value <= 0.0 else max(2, 2 - math.floor(math.log10(value)))
     return f"{value:.{n_digits}f}"
 
 
 def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative) -> list[str]:
-    """The divisions that were compared, the fastest first."""
+    """Return a table of the memory plans that were compared, the fastest first."""
     if len(alternatives) < 2:
         return []
-    ranked = sorted(alternatives, key=lambda item: -item.tokens_per_second)
-    width = max(len(item.name) for item in ranked) + 2
+    ranked = sorted(alternatives, key=lambda plan: -plan.tokens_per_second)
+    width = max(len(plan.name) for plan in ranked) + 2
     lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
-    for item in ranked:
-        mark = "* " if item is chosen else "  "
-        measurements = (
-            f"{_figure(item.target.placement.moved_bytes / 1e9):>10}",
-            f"{_figure(item.target.seconds(1)):>10}",
-            f"{_figure(item.target.seconds(1 + item.n_tree)):>10}",
-            f"{item.tokens_per_second:10.2f}",
+    for plan in ranked:
+        mark = "* " if plan is chosen else "  "
+        cells = (
+            f"{_format_figure(plan.target.placement.moved_bytes / 1e9):>10}",
+            f"{_format_figure(plan.target.seconds(1)):>10}",
+            f"{_format_figure(plan.target.seconds(1 + plan.n_tree)):>10}",
+            f"{plan.tokens_per_second:10.2f}",
         )
-        lines.append(f"{mark + item.name:<{width}}" + "".join(measurements))
+        lines.append(f"{mark + plan.name:<{width}}" + "".join(cells))
     if ranked[0] is not chosen:
         lines.append(_WHY_NOT_THE_FASTEST)
     return lines

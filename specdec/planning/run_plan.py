@@ -10,7 +10,8 @@ from backends.contract.exactness import NOT_ASKED, Exactness
 from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
-from specdec.planning.memory.pinnable import TEXT_TOKENS
+from specdec.metrics.renamed import RenamedFields, with_old_names
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,
@@ -28,45 +29,44 @@ from specdec.run_options import CPU, CUDA
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """What goes where, and how fast that should be."""
+class RunPlan(RenamedFields):
+    """The plan of a run: memory, placement of the layers, and predicted speed."""
 
     budget_source: str
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
-    """All divisions that were predicted, the chosen one among them."""
+    """All memory plans that were predicted, the chosen one among them."""
     exactness: Exactness = NOT_ASKED
-    """Of the target, where it is computed."""
+    """Exactness of the target on its device."""
     uses_mmap: bool = False
-    """The target's weights are left to the page cache and not counted."""
+    """Whether the target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
-    """Draft tokens of this probability are accepted: lossy."""
+    """Probability from which draft tokens are accepted (lossy); None is lossless."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """Where the plan is not what its options look like."""
+    """Remarks where the plan differs from what the options suggest."""
     vram_source: str = ""
-    """Where the VRAM budget's figure comes from; empty without a GPU."""
+    """Origin of the VRAM budget; empty without a GPU."""
 
     @property
     def device(self) -> str:
-        """Where the target is computed."""
+        """The device that computes the target."""
         return CPU if self.chosen.memory_plan.vram is None else CUDA
 
     @property
     def draft_device(self) -> str:
-        """Where the draft model is computed; the CPU where there is none."""
+        """The device that computes the draft model; the CPU where there is none."""
         return self.chosen.memory_plan.shape.draft_device or CPU
 
     @property
     def vram_budget_bytes(self) -> int:
-        """Of GPU memory; 0 without a GPU."""
-        return (
-            0 if self.chosen.memory_plan.vram is None else self.chosen.memory_plan.vram.total_bytes
-        )
+        """GPU memory of the run; 0 without a GPU."""
+        vram = self.chosen.memory_plan.vram
+        return 0 if vram is None else vram.total_bytes
 
     @property
     def torch_vram_bytes(self) -> int:
-        """What torch's allocator may reserve of it: all but the driver's context."""
+        """VRAM that torch's allocator may reserve: all but the driver's context."""
         return max(0, self.vram_budget_bytes - CUDA_CONTEXT_BYTES)
 
     @property
@@ -80,7 +80,7 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """Of the target's layers."""
+        """Placement of the target's layers."""
         return self.chosen.memory_plan.target
 
     @property
@@ -93,12 +93,12 @@ class RunPlan:
 
     @property
     def n_draft_tokens(self) -> int:
-        """Of the largest tree that there is room for."""
+        """Draft tokens of the largest tree that memory is reserved for."""
         return self.chosen.memory_plan.n_drafted
 
     @property
     def smallest_budget_bytes(self) -> int:
-        """For a run as it is planned: with the draft, where that is not left out."""
+        """The smallest budget that works for the run as planned, with or without the draft."""
         return self.chosen.memory_plan.smallest.host_bytes
 
     @property
@@ -112,26 +112,26 @@ class RunPlan:
 
     @cached_property
     def decoding(self) -> Alternative:
-        """The chosen division while a text of TEXT_TOKENS is decoded: of it are the speeds."""
-        return self.chosen.decoding(TEXT_TOKENS)
+        """The chosen plan while SEQUENCE_TOKENS are decoded; its speeds are reported."""
+        return self.chosen.decoding(SEQUENCE_TOKENS)
 
     @property
     def pinnable_bytes(self) -> int:
-        """Of streamed layers that memory which is not in use should hold meanwhile."""
+        """Bytes of streamed layers that should fit in unused memory while decoding."""
         return self.placement.streamed_bytes - self.decoding.target.placement.streamed_bytes
 
     @cached_property
     def cost_model(self) -> CostModel:
-        """Cost of the target's passes while no layer is lent memory; nothing of it is measured."""
+        """Predicted cost of the target's passes without opportunistically pinned layers."""
         return self.chosen.target.cost_model()
 
     @cached_property
     def draft_cost_model(self) -> CostModel | None:
-        """Cost of the draft's passes, one for each level of a tree; None without a draft model."""
+        """Predicted cost of the draft's passes, one per tree level; None without a draft model."""
         return None if self.chosen.draft is None else self.chosen.draft.cost_model()
 
     def pass_seconds(self, num_tokens: int) -> float:
-        """Return what is predicted for a pass that follows the one before it at once."""
+        """Return the predicted seconds of a pass that immediately follows another."""
         return self.decoding.target.seconds(num_tokens)
 
     @property
@@ -140,7 +140,7 @@ class RunPlan:
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """With the draft and the acceptance assumed; what acceptance is, is known after a run."""
+        """Tokens per second with the draft, for an assumed acceptance rate."""
         if self.chosen.draft is None:
             return self.plain_tokens_per_second
         return self.decoding.tokens_per_second
@@ -166,7 +166,7 @@ class RunPlan:
             "n_slots": placement.n_slots,
             "slot_bytes": placement.slot_bytes,
             "streamed_bytes_per_pass": placement.streamed_bytes,
-            "pinnable_bytes": self.pinnable_bytes,
+            **with_old_names({"pinnable_bytes": self.pinnable_bytes}),
             "draft_streamed_bytes_per_pass": 0 if draft is None else draft.streamed_bytes,
             "storage_bytes_per_second": self.storage_bytes_per_second,
             "num_draft_tokens": self.n_draft_tokens,
@@ -187,7 +187,7 @@ class RunPlan:
         }
 
     def _expert_dict(self) -> dict[str, Any]:
-        """Of a mixture whose experts are read as they are asked for."""
+        """Return the entries for a mixture whose experts are cached; empty for other models."""
         expert_cache = self.placement.experts
         if expert_cache is None:
             return {}
@@ -201,7 +201,7 @@ class RunPlan:
         }
 
     def _vram_dict(self) -> dict[str, Any]:
-        """Of a target on a GPU."""
+        """Return the entries for a target on a GPU; empty on the CPU."""
         placement, memory_plan = self.placement, self.chosen.memory_plan
         if memory_plan.vram is None:
             return {}
@@ -220,7 +220,7 @@ class RunPlan:
         }
 
     def lines(self) -> list[str]:
-        """For the user, one fact a line."""
+        """Return the plan for the user, one fact per line."""
         memory_plan, draft = self.chosen.memory_plan, self.draft_placement
         vram = memory_plan.vram
         lines = memory_table(memory_plan.budget, "memory budget", self.budget_source)

@@ -1,8 +1,8 @@
-"""Which division of the memory decodes fastest: a few are compared by their predicted tokens/s.
+"""Search for the memory plan that decodes fastest: a few are compared by predicted tokens/s.
 
 A byte can hold a part of the target that is then not read in every pass, a layer of the draft that
-is then not read for every level of every tree, or room for a larger tree. What a pass takes is
-simulated (`specdec.planning.pass_simulation`); what a tree brings is assumed
+is then not read for every level of every tree, or a part of a larger tree. The time of a pass is
+simulated (`specdec.planning.pass_simulation`); the tokens accepted from a tree are assumed
 (`specdec.policy.assumptions`).
 """
 
@@ -18,7 +18,7 @@ from offload.placement.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.memory.memory_plan import MemoryPlan, MemoryPlanner, Shape
-from specdec.planning.memory.pinnable import TEXT_TOKENS
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.pass_simulation import PassSimulation
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,
@@ -30,14 +30,14 @@ from specdec.policy.draft_policy import MAX_AUTO_NODES
 from specdec.run_options import CUDA
 
 _TREES = (1, 2, 4, 8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
-"""Those beyond MAX_AUTO_NODES on a GPU only."""
+"""Tree sizes that are compared; sizes beyond MAX_AUTO_NODES on a GPU only."""
 _PAYS_TO_LEAVE_OUT = 1.05
-"""How much faster the target has to be alone for its draft not to be loaded."""
-_ROOMS = (4, 1)
-"""Times the best tree, the first of these that fits is set aside: acceptance may be better than
-assumed. But not at the cost of speed:"""
-_ROOM_COSTS_LITTLE = 0.99
-"""Of the speed with the least room must be left."""
+"""Speedup of running without the draft from which the draft is not loaded."""
+_TREE_MULTIPLES = (4, 1)
+"""Multiples of the best tree: memory is reserved for the first that fits, as acceptance may be
+better than assumed."""
+_MIN_SPEED_SHARE = 0.99
+"""Share of the speed with the smallest tree capacity that a larger capacity must leave."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Measurements:
     storage_bytes_per_second: float
     target: ModelCompute
     draft: ModelCompute | None
-    """On the CPU."""
+    """Speed of the draft on the CPU."""
     gpu_draft: ModelCompute | None = None
     copy_bytes_per_second: float = 0.0
-    """From pinned host memory to the GPU's, if the target runs there."""
+    """Bandwidth from pinned host memory to the GPU's, if the target runs there."""
     expert_seconds_per_byte: float = 0.0
-    """Of the target's experts that are missing, beside what the storage's bandwidth says."""
+    """Extra seconds for missing experts of the target, beyond the storage's bandwidth."""
 
     def draft_on(self, device: str | None) -> ModelCompute | None:
         return self.gpu_draft if device == CUDA else self.draft
@@ -60,23 +60,23 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One division, with what is predicted of it."""
+    """One memory plan, with its predicted speed."""
 
     memory_plan: MemoryPlan
     target: PassSimulation
     draft: PassSimulation | None
     n_tree: int
-    """Draft tokens of the tree that should be the fastest, in the room that there is."""
+    """Draft tokens of the tree that should be fastest, within the plan's capacity."""
     depth: int
-    """Its levels; 0 without a draft model."""
+    """Levels of that tree; 0 without a draft model."""
     drafting_seconds: float
-    """For one tree, hidden by the ring or not."""
+    """Seconds to draft one tree, hidden by the ring's reads or not."""
     tokens_per_pass: float
-    """Assumed."""
+    """Assumed tokens per step, from `specdec.policy.assumptions`."""
     tokens_per_second: float
 
     def decoding(self, n_tokens: int) -> Alternative:
-        """Its speed while sequences of so many tokens, together, leave memory to layers."""
+        """Return the plan while sequences of `n_tokens` in total leave unused memory to layers."""
         memory_plan, num_tokens = self.memory_plan, 1 + self.n_tree
         placement = memory_plan.pinnable.pin_layers(memory_plan.target, n_tokens, num_tokens)
         target = replace(self.target, placement=placement)
@@ -85,22 +85,22 @@ class Alternative:
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """Tokens per second while nothing is lent, and while a usual text is decoded."""
-        return self.tokens_per_second, self.decoding(TEXT_TOKENS).tokens_per_second
+        """Tokens per second without pinned layers, and while a usual sequence is decoded."""
+        return self.tokens_per_second, self.decoding(SEQUENCE_TOKENS).tokens_per_second
 
     @property
     def plain_tokens_per_second(self) -> float:
-        """Predicted without drafting."""
+        """Tokens per second predicted without drafting."""
         return 1.0 / self.target.seconds(1)
 
     @property
     def better_tokens_per_second(self) -> float:
-        """With the draft or beside it, unused: the policy finds out which is faster."""
+        """Tokens per second with or without drafting, whichever is faster (the policy decides)."""
         return max(self.tokens_per_second, self.plain_tokens_per_second)
 
     @property
     def name(self) -> str:
-        """What is special about it."""
+        """Short name for the table: the draft, tree capacity and slots of this plan."""
         shape, parts = self.memory_plan.shape, []
         target = self.target.placement
         if self.draft is not None:
@@ -108,7 +108,7 @@ class Alternative:
         elif shape.n_drafted == 0 or shape.draft_device is None:
             parts.append("no draft")
         if shape.n_drafted:
-            parts.append(f"room for {shape.n_drafted}")
+            parts.append(f"capacity for {shape.n_drafted}")
         if target.n_slots:
             parts.append(f"{target.n_slots} slots")
         if target.n_device_slots:
@@ -142,18 +142,18 @@ class Alternative:
 
 @dataclass
 class Search:
-    """Finds the best division for one budget, once."""
+    """Search for the best memory plan for one budget; use an instance once."""
 
     memory_planner: MemoryPlanner
     measurements: Measurements
     alternatives: list[Alternative] = field(default_factory=list)
-    """Those that were tried."""
+    """Memory plans that were tried."""
     refusals: list[BudgetExceeded] = field(default_factory=list)
-    """For each device that has no room for the draft, what it lacks."""
+    """Error for each device whose memory cannot hold the draft."""
 
     def best(self, total_bytes: int) -> Alternative:
-        """The fastest, with the draft; without it where it takes more than it brings, or where
-        there is no room for it and a run without it was not refused by the options.
+        """Return the fastest plan. The draft is left out if it costs more than it gains, or if it
+        does not fit and the options allow a run without it.
 
         Raises BudgetExceeded with the smallest budget that works.
         """
@@ -163,7 +163,7 @@ class Search:
         if best is None:
             return self.alone(total_bytes)
         alone = self._try(total_bytes, Shape(0, None))
-        # Memory is what a draft costs for good, and what a target that streams could use.
+        # The draft's memory is lost for the whole run, and a streamed target could use it.
         if (
             self.memory_planner.options.may_leave_out_draft
             and best.target.placement.n_moving_layers
@@ -173,51 +173,48 @@ class Search:
         return best
 
     def alone(self, total_bytes: int) -> Alternative:
-        """The fastest without the draft model; n-grams go on drafting."""
+        """Return the fastest plan without the draft model; n-grams go on drafting."""
         return self._with_capacity(total_bytes, Shape(self.memory_planner.min_drafted, None))
 
     def _best_with_draft(self, total_bytes: int) -> Alternative | None:
-        """None where there is no room for the draft on any device, and the run may do without.
+        """Return the fastest plan with the draft; None if it fits on no device and is optional.
 
-        Raises BudgetExceeded where it may not.
+        Raises BudgetExceeded where the draft is required and does not fit.
         """
-        result, minimum = [], self.memory_planner.min_drafted
+        plans, minimum = [], self.memory_planner.min_drafted
         for device in self.memory_planner.draft_devices:
             try:
-                result.append(self._with_capacity(total_bytes, Shape(minimum, device)))
+                plans.append(self._with_capacity(total_bytes, Shape(minimum, device)))
             except BudgetExceeded as error:
                 self.refusals.append(error)
-        if not result and self.memory_planner.options.requires_draft:
+        if not plans and self.memory_planner.options.requires_draft:
             raise self.refusals[0]
-        return max(result, key=lambda item: item.tokens_per_second, default=None)
+        return max(plans, key=lambda plan: plan.tokens_per_second, default=None)
 
     def _with_capacity(self, total_bytes: int, shape: Shape) -> Alternative:
-        """With room for the best tree and larger ones, as far as that costs little."""
+        """Return the fastest plan, with capacity for larger trees where that costs little."""
         best = self._try(total_bytes, shape)
-        for n_drafted in self._rooms(best):
+        for n_drafted in self._larger_capacities(best):
             with suppress(BudgetExceeded):
                 result = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
                 speeds = zip(result.speeds, best.speeds, strict=True)
-                if all(speed >= _ROOM_COSTS_LITTLE * minimum for speed, minimum in speeds):
+                if all(speed >= _MIN_SPEED_SHARE * best_speed for speed, best_speed in speeds):
                     return result
         return best
 
-    def _rooms(self, minimum: Alternative) -> list[int]:
-        """Draft tokens that there may be room for, the most first."""
+    def _larger_capacities(self, minimum: Alternative) -> list[int]:
+        """Return larger capacities to try, in draft tokens, largest first."""
         limit, spec = self.memory_planner.max_drafted, self.memory_planner.options.spec
         if limit <= minimum.memory_plan.n_drafted:
             return []
-        # A tree's arithmetic does not depend on its room: the best one is known before it has any.
+        # A tree's speed does not depend on the capacity: the best size is known before.
         tree = predict(minimum.memory_plan, self.measurements, spec, num_capacity=limit).n_tree
-        rooms = {min(limit, times * tree) for times in _ROOMS}
-        return sorted((n for n in rooms if n > minimum.memory_plan.n_drafted), reverse=True)
+        sizes = {min(limit, times * tree) for times in _TREE_MULTIPLES}
+        return sorted((n for n in sizes if n > minimum.memory_plan.n_drafted), reverse=True)
 
     def _try(self, total_bytes: int, shape: Shape) -> Alternative:
-        memory_plan, spec = (
-            self.memory_planner.divide(total_bytes, shape),
-            self.memory_planner.options.spec,
-        )
-        result = predict(memory_plan, self.measurements, spec)
+        memory_plan = self.memory_planner.divide(total_bytes, shape)
+        result = predict(memory_plan, self.measurements, self.memory_planner.options.spec)
         self.alternatives.append(result)
         return result
 
@@ -228,9 +225,9 @@ def predict(
     spec: SpecConfig,
     num_capacity: int | None = None,
 ) -> Alternative:
-    """The speed of a division: with the best tree among those that there is room for.
+    """Predict the speed of a memory plan with the best tree that its capacity allows.
 
-    n_room: what the room is taken to be, in draft tokens.
+    num_capacity: capacity to assume instead of the plan's own, in draft tokens.
     """
     speeds = measurements.storage_bytes_per_second, measurements.copy_bytes_per_second
     target = PassSimulation(
@@ -242,9 +239,9 @@ def predict(
     num_capacity = memory_plan.n_drafted if num_capacity is None else num_capacity
     sizes = [n for n in _TREES if n <= num_capacity] if spec.num_draft_tokens is None else []
     if sizes and draft is None:
-        sizes = [0, *sizes]  # n-grams draft where the text repeats itself, and not at any price
-    result = [_predict_tree(memory_plan, target, draft, n, spec) for n in sizes or [num_capacity]]
-    return max(result, key=lambda item: item.tokens_per_second)
+        sizes = [0, *sizes]  # n-grams draft only where the text repeats itself
+    trees = [_predict_tree(memory_plan, target, draft, n, spec) for n in sizes or [num_capacity]]
+    return max(trees, key=lambda tree: tree.tokens_per_second)
 
 
 def _predict_tree(
@@ -274,6 +271,6 @@ def _step_seconds(
 ) -> float:
     """Return the seconds of drafting and the pass that follows it."""
     if draft is not None and draft.placement.n_slots:
-        # It has the storage to itself: nothing of the target is read meanwhile.
+        # A streamed draft has the storage to itself: nothing of the target is read meanwhile.
         return target.seconds(num_tokens) + drafting_seconds
     return target.times(num_tokens, drafting_seconds).cycle_seconds

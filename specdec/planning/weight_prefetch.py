@@ -1,7 +1,7 @@
-"""What the last start with the same options had in memory, so that the next one can read it while
+"""Weight prefetch: read the weights that the last start with the same options had in memory, while
 libraries are being imported.
 
-Only for checkpoints that the CPU computes: torch and transformers take seconds, llama.cpp does not.
+Only for checkpoints that run on the CPU: torch and transformers take seconds, llama.cpp does not.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.process.disk_cache import cache_folder, load_cached, save_cached
-from offload.ring.weight_prefetch import RequestedWeights, WeightPrefetch
+from offload.ring.weight_prefetch import WeightPrefetch, WeightSelection
 from offload.units import MIB, Progress
 from specdec.models.names import resolve_model
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import CPU, RunOptions
 
 _SAME_BASE_BYTES = 16 * MIB
-"""What a process takes by itself differs by half a megabyte from one start to the next, and each
-reader may have begun a huge page that is not full."""
+"""Tolerance of a process's base memory: it differs by half a megabyte from one start to the next,
+and each reader may have begun a huge page that is not full."""
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Weights that are being read, and what the process took when they were planned."""
+    """Weights that are being read, and the base memory that they were planned with."""
 
     weights: WeightPrefetch
     base_bytes: int
 
     def base(self, taken_bytes: int, read_bytes: int) -> int:
-        """Of the process, which takes so much now, so much of it for what was read early.
+        """Return the process's base memory: `taken_bytes` without the prefetched `read_bytes`.
 
-        As it was planned with before, if it is about that: then the plan is the same.
+        Within the tolerance, the value of the last start is returned, so that the plan is the same.
         """
         result = taken_bytes - read_bytes
         is_same = abs(result - self.base_bytes) <= _SAME_BASE_BYTES
@@ -51,8 +51,8 @@ class Prefetch:
 def begin_prefetch(
     options: RunOptions, total_bytes: int, progress: Progress | None
 ) -> Iterator[Prefetch | None]:
-    """Read what the last start with these options had in memory, if there was one; at the end of
-    the context what nobody took is given back."""
+    """Read the weights that the last start with these options had in memory, if there was one; free
+    those that nobody took at the end of the context."""
     weight_prefetch = None
     with suppress(SpecdecError, OSError):  # whoever opens the model says what is wrong
         weight_prefetch = _begin(options, total_bytes, progress)
@@ -72,18 +72,18 @@ def _begin(options: RunOptions, total_bytes: int, progress: Progress | None) -> 
         return None
     index = WeightIndex.from_directory(directory)
     try:
-        requested, base_bytes = _requested(cached, index), int(cached["base_bytes"])
+        selection, base_bytes = _selection(cached, index), int(cached["base_bytes"])
         budget_bytes, needed_bytes = int(cached["budget_bytes"]), int(cached["needed_bytes"])
-    except (KeyError, TypeError, ValueError):  # other names than today's, or of another version
+    except (KeyError, TypeError, ValueError):  # names of another checkpoint or version
         return None
-    is_as_before = budget_bytes == total_bytes or not requested.n_slots
+    is_as_before = budget_bytes == total_bytes or not selection.n_slots
     if not is_as_before or needed_bytes > total_bytes:
         return None
-    return Prefetch(WeightPrefetch(requested, index.check_unchanged, progress), base_bytes)
+    return Prefetch(WeightPrefetch(selection, index.check_unchanged, progress), base_bytes)
 
 
 def remember_prefetch(options: RunOptions, plan: RunPlan, target: ModelSource) -> None:
-    """Let the next start read what this one has in memory."""
+    """Save the names of the weights in memory to the disk cache, for the next start to prefetch."""
     non_layer = target.prefetch_records
     if non_layer is None or plan.device != CPU:
         return
@@ -103,9 +103,9 @@ def remember_prefetch(options: RunOptions, plan: RunPlan, target: ModelSource) -
         save_cached(path, value, "what to read first")
 
 
-def _requested(cached: Mapping[str, Any], index: Mapping[str, TensorRecord]) -> RequestedWeights:
+def _selection(cached: Mapping[str, Any], index: Mapping[str, TensorRecord]) -> WeightSelection:
     layers = zip(cached["layers"], cached["resident"], strict=True)
-    return RequestedWeights(
+    return WeightSelection(
         tuple(index[name] for name in cached["non_layer"]),
         tuple(
             LayerWeights(tuple(index[name] for name in names), frozenset(resident))

@@ -1,1 +1,1 @@
-"""How large a tree is drafted, and whether to draft at all."""
+"""Draft policy: tree sizes, and whether to draft at all."""

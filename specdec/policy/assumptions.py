@@ -1,7 +1,7 @@
-"""What a tree brings before anything was decoded: assumed, because acceptance is known only later.
+"""Assumed tokens per pass of a tree, before acceptance is measured.
 
-The plan weighs divisions of the memory by it; the policy (`specdec.policy.draft_policy`) begins
-with it and then measures.
+The planner compares memory plans by it; the policy (`specdec.policy.draft_policy`) begins with it
+and then measures.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from functools import cache
 from specdec.config import SpecConfig
 
 ASSUMED_LEVEL_ACCEPTANCE = 0.85
-"""Probability that a tree holds the target's next token."""
+"""Probability that a level of the tree contains the target's next token."""
 _OBSERVED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
 ASSUMED_TOKENS_PER_PASS = (*_OBSERVED_TOKENS_PER_PASS, (256, 3.85), (512, 3.90), (1024, 3.93))
-"""(draft tokens of the tree, tokens per pass), greedy, of a pair whose draft finds the target's
-token first in 0.64 of all places. Between these the logarithm of the tree's size counts. Beyond 128
-not observed: a doubling brings two thirds of what the one before it did."""
+"""Pairs (draft tokens of the tree, tokens per pass), greedy, of a pair of models whose draft ranks
+the target's token first in 0.64 of all positions; interpolated over the logarithm of the size.
+Beyond 128 not observed: a doubling gains two thirds of what the one before it did."""
 ASSUMED_NGRAM_SHARE = 0.25
-"""Of a tree's worth, where n-grams alone draft: most sequences repeat themselves only now and then."""
+"""Share of a tree's gain where n-grams alone draft: most sequences repeat themselves seldom."""
 
 
 def expected_tokens(n_drafted: int, depth: int) -> float:
-    """Tokens per pass of a tree of so many draft tokens and levels, as assumed above."""
-    (low, tokens), *rest = ASSUMED_TOKENS_PER_PASS
-    for high, more in rest:
+    """Return the assumed tokens per pass of a tree of this many draft tokens and levels."""
+    (low, tokens), *larger = ASSUMED_TOKENS_PER_PASS
+    for high, more in larger:
         if n_drafted <= high:
             span = math.log1p(high) - math.log1p(low)
             tokens += (more - tokens) * (math.log1p(n_drafted) - math.log1p(low)) / span
@@ -36,23 +36,23 @@ def expected_tokens(n_drafted: int, depth: int) -> float:
 
 
 def tokens_of_levels(depth: int) -> float:
-    """Tokens per pass of a tree of so many levels, however small.
+    """Return the tokens per pass of a tree of `depth` levels, with any number of nodes.
 
-    A level is reached where all before it hold the target's token: a geometric sum.
+    A level is reached if all before it contain the target's token: a geometric sum.
     """
     return sum(ASSUMED_LEVEL_ACCEPTANCE**level for level in range(depth + 1))
 
 
 @cache
 def likely_levels(n_drafted: int, width: int) -> int:
-    """Levels of the likeliest tree of so many nodes; the draft runs once for each.
+    """Return the levels of the likeliest tree of `n_drafted` nodes; the draft runs once for each.
 
     A node's first candidate is right with ASSUMED_LEVEL_ACCEPTANCE, each further one with that
-    share of what is left.
+    share of the remaining probability.
     """
     right, wrong = math.log(ASSUMED_LEVEL_ACCEPTANCE), math.log1p(-ASSUMED_LEVEL_ACCEPTANCE)
     deepest = 0
-    open_nodes = [(-right, 1, 0)]  # (-log probability, level, how many siblings are likelier)
+    open_nodes = [(-right, 1, 0)]  # (-log probability, level, number of likelier siblings)
     for _ in range(n_drafted):
         cost, level, rank = heapq.heappop(open_nodes)
         deepest = max(deepest, level)
@@ -63,11 +63,11 @@ def likely_levels(n_drafted: int, width: int) -> int:
 
 
 def best_depth(spec: SpecConfig, deepest: int, pass_seconds: float, level_seconds: float) -> int:
-    """Levels with the most tokens per second, up to `deepest`, drafting before each pass.
+    """Return the number of levels, up to `deepest`, with the most tokens per second.
 
     A level that is reached with probability a^d costs one run of the draft (Leviathan et al.
-    2023, theorem 3.8, with a tree's acceptance for a). Where levels cost nothing, or the user
-    fixed them, all of them; and as many as the number of tokens needs that the user fixed.
+    2023, theorem 3.8, with a tree's acceptance for a). Return `deepest` where levels cost nothing
+    or the user fixed them, and at least the levels that a fixed number of tokens needs.
     """
     if spec.draft_depth is not None or not level_seconds:
         return deepest
@@ -79,7 +79,7 @@ def best_depth(spec: SpecConfig, deepest: int, pass_seconds: float, level_second
 
 
 def _min_depth(spec: SpecConfig) -> int:
-    """Levels without which a tree has no room for all tokens that the user fixed."""
+    """Return the minimum levels of a tree with the number of tokens that the user fixed."""
     n_left, n_of_level, depth = spec.num_draft_tokens or 0, 1, 0
     while n_left > 0:
         n_of_level *= spec.width

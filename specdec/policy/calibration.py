@@ -1,13 +1,13 @@
-"""From draft probabilities to those of acceptance, learnt from what the target accepted.
+"""Calibration: map draft probabilities to acceptance probabilities, learnt from accepted tokens.
 
-A draft's log q says how sure the draft is, not how often it is right: a greedy target takes its
-likeliest token, so a good guess is accepted more often than q says; a draft that was trained on
-other sequences is sure and wrong. So (draft / n-gram, q) is mapped to the share of such nodes
-that the target chose, given that it had come to their parent.
+A draft's log q is its confidence, not its accuracy: a greedy target takes its likeliest token, so a
+good guess is accepted more often than q; a draft that was trained on other data is sure and wrong.
+So (draft / n-gram, q) is mapped to the share of such nodes that the target chose, given that their
+parent was accepted.
 
-Every node whose parent was reached is an observation, also one that was cut from the tree before
-the pass: the target's token there is known from the emitted text. So even steps that verify
-nothing teach whether they should have.
+Every node whose parent was accepted is an observation, also one that was trimmed before the pass:
+the target's token there is known from the emitted tokens. So steps without verification also show
+whether verifying would have paid.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from specdec.policy.fading import LASTING, MAX_RETAINED, FadingMean, saved_numbe
 from specdec.verification.tree import DraftTree
 
 _LARGEST_LOGIT = 7.0
-"""Of a probability: q = 0.999, nothing is surer."""
+"""Bound on the logit of a probability: q = 0.999."""
 _N_BUCKETS = int(2 * _LARGEST_LOGIT)
-"""Of one unit of logit(q) each."""
+"""Number of buckets, each one unit of logit(q) wide."""
 _MEMORY = 200.0
-"""Observations of one bucket after which older ones have lost 63 % of their weight: they give a
-share to 3.5 %."""
+"""Observations of one bucket after which older ones have lost 63 % of their weight: the rate's
+standard error is then 3.5 %."""
 _PRIOR_TRIES = 2.0
-"""Observations of a bucket that the draft's own probability counts as: with eight, a draft that is
-sure and never right is believed for too long."""
+"""Weight of the draft's own probability, in observations: with eight, a draft that is sure and
+never right is trusted for too long."""
 _PRIOR_CHAIN_TOKENS = 8.0
-"""Tokens of chains that the assumed share of accepted ones counts as."""
+"""Weight of the assumed acceptance rate of chains, in tokens."""
 _MIN_GAIN = 0.01
-"""Tokens of a level: what is below is as good as nothing, and has no logarithm worth the name."""
+"""Lower bound on a level's gain in tokens, so that its logarithm is finite."""
 
 
 class Calibration:
@@ -47,23 +47,23 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        # Of each combination of sources: a token that two drafters offer is one of its own kind.
+        # Key: combination of sources; tokens that two drafters propose have their own buckets.
         self._buckets: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket, 3]
         self._biases: dict[tuple[str, ...], NDArray[np.float64]] = {}  # [bucket]
 
     def path_probabilities(self, tree: DraftTree) -> NDArray[np.float64]:
-        """Probability of each node to be accepted, float64 [len(tree)]; the root has 1.
+        """Return each node's probability to be accepted, float64 [len(tree)]; the root has 1.
 
         No node has a larger one than its parent.
         """
-        result = [1.0] * len(tree)
+        probs = [1.0] * len(tree)
         for i in range(1, len(tree)):
             own = self._probability(tree.sources[i], tree.log_probs[i])
-            result[i] = result[tree.parents[i]] * own
-        return np.array(result)
+            probs[i] = probs[tree.parents[i]] * own
+        return np.array(probs)
 
     def observe(self, tree: DraftTree, emitted: Sequence[int]) -> None:
-        """The target emitted these tokens, in order, after the tree's root."""
+        """Count hits and misses along the tokens that the target emitted after the tree's root."""
         touched = set()
         for node, token in zip(tree.follow(emitted), emitted, strict=False):
             for candidate, child in tree.children(node).items():
@@ -76,7 +76,7 @@ class Calibration:
         return {" ".join(source): buckets.tolist() for source, buckets in self._buckets.items()}
 
     def restore(self, cached: object) -> None:
-        """Raises ValueError."""
+        """Restore the output of `cached`. Raises ValueError."""
         if not isinstance(cached, dict) or len(cached) > MAX_RETAINED:
             raise ValueError("no buckets by source")
         for source, value in cached.items():
@@ -101,39 +101,37 @@ class Calibration:
 
 
 def level_yield() -> FadingMean:
-    """Logarithm of what one more level of the draft's gains, in tokens, over the draft probability
-    of the level above it.
-
-    The drafter must decide while it knows nothing but its own probabilities.
+    """Running mean of log(gain / q): gain is the tokens of a level net of their price, q the summed
+    draft probability of the level above. It converts the drafter's uncalibrated q.
     """
     return FadingMean(LASTING, (0.0,))
 
 
 def note_levels(levels: FadingMean, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
-    """Total draft probability of levels, and tokens gained by the level below each."""
+    """Record the total draft probability of levels, and the gain in tokens of the level below."""
     if len(draft):
         x, y = (np.log(np.maximum(values, _MIN_GAIN)) for values in (draft, gains))
         levels.add(float(np.mean(y - x)), n=len(draft))
 
 
 def worthwhile_level(levels: FadingMean, gain: float) -> float:
-    """Draft probability of the level below which the next one gains so many tokens."""
+    """Return the draft probability of a level below which the next one gains `gain` tokens."""
     (log_ratio,) = levels.means
     return math.exp(min(0.0, math.log(max(gain, _MIN_GAIN)) - log_ratio))
 
 
 def chain_survival() -> FadingMean:
-    """Share of the tokens of sampled chains that are accepted, whatever they are.
+    """Return the mean acceptance rate of sampled chains, whatever their tokens are.
 
     For rules that verify tokens drawn from q: their chains must be sized before they are drawn
-    (see DraftPolicy), so all that may be used is how far earlier chains came: one share of
-    accepted tokens for every depth (Leviathan et al. 2023).
+    (see DraftPolicy), so only the acceptance of earlier chains may be used: one rate for every
+    depth (Leviathan et al. 2023).
     """
     return FadingMean(1.0 - 1.0 / _MEMORY, (ASSUMED_LEVEL_ACCEPTANCE,), _PRIOR_CHAIN_TOKENS)
 
 
 def note_chain(survival: FadingMean, n_drafted: int, n_accepted: int) -> None:
-    """Of a chain of so many tokens, so many were accepted."""
+    """Record that `n_accepted` tokens of a chain of `n_drafted` were accepted."""
     for i in range(min(n_drafted, n_accepted + 1)):
         survival.add(float(i < n_accepted))
 

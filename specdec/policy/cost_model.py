@@ -1,8 +1,8 @@
-"""CostModel: how long a forward pass takes, as planned and as measured while passes run.
+"""CostModel: seconds of a forward pass, as planned and as measured while passes run.
 
-Planning knows it from the storage's bandwidth and a few timed products or layers. What a pass
-really takes also has long contexts and other programs in it, and it changes when the storage is
-shared. So the plan gives the shape between measured sizes, and recent passes give its height.
+The plan is made from the storage's bandwidth and a few timed matrix products or layers. Real passes
+also depend on long contexts, on other programs, and on the load of the storage. So the plan gives
+the shape of the curve between measured sizes, and recent passes give its height.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from specdec.drafters.model import level_width
 from specdec.policy.fading import LASTING, RECENT, saved_numbers
 
 _RESIDENT_SLACK = 1.5
-"""Times as long as with one token, that a pass may take where no reads hide the arithmetic: a guess
-of the plan, until passes are measured."""
+"""Maximum duration of a pass of free tokens, relative to one token, where no reads hide the
+arithmetic: assumed by the plan, until passes are measured."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
-"""log2 of the numbers of tokens at which a pass's time is learnt."""
+"""Points, as log2(num_tokens), at which a pass's time is learnt."""
 MAX_MEASURED_TOKENS = 1024
-"""Tokens of the largest pass that is learnt from; prompts may enter beside several sequences."""
+"""Tokens of the largest pass that is learnt from, prefill chunks beside decoding included."""
 _SIZES = np.arange(1, MAX_MEASURED_TOKENS + 1)
 _LOG_SIZES = np.log2(_SIZES)
 _CLOSENESS = 0.25
-"""Octaves of tokens at which a pass of another size counts half: kernels have steps (bench/worlds:
-with one factor for all sizes 0.95 of the speed on average, 0.80 in the worst world)."""
+"""Distance in log2(num_tokens) at which a pass counts half: kernels have steps (bench/scenarios:
+with one factor for all sizes 0.95 of the speed on average, 0.80 in the worst scenario)."""
 _LARGEST_LOG = 20.0
-"""Bound on log(seconds of a pass) in a file: none takes fifteen years."""
+"""Bound on log(seconds of a pass) in a file: fifteen years."""
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -44,9 +44,9 @@ class CostModel:
     long.
 
     Args:
-        read_seconds: planned for a pass whose arithmetic hides behind its reads.
+        read_seconds: planned for a pass whose arithmetic is hidden by its reads.
         fixed_seconds: arithmetic that does not depend on the number of tokens; below zero where
-            only passes of many tokens are held up by them.
+            only passes of many tokens are slowed by them.
         seconds_per_token: arithmetic of each token.
     """
 
@@ -63,11 +63,11 @@ class CostModel:
         self._factors = np.zeros(len(_KNOTS))
 
     def planned_seconds(self, num_tokens: int) -> float:
-        """Return the plan's word, whatever was measured."""
+        """Return the planned seconds, without measurements."""
         return max(self.read_seconds, self.fixed_seconds + self.seconds_per_token * num_tokens)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return how long a pass of so many tokens takes."""
+        """Return the seconds of a pass of `num_tokens` tokens."""
         factor = np.exp(np.interp(math.log2(num_tokens), _KNOTS, self._factors))
         return self.planned_seconds(num_tokens) * float(factor)
 
@@ -84,30 +84,30 @@ class CostModel:
         return self._table[:max_num_tokens]
 
     def max_num_tokens(self, seconds: float) -> int:
-        """Return the tokens of the largest pass that takes at most so long; 0 if none does."""
+        """Return the tokens of the largest pass within a time; 0 if there is none."""
         within = np.flatnonzero(self.table(MAX_MEASURED_TOKENS) <= seconds * _ROUNDING)
         if len(within) < 1 or within[-1] < MAX_MEASURED_TOKENS - 1:
             return int(within[-1]) + 1 if len(within) else 0
-        # Larger passes are not measured: they take as much longer than planned as the largest one.
+        # Larger passes are not measured: their factor is that of the largest measured size.
         planned = seconds * _ROUNDING / math.exp(self._factors[-1])
         num_tokens = int((planned - self.fixed_seconds) / self.seconds_per_token)
         return max(MAX_MEASURED_TOKENS, num_tokens)
 
     @property
-    def streams(self) -> bool:
-        """Whether reads of weights take part of every pass, so that processors wait."""
+    def is_streamed(self) -> bool:
+        """Whether every pass reads weights, so that processors wait."""
         return self.read_seconds > 0.0
 
     @property
     def num_free_tokens(self) -> int:
-        """Most tokens whose arithmetic hides behind the planned reads, or within the slack."""
+        """Maximum tokens whose arithmetic is hidden by the planned reads, or within the slack."""
         one_token = self.fixed_seconds + self.seconds_per_token
         allowed = max(self.read_seconds, _RESIDENT_SLACK * one_token)
         num_tokens = (allowed - self.fixed_seconds) / self.seconds_per_token
-        return max(1, int(num_tokens + 1e-6))  # where exactly so many are free, they are
+        return max(1, int(num_tokens + 1e-6))  # against rounding below a whole number
 
     def to_dict(self) -> dict[str, float]:
-        """Return the plan's part of it."""
+        """Return the planned values."""
         return {
             "read_seconds": self.read_seconds,
             "fixed_seconds": self.fixed_seconds,
@@ -117,7 +117,7 @@ class CostModel:
     # --- measured ------------------------------------------------------------------------------
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Correct the plan by a pass that was measured."""
+        """Correct the plan by a measured pass."""
         if seconds <= 0.0 or num_tokens > MAX_MEASURED_TOKENS:
             return
         knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
@@ -127,17 +127,17 @@ class CostModel:
         self._fit()
 
     def cached(self) -> NDArray[np.float64]:
-        """[knot, (weight, weighted sum of log seconds)]: for `restore`, under another plan too."""
+        """Return [knot, (weight, weighted sum of log seconds)] for `restore`, under any plan."""
         return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * _log_planned(self)
 
     def restore(self, cached: object) -> None:
-        """Take up what another process measured as one pass of each size. Raises ValueError."""
+        """Count another process's measurements as one pass of each size. Raises ValueError."""
         sums = saved_numbers(cached, self._sums.shape)
         if (sums[:, 0] < 0.0).any():
             raise ValueError("weights below zero")
         sums = sums / np.maximum(sums[:, :1], 1.0)
         if (np.abs(sums[:, 1]) > _LARGEST_LOG * sums[:, 0]).any():
-            raise ValueError("no pass takes so long, or so short")
+            raise ValueError("seconds of a pass out of range")
         self._sums = sums - np.outer(sums[:, 0], (0.0, 1.0)) * _log_planned(self)
         self._fit()
 
@@ -156,5 +156,5 @@ def _log_planned(cost: CostModel) -> NDArray[np.float64]:
 
 
 def level_seconds(draft_cost: CostModel, num_nodes: int) -> float:
-    """Return what one level of a tree of that size costs the draft model, at most, as planned."""
+    """Return the planned maximum seconds of one level of a tree through the draft model."""
     return draft_cost.planned_seconds(min(num_nodes, level_width(num_nodes)))

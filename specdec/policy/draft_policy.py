@@ -1,6 +1,6 @@
-"""How large a tree to draft, decided every step from measured times and learnt acceptance.
+"""DraftPolicy: choose the tree size of every step from measured times and learnt acceptance.
 
-A streamed pass takes as long as its reads until the arithmetic of its rows overtakes them
+A streamed pass takes as long as its reads until the arithmetic of its tokens takes longer
 (docs/how-it-works.md). Nodes below that knee cost nothing; above it each one delays the pass.
 """
 
@@ -23,49 +23,49 @@ from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
 MAX_AUTO_NODES = 128
-"""Beyond this the next node of a tree is hardly ever accepted, and its logits take memory; plans
-for a GPU, where a node costs next to nothing, may have room for more."""
+"""Maximum nodes of a tree by default: further nodes are hardly ever accepted, and their logits take
+memory. Plans for a GPU, where a node costs next to nothing, may have more."""
 _TYPICAL_DEPTH = 4
-"""A step with room for fewer levels, or nodes, tells nothing of the draft: it is the end of a
-text, or a prompt enters beside it."""
+"""Minimum levels and nodes of a step that is evidence about the draft: a smaller one is at the end
+of a sequence or shares its pass with a prefill chunk."""
 
 
 @dataclass
 class Step:
-    """One round between `limits` and `observe`."""
+    """State of one step, from `limits` to `observe_together`."""
 
     began: float
     uses_draft: bool
-    is_first: bool = False  # of a generation: the draft's cache may lack the prompt
-    is_catching_up: bool = False  # the draft's cache lacks what was emitted while it rested
-    is_typical: bool = True  # not cut short by the tokens wanted
-    is_ahead: bool = False  # its pass has drafting beside it
+    is_first: bool = False  # first step of a generation: the draft's cache may lack the prompt
+    is_catching_up: bool = False  # the draft's cache lacks tokens emitted while it was not used
+    is_typical: bool = True  # not limited by max_tokens or capacity
+    is_ahead: bool = False  # drafts in parallel to its pass
     drafted_at: float = 0.0
-    draft_seconds: float = 0.0  # not hidden by the pass before, without catching up
+    draft_seconds: float = 0.0  # drafting before the pass, without catching up
     catch_up_seconds: float = 0.0
-    candidates: DraftTree | None = None  # before it was cut
-    num_seqs: int = 1  # that share its drafting and its pass
-    num_tokens: int = 1  # of its pass, of all sequences
+    candidates: DraftTree | None = None  # the proposal before it was trimmed
+    num_seqs: int = 1  # sequences that share its drafting and its pass
+    num_tokens: int = 1  # tokens of its pass, of all sequences
 
 
 class DraftPolicy:
     """Chooses the size of every tree, from measured times and learnt probabilities of acceptance.
 
     A step emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
-    and takes T(rows) + drafting seconds. With λ tokens per second, the speed so far, everything is
-    worth its tokens and costs λ times its seconds: a node, a level of drafting, a step with the
-    draft or without it. What has the largest difference also has the most tokens per second in the
-    long run (Dinkelbach 1967, on ratios).
+    and takes T(num_tokens) + drafting seconds. With the throughput price λ, the tokens per second
+    so far, a node, a level of drafting or a step with the draft gains its tokens and costs λ times
+    its seconds. The largest difference also gives the most tokens per second in the long run
+    (Dinkelbach 1967, on ratios).
 
-    A step begins with `limits`, and goes on in specdec/policy/shared_step.py, with all sequences that
-    share its pass.
+    A step begins with `limits`, and goes on in specdec/policy/shared_step.py, with all sequences
+    that share its pass.
 
     Args:
-        config: what the user fixed; the rest is chosen here.
-        experience: costs of passes and drafts, and what earlier generations taught.
-        max_context: tokens that a sequence may have.
-        temperature: of the sampling; acceptance is learnt apart for each.
-        clock: seconds.
+        config: options that the user fixed; the others are chosen here.
+        acceptance_statistics: costs and acceptance so far, updated by every step.
+        max_context: maximum tokens of a sequence.
+        temperature: sampling temperature; acceptance is learnt apart for classes of it.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class DraftPolicy:
             n_nodes = n_likely = config.num_draft_tokens
         else:
             n_nodes = acceptance_statistics.n_nodes
-            # What a tree is likely to have, before anything is measured: memory for more may be
-            # there where a pass is not free of charge.
+            # Likely size of a tree before anything is measured: the free tokens of a pass, even
+            # if there is memory for more.
             n_likely = min(cost.num_free_tokens - 1, n_nodes)
         self.n_nodes = n_nodes
-        """Draft tokens of a tree when nothing else bounds it: what memory is set aside for."""
+        """Maximum draft tokens of a tree, for which memory is reserved."""
         per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, n_likely)
         self.depth = best_depth(config, config.depth, cost.planned_seconds(1 + n_likely), per_level)
-        """Levels of a tree that the plan's costs make best."""
+        """Levels of a tree that are best by the planned costs."""
         self._has_model = draft_cost is not None and "draft" in config.drafters
         self._proposes_alone = not self._has_model or "ngram" in config.drafters
 
         def first_choice(num_seqs: int) -> DraftChoice:
-            """By what the plan expects of a text's share of a step with the draft model and
-            without: the nodes that one text would have are shared."""
+            """Return the planned choice, for a sequence's share of a step with and without the
+            draft model: `num_seqs` sequences share the nodes that one would have."""
             n_nodes = max(1, (1 + n_likely) // num_seqs - 1)
             tokens = tokens_of_levels(min(self.depth, n_nodes))
             seconds = cost.planned_seconds(num_seqs * (1 + n_nodes)) + self.depth * per_level
@@ -126,49 +126,51 @@ class DraftPolicy:
     def limits(
         self, context_length: int, max_tokens: int, num_free_slots: int, num_seqs: int = 1
     ) -> TreeLimits:
-        """For a context of that many tokens, pending one included, and the tokens still wanted.
+        """Begin a step, and return the limits of its tree.
 
-        node_room: nodes that the target can take now, the pending token's among them.
-        n_texts: that share the step, this one among them.
-
-        The last token wanted is never drafted: the target emits it itself.
+        context_length: tokens of the context, the pending one included.
+        max_tokens: tokens still wanted; the last one is never drafted, as the target emits it.
+        num_free_slots: nodes that the target can score now, the pending token included.
+        num_seqs: sequences that share the step, this one included.
         """
         config = self.config
-        capacity = min(self.max_context - context_length, max_tokens - 1)
+        max_depth = min(self.max_context - context_length, max_tokens - 1)
         limit = max(0, min(self.n_nodes, num_free_slots - 1))
         is_fixed = config.num_draft_tokens is not None
-        is_typical = capacity >= _TYPICAL_DEPTH and limit >= min(_TYPICAL_DEPTH, self.n_nodes)
+        is_typical = max_depth >= _TYPICAL_DEPTH and limit >= min(_TYPICAL_DEPTH, self.n_nodes)
         self.step = self._begin(is_fixed, is_typical, num_seqs)
-        depth = max(0, min(self.depth if is_fixed else config.depth, capacity))
+        depth = max(0, min(self.depth if is_fixed else config.depth, max_depth))
         if is_fixed:
-            ahead_depth = max(0, min(2 * self.depth + 1, capacity))
+            ahead_depth = max(0, min(2 * self.depth + 1, max_depth))
             return TreeLimits(limit, depth, config.width, max_ahead_depth=ahead_depth)
         uses_draft = self.step.uses_draft
         if not uses_draft and not self._proposes_alone:
             return TreeLimits(0, depth, config.width)
         limits = self.shape.limits(limit, depth, uses_draft, num_seqs)
-        # The next tree begins at the latest one level below this one's last.
-        return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, capacity)))
+        # The next tree's root is at most one level below this one's last level.
+        return replace(limits, max_ahead_depth=max(0, min(2 * limits.max_depth + 1, max_depth)))
 
     def uses_draft(self, num_seqs: int) -> bool:
-        """Whether steps of so many sequences draft with the model now."""
+        """Return whether steps of `num_seqs` sequences use the draft model now."""
         if self.config.num_draft_tokens is not None:
             return self._has_model
         return self._has_model and self.mode_statistics.choice(num_seqs).is_draft_better
 
     @property
     def is_whole(self) -> bool:
-        """Whether a proposal is verified as it is.
+        """Whether the tree is verified as proposed.
 
-        Where the user fixed the number of nodes, or a rule verifies a chain drawn from q: a drawn
-        token that is dropped because it looks unlikely was not drawn from q any more, and the
-        emitted tokens would not have the target's distribution.
+        True if the user fixed the number of nodes, or if a rule verifies a chain drawn from q:
+        dropping drawn tokens that look unlikely leaves no sample of q, and the emitted tokens would
+        not have the target's distribution.
         """
         return self.is_chain or self.config.num_draft_tokens is not None
 
     def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> Outcome | None:
-        """What one text's part of a step, whose share of the pass took `seconds`, tells of the
-        choice; None where it tells nothing."""
+        """Learn from one sequence's part of a step, whose share of the pass took `seconds`.
+
+        Return the outcome for its choice; None if it is no evidence.
+        """
         this, mode_statistics = self.step, self.mode_statistics
         emitted = acceptance.emitted(tree)
         if self.is_chain:
@@ -205,5 +207,5 @@ class DraftPolicy:
 
 
 def _temperature_class(temperature: float) -> float:
-    """Acceptance differs between greedy, cool, usual and hot sampling; 0 is greedy."""
+    """Return the class of temperatures whose acceptance is learnt together; 0 is greedy."""
     return min(math.ceil(2.0 * temperature) / 2.0, 2.0)

@@ -1,4 +1,4 @@
-"""Means in which older measurements fade, and what of them another process may begin with."""
+"""Exponentially fading means, and their state in files."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECENT, LASTING = 0.9, 2.0 ** (-1 / 32)
-"""Weight of a measurement after the next one: of the last ten steps, so that a change is followed
-within as many; and of the last 45, where single steps scatter by their own size, or where nothing
-newer is known."""
+"""Decay of a measurement per later one. RECENT averages the last ten steps, so that a change shows
+within as many; LASTING the last 45, for values whose single steps scatter by their own size, or
+that are seldom measured."""
 _LARGEST_KEPT = 1e9
-"""Of a number in a file: no second, token or count comes near it."""
+"""Bound on numbers in a file: no time, token count or weight comes near it."""
 MAX_RETAINED = 16
-"""Entries of a kind in a file: ways of choosing tokens, combinations of drafters, doublings of the
-number of sequences in a pass."""
+"""Maximum entries of a kind in a file: modes of choosing tokens, combinations of drafters,
+doublings of the number of sequences in a pass."""
 
 
 class FadingMean:
     """Means of one or several numbers that are measured together.
 
     Args:
-        fade: weight of a measurement after the next one.
-        expected: before anything is measured.
-        weight: measurements that this counts as; so does what another process saw.
+        fade: decay of a measurement's weight per later one.
+        expected: values before anything is measured.
+        weight: measurements that `expected` counts as; also the maximum weight of restored state.
     """
 
     def __init__(self, fade: float, expected: Sequence[float], weight: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class FadingMean:
         self._sums = weight * np.array([1.0, *expected])
 
     def add(self, *values: float, n: int = 1) -> None:
-        """So many measurements, of which these are the means."""
+        """Add `n` measurements whose means are `values`."""
         self._sums = self._fade**n * self._sums + n * np.array([1.0, *values])
 
     @property
@@ -44,7 +44,7 @@ class FadingMean:
         return result
 
     def restore(self, cached: object) -> None:
-        """Raises ValueError."""
+        """Restore the output of `cached`. Raises ValueError."""
         sums = saved_numbers(cached, self._sums.shape)
         if sums[0] <= 0.0:
             raise ValueError("no mean")
@@ -52,7 +52,7 @@ class FadingMean:
 
 
 def saved_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """What a file holds, as numbers of this shape. Raises ValueError where it is anything else."""
+    """Return a value from a file as numbers of this shape. Raises ValueError if it is not that."""
     try:
         numbers = np.array(value, dtype=np.float64)
     except TypeError as error:

@@ -1,10 +1,10 @@
-"""Which mode to decode in: with the draft model or without it.
+"""DraftChoice: choose the mode of decoding, with the draft model or without it.
 
-The mode in use is the one that brings more for its seconds, by what its steps have shown. A draft
-that is not in use is tried when it can pay for it: it has an exploration budget, which grows by a
-small share of the text, and is charged with what it loses. So a draft that never pays costs that
-share and its first budget, however promising it looks and whatever makes it slow (Wu et al. 2016,
-Conservative bandits).
+The mode in use is the one with more tokens per second, by its measured steps. A draft that is not
+in use is tried within an exploration budget, which grows by a small share of the emitted tokens and
+is charged with the tokens that trials lose. So a draft that never pays costs that share and its
+first budget, however promising it looks and whatever makes it slow (Wu et al. 2016, Conservative
+bandits).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from specdec.policy.fading import LASTING, FadingMean, saved_numbers
 
 _BUDGET_SHARE = 0.015
-"""Of the text's tokens, that trials of a draft not in use may lose: with it a draft that never pays
-keeps 0.98 of a long text's speed, and one that becomes good is in use after some 100 tokens."""
+"""Share of a sequence's tokens that trials of a draft not in use may lose: a draft that never pays
+keeps 0.98 of a long sequence's speed, and one that becomes good is in use after some 100 tokens."""
 _FIRST_BUDGET = 2.0
-"""Tokens that a draft may lose before it was ever right: a text of 64 keeps 0.95 of its speed with
-a loss of 3.2, and steps overdraw a little."""
+"""Initial exploration budget, in tokens: losing 3.2 of 64 would cost 5 % of the speed; the margin
+is for a last trial that overdraws."""
 _MIN_TRIAL_COST = 0.5
-"""Tokens that a trial is charged with, however little it loses
-(bench/worlds: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
+"""Minimum tokens that a trial is charged with
+(bench/scenarios: with a twenty-fifth of it, 0.90 of the speed over 64 tokens of noisy passes)."""
 _PLAN_WEIGHT = 4.0
-"""Steps that the plan's word for a way counts as (bench/worlds: 0.99 of the speed with one)."""
+"""Weight of the plan's expectation, in steps (bench/scenarios: 0.99 of the speed with one)."""
 
 
 class Outcome(NamedTuple):
-    """Of one text's part of a step.
+    """Tokens and seconds of one sequence's part of a step.
 
-    extra_seconds: beyond those, for having begun to use the draft again.
+    extra_seconds: additional time for computing tokens that the draft's cache lacked.
     """
 
     n_tokens: float
@@ -38,18 +38,18 @@ class Outcome(NamedTuple):
 
 
 class DraftChoice:
-    """With the draft model or without it.
+    """Choice between decoding with the draft model and without it.
 
-    A draft is held to plain decoding, which is sure, where n-grams go on without it, too: what they
-    bring scatters, and a lucky passage of theirs would make every step of a good draft a loss.
+    A draft is compared with plain decoding even where n-grams draft without it: their gain varies,
+    and a lucky passage of theirs would make every step of a good draft a loss.
 
     Args:
-        with_draft: (tokens, seconds) of a step as planned; None where there is no draft model.
-        plain_seconds: of a pass of one token, as planned; to be kept up to date.
+        with_draft: planned (tokens, seconds) of a step; None without a draft model.
+        plain_seconds: planned seconds of a pass of one token; updated by the caller.
     """
 
     def __init__(self, with_draft: tuple[float, float] | None, plain_seconds: float) -> None:
-        # It fades as what is known of the draft does: both follow a change at the same pace.
+        # Same decay as the draft's mean, so that both follow a change at the same pace.
         self._plain = FadingMean(LASTING, (plain_seconds,), _PLAN_WEIGHT)
         self._draft = None
         if with_draft is not None:
@@ -59,12 +59,12 @@ class DraftChoice:
 
     @property
     def is_draft_better(self) -> bool:
-        """By what is known; one that has no budget left rests all the same."""
+        """Whether the draft is faster by its measured steps, whatever its budget is."""
         return self._draft is not None and self.rate > self._plain_rate
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the better way: what a second is worth."""
+        """Tokens per second of the better mode: the throughput price."""
         if self._draft is None:
             return self._plain_rate
         tokens, seconds = self._draft.means
@@ -78,7 +78,7 @@ class DraftChoice:
         }
 
     def restore(self, cached: Any) -> None:
-        """What another process saw counts as much as the plan's word. Raises ValueError."""
+        """Restore another process's state, weighted like the plan's. Raises ValueError."""
         self._plain.restore(cached["plain"])
         if self._draft is not None:
             self._draft.restore(cached["draft"])
@@ -86,21 +86,21 @@ class DraftChoice:
         self._budget = min(max(budget, -_FIRST_BUDGET), _PLAN_WEIGHT * _FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:
-        """For the next step.
+        """Return whether the next step uses the draft.
 
-        draft_seconds: what the smallest round with the draft takes beyond a plain pass.
+        draft_seconds: seconds of the smallest step with the draft beyond a plain pass.
         """
         if self._draft is None:
             return False
         price = draft_seconds / self.plain_seconds
         if not self.is_draft_better:
-            # What it once won does not count for what a trial may lose.
+            # Earlier gains do not raise the loss that a trial may make.
             self._budget = min(self._budget, max(_FIRST_BUDGET, price))
             price = max(_MIN_TRIAL_COST, price)
         return self._budget >= price
 
     def record(self, uses_draft: bool, outcome: Outcome, num_seqs: int = 1) -> None:
-        """A step of so many sequences, which share this choice, with the mean of their outcomes."""
+        """Record a step of `num_seqs` sequences that share this choice: their mean outcome."""
         is_trial, rate = not self.is_draft_better, self.rate
         self._plain.add(self.plain_seconds, n=num_seqs)
         self._budget += _BUDGET_SHARE * outcome.n_tokens

@@ -1,8 +1,8 @@
-"""Which nodes of several sequences' trees are worth their rows in the pass that they share.
+"""Choose the nodes of several sequences' trees that pay for their tokens in the shared pass.
 
-One λ for all of them: a node is worth its probability of being accepted, whichever text it belongs
-to, and costs λ times the seconds by which its row makes the pass longer. So a text whose draft is
-sure gets more rows, and a hopeless one the single row of its pending token.
+There is one throughput price λ for all of them: a node gains its probability of being accepted,
+whichever sequence it belongs to, and costs λ times the seconds that it adds to the pass. So a
+sequence whose draft is sure gets more tokens, and a hopeless one only its pending token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from specdec.verification.tree import ROOT, DraftTree
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """What one text's drafters propose.
+    """One sequence's proposal, with acceptance probabilities.
 
-    probabilities: that each node is accepted, float64 [nodes], the root's first.
-    rate: tokens per second, by which it weighs a second.
+    probabilities: of each node to be accepted, float64 [nodes], the root's first.
+    rate: throughput price, in tokens per second.
     """
 
     tree: DraftTree
@@ -31,40 +31,38 @@ class CandidateTree:
 
 
 def choose_nodes(
-    offers: Sequence[CandidateTree],
+    candidate_trees: Sequence[CandidateTree],
     cost: CostModel,
     num_other_tokens: int = 0,
     max_nodes: int | None = None,
 ) -> tuple[list[list[int]], float]:
-    """The nodes with the largest ΣP - λ·T(rows), of all offers together, at most `max_nodes`.
+    """Choose at most `max_nodes` nodes of all trees with the largest ΣP - λ·T(num_tokens).
 
-    Returns of each offer the indices of nodes to verify, the root's first, ascending; and what one
-    more node costs at this size, as a probability.
+    Returns, for each tree, the indices of nodes to verify, ascending from the root's; and the price
+    of one more node at this size, as a probability.
 
-    n_other_rows: of the pass, which are there in any case, beside the roots of these trees.
+    num_other_tokens: other tokens of the pass, beside the roots of these trees.
     """
-    probs = np.concatenate([candidate_tree.probabilities[1:] for candidate_tree in offers])
+    probs = np.concatenate([candidate.probabilities[1:] for candidate in candidate_trees])
     owners = np.concatenate(
-        [np.full(candidate_tree.tree.n_drafted, i) for i, candidate_tree in enumerate(offers)]
+        [np.full(candidate.tree.n_drafted, i) for i, candidate in enumerate(candidate_trees)]
     )
-    nodes = np.concatenate([np.arange(1, len(candidate_tree.tree)) for candidate_tree in offers])
+    nodes = np.concatenate([np.arange(1, len(candidate.tree)) for candidate in candidate_trees])
     order = np.argsort(-probs, kind="stable")  # parents stay before their children
-    min_count = num_other_tokens + len(offers)
-    # Passes of more tokens than are measured, a long prompt's, take no nodes beside them.
+    min_count = num_other_tokens + len(candidate_trees)
+    # Passes larger than measured ones, with a long prompt, get no nodes.
     seconds = cost.table(min_count + len(probs))[min(min_count, MAX_MEASURED_TOKENS) - 1 :]
-    # With λ tokens of all sequences per second; the rates are those of their shares of the time.
-    costs = float(np.mean([candidate_tree.rate for candidate_tree in offers])) * seconds
+    # λ counts tokens of all sequences; each rate is per second of a sequence's share of the time.
+    costs = float(np.mean([candidate.rate for candidate in candidate_trees])) * seconds
     tokens = np.concatenate(([0.0], np.cumsum(probs[order])))[: len(costs)]
     max_count = len(costs) - 1 if max_nodes is None else min(len(costs) - 1, max_nodes)
-    num_retained = int((tokens - costs)[: 1 + max_count].argmax())
+    n_chosen = int((tokens - costs)[: 1 + max_count].argmax())
     price = 0.0
-    if num_retained < len(probs):
-        price = float(
-            probs[order[num_retained]]
-        )  # a node more takes the place of the best one left out
+    if n_chosen < len(probs):  # one more node would displace the best one left out
+        price = float(probs[order[n_chosen]])
     elif len(costs) > 1:
         price = float(costs[-1] - costs[-2])
-    cached: list[list[int]] = [[ROOT] for _ in offers]
-    for i in order[:num_retained].tolist():
-        cached[owners[i]].append(int(nodes[i]))
-    return [sorted(indices) for indices in cached], price
+    chosen: list[list[int]] = [[ROOT] for _ in candidate_trees]
+    for i in order[:n_chosen].tolist():
+        chosen[owners[i]].append(int(nodes[i]))
+    return [sorted(indices) for indices in chosen], price

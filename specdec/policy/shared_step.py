@@ -1,8 +1,8 @@
-"""A step of all sequences that share a pass: what each of them verifies, and what it pays for that.
+"""Policy of one step for all sequences that share its pass: trim the trees, then share the costs.
 
-Called in this order behind `DraftPolicy.limits`: `trim_together`, `should_draft_ahead`,
-`observe_together`. The time from `limits` to `trim_together` is drafting that nothing hid, the time
-from there to `observe_together` is the pass and what follows it.
+Called in this order after `DraftPolicy.limits`: `trim_together`, `should_draft_ahead`,
+`observe_together`. The time from `limits` to `trim_together` is drafting not hidden by a pass, the
+time from there to `observe_together` is the pass and the work after it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
 _MAX_OUTLIER = 3.0
-"""Times as long as usual: a pass that took longer was held up, and counts as that much
-(bench/worlds: without, 0.86 of the speed in memory where a tenth of all passes is held up; with
-twice, passes that became four times as slow are taken for 3.5 times after 220 tokens)."""
+"""Maximum ratio of a pass's time to the expected one; longer passes are outliers, and count as this
+(bench/scenarios: without it, 0.86 of the speed in memory where a tenth of all passes are outliers;
+with 2, passes that became four times as slow are taken for 3.5 times after 220 tokens)."""
 
 
 def trim_together(
@@ -29,39 +29,41 @@ def trim_together(
     num_other_tokens: int = 0,
     max_nodes: int | None = None,
 ) -> list[DraftTree]:
-    """The parts of the sequences' proposals that are worth verifying in one pass, as many trees.
+    """Return the sequences' proposals, trimmed to the nodes that pay in one pass.
 
-    n_other_rows: of prompts that enter beside them.
-    max_nodes: most draft tokens of the pass.
+    num_other_tokens: prompt tokens of the pass.
+    max_nodes: maximum draft tokens of the pass.
     """
     _note_drafting(policies, trees)
-    cached = list(trees)
+    trimmed = list(trees)
     weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
     n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
     if weighed:
         steps = [policies[i].step for i in weighed]
         shapes = [policies[i].shape for i in weighed]
-        offers = [shape.candidate_tree(trees[i]) for i, shape in zip(weighed, shapes, strict=True)]
+        candidate_trees = [
+            shape.candidate_tree(trees[i]) for i, shape in zip(weighed, shapes, strict=True)
+        ]
         num_others = num_other_tokens + n_whole
         n_left = None
         if max_nodes is not None:
             n_left = max_nodes - n_whole + len(trees) - len(weighed)
         cost = policies[0].acceptance_statistics.cost
-        chosen, price = choose_nodes(offers, cost, num_others, n_left)
+        chosen, price = choose_nodes(candidate_trees, cost, num_others, n_left)
         for i, shape, this, candidate_tree, indices in zip(
-            weighed, shapes, steps, offers, chosen, strict=True
+            weighed, shapes, steps, candidate_trees, chosen, strict=True
         ):
-            cached[i] = shape.cut(candidate_tree, indices, price, this.uses_draft)
-    for policy, tree in zip(policies, cached, strict=True):
+            trimmed[i] = shape.cut(candidate_tree, indices, price, this.uses_draft)
+    for policy, tree in zip(policies, trimmed, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
             policy.mode_statistics.note_retained(tree.n_drafted)
-        policy.step.num_tokens = num_other_tokens + sum(map(len, cached))
-    return cached
+        policy.step.num_tokens = num_other_tokens + sum(map(len, trimmed))
+    return trimmed
 
 
 def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
-    """How long the step's drafting took, and each text's share of it: the same for all that used
-    the draft, but that those pay alone for which it had to catch up."""
+    """Record the step's drafting time and each sequence's share: equal for all that used the draft,
+    except that sequences whose draft cache was behind pay for catching up alone."""
     now, acceptance_statistics = policies[0].clock(), policies[0].acceptance_statistics
     for policy, tree in zip(policies, trees, strict=True):
         policy.step.drafted_at, policy.step.candidates = now, tree
@@ -72,37 +74,36 @@ def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) 
     n_runs = max(tree.n_runs for tree in trees)
     seconds = usual = now - min(this.began for this in used)
     behind = [this for this in used if this.is_catching_up]
-    if behind:  # that much is not what drafting usually takes
+    if behind:  # this step's time is no measurement of usual drafting
         usual = min(seconds, n_runs * acceptance_statistics.run_seconds)
     else:
         acceptance_statistics.note_drafting(n_runs, seconds)
     for this in used:
         this.draft_seconds = usual / len(used)
     for this in behind:
-        if not this.is_first:  # the prompt is not the draft's fault
+        if not this.is_first:  # the prompt has to be computed in any case
             this.catch_up_seconds = (seconds - usual) / len(behind)
 
 
 def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
-    """Whether to draft the sequences' next trees while these are verified.
+    """Return whether to draft the next trees while these are verified.
 
-    By itself where the target streams: the processors that the draft needs wait for reads there.
+    "auto" does so where the target streams, because processors wait for reads there.
     """
     for policy in policies:
-        this, requested = policy.step, policy.config.draft_ahead
-        pays = this.uses_draft and policy.acceptance_statistics.cost.streams
-        this.is_ahead = requested == "on" or (requested == "auto" and pays)
+        this, setting = policy.step, policy.config.draft_ahead
+        pays = this.uses_draft and policy.acceptance_statistics.cost.is_streamed
+        this.is_ahead = setting == "on" or (setting == "auto" and pays)
     return any(policy.step.is_ahead for policy in policies)
 
 
 def observe_together(
     policies: Sequence[DraftPolicy], acceptances: Sequence[Acceptance], trees: Sequence[DraftTree]
 ) -> None:
-    """The round is over: the trees as verified, and their outcomes.
+    """Learn from a finished step: the trees as verified, and their outcomes.
 
-    Of the pass each text pays for one row like all others, and for the rows that it has beyond
-    that. Sequences that choose by the same lessons are one outcome, their mean: the choice was made
-    once for all of them.
+    Each sequence pays for an equal share of the pass without drafts, and for its own draft tokens.
+    Sequences with the same DraftChoice count as one mean outcome: it chose once for all of them.
     """
     this, cost = policies[0].step, policies[0].acceptance_statistics.cost
     seconds = policies[0].clock() - this.drafted_at

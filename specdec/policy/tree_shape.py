@@ -1,8 +1,8 @@
-"""The shape of one text's tree: how far to grow it, and what a part of it is worth.
+"""TreeShape: limits of one sequence's draft tree, and the gain of its levels.
 
-With λ tokens per second a node is worth its probability P of being accepted, and costs λ times the
-seconds that it adds. Everything here follows from that difference. Which nodes share a pass is
-decided for all sequences together (specdec.policy.shared_pass).
+With the throughput price λ a node gains its probability P of being accepted, and costs λ times the
+seconds that it adds. Everything here follows from that difference. The nodes of a pass are chosen
+for all sequences together (specdec.policy.shared_pass).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
 
 class TreeShape:
-    """Shapes trees from what is known of costs and of acceptance.
+    """Shapes trees by measured costs and acceptance.
 
     Args:
-        config: what the user fixed.
-        experience: how long passes and drafting take.
-        lessons: how often such drafts are accepted.
+        config: options that the user fixed.
+        acceptance_statistics: seconds of passes and drafting.
+        mode_statistics: acceptance in this mode of choosing tokens.
         has_model: whether one of the drafters is a model, whose runs take time.
     """
 
@@ -45,9 +45,9 @@ class TreeShape:
         self._num_seqs = 1
 
     def limits(self, limit: int, depth: int, uses_draft: bool, num_seqs: int = 1) -> TreeLimits:
-        """Of a proposal that may have at most so many nodes and levels.
+        """Return the limits of a proposal of at most `limit` nodes and `depth` levels.
 
-        n_texts: that share the step's drafting and its pass.
+        num_seqs: sequences that share the step's drafting and its pass.
         """
         self._num_seqs = num_seqs
         limit = min(limit, self._mode_statistics.n_candidates)
@@ -57,23 +57,23 @@ class TreeShape:
         return TreeLimits(limit, depth, self._config.width, minimum)
 
     def candidate_tree(self, tree: DraftTree) -> CandidateTree:
-        """A tree as it is weighed against those of other sequences."""
+        """Return a proposal with its acceptance probabilities and throughput price."""
         probs = self._mode_statistics.calibration.path_probabilities(tree)
         return CandidateTree(tree, probs, self._choice.rate)
 
     def cut(
-        self, candidate_tree: CandidateTree, cached: list[int], price: float, uses_draft: bool
+        self, candidate_tree: CandidateTree, indices: list[int], price: float, uses_draft: bool
     ) -> DraftTree:
-        """The part of an offer that is verified, where one more node would cost `price`."""
-        tree, num_retained = candidate_tree.tree, len(cached) - 1
-        self._mode_statistics.note_retained(num_retained)
+        """Return the nodes of a candidate tree to verify, where one more would cost `price`."""
+        tree, n_drafted = candidate_tree.tree, len(indices) - 1
+        self._mode_statistics.note_retained(n_drafted)
         if uses_draft and tree.n_drafted:
             self._note_levels(tree, np.maximum(candidate_tree.probabilities - price, 0.0))
-        return tree if num_retained == tree.n_drafted else tree.subset(cached)
+        return tree if n_drafted == tree.n_drafted else tree.subset(indices)
 
     def min_draft_seconds(self, num_seqs: int) -> float:
-        """What one level and one node of a text add to a step without the draft: its share of the
-        drafting, and the time that its row takes."""
+        """Return the seconds that one level and one node of a sequence add to a step without the
+        draft: its share of the drafting, and the time of one more token."""
         seconds = self._cost.table(num_seqs + 1)[num_seqs - 1 :]
         return self._acceptance_statistics.run_seconds / num_seqs + max(
             0.0, float(seconds[-1] - seconds[0])
@@ -81,7 +81,7 @@ class TreeShape:
 
     @property
     def _level_seconds(self) -> float:
-        """A text's share of a run of the draft."""
+        """Seconds of a sequence's share of a run of the draft."""
         return self._acceptance_statistics.run_seconds / self._num_seqs
 
     @property
@@ -89,11 +89,11 @@ class TreeShape:
         return self._mode_statistics.choice(self._num_seqs)
 
     def _min_level_probability(self, uses_draft: bool) -> float:
-        """Draft probability of a level from which on one more run of the draft is worth its time.
+        """Return the minimum draft probability of a level for one more run of the draft to pay.
 
-        In terms of the uncalibrated probabilities that the drafter knows while it grows the tree.
-        The first run of a step that uses the draft is never refused. The runs that this is about
-        are those before the pass, which nothing hides: what was drafted ahead is not run again.
+        It is uncalibrated, as the drafter knows only that while it grows the tree. The first run of
+        a step that uses the draft is always allowed. Only runs before the pass count, which are not
+        hidden: nodes drafted ahead are not run again.
         """
         if not self._has_model:
             return 0.0
@@ -101,14 +101,14 @@ class TreeShape:
             return math.inf  # not even the root's level, whose probability is 1
         if self._config.draft_depth is not None:
             return 0.0
-        worth = self._choice.rate * self._level_seconds
-        return worthwhile_level(self._mode_statistics.levels, worth)
+        min_gain = self._choice.rate * self._level_seconds
+        return worthwhile_level(self._mode_statistics.levels, min_gain)
 
     def _chain_length(self, limit: int, uses_draft: bool) -> int:
-        """Of a chain that is yet to be drawn: from the fate of earlier ones alone.
+        """Return the length of a chain to draw, from the acceptance of earlier chains alone.
 
-        Not from its own tokens: one that is dropped after it was drawn, for looking unlikely,
-        leaves a sample that is no longer q's, and the rules are exact for q only.
+        Its own tokens must not count: dropping a drawn token that looks unlikely leaves a sample
+        that is no longer q's, and the rules are exact for q only.
         """
         if limit < 1:
             return 0
@@ -118,12 +118,12 @@ class TreeShape:
         if uses_draft:
             seconds = seconds + self._level_seconds * np.arange(len(seconds))
         values = tokens - self._choice.rate * seconds
-        # A step that was to use the draft tells nothing of it without a token.
+        # A step without draft tokens is no evidence about the draft.
         minimum = 1 if uses_draft else 0
         return minimum + int(values[minimum:].argmax())
 
     def _note_levels(self, tree: DraftTree, gains: NDArray[np.float64]) -> None:
-        """What each of the model's levels gained (tokens, less what its rows cost)."""
+        """Record the gain of each of the model's levels, in tokens, net of their price."""
         depths = np.array(tree.depths)
         is_drafted = np.array([DRAFT_SOURCE in sources for sources in tree.sources])
         deepest = int(depths[is_drafted].max(initial=0))

@@ -1,1 +1,1 @@
-"""From a row of logits to the target's choice."""
+"""Sampling: choose the target's token from its logits."""

@@ -1,8 +1,8 @@
-"""From transformers' GenerationConfig to SamplingParams.
+"""Convert transformers' GenerationConfig to SamplingParams.
 
-Every attribute of a GenerationConfig falls in exactly one class: translated, without effect on the
-tokens (ignored), or refused. An attribute of no class is refused too: a new option of a future
-release must not be dropped silently.
+Every attribute of a GenerationConfig is in exactly one class: translated, ignored (no effect on the
+tokens), or refused. Unknown attributes are refused too: a new option of a future release must not
+be dropped silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdec.checks import ConfigError, FieldName
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# GenerationConfig name -> SamplingParams name, values taken as they are.
+# GenerationConfig name -> SamplingParams name, with unchanged values.
 SAME_VALUE = {
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
@@ -38,9 +38,9 @@ SAME_VALUE = {
 }
 OF_BEAMS = ("length_penalty", "early_stopping")  # ignored by `generate` without beams
 WARPERS = ("top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-_GENERATE_TOP_K = 50  # what `generate` samples with when top_k is not set
+_GENERATE_TOP_K = 50  # `generate`'s default
 
-# Attributes that change other tokens than ours, with the values that mean "off".
+# Unsupported attributes, with the values that mean "off" and the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "guidance_scale": (1, "it needs a second, unconditional pass of the target"),
     "watermarking_config": (None, "its state follows one sequence, not a tree"),
@@ -56,7 +56,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "max_time": (None, "a time limit makes the output depend on the machine"),
     "assistant_ensemble_weight": (None, "it changes the target's distribution"),
 }
-# No influence on which tokens come out of the target (caches, output format, drafting hints).
+# No influence on the target's tokens (caches, output format, drafting hints).
 _IGNORED = frozenset(
     {
         "use_cache",
@@ -95,7 +95,7 @@ _SPECIAL = frozenset({"do_sample", "temperature", "max_length", *OF_BEAMS, *WARP
 
 
 def options_from(config: GenerationConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams' keyword arguments for a configuration; ConfigError for what is refused."""
+    """Return SamplingParams' keywords for a configuration. Raises ConfigError for refused ones."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise ConfigError(
             FieldName("generation_config"), f" is {config!r}, must be a GenerationConfig"

@@ -1,6 +1,6 @@
-"""How the next token is chosen, and when generation ends: frozen, and validated once, when made.
+"""SamplingParams: how tokens are chosen and when generation ends; frozen, validated when made.
 
-An error names the option, the value it got and what would be accepted.
+An error names the option, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SEED_LIMIT = 2**64  # seeds are one 64-bit word of the noise generator's key
 LOWEST_TEMPERATURE = 1e-4  # below this, logits / temperature may overflow float32
 MAX_SEQUENCES = 1024
 MAX_BEAMS = 1024
-MAX_PENALTY = 16.0  # of the length, as an exponent: beyond it scores leave float32
+MAX_PENALTY = 16.0  # exponent of the length: beyond it scores overflow float32
 MAX_LOGPROBS = 1024
 MAX_TOKEN_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
-MAX_LOGIT_BIAS = 100.0  # OpenAI's: it bans a token, or lets nothing else be chosen
+MAX_LOGIT_BIAS = 100.0  # OpenAI's: it bans a token or forces it
 
 TokenBias = tuple[tuple[int, float], ...]
 SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
@@ -33,12 +33,12 @@ SequenceBias = tuple[tuple[tuple[int, ...], float], ...]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen from the target's logits, and when generation ends.
+    """Parameters by which tokens are chosen from the target's logits and generation ends.
 
-    The names are vLLM's where vLLM has the option and transformers' otherwise; the meaning is that
-    of transformers' LogitsProcessors in the order in which `generate` applies them. OpenAI's biases
-    and penalties, which it lacks, have vLLM's and llama.cpp's places there. Temperature 0
-    is greedy decoding: penalties, bans and forced tokens still apply, the options marked (warper)
+    Names are vLLM's where vLLM has the option, else transformers'; the meaning is that of
+    transformers' LogitsProcessors in the order in which `generate` applies them. OpenAI's biases
+    and penalties, which transformers lacks, are applied where vLLM and llama.cpp do it. Temperature
+    0 is greedy decoding: penalties, bans and forced tokens still apply, and options marked (warper)
     have no effect, exactly as with `do_sample=False`.
     """
 
@@ -56,12 +56,12 @@ class SamplingParams:
         1.0, "Above 1: tokens already seen become less likely.", SAMPLING
     )
     frequency_penalty: float = option(  # OpenAI's, as is the next one
-        0.0, "Taken from a token's logit for each time that the new text has it.", SAMPLING
+        0.0, "Subtracted from a token's logit for each time that the output has it.", SAMPLING
     )
     presence_penalty: float = option(
-        0.0, "Taken from the logits of all tokens that the new text has.", SAMPLING
+        0.0, "Subtracted from the logits of all tokens that the output has.", SAMPLING
     )
-    logit_bias: TokenBias = ()  # ((token id, what is added to its logit), ...)
+    logit_bias: TokenBias = ()  # ((token id, bias added to its logit), ...)
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0  # new tokens before an end-of-sequence token is possible
     min_length: int = 0  # the same, counted with the prompt
@@ -77,22 +77,20 @@ class SamplingParams:
     seed: int | None = option(  # None = a fresh one for every generation
         None, "The same seed gives the same tokens, whatever the draft and the budget.", SAMPLING
     )
-    stop: tuple[str, ...] = option(  # the text ends before the first one that appears
-        (), "Stop before this text; may be given several times.", SAMPLING, shown_default=False
+    stop: tuple[str, ...] = option(  # the output ends before the first one that appears
+        (), "Stop before this string; may be given several times.", SAMPLING, shown_default=False
     )
-    json_schema: str | Mapping[str, Any] | None = option(  # kept as its text
+    json_schema: str | Mapping[str, Any] | None = option(  # stored as a string
         None,
-        "The text is JSON of this schema.",
+        "The output is JSON of this schema.",
         SAMPLING,
         metavar="FILE",
     )
-    json_object: bool = False  # the text is any JSON object
-    regex: str | None = option(
-        None, "The text matches this regular expression, all of it.", SAMPLING
-    )
+    json_object: bool = False  # the output is any JSON object
+    regex: str | None = option(None, "The whole output matches this regular expression.", SAMPLING)
     grammar: str | None = option(
         None,
-        "The text keeps to this grammar: Lark, or llama.cpp's GBNF.",
+        "The output follows this grammar: Lark, or llama.cpp's GBNF.",
         SAMPLING,
         metavar="FILE",
     )
@@ -101,7 +99,7 @@ class SamplingParams:
     max_tokens: int = 64  # new tokens
     max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
     ignore_eos: bool = False
-    logprobs: bool | int = False  # True: of the emitted tokens; k: of the k likeliest as well
+    logprobs: bool | int = False  # True: of the emitted tokens; k: also of the k likeliest
     n: int = option(
         1,
         "Sequences to return: of seeds SEED, SEED+1, ..., or the best of the beams.",
@@ -135,7 +133,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, value in stored_values(vars(self)).items():
-            object.__setattr__(self, name, value)  # tuples for lists, once, before validation
+            object.__setattr__(self, name, value)  # tuples in place of lists, before validation
         check_options(self)
         _validate_types(self)
         _validate_ranges(self)
@@ -149,38 +147,38 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the text has to keep to."""
+        """The schema, regular expression or grammar of the output, if any."""
         return Constraint.among({kind: getattr(self, kind) for kind in KINDS})
 
     @property
     def n_top_logprobs(self) -> int:
-        """Likeliest tokens whose log-probabilities are wanted at every position."""
+        """Number of likeliest tokens whose log-probabilities are requested at every position."""
         return 0 if isinstance(self.logprobs, bool) else self.logprobs
 
     def token_limit(self, prompt_length: int) -> int:
-        """New tokens that may follow a prompt of `prompt_length` tokens (may be ≤ 0)."""
+        """Return the maximum new tokens after a prompt of `prompt_length` tokens (may be ≤ 0)."""
         return self.max_tokens if self.max_length is None else self.max_length - prompt_length
 
     def resolve_eos(self, model_eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """The end-of-sequence ids the processors know: the caller's, else the model's."""
+        """Return the end-of-sequence ids for the processors: the caller's, else the model's."""
         return tuple(model_eos_token_ids) if self.eos_token_ids is None else self.eos_token_ids
 
     def resolve_stop_tokens(self, model_eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """All token ids that end a generation."""
+        """Return all token ids that end a generation."""
         eos = () if self.ignore_eos else self.resolve_eos(model_eos_token_ids)
         return frozenset(eos) | frozenset(self.stop_token_ids)
 
     def replace(self, **overrides: Any) -> SamplingParams:
-        """A copy with some options changed; unknown names are refused."""
+        """Return a copy with some options changed. Raises UnknownOption."""
         refuse_unknown(overrides, type(self))
         return dataclasses.replace(self, **overrides)
 
     @classmethod
     def from_generation_config(cls, config: GenerationConfig | Mapping[str, Any]) -> SamplingParams:
-        """Parameters that give what `generate` gives with this configuration.
+        """Return parameters with the same output as `generate` with this configuration.
 
-        A mapping is read like the content of a `generation_config.json`. Raises ConfigError for
-        options that speculative decoding cannot honour exactly, instead of ignoring them.
+        A mapping is read like a `generation_config.json`. Raises ConfigError for options that
+        cannot be honoured exactly, instead of ignoring them.
         """
         from specdec.sampling.hf_config import options_from
 
@@ -227,7 +225,7 @@ def _validate_ranges(params: SamplingParams) -> None:
 def _validate_sequences(params: SamplingParams) -> None:
     length_penalty = as_float("length_penalty", params.length_penalty)
     check("length_penalty", length_penalty, float, -MAX_PENALTY, MAX_PENALTY)
-    if not any(params.early_stopping is item for item in (True, False)) and (
+    if not any(params.early_stopping is flag for flag in (True, False)) and (
         params.early_stopping != "never"
     ):
         raise ConfigError(
@@ -300,8 +298,8 @@ def _validate_constraint(params: SamplingParams) -> None:
     if constraint is None:
         return
     contradictions = {
-        "num_beams": params.num_beams > 1,  # beams part, and a matcher holds one place
-        "ignore_eos": params.ignore_eos,  # nothing else may follow a finished text
+        "num_beams": params.num_beams > 1,  # beams diverge, and a matcher has one state
+        "ignore_eos": params.ignore_eos,  # nothing else may follow a complete output
         "forced_bos_token_id": params.forced_bos_token_id is not None,
         "forced_eos_token_id": params.forced_eos_token_id is not None,
     }

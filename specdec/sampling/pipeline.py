@@ -1,7 +1,7 @@
-"""The processors that a SamplingParams switches on, in the order of transformers' `generate`.
+"""Logits processors of a SamplingParams, in the order of transformers' `generate`.
 
 transformers builds this list in a private method that needs a model. Here it is numpy, so that a
-run without torch can sample; the few steps that have no numpy form are transformers' own classes.
+run without torch can sample; the few steps without a numpy form are transformers' own classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.sampling.processors import Ids, Processor, SamplingError, Scores
 
 @dataclass(frozen=True)
 class PipelineContext:
-    """What the processors are made from: options, and what is known of prompt and model."""
+    """Parameters, prompt length and end-of-sequence ids that processors are made from."""
 
     params: SamplingParams
     prompt_length: int
@@ -33,7 +33,7 @@ class PipelineContext:
 
     @property
     def min_tokens_to_keep(self) -> int:
-        """Tokens that no warper removes: beams must be able to go on where every EOS is likely."""
+        """Minimum tokens that warpers keep: beams have to go on even where every EOS is likely."""
         return 1 if self.params.num_beams == 1 else 1 + max(1, len(self.eos_token_ids))
 
     @property
@@ -44,9 +44,9 @@ class PipelineContext:
 class LogitsPipeline:
     """The active processors of a SamplingParams.
 
-    `extra` takes further transformers LogitsProcessors of the caller, placed where
-    `generate(logits_processor=...)` puts them: before the warpers. They see every position once per
-    walk, with its prefix; they must not keep state between calls.
+    extra: the caller's own transformers LogitsProcessors, applied where
+    `generate(logits_processor=...)` applies them: before the warpers. They are called once per
+    position that is verified, with its prefix, and must not keep state between calls.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LogitsPipeline:
         ]
 
     def __call__(self, prefix_ids: Sequence[int] | Ids, scores: Scores) -> Scores:
-        """Processed scores float32 [vocab] of one row; the row itself is left as it is."""
+        """Return the processed scores, float32 [vocab], of one row, which is not changed."""
         if not self._steps:
             return scores
         prefix = np.asarray(prefix_ids, dtype=np.int64)
@@ -77,15 +77,15 @@ class LogitsPipeline:
 
 
 Makers = Mapping[str, Callable[[PipelineContext], Processor]]
-"""By the option that switches a step on."""
+"""Makers of processors, by the option that switches them on."""
 
 
 def _active(makers: Makers, context: PipelineContext) -> Iterator[Processor]:
-    """Those that change something for these parameters."""
+    """Yield the processors that these parameters switch on."""
     for name, make in makers.items():
         value = getattr(context.params, name)
         if name in _NEED_EOS and not context.eos_token_ids:
-            continue  # a model without an end-of-sequence token has nothing to hold back
+            continue  # no end-of-sequence token to ban or raise
         if value != _OFF[name] if name in _OFF else value:
             yield make(context)
 
@@ -99,18 +99,18 @@ _OFF: dict[str, Any] = {
     "top_p": 1.0,
     "typical_p": 1.0,
 }
-"""Where an option that is off is not false."""
+"""Values that switch an option off, if not falsy."""
 
 
 def _of_transformers(class_name: str, **arguments: Any) -> Processor:
-    """A processor of transformers (imports torch and transformers)."""
+    """Return a processor of transformers (imports torch and transformers)."""
     import transformers
 
     return _adapted(getattr(transformers, class_name)(**arguments))
 
 
 def _adapted(processor: Any) -> Processor:
-    """A transformers LogitsProcessor as a function of numpy arrays."""
+    """Return a transformers LogitsProcessor as a function of numpy arrays."""
     import torch
 
     def process(prefix: Ids, scores: Scores) -> Scores:
@@ -151,7 +151,7 @@ _BEFORE_WARPERS: Makers = {
         "SequenceBiasLogitsProcessor",
         sequence_bias=[[list(ids), bias] for ids, bias in c.params.sequence_bias],
     ),
-    # OpenAI's three stand where vLLM and llama.cpp have them; transformers has none of them.
+    # OpenAI's three, in vLLM's and llama.cpp's places; transformers has none of them.
     "logit_bias": lambda c: processors.logit_bias(c.params.logit_bias),
     "repetition_penalty": lambda c: processors.repetition_penalty(c.params.repetition_penalty),
     "frequency_penalty": lambda c: processors.frequency_penalty(

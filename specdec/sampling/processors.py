@@ -1,10 +1,9 @@
 """Logits processors in numpy, equal to transformers' classes; and OpenAI's, which it lacks.
 
 A processor is a function (prefix ids int64 [n], scores float32 [vocab]) -> scores float32 [vocab];
-prefix ids are the prompt and everything emitted or drafted on the way to the position. None of them
-changes its arguments. Arithmetic is float32 in the order in which torch does it, because a
-token at the border of top-p must fall on the same side as in `generate`. Neither torch nor
-transformers is imported here.
+prefix ids are the prompt and all tokens emitted or drafted before the position. No processor
+changes its arguments. Arithmetic is float32 in torch's order, because a token at the border of
+top-p must fall on the same side as in `generate`. Neither torch nor transformers is imported here.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ class SamplingError(SpecdecError):
 
 
 def softmax(scores: Scores) -> Scores:
-    """Float32 probabilities of a row with at least one finite entry."""
+    """Return the float32 probabilities of a row with at least one finite entry."""
     exps = np.exp(scores - scores.max())
     return np.asarray(exps / exps.sum(), dtype=np.float32)
 
 
 def log_softmax(scores: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Normalised log-probabilities in the row's own type; -inf entries stay -inf."""
+    """Return normalised log-probabilities in the row's dtype; -inf entries stay -inf."""
     shifted = scores - scores.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=scores.dtype)
 
 
 def _cumulative(probs: Scores, start: float = 0.0) -> Scores:
-    # torch's CPU cumsum accumulates float32 in double and steps every partial sum
+    # torch's CPU cumsum accumulates float32 in double, and rounds every partial sum
     return (np.cumsum(probs, dtype=np.float64) + start).astype(np.float32)
 
 
@@ -50,7 +49,7 @@ def _without(scores: Scores, removed: NDArray[np.bool_]) -> Scores:
 
 
 def _best(scores: Scores, n: int) -> Ids:
-    """Indices of the n largest, in no order."""
+    """Return the indices of the n largest scores, unordered."""
     n_best = min(n, len(scores))
     return np.argpartition(scores, len(scores) - n_best)[len(scores) - n_best :]
 
@@ -62,12 +61,12 @@ def temperature(value: float) -> Processor:
 def top_k(k: int, min_kept: int = 1) -> Processor:
     """Keep every token that scores at least as high as the k-th (ties stay).
 
-    min_kept, here and below: this many of the best tokens stay in any case.
+    min_kept, here and below: number of the best tokens that stay in any case.
     """
 
     def process(prefix: Ids, scores: Scores) -> Scores:
-        num_retained = min(max(k, min_kept), len(scores))
-        threshold = np.partition(scores, len(scores) - num_retained)[len(scores) - num_retained]
+        n_kept = min(max(k, min_kept), len(scores))
+        threshold = np.partition(scores, len(scores) - n_kept)[len(scores) - n_kept]
         return _without(scores, scores < threshold)
 
     return process
@@ -76,8 +75,8 @@ def top_k(k: int, min_kept: int = 1) -> Processor:
 def top_p(p: float, min_kept: int = 1) -> Processor:
     """Keep the smallest set of most probable tokens whose mass exceeds p; at least one.
 
-    Of tokens tied at the border the higher ids stay. torch leaves that choice to its sorting
-    kernel, so there it depends on the machine.
+    Of tokens tied at the border the higher ids stay; in torch that depends on the sorting kernel,
+    and so on the machine.
     """
 
     def process(prefix: Ids, scores: Scores) -> Scores:
@@ -87,18 +86,18 @@ def top_p(p: float, min_kept: int = 1) -> Processor:
         removed = _cumulative(probs[order], tail_mass) <= np.float32(1 - p)
         removed[-min_kept:] = False
         new = np.full_like(scores, NEG_INF)
-        cached = order[~removed]
-        new[cached] = scores[cached]
+        retained = order[~removed]
+        new[retained] = scores[retained]
         return new
 
     return process
 
 
 def _split_off_tail(probs: Scores, removable_mass: float) -> tuple[Ids, float]:
-    """Ids of the tokens that a top-p filter has to sort, and the mass of all less probable ones.
+    """Return the ids that a top-p filter has to sort, and the mass of all less probable tokens.
 
-    The tail weighs so little that it is removed whatever the order in it: sorting a few hundred
-    tokens instead of a whole vocabulary is most of this filter's speed.
+    The tail's mass is so small that it is removed in any order: sorting a few hundred tokens
+    instead of a whole vocabulary is most of this filter's speed.
     """
     alive = np.flatnonzero(probs > 0.0)
     weights = probs[alive]
@@ -170,7 +169,7 @@ def repetition_penalty(penalty: float) -> Processor:
 
 
 def frequency_penalty(penalty: float, prompt_length: int) -> Processor:
-    """OpenAI's: subtract penalty · (occurrences in the text after the prompt)."""
+    """Subtract penalty · (occurrences after the prompt), as OpenAI does."""
 
     def process(prefix: Ids, scores: Scores) -> Scores:
         seen, counts = np.unique(prefix[prompt_length:], return_counts=True)
@@ -183,7 +182,7 @@ def frequency_penalty(penalty: float, prompt_length: int) -> Processor:
 
 
 def presence_penalty(penalty: float, prompt_length: int) -> Processor:
-    """OpenAI's: subtract the penalty from every token that the text after the prompt has."""
+    """Subtract the penalty from every token that occurs after the prompt, as OpenAI does."""
 
     def process(prefix: Ids, scores: Scores) -> Scores:
         seen = np.unique(prefix[prompt_length:])
@@ -195,7 +194,7 @@ def presence_penalty(penalty: float, prompt_length: int) -> Processor:
 
 
 def logit_bias(biases: Sequence[tuple[int, float]]) -> Processor:
-    """Add to single tokens."""
+    """Add biases to the logits of single tokens."""
     ids = np.array([token for token, _ in biases], dtype=np.int64)
     values = np.array([value for _, value in biases], dtype=np.float32)
 
@@ -223,7 +222,7 @@ def no_repeat_ngram(size: int) -> Processor:
 
 
 def ban(token_ids: Sequence[int] | Ids) -> Processor:
-    """Rule tokens out; ids beyond the vocabulary are no candidates anyway."""
+    """Rule tokens out; ids beyond the vocabulary are ignored."""
     ids = np.asarray(token_ids, dtype=np.int64)
 
     def process(prefix: Ids, scores: Scores) -> Scores:
@@ -235,7 +234,7 @@ def ban(token_ids: Sequence[int] | Ids) -> Processor:
 
 
 def force(token_ids: Sequence[int]) -> Processor:
-    """Rule out everything else."""
+    """Rule out all other tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
 
     def process(prefix: Ids, scores: Scores) -> Scores:
@@ -252,7 +251,7 @@ def when_length(condition: Callable[[int], bool], processor: Processor) -> Proce
 
 
 def remove_invalid() -> Processor:
-    """NaN becomes 0, infinities the largest numbers of float32."""
+    """Replace NaN by 0, and infinities by the largest numbers of float32."""
     top = float(np.finfo(np.float32).max)
     return lambda prefix, scores: np.nan_to_num(scores, nan=0.0, posinf=top, neginf=-top)
 

@@ -1,4 +1,4 @@
-"""From the target's logits to its token: processors, then argmax(log p + Gumbel noise)."""
+"""Sampler: the target's token from its logits: processors, then argmax(log p + Gumbel noise)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Sampler:
     """Chooses the target's tokens for one generation.
 
     Args:
-        params: what the caller asked for.
-        n_tokens: the tokenizer's length; ids from there on (padding rows of the vocabulary) are
-            never chosen, nor seen by the processors.
+        params: the caller's parameters.
+        n_tokens: the tokenizer's length; ids beyond it (padding of the vocabulary) are never
+            chosen, nor seen by the processors.
         eos_token_ids: the model's end-of-sequence ids, unless `params` has its own.
-        prompt_length: tokens of the prompt, where some processors begin to count.
-        logits_processors: further transformers LogitsProcessors (see LogitsPipeline).
-        grammar: at the beginning of the text, where `params` have a constraint.
+        prompt_length: tokens of the prompt, after which some processors begin to count.
+        logits_processors: the caller's transformers LogitsProcessors (see LogitsPipeline).
+        grammar: initial grammar state, if `params` have a constraint.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Sampler:
         eos = tuple(eos_token_ids)
         _check_biased_ids(params, n_tokens)
         if params.constraint is not None and grammar is None:
-            raise ValueError(f"nothing sees to it that the text keeps to {params.constraint.kind}")
+            raise ValueError(f"no grammar state was given for {params.constraint.kind}")
         self.params = params
         self.n_tokens = n_tokens
         self.grammar = grammar
@@ -58,7 +58,7 @@ class Sampler:
         return self.params.is_greedy
 
     def scores(self, prefix_ids: Sequence[int], logits: NDArray[np.float32]) -> Scores:
-        """Processed scores of the real tokens, float32 [min(vocab, n_tokens)].
+        """Return processed scores without padding, float32 [min(vocab, n_tokens)].
 
         Raises SamplingError if nothing can be chosen: NaN or +inf, or every token ruled out.
         """
@@ -73,11 +73,11 @@ class Sampler:
         return scores
 
     def _constrained(self, grammar: GrammarState, prefix_ids: Sequence[int], row: Scores) -> Scores:
-        """The processed scores of what the grammar allows.
+        """Return the processed scores of tokens that the grammar allows; others are -inf.
 
-        The mask goes first: top-k, top-p and the like choose among what may follow. It goes last as
-        well, so that no processor brings back what may not. Where the grammar is at its end, so is
-        the text, and no processor has a say.
+        The mask is applied first, so that top-k, top-p and the like choose among allowed tokens,
+        and last, so that no processor revives others. At the grammar's end only end tokens are
+        allowed, and no processor is applied.
         """
         allowed = grammar.allowed(prefix_ids, len(row))
         masked = np.where(allowed, row, NEG_INF)
@@ -88,9 +88,9 @@ class Sampler:
     def beam_log_probs(
         self, prefix_ids: Sequence[int], logits: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """What beam search adds up: processed log-probabilities float32 [min(vocab, n_tokens)].
+        """Return processed log-probabilities for beam search, float32 [min(vocab, n_tokens)].
 
-        The processors see log-probabilities here and logits elsewhere, as in `generate`; a row
+        Processors get log-probabilities here and logits elsewhere, as in `generate`. A row
         without any possible token is no error, because other beams go on.
         """
         row = self._real(logits)
@@ -104,9 +104,9 @@ class Sampler:
     def log_probs(
         self, prefix_ids: Sequence[int], logits: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        """log p of the processed distribution, float64 [vocab], -inf for what is ruled out.
+        """Return log p of the processed distribution, float64 [vocab], -inf for ruled-out tokens.
 
-        At temperature 0 this is the distribution that the argmax is taken of, not a one-hot row.
+        At temperature 0 this is the distribution before the argmax, not a one-hot row.
         """
         scores = self.scores(prefix_ids, logits).astype(np.float64)
         log_p = np.full(len(logits), -np.inf)
@@ -115,7 +115,7 @@ class Sampler:
         return log_p
 
     def probs(self, prefix_ids: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        """p as the rejection rule needs it, float64 [vocab], sum 1; one-hot at temperature 0."""
+        """Return p for the chain rules, float64 [vocab], sum 1; one-hot at temperature 0."""
         if self.is_greedy:
             one_hot = np.zeros(len(logits))
             one_hot[int(self.scores(prefix_ids, logits).argmax())] = 1.0
@@ -124,9 +124,9 @@ class Sampler:
         return np.asarray(p / p.sum())
 
     def choose(self, prefix_ids: Sequence[int], logits: NDArray[np.float32], position: int) -> int:
-        """The target's token at an absolute position: argmax(log p + g), g = 0 when greedy.
+        """Return the target's token at an absolute position: argmax(log p + g), g = 0 when greedy.
 
-        Normalising log p would shift every entry by the same amount, so the scores serve as well.
+        Scores are used in place of log p: they differ by a constant only.
         """
         scores = self.scores(prefix_ids, logits)
         if self.is_greedy:
@@ -136,7 +136,7 @@ class Sampler:
         return int(alive[(scores[alive].astype(np.float64) + noise).argmax()])
 
     def _real(self, logits: NDArray[np.float32]) -> Scores:
-        """The row without the vocabulary's padding."""
+        """Return the row without the vocabulary's padding."""
         return np.asarray(logits, dtype=np.float32)[: self.n_tokens]
 
     def chooser(
@@ -144,9 +144,9 @@ class Sampler:
         prefix_of: Callable[[int], Sequence[int]],
         logits_of: Callable[[int], NDArray[np.float32]],
     ) -> Callable[[int], int]:
-        """`choose` as a function of a tree node, as `match_walk` wants it.
+        """Return `choose` as a function of a tree node, for `match_walk`.
 
-        The token after a node takes the position that follows its prefix: len(prefix).
+        The position of the token after a node is the length of its prefix.
         """
 
         def choose_after(node: int) -> int:
@@ -157,7 +157,7 @@ class Sampler:
 
 
 def _check_biased_ids(params: SamplingParams, n_tokens: int) -> None:
-    """Raise ConfigError for ids that no row of logits has."""
+    """Raise ConfigError for biased ids outside the vocabulary."""
     biased = {
         "bad_words_ids": params.bad_words_ids,
         "sequence_bias": tuple(ids for ids, _ in params.sequence_bias),

@@ -1,4 +1,4 @@
-"""Options of sampling as they are kept: tuples where lists or single items may be given."""
+"""Normalise sampling options: store tuples where lists or single items may be given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.grammar.constraint import schema_text
 
 
 def stored_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of those options that are kept in another form than some of those in which they are given.
+    """Return the normalised values of options that may be given in several forms.
 
     given: values by option. Raises ConfigError with the option's name.
     """
@@ -58,8 +58,8 @@ _STORED_AS: dict[str, Callable[[Any], Any]] = {
     ),
     **dict.fromkeys(("forced_eos_token_id", "eos_token_ids"), _or_none(_one_or_more)),
     "bad_words_ids": lambda value: tuple(tuple(word) for word in _items(value)),
-    "sequence_bias": lambda value: tuple((tuple(ids), float(one)) for ids, one in _pairs(value)),
-    "logit_bias": lambda value: tuple((token, float(one)) for token, one in _pairs(value)),
+    "sequence_bias": lambda value: tuple((tuple(ids), float(bias)) for ids, bias in _pairs(value)),
+    "logit_bias": lambda value: tuple((token, float(bias)) for token, bias in _pairs(value)),
     "exponential_decay_length_penalty": _or_none(_start_and_factor),
 }
-"""How fields are kept that are given in several ways."""
+"""Conversions of fields that may be given in several forms."""

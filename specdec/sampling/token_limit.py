@@ -1,4 +1,4 @@
-"""How long a text may become, and what limits it."""
+"""Maximum new tokens of a sequence, and the note if the context limits them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.text.prompts import context_note
 
 
 class TokenLimit(NamedTuple):
-    """n_tokens: new ones at most; note: what is said of a text that ends there, if anything."""
+    """Maximum new tokens, and the note for a sequence that ends there, if any."""
 
     n_tokens: int
     note: str | None
@@ -19,7 +19,7 @@ class TokenLimit(NamedTuple):
 def token_limit(
     params: SamplingParams, n_prompt: int, max_context: int, model_context: int
 ) -> TokenLimit:
-    """Like transformers, no limit that the prompt alone reaches. Raises ConfigError."""
+    """Return the limit of new tokens. Raises ConfigError if the prompt alone reaches max_length."""
     limit = params.token_limit(n_prompt)
     if limit < 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One sequence's rule of acceptance, applied to a scored tree."""
+"""Verifier: apply a sequence's acceptance rule to a scored tree."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": bloc
 
 
 class Verifier:
-    """Accepts what the target agrees with, by the rule that a configuration names.
+    """Accepts draft tokens that the target agrees with, by the configured rule.
 
     Args:
-        sampler: the target's choice of a token from a row of logits.
-        spec: names the rule.
-        rng: random numbers of the rules of chains; the match rule needs none.
+        sampler: chooses the target's token from a row of logits.
+        spec: has the acceptance rule.
+        rng: random numbers of the chain rules; the match rule needs none.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Verifier:
     ) -> Acceptance:
         """Accept a path of the tree: between 1 and `max_tokens` new tokens.
 
-        logits: float32 [node, vocab], after each node of the tree.
+        logits: float32 [nodes, vocab], after each node of the tree.
         context_ids: all tokens up to the tree's root.
         """
         return self._rule(tree, logits, context_ids, max_tokens)
@@ -76,7 +76,7 @@ class Verifier:
         context_ids: Sequence[int],
         max_tokens: int,
     ) -> Acceptance:
-        assert self._rng is not None, "the rules of chains decide at random"
+        assert self._rng is not None, "the chain rules draw random numbers"
 
         def target_probs(node: int) -> NDArray[np.float64]:
             return self._sampler.probs(_prefix(context_ids, tree, node), logits[node])
@@ -85,5 +85,5 @@ class Verifier:
 
 
 def _prefix(context_ids: Sequence[int], tree: DraftTree, node: int) -> list[int]:
-    """Return all tokens up to and including `node`, which the target's row `node` continues."""
+    """Return all tokens up to and including `node`."""
     return [*context_ids, *tree.tokens_on_path(node)]

@@ -1,4 +1,4 @@
-"""Admission of requests: the server's state, how many there are, and how many bytes they hold."""
+"""Admission of requests: the server's state, and limits of their number and bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ STARTING: State = "starting"
 READY: State = "ready"
 DRAINING: State = "draining"
 FAILING: State = "failing"
-"""The last request could not read the model's files; the next ones are admitted all the
-same."""
+"""State after a request that could not read the model's files; further ones are admitted."""
 
 
 class AdmissionLimiter:
-    """Limits the requests that run or wait. Used from the event loop's thread only."""
+    """Limit of the requests that run or wait. Used in the event loop's thread only."""
 
     def __init__(self, max_requests: int) -> None:
         self.state: State = STARTING
@@ -26,7 +25,7 @@ class AdmissionLimiter:
         self._is_empty.set()
 
     def acquire(self) -> RequestSlot:
-        """Raise ApiError where no request, or no more of them, may be admitted."""
+        """Return the slot of a new request; raise ApiError if it cannot be admitted."""
         if self.state == STARTING:
             raise loading()
         if self.state == DRAINING:
@@ -57,44 +56,44 @@ class AdmissionLimiter:
 
 
 class RequestSlot:
-    """The slot of one request."""
+    """Slot of one request."""
 
     def __init__(self, limiter: AdmissionLimiter) -> None:
         self._limiter: AdmissionLimiter | None = limiter
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the slot; idempotent."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter.release()
 
 
 class BodyLimiter:
-    """Limits the bytes of all bodies together that have not been parsed yet."""
+    """Limit of the bytes of all bodies that have not been parsed yet."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
 
 
 class RequestBody:
-    """The body of one request, as it arrives; it counts until it is dropped."""
+    """Body of one request, as it arrives; it counts until it is dropped."""
 
     def __init__(self, limiter: BodyLimiter) -> None:
         self.content = bytearray()
         self._limiter = limiter
 
-    def add(self, read_chunk: bytes) -> None:
-        """Raise ApiError where all bodies together would be too long."""
-        if self._limiter.num_bytes + len(read_chunk) > self._limiter.max_bytes:
+    def add(self, data: bytes) -> None:
+        """Add received bytes; raise ApiError if all bodies together would be too long."""
+        if self._limiter.num_bytes + len(data) > self._limiter.max_bytes:
             raise ApiError(
                 503,
                 "this server has too many long requests to read: ask again",
                 headers={"Retry-After": "5"},
             )
-        self._limiter.num_bytes += len(read_chunk)
-        self.content += read_chunk
+        self._limiter.num_bytes += len(data)
+        self.content += data
 
     def drop(self) -> None:
-        """Idempotent."""
+        """Free the body; idempotent."""
         self._limiter.num_bytes -= len(self.content)
         self.content = bytearray()

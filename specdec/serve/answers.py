@@ -1,4 +1,4 @@
-"""Answers to requests as the models of responses, whole or as the events of a stream."""
+"""Conversion of results to responses, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NO_FIELDS: Fields = {}
 
 
 class Answer(ABC):
-    """The answer of one endpoint. Choices are counted over all prompts of a request."""
+    """Answer of one endpoint. Choices are counted over all prompts of a request."""
 
     id_prefix: str
     response: tuple[type[responses.ChatCompletion | responses.Completion], str]
-    """The model of a whole answer, and its `object`."""
+    """Model of a whole answer, and its `object`."""
     chunk: tuple[type[Chunk], str]
 
     def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
@@ -108,7 +108,7 @@ class Answer(ABC):
         return self._logprobs_of(self._token_strings[choice], part)
 
     def _with_draft(self, event: Chunk, chunk: AsyncChunk, text: str) -> Chunk:
-        """Add how much of an event was drafted: all but the last token of a forward pass."""
+        """Add to an event how much was drafted: all but the last token of a forward pass."""
         if self._job.tells_draft:
             n_accepted = max(len(chunk.token_ids) - 1, 0)
             data = b"".join(map(self._tokenizer.token_bytes, chunk.token_ids[:n_accepted]))

@@ -1,4 +1,4 @@
-"""The routes, the page at /, and errors of the framework in OpenAI's shape."""
+"""Routes, the page at /, and the framework's errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FILES = {
     "/page/script.js": ("script.js", "text/javascript"),
 }
 _HEADERS = {
-    # Nothing but these three files and this server; a text that looks like HTML stays text.
+    # Only these three files and this server; generated text that looks like HTML stays text.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
         "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
@@ -61,7 +61,7 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
         docs_url=None,
         redoc_url=None,
         responses=ERRORS,
-        redirect_slashes=False,  # to wherever the Host header says
+        redirect_slashes=False,  # a redirect would go where the Host header says
     )
     _add_status(app, service)
     _add_models(app, service)
@@ -186,7 +186,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
-        """Replace the framework's plain text. The middleware gets the error all the same."""
+        """Replace the framework's plain text. The middleware still gets the error."""
         return broken().response()
 
     @app.exception_handler(HTTPException)

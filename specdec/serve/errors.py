@@ -6,7 +6,7 @@ from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse
 
 
 class ApiError(Exception):
-    """A request that is answered with an error; the message is for the client."""
+    """Error response to a request; the message is for the client."""
 
     def __init__(
         self,

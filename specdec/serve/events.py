@@ -27,7 +27,7 @@ def event(value: ResponseModel) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """An answer that is sent as it comes, to its end or until the client disconnects.
+    """Response that is sent as it is generated, until its end or until the client disconnects.
 
     on_end: called once, however it ends.
     """
@@ -50,7 +50,7 @@ class EventStream(StreamingResponse):
 async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None = None
 ) -> T:
-    """Do some work, unless its client disconnects or its time is over.
+    """Return the result of some work, unless its client disconnects or its time is over.
 
     Raises ClientGone, asyncio.TimeoutError, and what the work raises.
     """
@@ -62,8 +62,8 @@ async def unless_gone(
             return task.result()
         raise ClientGone if gone in done else asyncio.TimeoutError
     finally:
-        for item in both:
-            item.cancel()
+        for future in both:
+            future.cancel()
 
 
 async def _gone(receive: Receive) -> None:
@@ -72,14 +72,14 @@ async def _gone(receive: Receive) -> None:
 
 
 async def made_in(thread: Executor, call: Callable[..., T], *given: Any) -> T:
-    """Return the result of a call made in this thread, in its turn.
+    """Return the result of a call that is queued for an executor thread.
 
-    If the client disconnects before, the call is not made and its arguments are freed at once: an
-    executor would keep them in its queue, where nobody counts them any more.
+    If the client disconnects before, the call is not made and its arguments are freed at once: the
+    executor's queue would keep them, uncounted.
     """
-    pinned = [given]
+    arguments = [given]
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(thread, lambda: call(*pinned.pop()))
+        return await loop.run_in_executor(thread, lambda: call(*arguments.pop()))
     finally:
-        pinned.clear()
+        arguments.clear()

@@ -27,7 +27,7 @@ from specdec.text.prompts import check_context_capacity, encode_prompt
 
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
-_ANY_SEED = -1  # llama.cpp's way to say a new one each time
+_ANY_SEED = -1  # llama.cpp's value for a new one each time
 _SAME_NAME = (
     "top_p",
     "min_p",
@@ -42,8 +42,8 @@ _SAME_NAME = (
 class Job:
     """A request as the LLM takes it.
 
-    n_copies: of each sequence, in the answer: greedy decoding has one, however many are asked for.
-    tools: names that the answer may call; most_calls: None is any number.
+    n_copies: copies of each sequence in the answer, for greedy decoding gives n equal ones.
+    tools: names that the answer may call; max_calls: None is any number.
     """
 
     prompts: tuple[list[int], ...]
@@ -53,14 +53,14 @@ class Job:
     tools: tuple[str, ...] = ()
     max_calls: int | None = None
     echoed: tuple[str, ...] = ()
-    """Texts of the prompts, where the answer repeats them."""
-    is_streamed: bool = False
+    """Texts of the prompts, if the answer repeats them."""
+    streams_output: bool = False
     tells_usage: bool = False
-    """Whether the last event of a stream says what the answer cost."""
+    """Whether the last event of a stream has the usage."""
     tells_draft: bool = False
-    """Whether events say how much of their text had been drafted."""
+    """Whether events say how much of their text was drafted."""
     tells_timings: bool = False
-    """Whether events say what the answer cost so far."""
+    """Whether events have the timings so far."""
 
     @property
     def n_choices(self) -> int:
@@ -72,10 +72,13 @@ class Job:
 
 
 def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
-    """Raises ApiError, SpecdecError. What `constraint_to_try` names must have been tried before."""
+    """Return the job of a chat request, whose `constraint_to_try` must have been tried before.
+
+    Raises ApiError, SpecdecError.
+    """
     tools = _offered(body)
-    requested = body.max_completion_tokens or body.max_tokens
-    params = llm.session.chat_params(_params(body, requested, limits))
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    params = llm.session.chat_params(_params(body, max_tokens, limits))
     try:
         params = params.replace(logprobs=openai.logprobs(body.logprobs, body.top_logprobs))
     except ValueError as error:
@@ -97,14 +100,14 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
 
 
 def constraint_to_try(body: ChatRequest) -> Constraint | None:
-    """A schema of the client's, which may take this process down when it is prepared here; None
-    where there is none. Raises ApiError, ConfigError."""
+    """Return the client's schema, which must be tried in another process first; None if there is
+    none. Raises ApiError, ConfigError."""
     schema = _constraint(body, _offered(body)).get("json_schema")
     return None if schema is None else Constraint("json_schema", schema)
 
 
 def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
-    """Raises ApiError, SpecdecError."""
+    """Return the job of a completion request. Raises ApiError, SpecdecError."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
     default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_output_tokens)
@@ -139,10 +142,10 @@ def _job(
     n = body.n or 1
     _check_choices(len(prompts) * n, limits)
     params = _with_few_logprobs(body, params, len(prompts) * n, limits)
-    requested = body.stream_options
-    more["is_streamed"] = bool(body.stream)
-    more["tells_usage"] = requested is not None and bool(requested.include_usage)
-    more["tells_draft"] = requested is not None and bool(requested.include_draft)
+    stream_options = body.stream_options
+    more["streams_output"] = bool(body.stream)
+    more["tells_usage"] = stream_options is not None and bool(stream_options.include_usage)
+    more["tells_draft"] = stream_options is not None and bool(stream_options.include_draft)
     more["tells_timings"] = bool(body.timings_per_token)
     if params.is_greedy:
         return Job(tuple(prompts), params, body.priority, n_copies=n, **more)
@@ -167,7 +170,7 @@ def _params(
     return SamplingParams(
         **values,
         temperature=temperature,
-        top_k=max(body.top_k or 0, 0),  # -1 is vLLM's way to say none
+        top_k=max(body.top_k or 0, 0),  # -1 is vLLM's value for none
         max_tokens=limits.max_output_tokens if max_tokens is None else max_tokens,
         stop=tuple(stops),
         seed=None if body.seed in (None, _ANY_SEED) else body.seed % SEED_LIMIT,
@@ -176,7 +179,7 @@ def _params(
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: one text, arguments as objects."""
+    """Return a message as templates expect it: content as one string, arguments as objects."""
     param = f"messages[{index}]"
     calls = [
         {
@@ -276,7 +279,7 @@ def _is_length_open(body: SamplingFields) -> bool:
 
 
 def _offered(body: ChatRequest) -> list[Tool]:
-    """The tools that the model is told of."""
+    """Return the tools that are shown to the model."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools and choice not in (None, "none", "auto"):
         raise bad_request("tool_choice needs tools", "tool_choice")
@@ -293,7 +296,7 @@ def _offered(body: ChatRequest) -> list[Tool]:
 
 
 def _constraint(body: ChatRequest, tools: Sequence[Tool]) -> Mapping[str, Any]:
-    """Of the text, in the words of SamplingParams: what response_format or tool_choice ask for."""
+    """Return the constraint of response_format or tool_choice, as fields of SamplingParams."""
     form = body.response_format
     is_forced = bool(tools) and body.tool_choice not in (None, "auto")
     is_plain = form is None or form.type == "text"
@@ -308,7 +311,7 @@ def _constraint(body: ChatRequest, tools: Sequence[Tool]) -> Mapping[str, Any]:
 
 
 def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:
-    """One call of one of the tools, in the form of Llama 3 that `ToolCallParser` reads."""
+    """Return the schema of one call of a tool, in Llama 3's form, which `ToolCallParser` reads."""
     calls = [
         {
             "type": "object",
@@ -325,5 +328,5 @@ def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def _document(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """A part of a schema in which `#/$defs/...` is a place in that part, as its writer meant."""
+    """Return a subschema with an id of its own, so that `#/$defs/...` refers to its own parts."""
     return {"$id": name, **schema}

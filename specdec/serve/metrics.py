@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from offload.process.memory import process_memory
+from specdec.metrics.renamed import OLD_NAMES
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
 from specdec.serve.responses import State
@@ -26,56 +27,46 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 # Field of EngineStats -> (name without its prefix, help). The names of drafting are vLLM's.
 _COUNTED = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
-    "reused_prompt_tokens": (
-        "reused_prompt_tokens",
-        "Tokens of prompts whose KV was there already.",
-    ),
-    "generated_tokens": ("generated_tokens", "Tokens of answers."),
-    "passes": ("passes", "Passes of the target, each of them one read of the model."),
-    "pass_seconds": ("pass_seconds", "Seconds inside of them."),
-    "batch_tokens": ("batch_tokens", "Rows of them, of all sequences together."),
-    "prefill_tokens": ("prefill_tokens", "Of these rows, those of prompts."),
-    "sequence_passes": (
-        "sequence_passes",
-        "Decode passes, counted for each text that shared them.",
-    ),
-    "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that passes have verified."),
-    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
-    "queue_seconds": ("queue_seconds", "Seconds that sequences have waited for their turn."),
-    "preempted": ("preempted", "Times that a text gave its KV to others."),
-    "restored": ("restored", "Times that such a text came back with its KV from a file."),
-    "swapped_in_tokens": ("swapped_in_tokens", "Tokens whose KV these files brought."),
-    "recomputed_tokens": (
-        "recomputed_tokens",
-        "Tokens computed anew when such sequences came back.",
-    ),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "reused_prompt_tokens": ("reused_prompt_tokens", "Prompt tokens found in the prefix cache."),
+    "generated_tokens": ("generated_tokens", "Generated tokens."),
+    "passes": ("passes", "Forward passes of the target, each one read of the model."),
+    "pass_seconds": ("pass_seconds", "Seconds of forward passes."),
+    "batch_tokens": ("batch_tokens", "Tokens that forward passes computed, of all sequences."),
+    "prefill_tokens": ("prefill_tokens", "Of these, tokens of prompts."),
+    "sequence_passes": ("sequence_passes", "Decode passes, once for each sequence in the batch."),
+    "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    "queue_seconds": ("queue_seconds", "Seconds that sequences waited to be scheduled."),
+    "preempted": ("preempted", "Preemptions: a sequence gave its KV up."),
+    "swapped_in": ("swapped_in", "Preempted sequences whose KV was read back from a file."),
+    "swapped_in_tokens": ("swapped_in_tokens", "Tokens whose KV these files held."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens of preempted sequences computed again."),
     "bytes_streamed": ("streamed_bytes", "Bytes of weights read from storage."),
     "bytes_copied_to_device": ("copied_bytes", "Bytes of weights copied to a GPU."),
-    "stall_seconds": ("stall_seconds", "Seconds that passes have waited for storage."),
+    "stall_seconds": ("stall_seconds", "Seconds that forward passes waited for storage."),
 }
 _NOW = {
-    "sequences_running": ("sequences_running", "Texts that have KV and are not over."),
-    "sequences_waiting": (
-        "sequences_waiting",
-        "Texts that wait for their turn, or were set aside.",
-    ),
+    "sequences_running": ("sequences_running", "Sequences that have KV."),
+    "sequences_waiting": ("sequences_waiting", "Sequences that wait, preempted ones included."),
     "kv_bytes": ("kv_bytes", "Bytes allocated for KV caches."),
-    "kv_used_bytes": (
-        "kv_used_bytes",
-        "Of these, what sequences hold, those kept for others, too.",
-    ),
-    "kv_shared_bytes": (
-        "kv_shared_bytes",
-        "Bytes that sequences would need in addition if they shared none.",
-    ),
-    "pinned_bytes": ("pinned_bytes", "Bytes of layers held in memory that was unused."),
-    "memory_budget_bytes": ("memory_budget_bytes", "Bytes that the process may use."),
+    "kv_used_bytes": ("kv_used_bytes", "Of these, bytes in use, the prefix cache included."),
+    "kv_shared_bytes": ("kv_shared_bytes", "Bytes that sharing KV between sequences saves."),
+    "pinned_bytes": ("pinned_bytes", "Bytes of streamed layers pinned in unused memory."),
+    "memory_budget_bytes": ("memory_budget_bytes", "Memory budget of the process in bytes."),
 }
+
+
+def _old_name(field: str) -> str:
+    return f"specdec_{OLD_NAMES[field]}"
+
+
+def _old_help(field: str) -> str:
+    return f"Deprecated: specdec_{field}."
 
 
 class _EngineCollector(Collector):
-    """The engine's own statistics, asked for at each scrape."""
+    """The engine's statistics, read at each scrape."""
 
     def __init__(self, ask: Callable[[], EngineStats]) -> None:
         self._ask = ask
@@ -86,9 +77,13 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"specdec_{name}", help, getattr(stats, field))
         for field, (name, help) in _NOW.items():
             yield GaugeMetricFamily(f"specdec_{name}", help, getattr(stats, field))
+        for field in _COUNTED.keys() & OLD_NAMES.keys():
+            yield CounterMetricFamily(_old_name(field), _old_help(field), getattr(stats, field))
+        for field in _NOW.keys() & OLD_NAMES.keys():
+            yield GaugeMetricFamily(_old_name(field), _old_help(field), getattr(stats, field))
         by_depth = CounterMetricFamily(
             "specdec_spec_decode_num_accepted_tokens_per_pos",
-            "Steps in which a draft token of this depth was accepted.",
+            "Steps that accepted a draft token of this depth.",
             labels=["position"],
         )
         for depth, n_accepted in enumerate(stats.accepted_by_depth):
@@ -97,8 +92,10 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """Args:
-    ask: for the figures of the models.
+    """All metrics of a server.
+
+    Args:
+        ask: returns the engine's statistics.
     """
 
     def __init__(self, limiter: AdmissionLimiter, ask: Callable[[], EngineStats]) -> None:
@@ -108,13 +105,13 @@ class Metrics:
         registry.register(_EngineCollector(ask))
         self._first_token = Histogram(
             "specdec_time_to_first_token_seconds",
-            "From the begin of a text to its first token, waiting for its turn included.",
+            "Seconds to the first token, queueing included.",
             buckets=_SECONDS,
             registry=registry,
         )
         self._request_seconds = Histogram(
             "specdec_request_seconds",
-            "From a request to the end of its answer, waiting included.",
+            "Seconds from a request to the end of its answer, queueing included.",
             buckets=_SECONDS,
             registry=registry,
         )

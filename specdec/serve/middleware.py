@@ -20,26 +20,26 @@ from specdec.serve.errors import ApiError, bad_request, broken
 from specdec.serve.options import ServeOptions
 
 OPEN_PATH = "/health"
-"""The only path that needs no key: a program that watches a server has none."""
+"""The only path that needs no key: monitoring programs have none."""
 MAX_HEAD_BYTES = 32 << 10
 MAX_BODIES = 16
-"""Bodies of the longest size that are held at once, until they are parsed."""
+"""Limit of unparsed bodies in memory, counted in bodies of the maximum size."""
 BODY = "specdec.body"
-"""The key of the `RequestBody` in the scope: `receive` tells only when the client disconnects."""
+"""Key of the `RequestBody` in the scope; `receive` then only reports a disconnect."""
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class LimitMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that checks and limits requests.
 
     A body is read whole, within its limits, before the application is called, which finds it in the
     scope (BODY). HEAD is answered as GET: the server itself leaves the body out.
 
     More than `max_connections` requests at once are answered with 503.
 
-    Without a key only this machine's programs may ask, and of those no page of another site that a
-    browser shows: the Host header must name this machine (DNS rebinding), and a JSON body needs its
-    content type, which browsers send to other sites only where these allow it (no CORS here).
+    Without a key only programs of this machine are served, but no web page of another site in a
+    browser: the Host header must name this machine (DNS rebinding), and a JSON body needs its
+    content type, which browsers send to other sites only if these allow it (no CORS here).
 
     on_end: called with (path of the route or "other", status, seconds) after each request.
     """
@@ -80,13 +80,13 @@ class LimitMiddleware:
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             await self._app({**scope, "method": method, BODY: body}, receive, send_and_note)
         except ApiError as error:
-            error.headers.setdefault("Connection", "close")  # what is unread is not read
+            error.headers.setdefault("Connection", "close")  # the body's rest is not read
             await error.response()(scope, receive, send_and_note)
         except Exception as error:
-            with suppress(OSError):  # nobody reads the log any more
+            with suppress(OSError):  # stderr is closed
                 self._report(error)
             if status:
-                raise _Truncated from None  # cut off: the client must not take it for whole
+                raise _Truncated from None  # cut off: the client must not take it for complete
             await broken().response()(scope, receive, send_and_note)
         finally:
             body.drop()
@@ -156,7 +156,7 @@ class LimitMiddleware:
         return ApiError(413, f"the request is longer than {limit}, the most that is taken here")
 
     def _report(self, error: Exception) -> None:
-        """Print where an error happened; with --debug also its text, which may hold a client's."""
+        """Print where an error happened; with --debug also its text, which may quote a client."""
         if self._is_debug:
             traceback.print_exception(type(error), error, error.__traceback__)
             return
@@ -191,5 +191,5 @@ def _key_of(header: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return bytes of one length, so that comparing takes as long for every key."""
+    """Return a digest of fixed length, so that comparing takes as long for every key."""
     return hashlib.sha256(key).digest()

@@ -1,4 +1,4 @@
-"""The part of /openapi.json that the models of requests and responses give."""
+"""Part of /openapi.json that follows from the models of requests and responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def takes(model: type[BaseModel]) -> Schema:
 def gives(
     model: type[BaseModel], description: str, status: int = 200, *, is_stream: bool = False
 ) -> Responses:
-    """Return a route's entry for a response. is_stream: it may come as events, too."""
+    """Return a route's entry for a response. is_stream: it may be sent as events, too."""
     content = _content(model) | ({"text/event-stream": {}} if is_stream else {})
     return {status: {"description": description, "content": content}}
 

@@ -1,4 +1,4 @@
-"""Where the server listens, who may use it, and how much of it a client may take."""
+"""Options of the server: its address, its API key and the limits of clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_KEY_BYTES = 4096
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The server's part of the command line; loading has its own options."""
+    """Server options of the command line; load options are separate."""
 
     host: str = option(
         "127.0.0.1", "Address to listen at; any but this machine's own needs a key.", SERVER
@@ -42,31 +42,31 @@ class ServeOptions:
         shown_default="the last part of the target's name",
     )
     max_body: str = option("1MiB", "Longest request.", LIMITS)
-    max_headers: int = option(100, "Most headers of a request.", LIMITS, at_least=1)
+    max_headers: int = option(100, "Maximum number of headers of a request.", LIMITS, at_least=1)
     max_choices: int = option(
         8,
-        "Most sequences of one request: its prompts times its n.",
+        "Maximum number of sequences of one request: its prompts times its n.",
         LIMITS,
         at_least=1,
         at_most=1024,
     )
     max_output_tokens: int = option(
         16384,
-        "Most tokens that a request may ask for, for each of its sequences.",
+        "Maximum number of tokens of each sequence of a request.",
         LIMITS,
         at_least=1,
     )
     max_logprobs: int = option(
         20000,
-        "Most log-probabilities of one request: sequences x tokens x (top_logprobs + 1).",
+        "Maximum log-probabilities of a request: sequences x tokens x (top_logprobs + 1).",
         LIMITS,
         at_least=1,
     )
     max_queue: int = option(
-        32, "Most requests that run or wait; one more is told to come back.", LIMITS, at_least=1
+        32, "Maximum number of requests that run or wait; others get 429.", LIMITS, at_least=1
     )
     max_connections: int = option(
-        256, "Most requests at once, and most open connections.", LIMITS, at_least=2
+        256, "Maximum number of open connections, and of requests at once.", LIMITS, at_least=2
     )
     request_timeout: float = option(
         600.0, "Seconds for a request, waiting included.", LIMITS, above=0.0
@@ -80,7 +80,7 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what makes no sense, alone or together."""
+        """Raise ConfigError for invalid values or combinations."""
         for name in ("host", "max_body"):
             check_type(name, getattr(self, name), str)
         for name in ("api_key", "alias"):
@@ -106,7 +106,7 @@ class ServeOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine reach the server."""
+        """Return whether only programs of this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:
@@ -115,9 +115,9 @@ class ServeOptions:
             return False
 
     def key(self) -> str | None:
-        """The key that clients have to send, from wherever it was given; None without one.
+        """Return the API key from the option, the file or the variable; None without one.
 
-        Raises ConfigError where there must be one, or it cannot be read.
+        Raises ConfigError if a key is required and missing, or cannot be read.
         """
         key = self.api_key
         if self.api_key_file is not None:

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, and a few more that its clients send as extra_body.
 
-A field that is unknown, or asks for what is not done, is refused: nothing is left out in silence.
-Limits that are the server's own are checked where a request is made into a job.
+A field that is unknown, or asks for something unsupported, is refused and never ignored. Limits
+of the server itself are checked when a request is made into a job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_MESSAGES, MAX_PARTS = 4096, 1024
 
 
 def _no_number(value: Any) -> Any:
-    """Else 0 passes for False, which is equal to it."""
+    """Turn numbers into strings, or 0 would pass for False, to which it is equal."""
     return value if isinstance(value, bool) else str(value)
 
 
@@ -30,7 +30,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
-"""With OpenAI's limits."""
+"""Metadata within OpenAI's limits."""
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -40,12 +40,12 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_draft: bool | None = None  # ours: of each pass, how much of its text was drafted
+    include_draft: bool | None = None  # ours: how much of each pass's text was drafted
     include_obfuscation: bool | None = None  # padding against eavesdroppers: there is none here
 
 
 class Sampling(Strict):
-    """The fields that chat and plain completions share."""
+    """Fields that chat and plain completions share."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -75,7 +75,7 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(ge=1e-4, le=1e4)] | None = None
     ignore_eos: bool | None = None
     timings_per_token: bool | None = None  # llama.cpp's: every event of a stream has `timings`
-    # Without effect here, and without harm.
+    # Accepted without effect.
     user: str | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -90,7 +90,7 @@ class TextPart(Strict):
 
 
 class OtherPart(BaseModel):
-    """A picture, a sound, a file: named so that the refusal can say which."""
+    """Content part that is no text; parsed so that the error can name its type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["image_url", "input_audio", "file", "video_url", "audio_url", "refusal"]
@@ -118,7 +118,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    # What an answer of OpenAI's carries, when a client sends it back.
+    # Fields of OpenAI's answers, which clients send back.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -196,14 +196,14 @@ class CompletionRequest(Sampling):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-# --- from a body to a request ------------------------------------------------------------------
+# --- parsing of a body -------------------------------------------------------------------------
 
 _R = TypeVar("_R", bound=BaseModel)
 _DISCRIMINATED = "response_format"  # behind which pydantic puts the type, as if it were a field
 
 
 def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
-    """Return a validated request. The ApiError of a mistake repeats names of fields only."""
+    """Return a validated request. Its ApiError repeats names of fields only, never values."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -215,20 +215,20 @@ def read_request(body: bytes | bytearray, form: type[_R]) -> _R:
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    """Return the deepest mistake: of several kinds that a value may have, that one was meant which
-    it agrees with furthest."""
-    result = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
-    param = ".".join(_place(result["loc"], result["type"] == "extra_forbidden"))[:200]
+    """Return the deepest error: of several types that a value may have, the client meant the one
+    that it matches furthest."""
+    deepest = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    param = ".".join(_place(deepest["loc"], deepest["type"] == "extra_forbidden"))[:200]
     if not param:
         return bad_request("send a JSON object")
-    if result["type"] == "union_tag_invalid":  # its own message repeats what was written
-        return bad_request(f"{param}.type must be one of {result['ctx']['expected_tags']}", param)
-    return bad_request(f"{param}: {result['msg']}", param)
+    if deepest["type"] == "union_tag_invalid":  # its own message repeats what was written
+        return bad_request(f"{param}.type must be one of {deepest['ctx']['expected_tags']}", param)
+    return bad_request(f"{param}: {deepest['msg']}", param)
 
 
 def _place(location: Sequence[str | int], is_unknown: bool) -> list[str]:
-    """Leave out pydantic's names for the kinds that a value may have. is_unknown: the last part is
-    a field that does not exist."""
+    """Leave out pydantic's names of union members. is_unknown: the last part is a field that does
+    not exist."""
     named = location[:-1] if is_unknown else location
     known = [
         str(part)

@@ -1,6 +1,6 @@
-"""Response bodies in OpenAI's shape. Both what is sent and /openapi.json follow from them.
+"""Response bodies in OpenAI's shape, which also define /openapi.json.
 
-A field with a default is optional: it is sent where it was set, null included. Clients skip fields
+A field with a default is optional: it is sent if it was set, null included. Clients skip fields
 that they do not know, so any model here may get more of them.
 """
 
@@ -226,7 +226,7 @@ class Completion(Envelope):
 
 
 class Chunk(Envelope):
-    """An event of a stream; its figures are there where the request asked for them."""
+    """Event of a stream; it has metrics if the request asked for them."""
 
     choices: list[Any]
     draft: Draft | None = None

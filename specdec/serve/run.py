@@ -1,4 +1,4 @@
-"""A run of the server: it listens while the model is loaded, serves, drains, and ends."""
+"""Life of the server: it listens while the model is loaded, serves, drains, and ends."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class ServeError(SpecdecError):
 class IdleConnections:
     """Closes connections that have no request.
 
-    uvicorn has no limit of time for a request's head, and answers everybody with 503 where there
-    are too many connections: one client with enough idle ones would end the service for all. Here
-    an idle connection is closed after `read_timeout`, and at once, the longest idle first, where
-    there are more than `max_connections`.
+    uvicorn has no time limit for a request's head, and answers all clients with 503 when there
+    are too many connections: one client with enough idle ones would block all others. Here an
+    idle connection is closed after `read_timeout`, and if there are more than `max_connections`,
+    the longest idle ones are closed at once.
     """
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._idle: dict[Any, tuple[Any, float]] = {}
-        """{connection: (its last request or None, since when it has been idle)}"""
+        """{connection: (its last request or None, time since when it has been idle)}"""
         self.connections: set[Any] = set()
         """uvicorn's set of its open connections."""
 
     async def close(self) -> None:
-        """Close those that are due; uvicorn calls it every second."""
+        """Close connections that are due; uvicorn calls it every second."""
         now, before = time.monotonic(), self._idle
         self._idle = {}
         for connection in self.connections:
             request = connection.cycle
             is_over = request is None or request.response_complete
-            # The kernel watches those whose client has not taken all of its answer yet.
+            # The kernel times out connections whose client has not read all of its answer yet.
             if is_over and not connection.transport.get_write_buffer_size():
                 last, since = before.get(connection, (None, now))
                 self._idle[connection] = (request, since if last is request else now)
@@ -96,7 +96,7 @@ class Serving:
 
     def run(self) -> int:
         """Serve until a signal comes; returns its number. Raises what loading raised."""
-        # Its warnings have words of clients' schemas in them.
+        # Its warnings quote clients' schemas.
         logging.getLogger("specdec.grammar").setLevel(logging.ERROR)
         with _listening(self._options) as listener:
             asyncio.run(self._serve(listener))
@@ -149,7 +149,7 @@ class Serving:
     def _on_signal(self, number: int) -> None:
         is_second, self._signal = bool(self._signal), number
         is_loading = self._service.is_loading
-        if is_second or is_loading:  # nobody waits for an answer, or nobody shall
+        if is_second or is_loading:  # nothing to wait for, or abort at a second signal
             with suppress(OSError):
                 sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
@@ -204,7 +204,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
             "name another --host or --port"
         ) from error
     with listener:
-        # The kernel ends connections whose client takes nothing: uvicorn has no such limit.
+        # The kernel ends connections whose client reads nothing: uvicorn has no such limit.
         milliseconds = max(1, min(int(1000 * options.write_timeout), _MAX_INT))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         yield listener

@@ -46,14 +46,14 @@ from specdec.text.prompts import PromptError
 _CLIENTS_FAULT = (ConfigError, GrammarError, PromptError, TokenizerError)
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it
 _PING_SECONDS = 15.0
-"""Without a token for so long, a stream says that it is alive: proxies cut what is silent."""
+"""Seconds without a token after which a stream sends a ping: proxies cut silent connections."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How the requests of a route are parsed and answered. Clients get the errors that it raises.
+    """Parsing and answering of the requests of a route. Clients get the errors that it raises.
 
-    constraint: takes a body; returns what may end a process that prepares it, or None.
+    constraint: returns the body's constraint that must be tried in another process, or None.
     job: takes a body whose constraint has been tried.
     """
 
@@ -63,9 +63,9 @@ class Endpoint:
 
 
 class Service:
-    """One LLM for the clients of one server; of the event loop's thread.
+    """One LLM for the clients of one server; used in the event loop's thread.
 
-    log: takes a line about what went wrong, for whoever runs the server.
+    log: takes a line about an error, for the server's operator.
     """
 
     def __init__(self, options: ServeOptions, name: str, log: Callable[[str], None]) -> None:
@@ -76,11 +76,10 @@ class Service:
         self._llm: AsyncLLM | None = None
         self._streams: set[AsyncStream] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        # Long prompts take their time, beside which others are served. One after the other: a
-        # tokenizer need not bear two threads, and a body that is parsed takes ten times its bytes.
+        # Long prompts are encoded beside the event loop. One thread: a tokenizer may not be
+        # thread-safe, and a body that is parsed takes ten times its bytes.
         self._encoder = ThreadPoolExecutor(1, "specdec-encode")
-        # Schemas that cannot be prepared take seconds to be refused: others wait for that only if
-        # they have one, too.
+        # An invalid schema may take seconds to be refused: only requests with a schema wait for it.
         self._trials = ThreadPoolExecutor(1, "specdec-trial")
         self._is_over = False
 
@@ -94,16 +93,16 @@ class Service:
         return job
 
     def _try(self, constraint: Constraint) -> None:
-        """Raises ConfigError, ApiError at the server's end."""
+        """Try a constraint. Raises ConfigError, and ApiError while the server ends."""
         try:
             if not self._is_over:
                 check_cost(constraint)
         finally:
-            if self._is_over:  # whatever came of it: it may have been ended in its midst
+            if self._is_over:  # the trial may have been interrupted: ignore its outcome
                 raise draining()
 
     def open(self, llm: LLM) -> None:
-        """Let requests in."""
+        """Admit requests from now on."""
         self._llm = AsyncLLM(llm)
         self.limiter.state = READY
 
@@ -112,14 +111,14 @@ class Service:
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises ApiError while it is being loaded."""
+        """The loaded model; raises ApiError while it is being loaded."""
         if self._llm is None:
             raise loading()
         return self._llm
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has one, or one was named; else prompts are plain transcripts."""
+        """Return whether the model has a template or one was named; else prompts are plain."""
         llm = self.llm.llm
         is_named = llm.session.options.chat_template is not None
         return is_named or llm.tokenizer.has_chat_template
@@ -129,7 +128,7 @@ class Service:
         return self._llm is None
 
     def cancel_all(self) -> None:
-        """End what runs, and try no schema any more: the process would wait for its thread."""
+        """Cancel all streams, and try no more schemas: the process would wait for that thread."""
         self._is_over = True
         end_trials()
         for stream in list(self._streams):
@@ -152,9 +151,9 @@ class Service:
         self._streams.update(streams)
 
     def leave(self, slot: RequestSlot, streams: Sequence[AsyncStream]) -> None:
-        """At the end of an answer, whichever: what is not finished is cancelled.
+        """End an answer and cancel its unfinished streams.
 
-        The slot is kept until no thread works for it any more.
+        The slot is released once no thread works for it any more.
         """
         for stream in streams:
             stream.cancel()
@@ -179,7 +178,7 @@ class Service:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Raise errors as ApiError; those that are the server's fault are logged."""
+        """Raise errors as ApiError; log those that are the server's fault."""
         try:
             yield
             if self.limiter.state == FAILING:
@@ -193,7 +192,7 @@ class Service:
             raise ApiError(
                 408,
                 f"the request took more than {limit:g} s: ask for less",
-                # OpenAI's clients repeat whatever ends with 408, and this one would end so again.
+                # OpenAI's clients retry after 408, and the request would time out again.
                 headers={"X-Should-Retry": "false"},
             ) from error
         except SpecdecError as error:
@@ -204,7 +203,7 @@ class Service:
 
 
 class _Run:
-    """One request on its way. Raises ApiError where it is not admitted."""
+    """One running request. Raises ApiError if it is not admitted."""
 
     def __init__(self, service: Service, request: Request) -> None:
         self._service, self._request = service, request
@@ -218,8 +217,8 @@ class _Run:
         answer = endpoint.answer(job, llm.llm)
         self._streams = [llm.stream(ids, job.params, priority=job.priority) for ids in job.prompts]
         self._service.adopt(self._streams)
-        if job.is_streamed:
-            # What is wrong with the request is told by its status: it is known by then.
+        if job.streams_output:
+            # Errors of the request are known once the first stream has started: send their status.
             await unless_gone(self._request.receive, self._streams[0].started(), self._left)
             return EventStream(self._event_bytes(answer, job), self.end)
         results = await unless_gone(self._request.receive, self._results(), self._left)
@@ -227,7 +226,7 @@ class _Run:
         return JsonResponse(answer.whole(results))
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the request; idempotent."""
         streams, self._streams = self._streams, []
         self._service.leave(self._slot, streams)
 
@@ -246,19 +245,19 @@ class _Run:
         return stream.result
 
     async def _event_bytes(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
-        """The events, an error as the last one of them."""
+        """Yield the events; an error is the last event."""
         try:
             with self._service.translated():
-                async for read_chunk in self._events(answer, job):
-                    yield read_chunk
+                async for data in self._events(answer, job):
+                    yield data
         except ApiError as error:
             yield event(error.body)
         yield DONE
 
     async def _events(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         streams = list(self._streams)
-        for item in answer.first_events():
-            yield event(item)
+        for first_event in answer.first_events():
+            yield event(first_event)
         async for index, chunk in self._chunks(streams):
             if index is None:
                 yield PING
@@ -276,29 +275,29 @@ class _Run:
     async def _chunks(
         self, streams: Sequence[AsyncStream]
     ) -> AsyncIterator[tuple[int | None, AsyncChunk | None]]:
-        """(which of them, its chunk, or None at its end) of all prompts as they come; (None, None)
-        now and then, where nothing comes for long."""
-        asked = {asyncio.create_task(_next(item)): i for i, item in enumerate(streams)}
+        """Yield (index of the stream, its chunk or None at its end) as chunks arrive; (None, None)
+        after _PING_SECONDS without a chunk."""
+        pending = {asyncio.create_task(_next(stream)): i for i, stream in enumerate(streams)}
         try:
-            while asked:
+            while pending:
                 seconds = min(_PING_SECONDS, self._left)
-                done, _ = await asyncio.wait(asked, timeout=seconds, return_when=FIRST_COMPLETED)
-                if not self._left:  # also where chunks lie ready for a client that reads slowly
+                done, _ = await asyncio.wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+                if not self._left:  # also if chunks are ready for a client that reads slowly
                     raise asyncio.TimeoutError
                 if not done:
                     yield None, None
                 for task in done:
-                    index, chunk = asked.pop(task), task.result()
+                    index, chunk = pending.pop(task), task.result()
                     yield index, chunk
                     if chunk is not None:
-                        asked[asyncio.create_task(_next(streams[index]))] = index
+                        pending[asyncio.create_task(_next(streams[index]))] = index
         finally:
-            for task in asked:
+            for task in pending:
                 task.cancel()
 
 
 async def _next(stream: AsyncStream) -> AsyncChunk | None:
-    """None at its end. Raises ApiError where the server ends it."""
+    """Return the next chunk; None at the end. Raises ApiError if the server ended the stream."""
     async for chunk in stream:
         return chunk
     if stream.is_cancelled:

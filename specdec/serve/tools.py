@@ -1,8 +1,8 @@
-"""Calls of tools in a model's answer.
+"""Parser of tool calls in a model's answer.
 
 Two forms are read: Hermes' and Qwen's, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
 anywhere in the text, and Llama 3's, where the whole answer is one JSON object with `name` and
-`parameters`, or several with `;` between them. What is neither stays text.
+`parameters`, or several with `;` between them. Anything else stays text.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ _DECODER = json.JSONDecoder()
 
 
 class ToolCallParser:
-    """Text in, text for the reader out; the calls at the end.
+    """Incremental parser that separates plain text from tool calls.
 
-    Text is held back from where a call may begin.
+    Text is buffered from where a call may begin.
 
     Args:
-        names: of the tools that may be called; a call of another one stays text.
-        most: calls that are taken; what follows is dropped.
+        names: tools that may be called; a call of another one stays text.
+        limit: maximum number of calls; further ones are dropped.
     """
 
     def __init__(self, names: Collection[str], limit: int | None = None) -> None:
         self._names, self._limit = names, limit
-        self._pinned = ""
+        self._pending = ""
         self._is_at_start, self._is_inside = True, False
 
     def push(self, text: str) -> str:
-        """Take the next piece; the text that is surely no call."""
-        self._pinned += text
+        """Add the next text; return the text that is certainly no call."""
+        self._pending += text
         if self._is_inside:
             return ""
-        start = self._pinned.lstrip()
+        start = self._pending.lstrip()
         if self._is_at_start and (not start or start[0] == "{" or _may_be_tag(start)):
             return ""  # perhaps Llama's form, known at the end
-        result = self._pinned.find(_BEGIN)
-        if result >= 0:
+        start_of_call = self._pending.find(_BEGIN)
+        if start_of_call >= 0:
             self._is_inside = True
-            n_safe = len(self._pinned[:result].rstrip())
+            n_safe = len(self._pending[:start_of_call].rstrip())
         else:
-            n_safe = len(_without_beginning(self._pinned).rstrip())
-        safe, self._pinned = self._pinned[:n_safe], self._pinned[n_safe:]
+            n_safe = len(_without_beginning(self._pending).rstrip())
+        safe, self._pending = self._pending[:n_safe], self._pending[n_safe:]
         self._is_at_start = self._is_at_start and not safe
         return safe
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest of the text, and the calls."""
-        pinned, self._pinned = self._pinned, ""
-        calls = self._tagged(pinned) if _BEGIN in pinned else self._bare(pinned)
+        """Return the rest of the text, and the calls."""
+        pending, self._pending = self._pending, ""
+        calls = self._tagged(pending) if _BEGIN in pending else self._bare(pending)
         if not calls:
-            return pinned, []
-        before = pinned[: pinned.find(_BEGIN)].rstrip() if _BEGIN in pinned else ""
+            return pending, []
+        before = pending[: pending.find(_BEGIN)].rstrip() if _BEGIN in pending else ""
         return before, calls[: self._limit]
 
     def _tagged(self, text: str) -> list[ToolCall]:
-        result = [self._calls(block) for block in _BLOCK.findall(text)]
-        return [call for calls in result for call in calls] if all(result) else []
+        blocks = [self._calls(block) for block in _BLOCK.findall(text)]
+        return [call for calls in blocks for call in calls] if all(blocks) else []
 
     def _bare(self, text: str) -> list[ToolCall]:
         text = text.strip()
         return self._calls(text.removeprefix(_PYTHON_TAG)) if self._is_at_start else []
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """Of JSON objects behind each other; none where one of them is no call."""
+        """Return the calls of consecutive JSON objects; none if one of them is no call."""
         calls, at, text = [], 0, text.strip()
         while at < len(text):
             try:
@@ -104,7 +104,7 @@ def _may_be_tag(start: str) -> bool:
 
 
 def _without_beginning(text: str) -> str:
-    """The text without an end that may be the beginning of a call."""
+    """Return the text without a suffix that may be the beginning of a call."""
     for n in range(min(len(_BEGIN) - 1, len(text)), 0, -1):
         if _BEGIN.startswith(text[-n:]):
             return text[:-n]

@@ -1,4 +1,4 @@
-"""How a conversation becomes a prompt: by the model's template, another one, or as a transcript."""
+"""Chat formats that turn a conversation into a prompt: a template, or a plain transcript."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class ChatTemplateError(SpecdecError):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """template: jinja2 source; None is the plain transcript.
-    stop: sequences that end an answer, where the model's end-of-sequence tokens may not.
-    tool_template: takes the template's place where there are tools.
-    parse_special: whether control tokens written out in messages are such; else they are text.
+    """Format of a conversation.
+
+    template: jinja2 source; None is the plain transcript.
+    stop: strings that end an answer, where the model's end-of-sequence tokens may not.
+    tool_template: replaces the template where there are tools.
+    parse_special: whether control tokens written out in messages are parsed; else they are text.
     """
 
     template: str | None
@@ -40,17 +42,17 @@ class ChatFormat:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the model is told of tools; a template that names them nowhere drops them."""
+        """Whether the template describes tools to the model, rather than dropping them."""
         return "tools" in (self.template_for(has_tools=True) or "")
 
 
 PLAIN = ChatFormat(None, ("\nUser:",))
-"""For models without a template, which may go on with the user's next question by themselves."""
+"""Format for models without a template, which may generate the user's next question, too."""
 NAMED = {"plain": PLAIN, "chatml": ChatFormat(_CHATML, ("<|im_end|>",))}
 
 
 def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
-    """The format of a name in NAMED, else a file's template. Raises ChatTemplateError."""
+    """Return the format of a name in NAMED, else a file's template. Raises ChatTemplateError."""
     if name in NAMED:
         return NAMED[str(name)]
     try:
@@ -74,10 +76,10 @@ def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
 
 
 def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The conversation as `Role: text` lines, up to where the assistant's answer begins.
+    """Return the conversation as `Role: text` lines, up to where the assistant's answer begins.
 
-    What the system says stands at the top without a name: a base model has read many sequences like
-    that. Raises ChatTemplateError.
+    The system message comes first without a role, as base models have seen many such texts.
+    Raises ChatTemplateError.
     """
     lines = []
     for message in messages:

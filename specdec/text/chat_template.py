@@ -1,8 +1,8 @@
-"""Chat templates: programs of the checkpoint, run in a process that may be lost.
+"""Chat templates: programs of the checkpoint, run in an expendable process.
 
-jinja2's sandbox keeps a template from files and from other programs, not from running without end
-or from filling the memory: that is left to the kernel's limits. transformers' own way to run one
-would bring torch along, 250 MB and three seconds of it.
+jinja2's sandbox keeps a template from files and from other programs, not from running forever or
+from filling the memory: the kernel's limits do. transformers' own renderer would import torch,
+which takes 250 MB and three seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.process.expendable import command_of
 from specdec.text.chat_format import ChatTemplateError
 from specdec.text.template_worker import MAX_BYTES, MAX_CPU_SECONDS
 
-_MAX_WALL_SECONDS = 60  # of a machine that is busy elsewhere
+_MAX_WALL_SECONDS = 60  # generous, for a machine that is busy otherwise
 _READ_BYTES = 1 << 16
 
 
@@ -34,20 +34,20 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation, up to where the assistant's answer begins.
+    """Render the text of a conversation, up to where the assistant's answer begins.
 
     Args:
         template: jinja2 source.
-        messages: with `role` and `content`, as JSON has them.
+        messages: JSON objects with `role` and `content`.
         special_tokens: `bos_token`, `eos_token`, ...
-        tools: in OpenAI's form, for templates that tell the model of them.
-        add_generation_prompt: False ends behind the last message.
+        tools: tools in OpenAI's form, for templates that describe them to the model.
+        add_generation_prompt: False ends after the last message.
 
     Raises:
-        ChatTemplateError: whatever goes wrong in the template, and where it takes more than
-            MOST_CPU_SECONDS or MOST_BYTES.
+        ChatTemplateError: an error in the template, or it takes more than MAX_CPU_SECONDS or
+            MAX_BYTES.
     """
-    asked = {
+    request = {
         "template": template,
         "messages": [dict(message) for message in messages],
         "special_tokens": dict(special_tokens),
@@ -55,7 +55,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        line = json.dumps(asked).encode("ascii")
+        line = json.dumps(request).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatTemplateError(f"messages and tools must be JSON: {error}") from error
     answer = json.loads(_WORKER.ask(line))
@@ -65,22 +65,22 @@ def render_chat(
 
 
 class _Worker:
-    """The process, started when it is first asked, and again after it was lost. For any thread."""
+    """The worker process, started at the first request and again after a loss. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, line: bytes) -> bytes:
-        """Its answer. Raises ChatTemplateError where there is none in time."""
+        """Return the worker's answer. Raises ChatTemplateError if there is none in time."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._end()  # lost while nobody asked: it is the first to go where memory ends
+                self._end()  # killed while idle: it is the first victim when memory runs out
             if self._process is None:
                 self._process = _start()
             try:
                 return _exchange(self._process, line)
-            except BaseException:  # an interrupt, too: the answer would be taken for the next one's
+            except BaseException:  # an interrupt, too: the next request would read this answer
                 self._end()
                 raise
 
@@ -89,7 +89,7 @@ class _Worker:
             self._end()
 
     def forget(self) -> None:
-        """In a fork, which may not read its parent's answers: the process is the parent's."""
+        """Forget the process in a fork: it belongs to the parent, and so do its answers."""
         self._lock, self._process = threading.Lock(), None
 
     def _end(self) -> None:
@@ -99,7 +99,7 @@ class _Worker:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what it has not read
+            with suppress(OSError):  # unread input
                 assert pipe is not None
                 pipe.close()
 
@@ -110,7 +110,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a terminal's Ctrl-C is not for it
+        start_new_session=True,  # so that a terminal's Ctrl-C does not reach it
     )
 
 
@@ -128,10 +128,10 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     readable.register(output, select.POLLIN)
     while not answer.endswith(b"\n"):
         is_ready = readable.poll(1000 * max(end - time.monotonic(), 0.0))
-        read_chunk = os.read(output, _READ_BYTES) if is_ready else b""
-        if not read_chunk:
+        data = os.read(output, _READ_BYTES) if is_ready else b""
+        if not data:
             raise ChatTemplateError(_LOST)
-        answer += read_chunk
+        answer += data
     return bytes(answer)
 
 

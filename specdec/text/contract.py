@@ -11,7 +11,7 @@ from specdec.text.control_tokens import AddedToken
 
 
 class TokenizerError(SpecdecError):
-    """A tokenizer cannot be loaded, or lacks what was asked of it."""
+    """A tokenizer cannot be loaded, or lacks a requested feature."""
 
 
 class TokenDecoder(Protocol):
@@ -26,13 +26,13 @@ class TokenDecoder(Protocol):
 
 
 class TokenSpeller(TokenDecoder, Protocol):
-    """One that tells of single tokens, too."""
+    """A decoder that also describes single tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds behind other text; control tokens have none."""
+        """Return the bytes that the token adds after other text; control tokens have none."""
 
     def token_name(self, token_id: int) -> str:
-        """The token as it is stored, for those without bytes."""
+        """Return the token as it is stored, for tokens without bytes."""
 
 
 class ChatTokenizer(TokenSpeller, Protocol):
@@ -43,7 +43,7 @@ class ChatTokenizer(TokenSpeller, Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings one along; without one `chat_format` is a plain transcript."""
+        """Whether the model has a chat template; else `chat_format` is a plain transcript."""
 
     @property
     def chat_format(self) -> ChatFormat: ...
@@ -53,11 +53,11 @@ class ChatTokenizer(TokenSpeller, Protocol):
 
     @property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their sequences."""
+        """Added tokens by their text."""
 
     @property
     def template_tokens(self) -> Mapping[str, Any]:
-        """`bos_token`, `eos_token`, ... as templates know them."""
+        """Special tokens under the names of templates: `bos_token`, `eos_token`, ..."""
 
     def encode(
         self,
@@ -67,11 +67,11 @@ class ChatTokenizer(TokenSpeller, Protocol):
         parse_special: bool = True,
         is_start: bool = True,
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
-        add_special_tokens: such as a BOS token, where the model wants one; never a second one.
-        parse_special: whether control tokens written out in the text are such.
-        is_start: False behind a control token: nothing is put before its first word.
+        add_special_tokens: add tokens such as BOS, where the model expects one; never a second one.
+        parse_special: whether control tokens written out in the text are parsed as such.
+        is_start: False after a control token: no space is put before the first word.
         """
 
     def encode_chat(
@@ -79,4 +79,4 @@ class ChatTokenizer(TokenSpeller, Protocol):
     ) -> list[int]: ...
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer: the bytes of each token; `end_ids` end a text."""
+        """Return llguidance's LLTokenizer of the tokens' bytes; `end_ids` end a sequence."""

@@ -1,10 +1,9 @@
-"""Control tokens written out in what clients give: there they are ordinary text.
+"""Protection against control tokens written out in messages: there they are ordinary text.
 
-Else whoever writes `<|im_end|>` into a message forges a turn. Templates transform what they are
-given (trim, split, write it as JSON), so it cannot be told afterwards which part of the rendered
-text came from where, unless it is marked before: private-use characters stand on both sides of
-every control token's text in the messages, and are taken out again when the text is cut into
-pieces.
+Otherwise a client that writes `<|im_end|>` into a message forges a turn. Templates transform their
+input (trim, split, write it as JSON), so the origin of a part of the rendered text is unknown
+afterwards, unless it is marked before: private-use characters are put on both sides of every
+control token's text in the messages, and removed again when the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-_LONGEST_PART = 64  # characters of a control token that one text may have, and the next the rest
+_LONGEST_PART = 64  # characters of a control token that may be split between two texts
 _MARKS = range(0xE000, 0xF900)  # private use; JSON and repr write them as \ue000
 
 
 class NoMarkLeft(ValueError):
-    """The messages hold every character that could mark a place in them."""
+    """The messages contain every character that could mark a place in them."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -32,9 +31,9 @@ class NoMarkLeft(ValueError):
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in a text as it is written, before all others.
+    """A token that is matched literally in a text, before all others.
 
-    is_control: it has no text and is the template's to write, as ends of turns are.
+    is_control: it has no text and only templates write it, such as an end of turn.
     strips_left, strips_right: whitespace beside it belongs to it.
     """
 
@@ -47,9 +46,9 @@ class AddedToken:
 def with_one_bos(
     ids: list[int], bos: int | None, encode_bare: Callable[[], list[int]]
 ) -> list[int]:
-    """Token ids of a text without the BOS token that was put before one written in the text.
+    """Return the ids of a text without the BOS token that was added before one written in the text.
 
-    encode_bare: the ids of the text alone.
+    encode_bare: function that encodes the text alone.
     """
     if bos is None or ids[:2] != [bos, bos]:
         return ids
@@ -57,10 +56,10 @@ def with_one_bos(
     return ids[1:] if bare[:1] == [bos] and ids[1 : 1 + len(bare)] == bare else ids
 
 
-class ReadChunk(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a rendered conversation.
 
-    parse_special: whether control tokens written out in it are such.
+    parse_special: whether control tokens written out in it are parsed as such.
     """
 
     text: str
@@ -68,12 +67,12 @@ class ReadChunk(NamedTuple):
 
 
 class MarkedContents:
-    """Messages (and tools) with marks beside the control tokens in their sequences.
+    """Messages (and tools) with marks beside the control tokens in their texts.
 
     Args:
-        added: the tokenizer's added tokens by their sequences.
-        given: anything of JSON. Sequences, keys included, are contents, whatever they are called.
-        template: what will render it.
+        added: the tokenizer's added tokens by their text.
+        given: any JSON value. All strings in it, keys included, are contents.
+        template: the template that will render it.
 
     Attributes:
         value: `given` for the template.
@@ -83,18 +82,18 @@ class MarkedContents:
 
     def __init__(self, added: Mapping[str, AddedToken], given: Any, template: str = "") -> None:
         self._added = added
-        self._prefix_cache = _Sequences.of(
+        self._control_texts = _ControlTexts.of(
             tuple(text for text, token in added.items() if token.is_control)
         )
         self._marks: tuple[str, str] | None = None
         self.value = given
-        if any(self._prefix_cache.are_touched_by(text) for text in _sequences_in(given)):
+        if any(self._control_texts.are_touched_by(text) for text in _strings_in(given)):
             self._marks = _unused_characters([given, template])
             self.value = self._marked(given, *self._marks)
 
     def _marked(self, value: Any, *marks: str) -> Any:
         if isinstance(value, str):
-            return self._prefix_cache.marked(value, *marks)
+            return self._control_texts.marked(value, *marks)
         if isinstance(value, Mapping):
             items = value.items()
             return {self._marked(key, *marks): self._marked(item, *marks) for key, item in items}
@@ -102,67 +101,66 @@ class MarkedContents:
             return [self._marked(item, *marks) for item in value]
         return value
 
-    def pieces(self, rendered: str) -> list[ReadChunk]:
-        """A text that a template made of `value`, to be tokenised piece by piece.
+    def pieces(self, rendered: str) -> list[TextPiece]:
+        """Cut a text that a template rendered from `value` into pieces to tokenize one by one.
 
-        A piece without control tokens reaches from one of the template's own to the next, and so do
-        the parts that tokenizers handle apart from each other: joined tokens of pieces are those of
-        the whole text.
+        Pieces are cut at the template's own control tokens only, where tokenizers split texts too:
+        the joined tokens of the pieces are those of the whole text.
         """
         if self._marks is None:
-            return [ReadChunk(rendered, True)]
+            return [TextPiece(rendered, True)]
         for mark in self._marks:
             rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
-        pieces: list[ReadChunk] = []
+        pieces: list[TextPiece] = []
         before: AddedToken | None = None
         begin = end_before = 0
         for start, end, token in self._own_tokens(rendered, *self._marks):
             gap = rendered[end_before:start]
             content = gap.translate({ord(mark): None for mark in self._marks})
             if content != gap:
-                pieces.append(ReadChunk(rendered[begin:end_before], True))
-                pieces.append(ReadChunk(_stripped(content, before, token), False))
+                pieces.append(TextPiece(rendered[begin:end_before], True))
+                pieces.append(TextPiece(_stripped(content, before, token), False))
                 begin = start
             end_before, before = end, token
-        pieces.append(ReadChunk(rendered[begin:], True))
-        return [read_chunk for read_chunk in pieces if read_chunk.text]
+        pieces.append(TextPiece(rendered[begin:], True))
+        return [piece for piece in pieces if piece.text]
 
     def _own_tokens(
         self, rendered: str, opening: str, closing: str
     ) -> Iterator[tuple[int, int, AddedToken | None]]:
-        """(start, end, token) of the template's control tokens, and the text's end."""
-        for start, end in self._prefix_cache.spans(rendered):
-            # One mark is enough: a template that cuts a content may have lost the other.
+        """Yield (start, end, token) of the template's control tokens, and of the text's end."""
+        for start, end in self._control_texts.spans(rendered):
+            # One mark is enough: a template that cuts a content may have removed the other.
             is_content = rendered.endswith(opening, 0, start) or rendered.startswith(closing, end)
             if not is_content:
                 yield start, end, self._added[rendered[start:end]]
         yield len(rendered), len(rendered), None
 
 
-class _Sequences:
-    """Texts of control tokens, to be found in others; a vocabulary may have very many."""
+class _ControlTexts:
+    """Search for the texts of control tokens, of which a vocabulary may have very many."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._prefix_cache = frozenset(strings)
+        self._strings = frozenset(strings)
         self._lengths = sorted({len(text) for text in strings}, reverse=True)
         letters = "".join(re.escape(letter) for letter in {text[0] for text in strings})
         self._first = re.compile(f"[{letters}]" if letters else "(?!)")
-        # In a part of one a text may end that the next text completes. Roles and types are words,
-        # which templates compare: words are left alone.
+        # A text may end in a part of a control token that the next text completes. Words are not
+        # marked: templates compare roles and types.
         self._by_head = sorted(text for text in strings if not text[0].isalnum())
         self._by_tail = sorted(text[::-1] for text in strings if not text[-1].isalnum())
 
     @classmethod
     @lru_cache(maxsize=4)
-    def of(cls, strings: tuple[str, ...]) -> _Sequences:
+    def of(cls, strings: tuple[str, ...]) -> _ControlTexts:
         return cls([text for text in strings if text])
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """(start, end) of each in a text, the longest where several begin."""
+        """Yield (start, end) of each control token in a text, the longest where several begin."""
         at = 0
         while (match := self._first.search(text, at)) is not None:
             start = match.start()
-            lengths = (n for n in self._lengths if text[start : start + n] in self._prefix_cache)
+            lengths = (n for n in self._lengths if text[start : start + n] in self._strings)
             length = next(lengths, 0)
             if length:
                 yield start, start + length
@@ -184,7 +182,7 @@ class _Sequences:
         return "".join([*parts, text[at:], closing if self._ends(text) else ""])
 
     def _begins(self, text: str) -> bool:
-        """Whether it begins as a control token ends."""
+        """Return whether the text begins as a control token ends."""
         return _ends_as_one_begins(text[:_LONGEST_PART][::-1], self._by_tail)
 
     def _ends(self, text: str) -> bool:
@@ -192,7 +190,7 @@ class _Sequences:
 
 
 def _ends_as_one_begins(text: str, strings: Sequence[str]) -> bool:
-    """Whether an end of it is a beginning of one of these, which are sorted, but not all of it."""
+    """Return whether a suffix of the text is a proper prefix of one of these sorted strings."""
     for start in range(len(text)):
         part = text[start:]
         at = bisect_right(strings, part)
@@ -201,23 +199,23 @@ def _ends_as_one_begins(text: str, strings: Sequence[str]) -> bool:
     return False
 
 
-def _sequences_in(value: Any) -> Iterator[str]:
+def _strings_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _sequences_in(key)
-            yield from _sequences_in(item)
+            yield from _strings_in(key)
+            yield from _strings_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _sequences_in(item)
+            yield from _strings_in(item)
 
 
 def _unused_characters(value: Any) -> tuple[str, str]:
-    """Two that stand in no text, neither as they are nor as JSON escapes them."""
+    """Return two characters that no text contains, neither literally nor as JSON escapes them."""
     used: set[str] = set()
     escaped: set[str] = set()
-    for text in _sequences_in(value):
+    for text in _strings_in(value):
         used.update(text)
         escaped.update(re.findall(r"\\u[0-9a-f]{4}", text))
     left = (chr(c) for c in _MARKS if chr(c) not in used and f"\\u{c:04x}" not in escaped)
@@ -228,6 +226,6 @@ def _unused_characters(value: Any) -> tuple[str, str]:
 
 
 def _stripped(text: str, before: AddedToken | None, behind: AddedToken | None) -> str:
-    """Without the whitespace that belongs to the tokens beside it."""
+    """Strip the whitespace that belongs to the tokens beside the text."""
     text = text.lstrip() if before is not None and before.strips_right else text
     return text.rstrip() if behind is not None and behind.strips_left else text

@@ -1,4 +1,4 @@
-"""From messages to token ids, and which token ends a turn."""
+"""Encoding of messages to token ids, and the token that ends a turn."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from specdec.text.chat_template import render_chat
 from specdec.text.contract import ChatTokenizer, TokenizerError
 from specdec.text.control_tokens import MarkedContents
 
-_ANSWER = "an answer of the model"  # stands for one where a template is asked what follows it
+_ANSWER = "an answer of the model"  # placeholder to find what a template writes after an answer
 _TALK = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
 
 
 def encode_conversation(
     tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> list[int]:
-    """Token ids of a conversation in the tokenizer's chat format.
+    """Return the token ids of a conversation in the tokenizer's chat format.
 
-    The template writes control tokens; those written out in messages and tools are ordinary text,
-    unless the format says otherwise.
+    The template writes control tokens; control tokens written out in messages and tools are
+    ordinary text, unless the format says otherwise.
 
     Raises TokenizerError.
     """
     form = tokenizer.chat_format
     if tools and not form.knows_tools:
         raise TokenizerError(
-            "the model has no chat template that tells a model of tools: leave them out, "
+            "the model has no chat template that describes tools: leave them out, "
             "take a model made for tools, or name a template with --chat-template"
         )
     try:
@@ -43,18 +43,18 @@ def encode_conversation(
     if len(pieces) == 1 and pieces[0].parse_special:
         return tokenizer.encode(text, add_special_tokens=is_plain)
     ids: list[int] = []
-    for i, read_chunk in enumerate(pieces):
-        if read_chunk.parse_special:
-            ids += tokenizer.encode(read_chunk.text, add_special_tokens=False, is_start=i == 0)
+    for i, piece in enumerate(pieces):
+        if piece.parse_special:
+            ids += tokenizer.encode(piece.text, add_special_tokens=False, is_start=i == 0)
         else:
-            ids += _encode_as_text(tokenizer, read_chunk.text, is_plain, is_start=i == 0)
+            ids += _encode_as_text(tokenizer, piece.text, is_plain, is_start=i == 0)
     return ids
 
 
 def _encode_as_text(
     tokenizer: ChatTokenizer, text: str, add_special_tokens: bool, is_start: bool
 ) -> list[int]:
-    """Token ids of a text without control tokens, but for those that are added at its ends."""
+    """Return the token ids of a text without control tokens, except those added at its ends."""
 
     def encode(add_special_tokens: bool) -> list[int]:
         return tokenizer.encode(
@@ -67,19 +67,19 @@ def _encode_as_text(
     bare = encode(False)
     framed = encode(True) if add_special_tokens else bare
     control = {
-        token.token_id: item for item, token in tokenizer.added_tokens.items() if token.is_control
+        token.token_id: name for name, token in tokenizer.added_tokens.items() if token.is_control
     }
     if control.keys().isdisjoint(bare):
         return framed
-    # A vocabulary in which they are pieces like others: SentencePiece's.
+    # SentencePiece has control tokens among its ordinary pieces.
     spelled = _Spelling(tokenizer, control)
     at = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
-    as_text = [i for item in bare for i in (spelled(control[item]) if item in control else [item])]
+    as_text = [j for i in bare for j in (spelled(control[i]) if i in control else [i])]
     return [*framed[:at], *as_text, *framed[at + len(bare) :]]
 
 
 class _Spelling:
-    """Tokens of single characters, or of their bytes."""
+    """Spelling of a text by tokens of single characters, or of their bytes."""
 
     def __init__(self, tokenizer: ChatTokenizer, control: Mapping[int, str]) -> None:
         ids = (i for i in range(tokenizer.n_tokens) if i not in control)
@@ -117,8 +117,8 @@ def _render(
 
 
 def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
-    """The added token that the chat template writes behind an answer; None where it writes none, or
-    does not bear a short talk."""
+    """Return the added token that the chat template writes after an answer; None where it writes
+    none, or refuses a short conversation."""
     template, added = tokenizer.chat_format.template, tokenizer.added_tokens
     if template is None:
         return None
@@ -128,9 +128,7 @@ def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
         return None
     _, answer, behind = text.rpartition(_ANSWER)
     if not answer:
-        return None  # it leaves out answers that were given, or rewrites them
+        return None  # it drops earlier answers, or rewrites them
     behind = behind.lstrip()
-    result = max(
-        (item for item in added if item and behind.startswith(item)), key=len, default=None
-    )
-    return None if result is None else added[result].token_id
+    name = max((name for name in added if name and behind.startswith(name)), key=len, default=None)
+    return None if name is None else added[name].token_id

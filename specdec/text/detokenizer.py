@@ -1,6 +1,6 @@
-"""From tokens to text, piece by piece.
+"""Incremental detokenizer: tokens to text, piece by piece.
 
-Everything here works with any object that has the three members of TokenDecoder.
+It works with any object that has the three members of TokenDecoder.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 from specdec.text.contract import TokenDecoder
 
-UNFINISHED = "\ufffd"  # what decoders give for bytes that are no complete character (yet)
-CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that look at the neighbours of a token
+UNFINISHED = "\ufffd"  # decoders give it for bytes of an incomplete character
+CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that depend on neighbouring tokens
 MAX_EXTRA_CONTEXT_TOKENS = 16
-MAX_PENDING_TOKENS = 16  # of unfinished text in a window before its middle is given up
+MAX_PENDING_TOKENS = 16  # of unfinished text in a window before its middle is dropped
 _CHARACTER_BYTES = 4  # the longest in UTF-8; every token with text has at least one byte
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, in pieces that never have to be taken back.
+    """Text of a growing token sequence, in pieces that are never retracted.
 
     A token's text depends on its neighbours: sentencepiece drops the leading space of the first
     token of a text, and a character may be spread over several byte tokens. So a window of the last
-    finished tokens and the new ones is decoded each time, and what goes beyond the finished ones'
-    text is new. A trailing replacement character is kept back: the next token may complete it.
+    finished tokens and the new ones is decoded each time, and the text after that of the finished
+    ones is new. A trailing replacement character is held back: the next token may complete it.
     The window stays small: tokens without any text leave it, and so does the middle of a long run
     of bytes that make no character.
     The pieces of `push` and `flush` together are the text that the tokens add after the prompt.
@@ -35,26 +35,26 @@ class IncrementalDetokenizer:
         self._n_finished = len(self._window)  # tokens of the window whose text is complete
         self._emitted = tokenizer.decode(self._window) if self._window else ""
         self._text = self._emitted
-        self._textless: set[int] = set()  # ids known to add no text, wherever they stand
+        self._textless: set[int] = set()  # ids known to add no text at any position
 
     @property
     def is_start(self) -> bool:
-        """Whether there is no text yet, neither the prompt's nor new one."""
+        """Whether there is no text yet, neither of the prompt nor new."""
         return not self._emitted
 
     @property
-    def num_pinned(self) -> int:
-        """Characters of new text that are kept back."""
+    def num_withheld(self) -> int:
+        """Number of characters of new text that are held back."""
         return len(self._text) - len(self._emitted)
 
     def fork(self) -> IncrementalDetokenizer:
-        """One that goes on from here by itself."""
+        """Return an independent detokenizer that continues from here."""
         other = copy.copy(self)
         other._window = list(self._window)
         return other
 
     def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, more of them where the cut would divide a character."""
+        """Return the prompt's last tokens, more of them where the cut would divide a character."""
         window: list[int] = []
         for n in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_EXTRA_CONTEXT_TOKENS):
             window = list(prompt_ids[-n:])
@@ -63,59 +63,57 @@ class IncrementalDetokenizer:
         return window
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often all of its own, sometimes nothing."""
+        """Return the text that this token completes: often its own, sometimes none."""
         token_id = int(token_id)
         if token_id in self._textless:
             return ""
         self._window.append(token_id)
         before, self._text = self._text, self._tokenizer.decode(self._window)
         stable = self._text.rstrip(UNFINISHED)
-        read_chunk = stable[len(self._emitted) :]
-        if (
-            not read_chunk
-        ):  # no text at all, or bytes of a character: the finished ones stay in view
+        piece = stable[len(self._emitted) :]
+        if not piece:  # no text, or bytes of a character: the finished tokens stay
             if self._text == before and self._has_no_text(token_id):
                 self._window.pop()
             return self._shorten()
         if len(stable) == len(self._text):
-            # All text is out: the newest tokens become the finished ones of the next window, which
-            # therefore always begins between two characters.
+            # All text is emitted: the newest tokens become the finished ones of the next window,
+            # which therefore always begins between two characters.
             self._window = self._window[self._n_finished :]
             self._n_finished = len(self._window)
             self._text = self._emitted = self._tokenizer.decode(self._window)
         else:
             self._emitted = stable
-        return read_chunk + self._shorten()
+        return piece + self._shorten()
 
     def _has_no_text(self, token_id: int) -> bool:
-        """Whether it is a special token, say. One alone would not tell: a first space is dropped,
-        too, and a byte may change nothing that can be seen yet."""
+        """Return whether a token has no text (special tokens). Several copies are decoded: a first
+        space is dropped, too, and a single byte may not be visible yet."""
         if self._tokenizer.decode([token_id] * _CHARACTER_BYTES) != "":
             return False
         self._textless.add(token_id)
         return True
 
     def _shorten(self) -> str:
-        """Take the middle out of a window that has become long; the text that is final by that.
+        """Remove the middle of a window that has become long; return the text that becomes final.
 
-        What remains is the head, which shows that a run of bytes began wrong (some decoders then
-        give up all of it), and a tail in which a decoder surely meets the next character's start.
-        Only a middle is taken without which the tail's text is the same.
+        The head remains, which shows that a run of bytes is invalid (some decoders then drop all of
+        it), and a tail in which a decoder surely finds the next character's start. A middle is only
+        removed if the tail's text stays the same.
         """
         if len(self._window) <= self._n_finished + MAX_PENDING_TOKENS:
             return ""
         for n_tail in range(_CHARACTER_BYTES, 2 * _CHARACTER_BYTES + 1):
             for n_head in range(self._n_finished + _CHARACTER_BYTES, len(self._window) - n_tail):
-                read_chunk = self._cut(n_head, n_tail)
-                if read_chunk is not None:
-                    return read_chunk
+                piece = self._cut(n_head, n_tail)
+                if piece is not None:
+                    return piece
         return ""
 
     def _cut(self, n_head: int, n_tail: int) -> str | None:
-        """Keep these ends of the window, if that is safe; the text that need not be held longer."""
+        """Keep these ends of the window, if that is safe; return the text that becomes final."""
         head, front = self._window[:n_head], self._window[:-n_tail]
-        decode, cached = self._tokenizer.decode, head + self._window[-n_tail:]
-        text, short = self._text, decode(cached)
+        decode, ends = self._tokenizer.decode, head + self._window[-n_tail:]
+        text, short = self._text, decode(ends)
         fronts = (decode(front), decode(head))
         # The tail may complete the character that both fronts end in, or begin a new one.
         for before, new_before in ([part.removesuffix(UNFINISHED) for part in fronts], fronts):
@@ -124,17 +122,15 @@ class IncrementalDetokenizer:
                 break
         else:
             return None
-        read_chunk = text[len(self._emitted) : len(before)]
-        num_pinned = max(len(text) - max(len(self._emitted), len(before)), 0)
-        self._emitted = short[: len(short) - num_pinned]
-        self._window, self._text = cached, short
-        return read_chunk
+        piece = text[len(self._emitted) : len(before)]
+        n_held_back = max(len(text) - max(len(self._emitted), len(before)), 0)
+        self._emitted = short[: len(short) - n_held_back]
+        self._window, self._text = ends, short
+        return piece
 
     def flush(self) -> str:
-        """What is still kept back, unfinished characters as replacement characters."""
-        read_chunk = (
-            self._text[len(self._emitted) :] if len(self._window) > self._n_finished else ""
-        )
-        if read_chunk:
+        """Return the text still held back, with unfinished characters as replacement characters."""
+        piece = self._text[len(self._emitted) :] if len(self._window) > self._n_finished else ""
+        if piece:
             self._emitted = self._text
-        return read_chunk
+        return piece

@@ -1,6 +1,6 @@
-"""Text and token ids of a GGUF model: llama.cpp's own tokenizer, without its weights.
+"""Tokenizer of a GGUF model: llama.cpp's own, without the model's weights.
 
-The same members as `specdec.text.tokenizer.Tokenizer`, so that everything there works with it
+It has the members of `specdec.text.tokenizer.Tokenizer`, so that all code for that works with it
 unchanged. Neither torch nor transformers is imported.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.ggml.library import LOG, load_library
-from backends.llama.trial import SequenceLimits
+from backends.llama.trial import TextLimits
 from offload.process.worker import call_in_thread
 from specdec.text.chat_format import PLAIN, ChatFormat
 from specdec.text.contract import TokenizerError
@@ -29,12 +29,12 @@ from specdec.text.vocabulary import Vocabulary
 class GgufTokenizer:
     """The vocabulary in a GGUF file's metadata; only the header of the file is read."""
 
-    def __init__(self, path: str | Path, limits: SequenceLimits = NO_LIMITS) -> None:
-        """Raises TokenizerError if llama.cpp cannot use the file's tokenizer.
+    def __init__(self, path: str | Path, limits: TextLimits = NO_LIMITS) -> None:
+        """Open the tokenizer. Raises TokenizerError if llama.cpp cannot use it.
 
         Args:
-            limits: what `backends.llama.trial` found of this file; without it llama.cpp may end
-                the process over the file, or over a text.
+            limits: limits that `backends.llama.trial` found for this file; without them llama.cpp
+                may crash the process on the file, or on a text.
         """
         self.path = Path(path)
         self._library = library = load_library()
@@ -70,18 +70,18 @@ class GgufTokenizer:
         return call_in_thread(lambda: load(path, params), "specdec-vocabulary")
 
     @classmethod
-    def from_file(cls, path: str | Path, limits: SequenceLimits = NO_LIMITS) -> GgufTokenizer:
-        """The same as the constructor, by the name that goes with `Tokenizer.from_pretrained`."""
+    def from_file(cls, path: str | Path, limits: TextLimits = NO_LIMITS) -> GgufTokenizer:
+        """Open the tokenizer; the counterpart of `Tokenizer.from_pretrained`."""
         return cls(path, limits)
 
     @property
     def n_tokens(self) -> int:
-        """Ids from here on are padding rows of the vocabulary: they have no text."""
+        """Number of ids with a token; higher ids are padding rows without text."""
         return self._n_tokens
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a generation: of a text, of a turn, of a message."""
+        """Tokens that end a generation: ends of text, turn and message."""
         is_end = self._library.llama_vocab_is_eog
         return tuple(i for i in range(self._n_tokens) if is_end(self._vocab, i))
 
@@ -91,7 +91,7 @@ class GgufTokenizer:
         *,
         add_special_tokens: bool = True,
         parse_special: bool = True,
-        is_start: bool = True,  # llama.cpp does the same behind control tokens
+        is_start: bool = True,  # llama.cpp treats text after control tokens the same
     ) -> list[int]:
         """See ChatTokenizer."""
         ids = self._encode(text, add_special_tokens, parse_special)
@@ -104,15 +104,15 @@ class GgufTokenizer:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens; special tokens have none, half characters give U+FFFD."""
-        pieces = [self._read_chunk(int(i)) for i in token_ids if not self._is_special(int(i))]
+        """Return the text of tokens; special tokens have none, partial characters give U+FFFD."""
+        pieces = [self._piece(int(i)) for i in token_ids if not self._is_special(int(i))]
         if pieces and self._drops_first_space:
             pieces[0] = pieces[0].removeprefix(b" ")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """See TokenSpeller."""
-        return b"" if self._is_special(token_id) else self._read_chunk(token_id)
+        return b"" if self._is_special(token_id) else self._piece(token_id)
 
     def token_name(self, token_id: int) -> str:
         """See TokenSpeller."""
@@ -121,9 +121,9 @@ class GgufTokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their sequences."""
+        """Added tokens by their text."""
         library = self._library
-        control, rest = library.LLAMA_TOKEN_ATTR_CONTROL, library.LLAMA_TOKEN_ATTR_USER_DEFINED
+        control, user = library.LLAMA_TOKEN_ATTR_CONTROL, library.LLAMA_TOKEN_ATTR_USER_DEFINED
         return {
             self._text(i): AddedToken(
                 i,
@@ -132,7 +132,7 @@ class GgufTokenizer:
                 self._is(i, library.LLAMA_TOKEN_ATTR_RSTRIP),
             )
             for i in range(self._n_tokens)
-            if self._is(i, control | rest)
+            if self._is(i, control | user)
         }
 
     @property
@@ -143,19 +143,19 @@ class GgufTokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer."""
+        """Return the token ids of a conversation, up to the assistant's answer."""
         return encode_conversation(self, messages, tools)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer of this vocabulary; it may not outlive this object.
+        """Return llguidance's LLTokenizer of this vocabulary; it may not outlive this object.
 
-        What has no text here has none there: such a token can be named in a grammar only.
+        Tokens without text have none there either: a grammar can only name them.
         """
         from llguidance import LLTokenizer
 
-        special = b"\xff"  # so llguidance marks a token that is not the bytes of its name
+        special = b"\xff"  # llguidance marks tokens whose name is not their bytes so
         pieces = [
-            special + self._text(i).encode() if self._is_special(i) else self._read_chunk(i)
+            special + self._text(i).encode() if self._is_special(i) else self._piece(i)
             for i in range(self._num_tokens)
         ]
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # not in its stubs
@@ -167,7 +167,7 @@ class GgufTokenizer:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """What the ids mean, comparable with a transformers tokenizer's."""
+        """Return the vocabulary, comparable with a transformers tokenizer's."""
         library = self._library
         unused, added = (
             library.LLAMA_TOKEN_ATTR_UNUSED,
@@ -196,28 +196,28 @@ class GgufTokenizer:
         return bool(self._attributes[token_id] & attributes)
 
     def _is_special(self, token_id: int) -> bool:
-        """Without text: control tokens, and ids that no token has."""
+        """Return whether an id has no text: control tokens, and ids without a token."""
         library = self._library
         silent = library.LLAMA_TOKEN_ATTR_CONTROL | library.LLAMA_TOKEN_ATTR_UNUSED
         return not 0 <= token_id < self._n_tokens or self._is(token_id, silent)
 
-    def _read_chunk(self, token_id: int) -> bytes:
-        """The bytes of one token."""
-        read_chunk = self._pieces.get(token_id)
-        if read_chunk is None:
-            read_chunk = self._pieces[token_id] = self._read_text_piece(token_id)
-        return read_chunk
+    def _piece(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id)
+        return piece
 
-    def _read_text_piece(self, token_id: int, n_bytes: int = 64) -> bytes:
+    def _read_piece(self, token_id: int, n_bytes: int = 64) -> bytes:
         buffer = ctypes.create_string_buffer(n_bytes)
         to_piece = self._library.llama_token_to_piece
         n_used = to_piece(self._vocab, token_id, buffer, n_bytes, 0, False)
-        if n_used < 0:  # the size that is needed
-            return self._read_text_piece(token_id, -n_used)
+        if n_used < 0:  # the required size
+            return self._read_piece(token_id, -n_used)
         return buffer.raw[:n_used]
 
     def _text(self, token_id: int) -> str:
-        """The token as stored: byte-level BPE writes a space as \u0120."""
+        """Return the token as stored: byte-level BPE writes a space as \u0120."""
         raw = self._library.llama_vocab_get_text(self._vocab, token_id)
         return bytes(raw or b"").decode("utf-8", errors="replace")
 
@@ -231,7 +231,7 @@ class GgufTokenizer:
         return {role: i if 0 <= i < self._n_tokens else None for role, i in ids.items()}
 
     def _find_first_space_rule(self) -> bool:
-        """Sentencepiece puts a space before a text, and decoding takes it away again."""
+        """Return whether decoding drops the first space, which Sentencepiece puts before a text."""
         kind = self._library.llama_vocab_type(self._vocab)
         if kind != self._library.LLAMA_VOCAB_TYPE_SPM:
             return False

@@ -1,8 +1,8 @@
-"""llama.cpp's tokenizer, called so that no text ends the process.
+"""llama.cpp's tokenizer, called so that no text can crash the process.
 
-Many of its pre-tokenizers are expressions of std::regex, which calls itself once for each character
-of a word: 28,000 of them use up a stack of 8 MiB. Where the trial of a model found that
-(backends/llama/trial.py), long sequences are tokenized in a thread with a large stack, and refused
+Many of its pre-tokenizers are expressions of std::regex, which recurses once for each character of
+a word: 28,000 of them use up a stack of 8 MiB. Where the trial of a model found that
+(backends/llama/trial.py), long texts are tokenized in a thread with a large stack, and refused
 where a line is too long even for that.
 """
 
@@ -13,17 +13,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from backends.llama.trial import SequenceLimits
+from backends.llama.trial import TextLimits
 from backends.llama.trial_worker import MAX_CHARACTERS, STACK_BYTES
 from offload.process.worker import call_in_thread
 from offload.units import MIB, format_bytes
 from specdec.text.contract import TokenizerError
 
 MAX_TEXT_BYTES = 64 * MIB  # far above any context
-NO_LIMITS = SequenceLimits(None)
+NO_LIMITS = TextLimits(None)
 _SHORT_BYTES = 1000  # any thread has a stack for it
 _LINE_END = re.compile(r"\n(?=\S)")
-"""No word of a pre-tokenizer goes on behind one; the trial makes sure of it."""
+"""Line end that no word of a pre-tokenizer crosses, which the trial checks."""
 _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_int32,
     ctypes.c_void_p,
@@ -34,22 +34,22 @@ _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_bool,
     ctypes.c_bool,
 )
-"""llama_tokenize: vocabulary, text, its length, tokens, room for them, and whether special tokens
-are added and recognised."""
+"""Type of llama_tokenize: vocabulary, text, its length, token buffer, its capacity, and whether
+special tokens are added and recognised."""
 
 
 class LlamaTokenize:
-    """Texts to token ids by one vocabulary, which may not be freed before this."""
+    """Tokenizer of texts with one vocabulary, which must outlive it."""
 
-    def __init__(self, library: Any, vocab: Any, limits: SequenceLimits = NO_LIMITS) -> None:
+    def __init__(self, library: Any, vocab: Any, limits: TextLimits = NO_LIMITS) -> None:
         self._library, self._vocab, self._limits = library, vocab, limits
         self._callback = _TOKENIZE(self._tokenize_for_grammar)
 
     def __call__(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         parse_special: whether special tokens that are written out in it are recognised.
-        Raises TokenizerError for what is no Unicode, or too long."""
+        Raises TokenizerError for invalid Unicode, or a text that is too long."""
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -66,8 +66,8 @@ class LlamaTokenize:
 
     @property
     def function(self) -> int | None:
-        """Address of a function like llama_tokenize, for bytes of any length; it lives as long as
-        this object."""
+        """Address of a function like llama_tokenize, for bytes of any length; valid as long as this
+        object."""
         own = self._library._lib.llama_tokenize if self._is_unlimited else self._callback
         return ctypes.cast(own, ctypes.c_void_p).value
 
@@ -76,7 +76,7 @@ class LlamaTokenize:
         return self._limits.max_characters is None
 
     def _tokenize(self, data: bytes, *are_special: bool) -> list[int]:
-        """are_special: whether they are added, and whether those in the text are recognised."""
+        """Tokenize. are_special: whether special tokens are added, and parsed in the text."""
         if self._is_unlimited or len(data) <= _SHORT_BYTES:
             return self._tokenize_here(data, *are_special)
         return self._tokenize_in_large_stack(data, *are_special)
@@ -98,23 +98,23 @@ class LlamaTokenize:
                 return list(ids[:n])
             if -n <= max_count:
                 raise TokenizerError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
-            max_count = -n  # what is no UTF-8, or written otherwise, has more
+            max_count = -n  # invalid or rewritten bytes have more tokens
 
     def _tokenize_for_grammar(
         self, _: Any, text: int, n_bytes: int, tokens: Any, max_count: int, *are_special: bool
     ) -> int:
-        """llama_tokenize of a grammar's sequences. One that is too long is cut: what is forced is the
-        bytes, and any tokens that spell them will do."""
+        """Tokenize a grammar's text like llama_tokenize. Long texts are cut: bytes are forced,
+        and any tokens that spell them will do."""
         data = ctypes.string_at(text, n_bytes)
-        ids = [i for read_chunk in _pieces(data) for i in self._tokenize(read_chunk, *are_special)]
+        ids = [i for piece in _pieces(data) for i in self._tokenize(piece, *are_special)]
         if len(ids) > max_count:
             return -len(ids)
         ctypes.memmove(tokens, (ctypes.c_int32 * len(ids))(*ids), 4 * len(ids))
         return len(ids)
 
 
-def check_lines(text: str, limits: SequenceLimits) -> None:
-    """Raise TokenizerError where a line is longer than the tokenizer bears."""
+def check_lines(text: str, limits: TextLimits) -> None:
+    """Raise TokenizerError where a line is longer than the tokenizer supports."""
     limit = limits.max_characters
     if limit is None or len(text) <= limit:
         return
@@ -127,7 +127,7 @@ def check_lines(text: str, limits: SequenceLimits) -> None:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Whole characters, MOST_CHARACTERS bytes at most; one piece of an empty text."""
+    """Yield pieces of whole characters, at most MAX_CHARACTERS bytes each; one piece if empty."""
     start = 0
     while len(data) - start > MAX_CHARACTERS:
         end = start + MAX_CHARACTERS

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in OpenAI's two shapes: that of a chat and that of a completion."""
+"""Log-probabilities of tokens in OpenAI's two formats: chat and completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.text.token_strings import TokenStrings, TokenText
 _LOWEST_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 Likeliest = Mapping[int, float]
-"""{token id: log p}, the likeliest first."""
+"""Map of token id to log p, the likeliest first."""
 
 
 def chat_logprobs(
@@ -20,12 +20,12 @@ def chat_logprobs(
     top: Sequence[Likeliest] | None,
     n_top: int | None = None,
 ) -> dict[str, Any]:
-    """n_top: so many of the likeliest ones are told, as `top` may hold the chosen token besides."""
+    """Return a chat's logprobs. n_top: limit, as `top` may have the chosen token in addition."""
     content = []
     for position, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         likeliest = list(top[position].items())[:n_top] if top else []
-        rest = [_entry(strings.look(item), its_logprob) for item, its_logprob in likeliest]
-        content.append({**_entry(strings.push(token_id), logprob), "top_logprobs": rest})
+        top_logprobs = [_entry(strings.look(other), log_p) for other, log_p in likeliest]
+        content.append({**_entry(strings.push(token_id), logprob), "top_logprobs": top_logprobs})
     return {"content": content, "refusal": None}
 
 
@@ -43,7 +43,7 @@ def completion_logprobs(
     for position, token_id in enumerate(token_ids):
         if top is not None:
             keys = strings.keys(list(top[position]), token_id)
-            likeliest.append({key: _finite(top[position][item]) for key, item in keys.items()})
+            likeliest.append({key: _finite(top[position][other]) for key, other in keys.items()})
         tokens.append(strings.push(token_id))
     return {
         "tokens": [token.text for token in tokens],

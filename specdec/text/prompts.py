@@ -1,4 +1,4 @@
-"""From what a caller gives as a prompt to token ids that fit."""
+"""Conversion of a caller's prompt to token ids that fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.errors import SpecdecError
 from specdec.text.contract import ChatTokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-"""A text, a conversation (messages with role and content), or token ids."""
+"""Prompt: a text, a conversation (messages with role and content), or token ids."""
 
 
 class PromptError(SpecdecError):
@@ -18,7 +18,7 @@ class PromptError(SpecdecError):
 
 
 def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
-    """Token ids of a prompt, at least one. Raises PromptError, TokenizerError."""
+    """Return the token ids of a prompt, at least one. Raises PromptError, TokenizerError."""
     if isinstance(prompt, str):
         _check_text(prompt)
         ids = tokenizer.encode(prompt)
@@ -44,12 +44,12 @@ def encode_prompt(prompt: Any, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether it is a list of messages."""
+    """Return whether a prompt is a list of messages."""
     return isinstance(prompt, Sequence) and isinstance(next(iter(prompt), None), Mapping)
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise PromptError for tokens that the tokenizer has and the model has not."""
+    """Raise PromptError for tokens that the tokenizer has and the model lacks."""
     largest = max(token_ids)
     if largest >= vocab_size:
         raise PromptError(
@@ -59,7 +59,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_context_capacity(n_tokens: int, max_context: int, model_context: int) -> None:
-    """Raise PromptError, with the limit that binds, where a prompt leaves no room for a token."""
+    """Raise PromptError, naming the limit, where a prompt fills the context."""
     if n_tokens < max_context:
         return
     limit, remedy = _context_limit(max_context, model_context)
@@ -70,7 +70,7 @@ def check_context_capacity(n_tokens: int, max_context: int, model_context: int) 
 
 
 def context_note(n_prompt: int, max_context: int, model_context: int) -> str:
-    """Return the note about a text that the context cut off."""
+    """Return the note about a sequence that was cut by the context."""
     limit, remedy = _context_limit(max_context, model_context)
     return (
         f"the text was cut where the context of {max_context} tokens ({limit}) was full, "
@@ -79,9 +79,9 @@ def context_note(n_prompt: int, max_context: int, model_context: int) -> str:
 
 
 def _context_limit(max_context: int, model_context: int) -> tuple[str, str]:
-    """(which limit that is, what may be done besides a shorter prompt)"""
+    """Return (the name of the limit, a remedy besides a shorter prompt)."""
     if max_context >= model_context:
-        return "the most that the model was made for", ""
+        return "the model's maximum", ""
     return f"--ctx-size; the model has {model_context}", " or raise --ctx-size"
 
 
@@ -96,7 +96,7 @@ def _encode_chat(messages: Sequence[Mapping[str, str]], tokenizer: ChatTokenizer
 def _check_text(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # surrogates, of bytes that were no UTF-8
+    except UnicodeEncodeError as error:  # surrogates, from bytes that were not UTF-8
         raise PromptError(
             f"the prompt holds {text[error.start]!a} at position {error.start}, which is no "
             "character but a byte that was not UTF-8: give UTF-8 text"

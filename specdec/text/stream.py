@@ -1,4 +1,4 @@
-"""The text of a generation as it grows: pieces of the detokenizer, up to the first stop string."""
+"""Text stream of a generation: pieces of the detokenizer, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ class StopMatch:
 
 
 class StopStrings:
-    """Looks for the first stop string in a stream of text pieces.
+    """Search for the first stop string in a stream of text pieces.
 
-    "First" is the one that is complete first (of several, the longest): so the result does not
+    The first is the one that is complete first (of several, the longest), so the result does not
     depend on how the text is cut into pieces. The stop string itself is not part of the text.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
-        self._pinned = ""
+        self._held_back = ""
         self.matched: str | None = None
 
-    def push(self, read_chunk: str) -> StopMatch:
+    def push(self, piece: str) -> StopMatch:
         """Take the next piece; after a stop everything is dropped."""
         if self.matched is not None:
             return StopMatch("", self.matched)
-        text = self._pinned + read_chunk
+        text = self._held_back + piece
         match = self._first_match(text)
         if match is not None:
             start, self.matched = match
-            self._pinned = ""
+            self._held_back = ""
             return StopMatch(text[:start], self.matched)
-        num_pinned = self._n_possible_start(text)
-        self._pinned = text[len(text) - num_pinned :]
-        return StopMatch(text[: len(text) - num_pinned], None)
+        end = len(text) - self._n_possible_start(text)
+        self._held_back = text[end:]
+        return StopMatch(text[:end], None)
 
     def flush(self) -> str:
-        """The text kept back, when no more will come."""
-        pinned, self._pinned = self._pinned, ""
-        return pinned
+        """Return the text held back, at the end of the stream."""
+        held_back, self._held_back = self._held_back, ""
+        return held_back
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        result = [
+        matches = [
             (start + len(stop), start, stop)
             for stop in self._stops
             if (start := text.find(stop)) >= 0
         ]
-        if not result:
+        if not matches:
             return None
-        _, start, stop = min(result)
+        _, start, stop = min(matches)
         return start, stop
 
     def _n_possible_start(self, text: str) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Return the length of the longest suffix of the text that a stop string begins with."""
         longest = max((len(stop) for stop in self._stops), default=0)
         for n in range(min(longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stops):
@@ -71,9 +71,9 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class TextUpdate:
-    """What one step of tokens adds to the text.
+    """Text added by the tokens of one step.
 
-    n_tokens: how many of the pushed tokens count: all, or up to and including the one that
+    n_tokens: number of pushed tokens that count: all, or up to and including the one that
         completed a stop string.
     """
 
@@ -92,13 +92,13 @@ class TextStream:
         self._stops = StopStrings(stop)
 
     def fork(self) -> TextStream:
-        """A stream that goes on from here by itself."""
+        """Return an independent stream that continues from here."""
         other = copy.copy(self)
         other._detokenizer, other._stops = self._detokenizer.fork(), copy.copy(self._stops)
         return other
 
     def push(self, token_ids: Iterable[int]) -> TextUpdate:
-        """Add a step's tokens; those after a completed stop string are not looked at."""
+        """Add a step's tokens; tokens after a completed stop string are ignored."""
         pieces = []
         n_tokens = 0
         for token_id in token_ids:
@@ -110,7 +110,7 @@ class TextStream:
         return TextUpdate("".join(pieces), n_tokens)
 
     def flush(self) -> TextUpdate:
-        """The rest of the text at the end of a generation; nothing after a stop string."""
+        """Return the remaining text at the end of a generation; nothing after a stop string."""
         match = self._stops.push(self._detokenizer.flush())
-        rest = "" if match.stop is not None else self._stops.flush()
-        return TextUpdate(match.text + rest, 0, match.stop)
+        tail = "" if match.stop is not None else self._stops.flush()
+        return TextUpdate(match.text + tail, 0, match.stop)

@@ -1,7 +1,7 @@
-"""The process that runs chat templates, as jinja2's sandbox does: a line in, a line out.
+"""Worker process that renders chat templates in jinja2's sandbox: a line in, a line out.
 
-The environment offers what transformers' does, so that the templates of Hugging Face checkpoints,
-which GGUF files carry along, give the same text.
+The environment matches transformers', so that the templates of Hugging Face checkpoints, which GGUF
+files contain too, give the same text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CHARACTERS = 16 << 20
 
 
 def main() -> None:
-    """Answer every line of stdin, an object of what `_render` takes, with an object that has a
+    """Answer every line of stdin, a JSON object of `_render`'s arguments, with an object that has a
     `text` or an `error`."""
     become_expendable(MAX_BYTES)
     for line in sys.stdin.buffer:
@@ -32,11 +32,11 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
+def _answer(request: Mapping[str, Any]) -> dict[str, str]:
     try:
-        text = _render(**asked)
+        text = _render(**request)
     except MemoryError:
-        os._exit(1)  # whatever holds it all
+        os._exit(1)  # no cleanup: memory is full
     except Exception as error:  # templates are programs of the checkpoint
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return {"error": reason[0]}
@@ -71,7 +71,7 @@ def _compile(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks the assistant's text for training: here it is only text."""
+        """Extension for {% generation %}, which marks text for training: here it has no effect."""
 
         tags = {"generation"}
 
@@ -101,7 +101,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja2's own filter escapes HTML."""
+    """Dump plain JSON; jinja2's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

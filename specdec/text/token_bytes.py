@@ -1,4 +1,4 @@
-"""Bytes of a transformers tokenizer's tokens: what each one adds to a text."""
+"""Bytes that each token of a transformers tokenizer adds to a text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The bytes that GPT-2's characters stand for: printable ones for themselves."""
+    """Return the bytes that GPT-2's characters encode: printable ones encode themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(0x100) if byte not in printable]
-    shifted = {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+    unprintable = [byte for byte in range(0x100) if byte not in printable]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
     return {chr(byte): byte for byte in printable} | shifted
 
 
@@ -24,7 +24,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 
 
 class HfTokenBytes:
-    """Bytes of a transformers tokenizer's tokens, by what its own decoder adds behind other text.
+    """Bytes of a transformers tokenizer's tokens: the text that its decoder adds after other text.
 
     Bytes that are no text by themselves come from the token's stored form: `<0xE2>` of
     SentencePiece's byte fallback, or GPT-2's letters for bytes.
@@ -32,13 +32,13 @@ class HfTokenBytes:
 
     def __init__(self, decoder: TokenDecoder, hf_tokenizer: Any) -> None:
         self._decoder, self._hf_tokenizer = decoder, hf_tokenizer
-        self._matched: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
         self._anchor: tuple[list[int], str] | None = None
 
     def __call__(self, token_id: int) -> bytes:
-        if token_id not in self._matched:
-            self._matched[token_id] = self._find(token_id)
-        return self._matched[token_id]
+        if token_id not in self._cache:
+            self._cache[token_id] = self._find(token_id)
+        return self._cache[token_id]
 
     def _find(self, token_id: int) -> bytes:
         if not 0 <= token_id < self._decoder.n_tokens:
@@ -49,15 +49,15 @@ class HfTokenBytes:
         text = self._decoder.decode([*before, token_id])
         if text.startswith(text_before):
             text = text[len(text_before) :]
-        else:  # a decoder that looks further than at a token
+        else:  # a decoder that depends on several tokens
             text = self._decoder.decode([token_id])
         stored = self._hf_tokenizer.convert_ids_to_tokens(token_id) if UNFINISHED in text else None
         return text.encode(errors="replace") if stored is None else _stored_bytes(str(stored))
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        """A text to decode behind, so that no decoder takes a token for the first one of a text."""
+        """Return (ids, text) to decode after, so that no token is decoded as a text's first."""
         letter: list[int] = []
-        with suppress(Exception):  # of vocabularies without a token for it or for the unknown
+        with suppress(Exception):  # vocabularies without a token for it or for unknown text
             letter = self._hf_tokenizer.encode("a", add_special_tokens=False)
         for ids in (letter, *([i] for i in range(self._decoder.n_tokens))):
             text = self._decoder.decode(ids)

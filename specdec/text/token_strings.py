@@ -1,7 +1,7 @@
-"""How single tokens are told of: their sequences, their bytes, and where they stand.
+"""Description of single tokens: their texts, bytes and offsets.
 
-All of it goes by the bytes of a token (`TokenSpeller.token_bytes`): those of consecutive tokens,
-joined, are the text's.
+All of it is based on the bytes of a token (`TokenSpeller.token_bytes`): the bytes of consecutive
+tokens, joined, are the text's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdec.text.detokenizer import IncrementalDetokenizer
 
 
 class TokenText(NamedTuple):
-    """A token where it stands in a sequence.
+    """A token at its position in a sequence.
 
     text: see `shown`; data: its bytes; offset: characters of the new text before it.
     """
@@ -26,7 +26,7 @@ class TokenText(NamedTuple):
 
 
 class TokenStrings:
-    """Texts of a sequence's tokens, one after the other, behind a prompt."""
+    """Texts of a sequence's tokens, one after the other, after a prompt."""
 
     def __init__(self, tokenizer: TokenSpeller, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class TokenStrings:
         self._n_shown = self._min_offset = 0
 
     def look(self, token_id: int) -> TokenText:
-        """A token as it would come next."""
+        """Return a token as if it came next."""
         data = self._tokenizer.token_bytes(token_id)
         if self._is_start and data[:1] == b" ":
             # Sentencepiece's decoders drop the space before the first word of a text.
@@ -44,16 +44,16 @@ class TokenStrings:
         return TokenText(shown(self._tokenizer, token_id, data), data, self._offset_of(data))
 
     def _offset_of(self, data: bytes) -> int:
-        """Return the place of the character that these bytes begin in.
+        """Return the offset of the character that these bytes begin in.
 
-        What is kept back are bytes of a character that these may go on with, or else U+FFFDs.
+        Text that is held back consists of bytes of a character that these may continue, or U+FFFDs.
         """
         is_character = self._utf8.getstate()[0] and (not data or 0x80 <= data[0] < 0xC0)
-        num_pinned = 0 if is_character else self._detokenizer.num_pinned
-        return max(self._min_offset, self._n_shown + num_pinned)
+        n_held_back = 0 if is_character else self._detokenizer.num_withheld
+        return max(self._min_offset, self._n_shown + n_held_back)
 
     def push(self, token_id: int) -> TokenText:
-        """The token that comes next."""
+        """Append the next token and return it."""
         token = self.look(token_id)
         self._is_start = self._is_start and not self._tokenizer.token_bytes(token_id)
         self._min_offset = token.offset
@@ -62,8 +62,8 @@ class TokenStrings:
         return token
 
     def keys(self, token_ids: Sequence[int], chosen: int) -> dict[str, int]:
-        """Different names of tokens that might come next: sequences, and vLLM's `token_id:N` where the
-        chosen token, or an earlier one, has the same text."""
+        """Return unique names of possible next tokens: texts, or vLLM's `token_id:N` if the chosen
+        token, or an earlier one, has the same text."""
         owners: dict[str, int] = {}
         for token_id in (chosen, *token_ids):
             owners.setdefault(self.look(token_id).text, token_id)
@@ -72,8 +72,8 @@ class TokenStrings:
 
 
 def shown(tokenizer: TokenSpeller, token_id: int, data: bytes) -> str:
-    r"""A token's text; OpenAI's form `bytes:\xe2\x96` where its bytes are none by themselves, and
-    the token's name where it has no bytes, as control tokens have none."""
+    r"""Return a token's text; OpenAI's form `bytes:\xe2\x96` where its bytes are no text by
+    themselves, and the token's name where it has no bytes, as a control token."""
     if not data:
         return tokenizer.token_name(token_id)
     try:

@@ -41,11 +41,11 @@ _BESIDE_TOKENIZERS = (
 
 
 def grammar_slices() -> list[str]:
-    """Of llguidance's tokenizers: the tokens that may stand anywhere in a JSON string.
+    """Return the slice of llguidance's tokenizers with the tokens allowed anywhere in JSON strings.
 
-    They are looked at as one where all of them may follow: that is 15 times faster. Of 150 000
-    tokens such a slice takes 13 MB; the three others that it has by default are for strings of
-    limited lengths.
+    They are checked together where all of them may follow, which is 15 times faster. For 150 000
+    tokens such a slice takes 13 MB; the three other default slices are for strings of limited
+    lengths.
     """
     from llguidance import LLTokenizer
 
@@ -67,12 +67,12 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load from a checkpoint directory; code that the checkpoint may carry is never run."""
+        """Load from a checkpoint directory; code in the checkpoint is never run."""
         return cls(_load_hf_tokenizer(Path(path)))
 
     @property
     def n_tokens(self) -> int:
-        """Ids from here on are padding rows of the vocabulary: they have no text."""
+        """Number of ids with a token; higher ids are padding rows without text."""
         return self._n_tokens
 
     @property
@@ -100,7 +100,7 @@ class Tokenizer:
         how = {} if parse_special else {"split_special_tokens": True}
         try:
             ids = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, **how)
-        except Exception as error:  # of vocabularies without a token for the unknown, a bare one
+        except Exception as error:  # a bare one without a token for unknown text
             raise TokenizerError(
                 f"the model's tokenizer cannot read the text {text[:40]!r}: {one_line(error)}: "
                 "write it otherwise, or take the tokenizer files of the original model"
@@ -108,7 +108,7 @@ class Tokenizer:
         return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens; special tokens have none."""
+        """Return the text of tokens; special tokens have none."""
         return str(
             self.hf_tokenizer.decode(
                 list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> Mapping[str, AddedToken]:
-        """By their sequences. The token for the unknown is none that a template writes."""
+        """Added tokens by their text. The token for unknown text is not a control token."""
         unknown = getattr(self.hf_tokenizer, "unk_token_id", None)
         return {
             token.content: AddedToken(
@@ -144,11 +144,11 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer."""
+        """Return the token ids of a conversation, up to the assistant's answer."""
         return encode_conversation(self, messages, tools)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """llguidance's LLTokenizer of this vocabulary. Raises ValueError where it has none."""
+        """Return llguidance's LLTokenizer of this vocabulary. Raises ValueError if unsupported."""
         from llguidance.hf import from_tokenizer
 
         ends, slices = list(end_ids), grammar_slices()
@@ -157,29 +157,32 @@ class Tokenizer:
 
 @contextmanager
 def _first_space(hf_tokenizer: Any, is_start: bool) -> Iterator[None]:
-    """Without the space before a text's first word, where the text goes on behind a control token:
-    Metaspace knows it by its place."""
+    """Disable Metaspace's space before a text's first word, where the text follows a control
+    token."""
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     first = [] if is_start or backend is None else list(_at_first(backend.pre_tokenizer))
-    for item in first:
-        item.prepend_scheme = "never"
+    for metaspace in first:
+        metaspace.prepend_scheme = "never"
     try:
         yield
     finally:
-        for item in first:
-            item.prepend_scheme = "first"
+        for metaspace in first:
+            metaspace.prepend_scheme = "first"
 
 
 def _at_first(pre_tokenizer: Any) -> Iterator[Any]:
     if type(pre_tokenizer).__name__ == "Sequence":
-        for item in pre_tokenizer:
-            yield from _at_first(item)
+        for part in pre_tokenizer:
+            yield from _at_first(part)
     elif getattr(pre_tokenizer, "prepend_scheme", None) == "first":
         yield pre_tokenizer
 
 
 def _own_format(template: Any) -> ChatFormat:
-    """Of several templates transformers takes these two. Raises TokenizerError."""
+    """Return the format of a template; of several, the two that transformers uses.
+
+    Raises TokenizerError.
+    """
     named = template if isinstance(template, dict) else {"default": template}
     for text in named.values():
         if not isinstance(text, str):
@@ -192,7 +195,7 @@ def _own_format(template: Any) -> ChatFormat:
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:
-    """transformers' tokenizer; code that the checkpoint may carry is never run."""
+    """Load transformers' tokenizer; code in the checkpoint is never run."""
     from transformers import AutoTokenizer
 
     _require_tokenizer_files(directory)
@@ -206,9 +209,9 @@ def _load_hf_tokenizer(directory: Path) -> Any:
 
 
 def _require_tokenizer_files(directory: Path) -> None:
-    """Raise TokenizerError where transformers would only list what it tried."""
+    """Raise TokenizerError for missing or broken files, which transformers describes poorly."""
     for name in (*_TOKENIZER_FILES, *_BESIDE_TOKENIZERS):
-        refuse_pointer(directory / name)  # of a template transformers would take the text
+        refuse_pointer(directory / name)  # transformers would use it as template text
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
         refuse_pointer(path)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):

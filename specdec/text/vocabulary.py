@@ -1,10 +1,10 @@
-"""Do a target and a draft speak the same vocabulary?
+"""Comparison of the vocabularies of a target and a draft.
 
-The draft reads and proposes token *ids*, so ids must mean the same text in both models. What
-may differ: padding rows of the embedding (152064 against 151936 in the Qwen family), the names
-of added tokens (reserved slots get names in later releases), and tokens that only the
-draft has, which the target's sampler masks. Output is the target's own in every case; with a
-wrong draft nothing would be accepted, so it is refused here, by name of the first difference.
+The draft reads and proposes token *ids*, so ids must mean the same text in both models. These may
+differ: padding rows of the embedding (152064 against 151936 in the Qwen family), the names of added
+tokens (reserved slots get names in later releases), and tokens that only the draft has, which the
+target's sampler masks. Output is the target's own in every case; with a wrong draft nothing would
+be accepted, so it is refused here, with the first difference.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class VocabularyMismatch(SpecdecError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's token ids mean."""
+    """Meaning of a model's token ids."""
 
     tokens: tuple[str | None, ...]
     """Token text of each id, as the tokenizer stores it; None where an id has no token."""
     num_tokens: int
-    """Rows of the model's embedding: ids from 0 to n_rows - 1 can be looked up."""
+    """Rows of the model's embedding: ids from 0 to num_tokens - 1 can be looked up."""
     special: Mapping[str, int | None] = field(default_factory=dict)
     """Role ("bos", "eos", "pad") -> id; None where the model has none."""
     added: Collection[int] = frozenset()
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, num_tokens: int) -> Vocabulary:
-        """From a transformers tokenizer (or anything with the same attributes)."""
+        """Make a vocabulary from a transformers tokenizer (or an object with its attributes)."""
         by_text: dict[str, int] = tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(by_text.values(), default=-1) + 1)
         for text, token_id in by_text.items():
@@ -51,11 +51,11 @@ class Compatibility:
     n_target_tokens: int
     n_draft_tokens: int
     n_equal: int
-    """Ids that mean the same token in both."""
+    """Number of ids that mean the same token in both."""
     problem: str | None
-    """Why these two do not go together; None when they do."""
+    """Reason why the two are incompatible; None when they are compatible."""
     notes: tuple[str, ...] = ()
-    """Differences that do no harm."""
+    """Harmless differences."""
 
     def lines(self) -> list[str]:
         verdict = "ok: the draft can propose tokens for this target"
@@ -78,7 +78,7 @@ class Compatibility:
         }
 
     def require_compatible(self) -> None:
-        """Raise VocabularyMismatch unless the two go together."""
+        """Raise VocabularyMismatch unless the two are compatible."""
         if self.problem is not None:
             raise VocabularyMismatch(
                 f"the draft does not fit the target: {self.problem}; "
@@ -103,9 +103,8 @@ def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> Compatibility
 def _find_problem(target: Vocabulary, draft: Vocabulary, ordinary: list[int]) -> str | None:
     if ordinary:
         return f"{_difference(target, draft, ordinary[0])} ({len(ordinary)} ids differ)"
-    n_emitted = min(
-        len(target.tokens), target.num_tokens
-    )  # tokenizers may know more than the model
+    # Tokenizers may have more tokens than the model.
+    n_emitted = min(len(target.tokens), target.num_tokens)
     if draft.num_tokens < n_emitted:
         return (
             f"the target emits token ids up to {n_emitted - 1}, "

@@ -1,1 +1,1 @@
-"""The tree of draft tokens, and how far the target agrees: pure functions."""
+"""The tree of draft tokens, and the acceptance rules: pure functions."""

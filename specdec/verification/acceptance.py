@@ -1,14 +1,14 @@
-"""Which draft tokens the target accepts: pure functions of (tree, target, noise).
+"""Acceptance rules for draft tokens: pure functions of (tree, target, noise).
 
 Words, as in vLLM: *accepted* tokens are draft tokens that stay; a *recovered* token replaces the
-first one that does not; a *bonus* token follows when there was nothing left to reject. Every round
+first one that does not; a *bonus* token follows when there was nothing left to reject. Every step
 emits the accepted tokens and exactly one recovered or bonus token, which becomes the next root.
 
-`match_walk` asks the target for its token first and then looks whether the draft guessed it. Since
-the draft has no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023,
-Chen et al. 2023) decides about one chain whose tokens were drawn from known distributions q;
-`specdec.verification.block` about the same chain as a whole. `lenient` is the one rule that is not
-lossless, and only used where a caller asks for it.
+`match_walk` chooses the target's token first and then looks it up in the tree. Since the draft has
+no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023, Chen et al.
+2023) verifies one chain whose tokens were drawn from known distributions q, token by token;
+`specdec.verification.block` verifies such a chain as a whole. `lenient` is the only rule that is
+not lossless, and only used where a caller asks for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Acceptance:
 
     path: accepted nodes in tree indices, root first; always contains 0.
     next_token: the token emitted after them, not yet in the KV cache: the next root.
-    is_bonus: the walk ended at a leaf, so next_token was chosen without any draft to compare.
+    is_bonus: the walk ended at a leaf, so next_token had no draft token to compare with.
     """
 
     path: tuple[int, ...]
@@ -43,12 +43,12 @@ class Acceptance:
         return len(self.path) - 1
 
     def emitted(self, tree: DraftTree) -> tuple[int, ...]:
-        """The step's new tokens in order: accepted ones, then next_token."""
+        """Return the step's new tokens in order: accepted ones, then next_token."""
         return (*(tree.token_ids[i] for i in self.path[1:]), self.next_token)
 
 
 class Decisions(Protocol):
-    """The two random decisions of the rules for chains; tests enumerate them instead of drawing."""
+    """The two random decisions of the chain rules; tests enumerate them instead of drawing."""
 
     def bernoulli(self, probability: float) -> bool: ...
 
@@ -77,11 +77,11 @@ def match_walk(
     """Follow the target's own tokens down the tree, and emit the first one that is not in it.
 
     Args:
-        tree: any tree that was built without looking at the target's choices.
+        tree: any tree that was built independently of the target's choices.
         choose: node index -> the target's token after that node; called once per emitted token,
-            from the root downwards, so that only nodes on the walk pay for the logits pipeline.
-        max_tokens: at most this many tokens are emitted (≥ 1; None = no limit).
-        stop_tokens: a token of this set is emitted and ends the walk, also where it was drafted.
+            from the root downwards, so that only nodes on the path pay for the logits pipeline.
+        max_tokens: maximum tokens emitted (≥ 1; None = no limit).
+        stop_tokens: a token of this set is emitted and ends the step, even if it was drafted.
     """
     check_limit(max_tokens)
     path = [ROOT]
@@ -100,18 +100,17 @@ def lenient(
     target_probs: Callable[[int], Probs],
     threshold: float,
 ) -> Callable[[int], int]:
-    """`choose` for `match_walk`, made to accept draft tokens that are likely enough. Lossy.
+    """Return a lossy `choose` for `match_walk` that accepts draft tokens that are likely enough.
 
-    Where the target's own token was drafted, it is taken, as ever. Where it was not, the drafted
-    token with the largest target probability takes its place if that is at least `threshold`: the
-    text is then no longer the target's own. At a threshold of 1 nothing but a certain token
-    qualifies, and the rule is the lossless one.
+    If the target's own token was drafted, it is taken. If not, the drafted token with the largest
+    target probability takes its place if that is at least `threshold`: the output is then not the
+    target's own. At a threshold of 1 only a certain token qualifies, and the rule is lossless.
 
     Args:
         tree: the draft tokens.
         choose: node index -> the target's token after that node.
-        target_probs: node index -> the target's distribution after that node, its processors
-            applied; asked for only where the target's token was not drafted.
+        target_probs: node index -> the target's processed distribution after that node; called
+            only where the target's token was not drafted.
         threshold: in (0, 1]; a token of probability 0, such as a banned one, is never taken.
     """
 
@@ -120,8 +119,8 @@ def lenient(
         if not drafted or token in drafted:
             return token
         p = target_probs(node)
-        known = [item for item in drafted if item < len(p)]
-        best = max(known, key=lambda item: float(p[item]), default=token)
+        candidates = [candidate for candidate in drafted if candidate < len(p)]
+        best = max(candidates, key=lambda candidate: float(p[candidate]), default=token)
         return best if p[best] >= threshold else token
 
     return choose_leniently
@@ -134,11 +133,11 @@ def rejection_walk(
     max_tokens: int | None = None,
     stop_tokens: frozenset[int] = frozenset(),
 ) -> Acceptance:
-    """Accept a sampled chain token by token with min(1, p/q); replace the first refused one.
+    """Accept a sampled chain token by token with min(1, p/q); replace the first rejected one.
 
     Args:
         tree: a chain; node i's token was drawn from `tree.draft_probs[i]`. A node without such a
-            row was chosen deterministically, which is a q with all its mass on that token.
+            row was chosen deterministically: its q is one-hot.
         target_probs: node index -> p, the target's distribution after that node.
         rng: source of the decisions.
         max_tokens, stop_tokens: as in `match_walk`.
@@ -165,30 +164,30 @@ def rejection_walk(
 
 
 def accept_probability(p: Probs, q: Probs, token: int) -> float:
-    """min(1, p(token) / q(token)); 0 for a token outside p or outside its vocabulary."""
+    """Return min(1, p(token) / q(token)); 0 for a token outside p or outside its vocabulary."""
     return min(1.0, likelihood_ratio(p, q, token))
 
 
 def likelihood_ratio(p: Probs, q: Probs, token: int) -> float:
-    """p(token) / q(token), infinite for p / 0; 0 for a token outside p or its vocabulary."""
+    """Return p(token) / q(token), infinite for p / 0; 0 for a token outside p or its vocabulary."""
     if token >= len(p) or p[token] <= 0.0:
         return 0.0
     return float(p[token] / q[token]) if q[token] > 0.0 else float("inf")
 
 
 def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
-    """norm((weight · p − q)₊): the distribution of the recovered token.
+    """Return norm((weight · p − q)₊), the distribution of the recovered token.
 
-    Where p ≈ q the sum is 0 or rounding noise of either sign; a refusal then has probability of the
-    same order, and p itself is returned instead of dividing by nothing.
+    If p ≈ q the sum is 0 or rounding noise; a rejection is then about as improbable, and p itself
+    is returned instead of dividing by zero.
     """
-    rest = np.maximum(weight * p - q, 0.0)
-    total = float(rest.sum())
-    return rest / total if total > np.finfo(np.float64).eps else p
+    uncovered = np.maximum(weight * p - q, 0.0)
+    total = float(uncovered.sum())
+    return uncovered / total if total > np.finfo(np.float64).eps else p
 
 
 def sample_index(probs: Probs, uniform: float) -> int:
-    """The index that a uniform number in [0, 1) selects; never one of probability 0."""
+    """Return the index that a uniform number in [0, 1) selects; never one of probability 0."""
     cumulative = np.cumsum(probs)
     index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     if index >= len(probs):  # uniform * total rounded up to the total itself
@@ -197,7 +196,7 @@ def sample_index(probs: Probs, uniform: float) -> int:
 
 
 def draft_row(tree: DraftTree, node: int, n: int) -> Probs:
-    """q of a node as float64 [n], padded or cut to the target's vocabulary."""
+    """Return q of a node as float64 [n], padded or cut to the target's vocabulary."""
     row = tree.draft_probs[node]
     q = np.zeros(n, dtype=np.float64)
     if row is None:
@@ -210,12 +209,12 @@ def draft_row(tree: DraftTree, node: int, n: int) -> Probs:
 
 
 def is_last(token: int, n_emitted: int, max_tokens: int | None, stops: frozenset[int]) -> bool:
-    """Whether `token`, the step's n-th, ends it: a stop token, or the last one wanted."""
+    """Return whether the step's n-th token ends it: a stop token, or the last one wanted."""
     return token in stops or (max_tokens is not None and n_emitted >= max_tokens)
 
 
 def check_limit(max_tokens: int | None) -> None:
-    """Raise ValueError for a step that may not emit its one token."""
+    """Raise ValueError unless a step may emit at least one token."""
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}, a step always emits at least one token")
 
@@ -227,5 +226,5 @@ def check_chain(tree: DraftTree, rule: str) -> None:
 
 
 def as_decisions(rng: np.random.Generator | Decisions) -> Decisions:
-    """The decisions of a generator, or those of a test."""
+    """Return the decisions of a generator, or a test's decisions unchanged."""
     return RandomDecisions(rng) if isinstance(rng, np.random.Generator) else rng

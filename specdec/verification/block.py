@@ -1,25 +1,25 @@
 """Block verification of a sampled chain (Sun et al. 2024, "Block Verification Accelerates
 Speculative Decoding", algorithm 2): never fewer accepted tokens in expectation than rejection.
 
-Rejection decides token by token and ends at its first refusal. Here the block is judged as a
-whole: a token that is likelier under the target than under the draft makes up for an earlier one
+Rejection decides token by token and ends at the first rejected token. Here the block is verified as
+a whole: a token that is likelier under the target than under the draft makes up for an earlier one
 that is less likely, and the *longest* prefix that passes its own test is accepted.
 
 For a chain x of γ tokens, p and q the rows of target and draft:
 
-    p₀ = 1,  pᵢ = min(pᵢ₋₁ · p(xᵢ) / q(xᵢ), 1)          how much of the path's mass is covered
-    Rᵢ = Σₓ (pᵢ · p(x | x≤i) − q(x | x≤i))₊              what the draft leaves uncovered after i
+    p₀ = 1,  pᵢ = min(pᵢ₋₁ · p(xᵢ) / q(xᵢ), 1)          covered share of the path's mass
+    Rᵢ = Σₓ (pᵢ · p(x | x≤i) − q(x | x≤i))₊              mass not covered by the draft after i
     hᵢ = Rᵢ / (Rᵢ + 1 − pᵢ) for i < γ, 1 where that is 0/0;  h_γ = p_γ
     τ = max {i : uᵢ ≤ hᵢ}, uᵢ independent uniforms, h₀ = 1
     next token ∼ norm((p_τ · p − q)₊) for τ < γ, else ∼ p
 
-Where a block may be cut. The paper's blocks have a fixed length. A chain ends earlier where the
-drafter stops, at a stop token, or where no further token is wanted; each of these is known from the
-tokens up to there. Continue such a chain in thought with tokens drawn from the target itself: with
-q = p from the cut c on, pᵢ = p_c, hence Rᵢ = (p_c − 1)₊ = 0 and hᵢ = 0 for c ≤ i < γ (1 if
-p_c = 1), and h_γ = p_c. The whole block is then accepted with probability p_c and its end is the
-target's own, or τ < c is decided by the same hᵢ as before. That is the rule applied to the cut
-chain with h_c = p_c, so every such cut is exact, and what lies behind it costs no row.
+Cut blocks. The paper's blocks have a fixed length. A chain ends earlier where the drafter stops, at
+a stop token, or where no further token is wanted; each of these is known from the tokens up to
+there. Imagine such a chain continued with tokens drawn from the target itself: with q = p from the
+cut c on, pᵢ = p_c, hence Rᵢ = (p_c − 1)₊ = 0 and hᵢ = 0 for c ≤ i < γ (1 if p_c = 1), and
+h_γ = p_c. The whole block is then accepted with probability p_c and its end is the target's own, or
+τ < c is decided by the same hᵢ as before. That is the rule applied to the cut chain with h_c = p_c,
+so every such cut is exact, and tokens after it need no logits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from specdec.verification.tree import ROOT, DraftTree
 
 
 class _Block(NamedTuple):
-    """A chain as far as it is judged: γ = len(nodes) - 1."""
+    """The verified part of a chain: γ = len(nodes) - 1."""
 
     nodes: list[int]  # root first
     weights: list[float]  # p₀ .. p_γ, one for each node
@@ -60,13 +60,13 @@ def block_walk(
     max_tokens: int | None = None,
     stop_tokens: frozenset[int] = frozenset(),
 ) -> Acceptance:
-    """Accept the longest prefix of a sampled chain that passes its test; see the module.
+    """Accept the longest prefix of a sampled chain that passes its test (see the module docstring).
 
     Args:
         tree: a chain; node i's token was drawn from `tree.draft_probs[i]`. A node without such a
-            row was chosen deterministically, which is a q with all its mass on that token.
-        target_probs: node index -> p, the target's distribution after that node; asked for along
-            the chain until nothing behind can be accepted.
+            row was chosen deterministically: its q is one-hot.
+        target_probs: node index -> p, the target's distribution after that node; called along the
+            chain until no later token can be accepted.
         rng: source of the decisions.
         max_tokens, stop_tokens: as in `match_walk`.
     Raises:
@@ -93,7 +93,7 @@ def _judge(
     max_tokens: int | None,
     stop_tokens: frozenset[int],
 ) -> _Block:
-    """The chain up to its end, a cut, or a weight of 0, behind which everything has weight 0."""
+    """Return the chain up to its end, a cut, or a weight of 0, after which all weights are 0."""
     block = _Block([ROOT], [1.0], [], ends_text=False)
     while not block.ends_text and block.weights[-1] > 0.0:
         node = block.nodes[-1]
@@ -112,7 +112,7 @@ def _judge(
 
 
 def _longest_accepted(block: _Block, decisions: Decisions) -> int:
-    """τ, decided from the end: only the last success counts, so earlier ones need no decision."""
+    """Return τ, decided from the end: only the last success counts."""
     for i in range(len(block.rows), 0, -1):
         is_end = i == len(block.rows)
         weight = block.weights[i]
@@ -122,7 +122,7 @@ def _longest_accepted(block: _Block, decisions: Decisions) -> int:
 
 
 def _pass_probability(weight: float, p: Probs, q: Probs) -> float:
-    """hᵢ of a token inside the block."""
+    """Return hᵢ of a token inside the block."""
     uncovered = float(np.maximum(weight * p - q, 0.0).sum())
     whole = uncovered + (1.0 - weight)
     return uncovered / whole if whole > 0.0 else 1.0

@@ -28,10 +28,10 @@ class DraftTree:
         log_probs: log q(token | parent's prefix), at most 0; the root has 0.
         path_log_probs: sum of log_probs from the root to the node.
         depths: edges between root and node.
-        sources: who proposed the node: ("root",), ("draft",), ("draft", "ngram"), ... in order.
+        sources: drafters that proposed the node: ("root",), ("draft",), ("draft", "ngram"), ...
         draft_probs: the full row q the token was drawn from, float64 [vocab], where the acceptance
             rule needs it, else None.
-        n_runs: passes of a draft model that the tree took; n_run_nodes: their rows.
+        n_runs: passes of a draft model that the tree took; n_run_nodes: their tokens.
     """
 
     __slots__ = (
@@ -126,11 +126,11 @@ class DraftTree:
                 self.path_log_probs[i] = self.path_log_probs[self.parents[i]] + self.log_probs[i]
 
     def children(self, index: int) -> dict[int, int]:
-        """{token id: node index} of a node's children, in the order they were added."""
+        """Return {token id: node index} of a node's children, in the order they were added."""
         return self._children[index]
 
     def path(self, index: int) -> tuple[int, ...]:
-        """Node indices from the root to `index`, both included."""
+        """Return the node indices from the root to `index`, both included."""
         nodes = []
         while index >= 0:
             nodes.append(index)
@@ -138,11 +138,11 @@ class DraftTree:
         return tuple(reversed(nodes))
 
     def tokens_on_path(self, index: int) -> tuple[int, ...]:
-        """Draft tokens from below the root to `index`: what follows the emitted text there."""
+        """Return the draft tokens from below the root to `index`."""
         return tuple(self.token_ids[i] for i in self.path(index)[1:])
 
     def follow(self, tokens: Iterable[int]) -> tuple[int, ...]:
-        """Path from the root along `tokens`, as far as the tree contains them."""
+        """Return the path from the root along `tokens`, as far as the tree contains them."""
         nodes = [ROOT]
         for token in tokens:
             child = self._children[nodes[-1]].get(token)
@@ -152,20 +152,20 @@ class DraftTree:
         return tuple(nodes)
 
     def best_indices(self, n: int) -> list[int]:
-        """The root and the `n` most probable nodes by path probability, in index order.
+        """Return the root and the `n` most probable nodes by path probability, in index order.
 
-        A child is never more probable than its parent and comes after it, so the set is
-        prefix-closed: it is the subtree of n nodes with the largest expected accepted length.
+        A child is never more probable than its parent and comes after it, so they are a subtree:
+        the one of n nodes with the largest expected accepted length.
         """
         order = sorted(range(1, len(self)), key=lambda i: (-self.path_log_probs[i], i))
         return [ROOT, *sorted(order[: max(n, 0)])]
 
     def best_subset(self, n: int) -> DraftTree:
-        """A new tree of the root and the `n` most probable nodes (see `best_indices`)."""
+        """Return a tree of the root and the `n` most probable nodes (see `best_indices`)."""
         return self if n >= self.n_drafted else self.subset(self.best_indices(n))
 
     def subset(self, indices: Sequence[int]) -> DraftTree:
-        """A new tree of these nodes: ascending, prefix-closed, starting with the root."""
+        """Return a new tree of these nodes: ascending, parents included, starting with the root."""
         tree = DraftTree(self.token_ids[ROOT])
         tree.n_runs, tree.n_run_nodes = self.n_runs, self.n_run_nodes
         new_index = {ROOT: ROOT}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _TEXT_OPTIONS = (
     "model exact device ctx_size cache_type_k cache_type_v acceptance accept_threshold".split()
 )
-"""Of loading, those that may decide on the text: a batch is not resumed with others."""
+"""Load options that can change the output: a batch is resumed with the same ones only."""
 
 Source = Annotated[
     Path, typer.Argument(metavar="IN.jsonl", help="A request a line.", show_default=False)
@@ -45,7 +45,7 @@ Order = Annotated[
     typer.Option(
         "--order",
         metavar="input|finished",
-        help="Of the records: the input's, or as they were finished.",
+        help="Order of the records: the input's, or as they were finished.",
     ),
 ]
 Ray = Annotated[
@@ -101,7 +101,7 @@ def batch(
         )
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    check_input(source)  # a wrong name is told before a model is downloaded
+    check_input(source)  # a wrong name is reported before a model is downloaded
     seed = sampling.pop("seed", 0)
     weights = _weights(load, is_elsewhere=ray is not None)
     rules = Rules(str(load.model), {"max_tokens": max_tokens, **sampling}, seed, weights)
@@ -109,8 +109,8 @@ def batch(
     decided = {**decisive, "model": rules.model, "weights": weights, **rules.sampling, "seed": seed}
     work, metrics = Batch(source, output_file, order, decided), BatchMetrics()
     try:
-        with _progress(metrics) as reported:
-            work.run(lambda: _answerer(load, rules, ray, workers), metrics, reported)
+        with _progress(metrics) as report:
+            work.run(lambda: _answerer(load, rules, ray, workers), metrics, report)
     except (KeyboardInterrupt, SpecdecError):
         if 0 < metrics.n_answered < metrics.n_lines:
             say(
@@ -126,7 +126,7 @@ def batch(
 
 
 def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
-    """Which weights answer; None where only other machines have them, of a model of the hub."""
+    """Return the weights' fingerprint; None for a hub model that only other machines may have."""
     from specdec.models.names import is_hub_id, resolve_model
     from specdec.models.weight_files import weights_fingerprint
 
@@ -138,7 +138,7 @@ def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
 def _answerer(
     load: RunOptions, rules: Rules, ray: str | None, workers: int | None
 ) -> AbstractContextManager[Answerer]:
-    """Who answers: this process, or a cluster's."""
+    """Return the answerer: this process, or a Ray cluster."""
     return _local(load, rules) if ray is None else _on_ray(load, rules, ray, workers)
 
 
@@ -146,7 +146,7 @@ def _answerer(
 def _on_ray(
     load: RunOptions, rules: Rules, address: str, n_workers: int | None
 ) -> Iterator[Answerer]:
-    """Ray prints what became of workers to stdout, which is for results: our notes tell it."""
+    """Open a Ray cluster; its prints about workers are dropped, for stdout is for results."""
     from specdec.batch.ray_cluster import open_cluster
 
     check_models(load)
@@ -168,7 +168,7 @@ def _local(load: RunOptions, rules: Rules) -> Iterator[Answerer]:
 
 @contextmanager
 def _progress(metrics: BatchMetrics) -> Iterator[Callable[[], None]]:
-    """A bar of lines, tokens per second and the time left, on a terminal, from the first answer."""
+    """Show lines done, tokens/s and the time left on a terminal, from the first answer on."""
     if not SHOWN.metrics or not sys.stderr.isatty():
         yield lambda: None
         return
@@ -179,30 +179,30 @@ def _progress(metrics: BatchMetrics) -> Iterator[Callable[[], None]]:
         TextColumn("lines"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[speed]}"),
     )
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=None, reported="")
+    task = bar.add_task("", total=None, speed="")
 
-    def reported() -> None:
+    def show() -> None:
         left = metrics.seconds_left
         if left is None:
             return  # the bar of loading has the terminal
         text = f"{metrics.tokens_per_second:.2f} tok/s, {_duration(left)} left"
-        bar.update(task, completed=metrics.n_answered, total=metrics.n_lines, reported=text)
+        bar.update(task, completed=metrics.n_answered, total=metrics.n_lines, speed=text)
         bar.start()
 
     try:
-        yield reported
+        yield show
     finally:
         if bar.live.is_started:
             bar.stop()
 
 
 def _note(metrics: BatchMetrics, model: str, out: Path) -> None:
-    rest = sorted(metrics.models - {model})
-    if rest:
-        names = ", ".join(rest[:3]) + (", ..." if len(rest) > 3 else "")
+    other_models = sorted(metrics.models - {model})
+    if other_models:
+        names = ", ".join(other_models[:3]) + (", ..." if len(other_models) > 3 else "")
         say(f"note: lines ask for the model {names}: {model} answered them")
     if metrics.n_errors:
         say(f"note: {metrics.n_errors} of the lines could not be answered: see `error` in {out}")
@@ -228,15 +228,16 @@ def _figures_line(metrics: BatchMetrics) -> str:
 
 
 def _engine_parts(stats: EngineStats | None) -> list[str]:
-    """What the passes were like, where there were any."""
+    """Return metrics of the forward passes; empty if there were none."""
     if stats is None or not stats.passes:
         return []
     parts = [
-        f"{stats.tokens_per_pass:.2f} tokens a pass of {stats.batch_tokens_per_pass:.1f} rows",
+        f"{stats.tokens_per_pass:.2f} new tokens per pass of "
+        f"{stats.batch_tokens_per_pass:.1f} tokens",
         f"first token after {stats.mean_time_to_first_token:.1f} s",
     ]
     if stats.preempted:
-        parts.append(f"{stats.preempted} times set aside, {stats.swapped_in} times read back")
+        parts.append(f"preempted {stats.preempted} times, swapped in {stats.swapped_in} times")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""`specdec check`: do a target and a draft go together, and which draft serves best?"""
+"""`specdec check`: whether a target and a draft go together, and which draft is fastest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Rank = Annotated[
     bool,
     typer.Option(
         "--rank",
-        help="Measure which of several drafts (-md A -md B) serves best; the options of a run "
-        "are those that it measures with.",
+        help="Measure which of several drafts (-md A -md B) serves best, with the options of a "
+        "run that are given.",
     ),
 ]
 Prompts = Annotated[
@@ -32,7 +32,7 @@ Prompts = Annotated[
 ]
 NPrompts = Annotated[
     int,
-    typer.Option("--n-prompts", min=1, help="For --rank: use so many, of each category in turn."),
+    typer.Option("--n-prompts", min=1, help="For --rank: use so many, by category in turn."),
 ]
 
 
@@ -48,7 +48,7 @@ def check(
     enforce: options.Enforce = False,
     json: options.Json = False,
 ) -> None:
-    """Do these two go together? Compares their vocabularies token by token, or ranks drafts."""
+    """Check that a target and a draft go together, token by token, or rank several drafts."""
     if not rank:
         if prompts is not None:
             raise options.OptionError("--prompts is for measuring drafts: add --rank")
@@ -59,8 +59,8 @@ def check(
 
 
 def _words(context: typer.Context) -> list[str]:
-    """The options of this call, wherever they come from: the benchmark reads neither variables
-    nor the file of settings, and what was typed may have `--config FILE` in front."""
+    """Return all options of this call, for the benchmark reads neither variables nor the
+    settings file; the typed words may have `--config FILE` in front."""
     words: list[str] = []
     for param in context.command.params:
         value = context.params[str(param.name)]

@@ -1,4 +1,4 @@
-"""`specdec plan`, `profile` and `demo`: what can be known without generating text."""
+"""`specdec plan`, `profile` and `demo`: information about a model and this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 ProfileDevice = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda", help="Whose arithmetic is timed.")
+    str, typer.Option("--device", metavar="cpu|cuda", help="Device whose arithmetic is timed.")
 ]
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure again, ignoring the cache.")]
 DemoArguments = Annotated[
@@ -36,7 +36,7 @@ Machines = Annotated[
     typer.Option(
         "--machines",
         min=1,
-        help="Say what a batch may expect of so many machines like the planned one.",
+        help="Also estimate a batch on so many machines like the planned one.",
         show_default="one",
     ),
 ]
@@ -49,7 +49,7 @@ def plan(
     machines: Machines = None,
     json: options.Json = False,
 ) -> None:
-    """Show what goes where in memory, what else was weighed, and the predicted speed."""
+    """Show the memory plan, the alternatives, and the predicted speed."""
     check_models(load)
     from specdec.planning.plan import plan_run
     from specdec.planning.what_if.machines import Machines as SeveralMachines
@@ -105,7 +105,7 @@ def profile(
             "dram_bytes_per_second": machine.dram_bytes_per_second,
             "flops_per_second": machine.flops_per_second,
             "memory_bytes": machine.memory_bytes,
-            **({} if gpu is None else _gpu_figures(gpu)),
+            **({} if gpu is None else _gpu_metrics(gpu)),
         }
         write_json({**asdict(result), **metrics})
         return
@@ -116,9 +116,9 @@ def profile(
     write_text(
         f"storage    {result.storage_bytes_per_second / 1e9:.2f} GB/s, {how}, "
         f"{result.n_readers} readers of {format_bytes(result.read_bytes)}\n"
-        f"           measured {when} and remembered; --refresh measures again\n"
+        f"           measured {when} and cached on disk; --refresh measures again\n"
         f"memory     {format_bytes(machine.memory_bytes)}, "
-        f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s through one-row products\n"
+        f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s in one-token products\n"
         f"arithmetic {flops}\n"
     )
     if gpu is not None:
@@ -128,7 +128,7 @@ def profile(
         )
 
 
-def _gpu_figures(gpu: ThisGpu) -> dict[str, float]:
+def _gpu_metrics(gpu: ThisGpu) -> dict[str, float]:
     return {
         "vram_bytes": gpu.vram_bytes,
         "pcie_bytes_per_second": gpu.pcie_bytes_per_second,

@@ -1,4 +1,4 @@
-"""`specdec models`, `pull` and `rm`: what is on this machine, and what is to be."""
+"""`specdec models`, `pull` and `rm`: list, download and remove local models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specdec.models.local_models import local_models
 
 Folder = Annotated[
     Path | None,
-    typer.Argument(help="A folder of your own to look into, too.", show_default=False),
+    typer.Argument(help="Another folder to search.", show_default=False),
 ]
 Fits = Annotated[
     str | None,
-    typer.Option("--fits", metavar="TARGET", help="Only what may draft for this model."),
+    typer.Option("--fits", metavar="TARGET", help="Only models that can draft for this one."),
 ]
 
 
@@ -30,22 +30,22 @@ def models(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """List the models on this machine: of the hub's cache, Ollama, LM Studio and llama.cpp."""
+    """List the models on this machine: in the hub's cache, Ollama, LM Studio and llama.cpp."""
     if folder is not None and not folder.is_dir():
         raise options.OptionError(f"{folder} is no folder: name one that holds models")
-    result = local_models(folder)
+    local = local_models(folder)
     if fits is not None:
         from specdec.models.drafts import drafts_for
 
-        result = drafts_for(fits, result)
+        local = drafts_for(fits, local)
     if json:
-        write_json({"models": [asdict(item) for item in result]})
+        write_json({"models": [asdict(item) for item in local]})
         return
-    width = max((len(item.name) for item in result), default=0)
-    for item in result:
+    width = max((len(item.name) for item in local), default=0)
+    for item in local:
         size = format_bytes(item.n_bytes)
         write_text(f"{item.name:{width}}  {size:>11}  {item.kind}, {item.keeper}\n")
-    if not result:
+    if not local:
         write_text(
             "none; -m takes a directory, a GGUF file or a hub id, and pair:target is built in\n"
         )
@@ -59,7 +59,7 @@ def pull(
     from specdec.models.names import is_hub_id, resolve_model
 
     if not is_hub_id(model):
-        path = resolve_model(model)  # says what is wrong with a name that leads nowhere
+        path = resolve_model(model)  # raises ModelNotFound for an unknown name
         raise options.OptionError(f"{model} is on this disk already: {path}")
     path = resolve_model(model)
     write_text(f"{path}\n")
@@ -73,17 +73,17 @@ def rm(
     """Remove a model from the Hugging Face hub's cache; other programs' models are theirs."""
     from specdec.models.cached import cached_model
 
-    result = cached_model(model)
-    size = format_bytes(result.n_bytes)
-    if not yes and not _is_requested(f"remove {result.name} ({size})?"):
-        print(f"{result.name} is kept", file=sys.stderr)
+    cached = cached_model(model)
+    size = format_bytes(cached.n_bytes)
+    if not yes and not _is_confirmed(f"remove {cached.name} ({size})?"):
+        print(f"{cached.name} is kept", file=sys.stderr)
         return
-    result.remove()
-    write_text(f"removed {result.name}: {size} are free again\n")
+    cached.remove()
+    write_text(f"removed {cached.name}: {size} are free again\n")
 
 
-def _is_requested(question: str) -> bool:
-    """Raises OptionError where nobody answers."""
+def _is_confirmed(question: str) -> bool:
+    """Ask the user; raise OptionError at the end of input."""
     try:
         return typer.confirm(question, err=True)
     except typer.Abort as stop:

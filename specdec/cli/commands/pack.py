@@ -17,7 +17,7 @@ Model = Annotated[
 ]
 Out = Annotated[
     Path,
-    typer.Option("-o", "--out", help="The folder of the copy, which is not there yet."),
+    typer.Option("-o", "--out", help="Folder for the copy; must not exist yet."),
 ]
 Verify = Annotated[
     bool,
@@ -32,7 +32,7 @@ def pack(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a packed copy of a checkpoint, for every command to use in its place."""
+    """Write a packed copy of a checkpoint, which every command accepts in its place."""
     check_local_name(model)
     from specdec.packing.pack import pack as pack_model
 

@@ -1,4 +1,4 @@
-"""`specdec run` and `specdec chat`: text on stdout, all else on stderr."""
+"""`specdec run` and `specdec chat`: text on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PromptFile = Annotated[
 IsChat = Annotated[
     bool,
     typer.Option(
-        "--chat", help="The prompt is a user's turn: give it as the model's template has."
+        "--chat", help="Treat the prompt as a user's turn and apply the model's chat template."
     ),
 ]
 Logprobs = Annotated[
@@ -101,14 +101,14 @@ def run(
 
 
 def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any]) -> bool | int:
-    """Raises SpecdecError, before anything is loaded."""
+    """Return SamplingParams' `logprobs`. Raises SpecdecError, before anything is loaded."""
     if not is_json:
-        raise options.OptionError("--logprobs is given without --json, which alone has room for it")
+        raise options.OptionError("--logprobs is shown with --json only: add --json")
     from specdec.sampling.params import SamplingParams
 
-    requested = n_likeliest or True
-    SamplingParams(**keywords, logprobs=requested)
-    return requested
+    logprobs = n_likeliest or True
+    SamplingParams(**keywords, logprobs=logprobs)
+    return logprobs
 
 
 def system_turn(text: str | None) -> list[dict[str, str]]:
@@ -139,7 +139,7 @@ def chat(
             messages.append({"role": "user", "content": line})
             try:
                 result = stream_text(llm, messages, keywords)
-            except KeyboardInterrupt:  # the question goes with its answer
+            except KeyboardInterrupt:  # the question is dropped with its answer
                 messages.pop()
                 write_text("\n")
                 say("stopped; Ctrl-D ends")
@@ -153,7 +153,7 @@ def chat(
 
 
 def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
-    """What is loaded for beams: memory for them, and nothing to draft with."""
+    """Return the options with memory for beams and without drafting."""
     if num_beams == 1:
         if beam_span != DEFAULT_BEAM_SPAN:
             raise options.OptionError("--beam-span is given without --num-beams: it is about beams")
@@ -175,7 +175,7 @@ def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
 
 
 def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationResult:
-    """Write the text as it comes, several sequences below headings; then the perf line."""
+    """Write the text as it is generated, several sequences under headings, then the perf line."""
     stream = llm.stream(prompt, **keywords)
     last, index, n_sequences = "", -1, keywords.get("n", 1)
     for chunk in stream:
@@ -217,7 +217,7 @@ def _output_to_dict(output: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprobs_to_dict(output: CompletionOutput) -> dict[str, Any]:
-    """Of each token; of the likeliest ones as [token, its log-probability], the likeliest first."""
+    """Return log-probabilities of the tokens, and [token, log-probability] of the likeliest."""
     top = output.top_logprobs
     likeliest = None if top is None else [[list(pair) for pair in item.items()] for item in top]
     return {"logprobs": list(output.logprobs or ()), "top_logprobs": likeliest}

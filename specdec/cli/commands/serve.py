@@ -34,7 +34,7 @@ def serve(
     server.key()  # before anything is started
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    # First of all: its memory is part of what the plan finds in use.
+    # Imported first: its memory counts as used when the plan is made.
     run = _import_server()
     with ExitStack() as stack:
 
@@ -62,7 +62,7 @@ def _import_server() -> type:
 
 
 def _name(server: ServeOptions, load: RunOptions) -> str:
-    """What clients call the model; never a path of this machine."""
+    """Return the name of the model for clients; never a path of this machine."""
     if server.alias is not None:
         return server.alias
     model = str(load.model)

@@ -1,1 +1,1 @@
-"""What a command is given beside its options: prompts, variables and a file of settings."""
+"""Input of a command beside its options: prompts, environment variables and a settings file."""

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: the command line, a file, stdin, or a user who types lines."""
+"""Sources of prompts: the command line, a file, stdin, or a user who types lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_prompt_options(prompts: Sequence[str], files: Sequence[Path]) -> None:
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """All that were given in one of the two ways."""
+    """Return all prompts, which are given either as text or as files."""
     return [
         *(read_prompt(prompt, None) for prompt in prompts),
         *(read_prompt(None, file) for file in files),
@@ -31,7 +31,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt's text. One line break at the end of a file or of stdin is not part of it."""
+    """Return the prompt's text, without one line break at the end of a file or of stdin."""
     text = prompt if prompt not in (None, "-") else read_text(file)
     if not text:
         whose = f"{file} is a pipe that nobody writes to: " if file and file.is_fifo() else ""
@@ -47,7 +47,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path | None) -> str:
-    """A file's text, or that of stdin; one line break at its end is left out."""
+    """Return the text of a file or of stdin, without one line break at its end."""
     source = "stdin" if file is None else str(file)
     if file is None:
         raw = read_bounded(sys.stdin.buffer, source)
@@ -64,14 +64,14 @@ def read_text(file: Path | None) -> str:
 
 
 def read_bounded(stream: BinaryIO, source: str) -> bytes:
-    """All of a regular file, pipe or terminal, but never without end.
+    """Read a regular file, pipe or terminal to its end, up to MAX_PROMPT_BYTES.
 
     Raises OptionError for other devices, and for more than MAX_PROMPT_BYTES.
     """
     mode = os.fstat(stream.fileno()).st_mode
     if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not _is_known(stream.fileno())):
         raise OptionError(f"{source} is a device: give a file or a pipe")
-    os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe otherwise: no cut text
+    os.set_blocking(stream.fileno(), True)  # a parent may have left a pipe non-blocking
     try:
         raw = stream.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
@@ -83,13 +83,13 @@ def read_bounded(stream: BinaryIO, source: str) -> bytes:
 
 
 def _is_known(descriptor: int) -> bool:
-    """Character devices that come to an end: a terminal, and /dev/null."""
+    """Return whether a character device comes to an end: a terminal, or /dev/null."""
     number = os.fstat(descriptor).st_rdev
     return os.isatty(descriptor) or number == os.stat(os.devnull).st_rdev
 
 
 def read_line() -> str | None:
-    """The user's next line that is not blank; None at the end of input or /exit."""
+    """Return the user's next non-blank line; None at the end of input or /exit."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
             try:

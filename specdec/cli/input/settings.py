@@ -1,7 +1,7 @@
-"""Options from elsewhere than the command line: SPECDEC_* variables, and a file.
+"""Options from SPECDEC_* variables and from a settings file.
 
-What is typed goes before a variable, a variable before the file, and a command's own section of the
-file before what stands at its top.
+The command line takes precedence over a variable, a variable over the file, and a command's own
+section of the file over the file's top level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
 PREFIX = "SPECDEC_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-# Of one call, or read elsewhere: a key may come from a file instead of its variable.
+# Options of one call, or read elsewhere: a key may come from a file instead of its variable.
 _ELSEWHERE = frozenset({"help", "version", "debug", "config", "prompt", "file", "api_key"})
 
 
@@ -31,13 +31,13 @@ def name_variables(command: Any) -> None:
     for sub in command.commands.values():
         for name, option in _options(sub):
             option.envvar = PREFIX + name.upper()
-            option.show_envvar = False  # the rule is told once, in the documentation
+            option.show_envvar = False  # the rule is documented once
 
 
 def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
-    """What a file says for each command.
+    """Return the defaults that a settings file has for each command.
 
-    Raises OptionError for what no command has.
+    Raises OptionError for an option that no command has.
     """
     try:
         with open_now(path) as file:
@@ -65,17 +65,17 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
 
 
 def own_file() -> Path | None:
-    """The user's own file; None without one."""
+    """Return the user's settings file; None if there is none."""
     try:
         folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         file = Path(folder) / "specdec" / "config.toml"
         return file if file.is_file() else None
-    except (OSError, RuntimeError):  # a home of somebody else's, that is shut; a user without one
+    except (OSError, RuntimeError):  # an unreadable home, or a user without one
         return None
 
 
 def _options(command: Any) -> Iterator[tuple[str, Any]]:
-    """The options of a command that may come from elsewhere, by the long form's name."""
+    """Yield the options of a command that may come from elsewhere, by their long names."""
     for param in command.params:
         names = [_field(text[2:]) for text in param.opts if text.startswith("--")]
         if names and not _ELSEWHERE.intersection((param.name, *names)):
@@ -95,9 +95,9 @@ def _check(values: Mapping[str, Any], known: set[str], problem: str) -> None:
 
 
 def _as_typed(value: Any, option: Any, whose: str) -> Any:
-    """As it would stand on the command line, where its type is found out.
+    """Return a value as it would be typed on the command line, where it is converted.
 
-    Raises OptionError for a list where one value is taken.
+    Raises OptionError for a list if the option takes one value.
     """
     if option.multiple:
         return [_word(item) for item in (value if isinstance(value, list) else [value])]

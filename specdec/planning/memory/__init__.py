@@ -1,1 +1,1 @@
-"""Who gets how much of the memory budget."""
+"""Memory planning: division of the memory budget."""

@@ -1,4 +1,4 @@
-"""What the process takes before any weight is there, and what it may take: plans begin with it."""
+"""Memory of the process before any weight is loaded, and its limit: the start of every plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specdec.run_options import AUTO
 
 
 def measure_base() -> int:
-    """Bytes in memory, without what building the models left behind."""
+    """Return the process's resident bytes, after freeing what building the models left behind."""
     gc.collect()
     give_back_freed()
     return process_memory().rss_bytes
 
 
 def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
-    """The budget in bytes, and where that comes from. Raises ConfigError."""
+    """Return (budget in bytes, its origin). Raises ConfigError."""
     limit = memory_limit()
     if memory_budget == AUTO:
         free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes
@@ -34,7 +34,7 @@ def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
 
 
 def asked_budget(ledger: str, requested: str | int, max_bytes: int, whose: str) -> int:
-    """A budget in bytes. Raises ConfigError where it is above `most_bytes`, which is `whose`."""
+    """Parse a budget to bytes. Raises ConfigError above `max_bytes`, which `whose` describes."""
     n_bytes = parse_bytes(requested)
     if n_bytes - max_bytes >= mmap.PAGESIZE:  # the kernel steps limits down to whole pages
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Divides a memory budget between two models.
+"""Division of a memory budget between two models.
 
-The budget is the whole process's. From it come off, in this order: what the process takes already
-(measured), headroom for what libraries allocate, the embeddings, heads, KV caches and activations
-of both models. What is left holds layers. The draft's come first, because drafting reads them once
-for every level of a tree; what of them does not fit streams. The target gets the rest: a ring of
-slots through which its layers stream, and as many pinned tensors as fit. Which draft there is, and
-room for which tree, is a `Shape`, and `specdec.planning.search` chooses it.
+The budget is the whole process's. These are subtracted in order: the memory that the process takes
+already (measured), headroom for what libraries allocate, the embeddings, heads, KV caches and
+activations of both models. The remainder holds layers. The draft's come first, because drafting
+reads them once for every level of a tree; those that do not fit stream. The target gets the rest: a
+ring of slots through which its layers stream, and as many pinned tensors as fit. The draft's device
+and the tree capacity are a `Shape`, which `specdec.planning.search` chooses.
 
-With a GPU there are two ledgers. What is computed there is in its own, of VRAM, which is divided
-first; layers for which it has no room are the host's to hold or to stream, in pinned memory.
+With a GPU there are two ledgers. Everything computed there is in the VRAM ledger, which is divided
+first; layers that do not fit there are kept in pinned host memory or streamed through it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
 """Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
 SMALL_TREE = 8
-"""Draft tokens that every automatic plan has room for."""
+"""Draft tokens that every automatic plan reserves memory for."""
 _SMALLEST_STEP_BYTES = 16 * MIB
-"""The smallest budget leaves as much over, and is rounded up to it: the base varies a little."""
+"""Granularity and margin of the smallest budget, as the process's base memory varies a little."""
 _MIN_ADVISED_CTX = 256
 VRAM_HEADROOM_BYTES = 256 * MIB
-"""Workspaces of matrix products, and what the allocator steps up."""
+"""Workspaces of matrix products, and the allocator's rounding."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What divisions of the same memory differ in."""
+    """The choices by which memory plans for the same budget differ."""
 
     n_drafted: int
-    """Draft tokens of the largest tree that there is room for."""
+    """Draft tokens of the largest tree that memory is reserved for."""
     draft_device: str | None = CPU
-    """None: the draft is left out."""
+    """Device of the draft; None leaves the draft out."""
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,26 @@ class Gpu:
     """The GPU that the target runs on."""
 
     vram_bytes: int
-    """What the process may take of its memory."""
+    """VRAM that the process may use."""
     vram_source: str
-    """Where that figure comes from."""
+    """Origin of `vram_bytes`, for the user."""
     target: ModelSource
-    """As it runs there."""
+    """The target as it runs on the GPU."""
     cpu_draft: ModelSource | None = None
     """The draft as it would run beside the GPU; None where it must not."""
     draft: ModelSource | None = None
-    """The draft as it would run there; None where it cannot."""
+    """The draft as it would run on the GPU; None where it cannot."""
     host_bytes: int = 0
-    """What its libraries take of host memory and the process does not take yet."""
-    pinned_bytes: int = 0
-    """What other models of the process have of its memory."""
+    """Host memory that its libraries will take beyond what the process takes already."""
+    used_bytes: int = 0
+    """VRAM of other models of the process."""
     warnings: tuple[str, ...] = ()
-    """What the user of a plan should know of it."""
+    """Warnings about the GPU for the user of a plan."""
 
     @property
     def base_bytes(self) -> int:
-        """Of `vram_bytes`: taken before anything of this run."""
-        return CUDA_CONTEXT_BYTES + self.pinned_bytes
+        """Part of `vram_bytes` that is taken before this run."""
+        return CUDA_CONTEXT_BYTES + self.used_bytes
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ class Smallest:
 
     host_bytes: int
     vram_bytes: int = 0
-    """0 without a GPU."""
+    """Smallest VRAM budget; 0 without a GPU."""
 
     def of(self, ledger: str) -> int:
-        """The budget of one ledger, named as errors name it."""
+        """Return the budget of one ledger, named as in errors."""
         return self.vram_bytes if ledger == VRAM else self.host_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory is divided."""
+    """Division of the memory between the parts of two models."""
 
     budget: MemoryBudget
     target: Placement
@@ -106,27 +106,27 @@ class MemoryPlan:
     ctx_size: int
     shape: Shape
     smallest: Smallest
-    """The smallest budgets that work for this: with the draft if it has one."""
+    """The smallest budgets that work for this plan: with the draft if it has one."""
     smallest_alone: Smallest
     """The smallest budgets that work without a draft model."""
     vram: MemoryBudget | None = None
     """The GPU's ledger, if the target runs there."""
     pinnable: PinnableMemory = PinnableMemory()
-    """What is lent of it to the target's layers while it decodes."""
+    """Unused memory that pins the target's layers while it decodes."""
 
     @property
     def n_drafted(self) -> int:
-        """Draft tokens of the largest tree that there is room for."""
+        """Draft tokens of the largest tree that memory is reserved for."""
         return self.shape.n_drafted
 
 
 class MemoryPlanner:
-    """Divides budgets for one pair of models and one set of options.
+    """Planner that divides budgets for one pair of models and one set of options.
 
     Args:
-        target, draft: as they run on the CPU.
-        base_bytes: what the process takes already.
-        gpu: where the target runs instead, and perhaps the draft.
+        target, draft: the models as they run on the CPU.
+        base_bytes: memory that the process takes already.
+        gpu: the GPU that runs the target instead, and perhaps the draft.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class MemoryPlanner:
             else GpuPlacementPlanner(gpu.target, *how)
         )
         self._drafts: dict[str, PlacementPlanner] = {}
-        """By device."""
+        """Planners of the draft by device."""
         cpu_draft = draft if gpu is None else gpu.cpu_draft
         if cpu_draft is not None:
             self._drafts[CPU] = CpuPlacementPlanner(cpu_draft, "auto")
@@ -157,17 +157,17 @@ class MemoryPlanner:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft model that memory could be set aside for."""
+        """Whether there is a draft model that memory could be reserved for."""
         return bool(self._drafts)
 
     @property
     def draft_devices(self) -> tuple[str, ...]:
-        """Where the draft may run; (CPU,) without a draft too."""
+        """Devices that the draft may run on; (CPU,) without a draft too."""
         return tuple(self._drafts) or (CPU,)
 
     @property
     def min_drafted(self) -> int:
-        """Draft tokens that every plan has room for: those asked for, or a small tree."""
+        """Draft tokens that every plan reserves memory for: those requested, or a small tree."""
         spec = self.options.spec
         if not spec.spec_type:
             return 0
@@ -175,17 +175,17 @@ class MemoryPlanner:
 
     @property
     def max_drafted(self) -> int:
-        """Draft tokens that there may be room for."""
+        """Maximum number of draft tokens that memory may be reserved for."""
         if not self.options.spec.spec_type or self.options.spec.num_draft_tokens is not None:
             return self.min_drafted
         limit = MAX_AUTO_NODES if self._gpu is None else MAX_DRAFT_TOKENS
         return min(limit, self._target.source.max_tree_leaves or limit)
 
     def divide(self, total_bytes: int, shape: Shape) -> MemoryPlan:
-        """Reserve every part by name.
+        """Reserve every part by name and place the layers in the remainder.
 
-        Raises BudgetExceeded with the smallest budget that works for such a shape, and what a run
-        without the draft would need (or with it, if the shape leaves it out).
+        Raises BudgetExceeded with the smallest budget that works for such a shape, and the one of
+        a run without the draft (or with it, if the shape leaves it out).
         """
         parts, smallest = self._parts(self._ctx_size, shape), self._smallest_of(shape)
         vram = self._divide_vram(parts, shape)
@@ -217,7 +217,7 @@ class MemoryPlanner:
 
     @cached_property
     def smallest(self) -> Smallest:
-        """The smallest budgets that work: with the smallest tree and the least of both models."""
+        """The smallest budgets that work: for the smallest tree and the minimum of both models."""
         return self._smallest([Shape(self.min_drafted, device) for device in self.draft_devices])
 
     @cached_property
@@ -248,15 +248,15 @@ class MemoryPlanner:
         draft = self._draft(shape)
         if draft is None:
             return None
-        left = budget.available_bytes - self._least_of_target(shape, vram)
+        left = budget.available_bytes - self._min_target_bytes(shape, vram)
         device_bytes = draft.min_device_bytes()
         plan = draft.place(left, device_bytes)
         _reserve(budget, vram, draft.parts(plan), "draft ")
         return plan
 
     def _divide_vram(self, parts: Parts, shape: Shape) -> MemoryBudget | None:
-        """The GPU's ledger, with all but the layers. Raises BudgetExceeded where these do not fit
-        in their least form."""
+        """Return the VRAM ledger with all but the layers; raise BudgetExceeded where the minimum of
+        these does not fit."""
         if self._gpu is None:
             return None
         total_bytes, needed = self._gpu.vram_bytes, self._needed_vram(self._gpu, parts, shape)
@@ -277,12 +277,12 @@ class MemoryPlanner:
 
     def _needed(self, parts: Parts, shape: Shape, vram: MemoryBudget | None) -> int:
         draft = self._draft(shape)
-        minimum = self._least_of_target(shape, vram)
+        minimum = self._min_target_bytes(shape, vram)
         minimum += draft.min_bytes(draft.min_device_bytes()) if draft else 0
         return self._base_bytes + HEADROOM_BYTES + sum(parts.host.values()) + minimum
 
-    def _least_of_target(self, shape: Shape, vram: MemoryBudget | None) -> int:
-        """Of host memory, once the draft has its part of the GPU's."""
+    def _min_target_bytes(self, shape: Shape, vram: MemoryBudget | None) -> int:
+        """Return the host memory that the target needs once the draft has its part of the VRAM."""
         draft = self._draft(shape)
         device_bytes = 0 if vram is None else vram.available_bytes
         device_bytes -= draft.min_device_bytes() if draft else 0
@@ -301,23 +301,23 @@ class MemoryPlanner:
         )
 
     def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:
-        """Which smaller context or KV format would help, and by how much."""
+        """Return the smaller context or KV formats that would help, with the budget of each."""
 
         def with_change(ctx_size: int, cache_type: str | None = None) -> int:
             return self._needed(self._parts(ctx_size, shape, cache_type), shape, vram)
 
-        result = []
+        changes = []
         half = self._ctx_size // 2
         if half >= _MIN_ADVISED_CTX:
-            result.append((with_change(half), f"--ctx-size {half}"))
+            changes.append((with_change(half), f"--ctx-size {half}"))
         for cache_type in self._target.source.smaller_cache_types:
             flags = f"--cache-type-k {cache_type} --cache-type-v {cache_type}"
-            result.append((with_change(self._ctx_size, cache_type), flags))
-        worth = [(n, flags) for n, flags in result if needed - n >= _SMALLEST_STEP_BYTES]
-        return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in worth)
+            changes.append((with_change(self._ctx_size, cache_type), flags))
+        useful = [(n, flags) for n, flags in changes if needed - n >= _SMALLEST_STEP_BYTES]
+        return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in useful)
 
     def _advice_on_draft(self, shape: Shape, ledger: str) -> str:
-        """Smallest budget of the other choice: without the draft of a shape, or with it."""
+        """Return the smallest budget of the other choice: without the shape's draft, or with it."""
         if not self.has_draft:
             return ""
         with_draft, alone = self.smallest.of(ledger), self.smallest_alone.of(ledger)
@@ -329,15 +329,15 @@ class MemoryPlanner:
 def _reserve(
     host: MemoryBudget | None, vram: MemoryBudget | None, parts: Parts, prefix: str = ""
 ) -> None:
-    """Set the parts aside; None: not of this ledger."""
-    for ledger, requested in ((host, parts.host), (vram, parts.gpu)):
-        for name, n_bytes in requested.items():
+    """Reserve the parts in their ledgers; a ledger of None is skipped."""
+    for ledger, n_bytes_by_name in ((host, parts.host), (vram, parts.gpu)):
+        for name, n_bytes in n_bytes_by_name.items():
             if ledger is not None:
                 ledger.reserve(prefix + name, n_bytes)
 
 
 def _rounded(n_bytes: int) -> int:
-    """Up, with a step to spare; 0 stays."""
+    """Round up to whole steps and add one as a margin; 0 stays 0."""
     if not n_bytes:
         return 0
     return (-(-n_bytes // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES

@@ -1,4 +1,4 @@
-"""What two models take of memory beside their layers: of the host, and of a GPU."""
+"""Memory of two models beside their layers, on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64
 _RANKED_LOGIT_BYTES = 4 + 8  # float32 and int64
 _NOISE_BYTES = 4  # float32
-_JUDGED_BYTES = 2 * 8  # p and q in float64 of every token of a chain, until it is judged
+_VERIFIED_BYTES = 2 * 8  # p and q in float64 of every token of a chain, until it is verified
 _LISTED_BYTES = 160  # Python's numbers, in tuples, in lists
-_KEPT_BYTES = 4 + 8  # int32 and float64
+_NODE_BYTES = 4 + 8  # int32 and float64
 MIN_PLANNED_WIDTH = 64
-"""Branches below one draft token that memory is set aside for in any case."""
-_BROUGHT_LOGIT_BYTES = 4 + 4  # as they come from a GPU, and float32
+"""Minimum number of branches below one draft token that memory is reserved for."""
+_COPIED_LOGIT_BYTES = 4 + 4  # as copied from a GPU, and float32
 DRAFTING_PARTS = ("draft logits", "draft probabilities", "block verification")
-"""What drafts take beside activations once they are computed, and judged."""
+"""Names of the parts for drafting and verification beside activations."""
 
 
 @dataclass
 class Parts:
-    """Bytes by name."""
+    """Bytes of each named part, in host memory and VRAM."""
 
     host: dict[str, int] = field(default_factory=dict)
     gpu: dict[str, int] = field(default_factory=dict)
 
 
 def max_draft_nodes(n_drafted: int, max_leaves: int | None) -> int:
-    """Most nodes that the draft runs for one tree of the target, of which it keeps the KV.
+    """Return the maximum number of nodes in the draft's KV cache for one tree of the target.
 
-    A tree of the best n nodes takes about 2n runs to find, 5n at most of those observed; the rest
-    is for drafting ahead.
+    A tree of the best n nodes takes about 2n runs to find, at most 5n were observed; the rest is
+    for parallel drafting.
     """
     n_nodes = _RUNS_PER_NODE * max(level_width(n_drafted), 1 + n_drafted)
     return n_nodes if max_leaves is None else min(n_nodes, max_leaves)
 
 
 def planned_width(spec: SpecConfig) -> int:
-    """Branches below one draft token that memory is set aside for."""
+    """Return the number of branches below one draft token that memory is reserved for."""
     return max(spec.width, MIN_PLANNED_WIDTH)
 
 
@@ -59,7 +59,7 @@ def parts_of_run(
     is_on_gpu: bool,
     is_draft_on_gpu: bool,
 ) -> Parts:
-    """Of everything but the layers."""
+    """Return the parts of everything but the layers."""
     result = Parts()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
     n_tokens = options.all_tokens(ctx_size)
@@ -76,8 +76,8 @@ def parts_of_run(
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
         result.host["draft probabilities"] = n_bytes
     if options.spec.acceptance == "block":
-        n_judged = min(n_drafted, options.spec.depth)
-        result.host["block verification"] = n_judged * target.vocab_size * _JUDGED_BYTES
+        n_verified = min(n_drafted, options.spec.depth)
+        result.host["block verification"] = n_verified * target.vocab_size * _VERIFIED_BYTES
     return result
 
 
@@ -90,23 +90,22 @@ def _add_model(
     num_tokens: int,
     n_nodes: int,
 ) -> None:
-    """Where it computes; of a GPU's logits a copy comes to the host."""
+    """Add a model's parts to its device; a GPU's logits are copied to the host as well."""
     where = parts.gpu if is_on_gpu else parts.host
     where[f"{model} embeddings and head"] = source.non_layer_bytes
     where[f"{model} KV cache"] = source.kv_bytes(n_tokens, n_nodes)
     where[f"{model} activations"] = source.scratch_bytes(n_tokens, num_tokens, n_nodes)
     if is_on_gpu:
-        parts.host[f"{model} logits"] = num_tokens * source.vocab_size * _BROUGHT_LOGIT_BYTES
+        parts.host[f"{model} logits"] = num_tokens * source.vocab_size * _COPIED_LOGIT_BYTES
     parts.host["trees"] = parts.host.get("trees", 0) + table_bytes(n_nodes)
 
 
 def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run: int) -> int:
-    """What drafting keeps beside the draft's logits, of a vocabulary of `n_tokens`.
+    """Return the bytes of drafting beside the draft's logits, for a vocabulary of `n_tokens`.
 
-    The rules of chains keep the row that each token was drawn from, of all sequences of a pass. A
-    tree's level is ranked on a copy of its logits, whose order is one int64 for each, with the
-    noise of the positions that its nodes may have; the likeliest are listed, and kept for each
-    node.
+    Sampled chains store the distribution (a row) that each token was drawn from, for all sequences
+    of a pass. A tree's level is ranked on a copy of its logits, with one int64 each for the order
+    and noise for the positions that its nodes may have; each node stores its likeliest candidates.
     """
     spec = options.spec
     if spec.draws_chains:
@@ -114,7 +113,7 @@ def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run
         num_tokens = min(n_drawn, options.max_target_tokens(n_drafted) - 1)
         return num_tokens * n_tokens * _PROBABILITY_BYTES
     n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
-    listed = n_abreast * width * _LISTED_BYTES + n_run * width * _KEPT_BYTES
+    listed = n_abreast * width * _LISTED_BYTES + n_run * width * _NODE_BYTES
     ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
     n_noise = noise_positions(options.parallel)
     return listed + ranked + n_noise * n_tokens * _NOISE_BYTES

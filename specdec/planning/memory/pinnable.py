@@ -1,7 +1,8 @@
-"""What a run is going to lend to layers while it decodes, foreseen before anything is loaded.
+"""Prediction of the layers that a run can pin in unused memory while it decodes.
 
-`specdec.policy.opportunistic_layers` lends what it finds unused. A plan knows most of that: what it sets
-aside for the widest pass and the longest context, and how large the text is that it speaks of.
+`specdec.policy.opportunistic_layers` pins layers in memory that it finds unused. A plan knows most
+of that memory: what it reserves for the widest pass and the longest context, and the size of the
+sequence that its speeds assume.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.policy.opportunistic_layers import RESERVE_BYTES, bytes_per_row
 from specdec.run_options import RunOptions
 
-TEXT_TOKENS = 512
-"""Of a text that a plan's speeds are about, prompt included, where the context has room for it."""
+SEQUENCE_TOKENS = 512
+"""Length of the sequence that a plan's speeds assume, prompt included, if the context allows it."""
 IN_USE_BYTES = 64 * MIB
-"""Of the headroom and of the activations, what passes of a few rows take: 47 to 63 MiB were
-measured without a draft, and 10 to 40 more with one (docs/benchmarks.md)."""
+"""Share of headroom and activations that passes of a few tokens use: 47 to 63 MiB were measured
+without a draft, and 10 to 40 more with one (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
 class PinnableMemory:
-    """What memory of a division holds layers that stream, while less is in use than was planned."""
+    """Memory of a plan that can pin streamed layers while less is in use than was reserved."""
 
     max_bytes: int = 0
-    """Lent beside an empty KV cache, before passes of no rows."""
+    """Upper bound of bytes usable for layers (empty KV cache, no tokens)."""
     kv_tokens: int = 0
-    """Of all sequences together, at most."""
+    """Maximum number of tokens of all sequences together."""
     kv_token_bytes: int = 0
     row_bytes: int = 0
-    """Of activations, which a pass that is narrower than the widest one leaves for that."""
+    """Activation bytes per token by which a pass narrower than the widest leaves memory unused."""
     slot_bytes: int = 0
-    """Memory of one layer that is held."""
+    """Memory of one pinned layer."""
 
     def pin_layers(self, placement: Placement, n_tokens: int, num_tokens: int) -> Placement:
-        """The target's layers while all sequences have so many tokens, and passes so many rows."""
+        """Return the placement with pinned layers, for `n_tokens` in the KV cache."""
         if not self.slot_bytes:
             return placement
         n_kv_bytes = min(n_tokens, self.kv_tokens) * self.kv_token_bytes
@@ -55,9 +56,9 @@ def foresee(
     ctx_size: int,
     n_drafted: int,
 ) -> PinnableMemory:
-    """Of a target; nothing of what a GPU computes, nor where all stays.
+    """Return the pinnable memory of a target; none on a GPU or where no layer streams.
 
-    parts: of the budget, by name.
+    parts: bytes of the budget's parts, by name.
     """
     if placement.is_on_device or not placement.n_slots:
         return PinnableMemory()

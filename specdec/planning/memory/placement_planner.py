@@ -1,8 +1,8 @@
-"""Where a model's layers go in so much memory: of the host alone, or of a GPU and the host.
+"""Planners of a model's layer placement within given host memory, or VRAM and host memory.
 
-In names, `bytes` alone are of host memory and `device_bytes` are of a GPU's. Every placer is asked
-in the same order: `least_device_bytes`; with so many device bytes given to it, `least_bytes`;
-`place`; and the `parts` of what was placed.
+In names, `bytes` alone are host memory and `device_bytes` are VRAM. Every planner is called in the
+same order: `min_device_bytes`; `min_bytes` with the device bytes that it gets; `place`; and `parts`
+of the resulting placement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLENTY_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class PlacementPlanner(ABC):
-    """Places the layers of one model."""
+    """Planner of the layer placement of one model."""
 
     source: ModelSource
     load_mode: str
@@ -33,27 +33,27 @@ class PlacementPlanner(ABC):
     """Depth of the ring in host memory; None: 3, or 2 where that saves a tenth of the reads."""
 
     def min_device_bytes(self) -> int:
-        """Of the GPU's memory."""
+        """Return the minimum VRAM that the model needs."""
         return 0
 
     @abstractmethod
     def min_bytes(self, device_bytes: int) -> int:
-        """Of host memory: enough to run, with so much of the GPU's."""
+        """Return the minimum host memory to run with `device_bytes` of VRAM."""
 
     @abstractmethod
     def place(self, n_bytes: int, device_bytes: int) -> Placement:
-        """The layers' places within so much memory, which is at least the least.
+        """Place the layers within this memory, which is at least the minimum.
 
         Raises BudgetExceeded where a ring does not fit.
         """
 
     @abstractmethod
     def parts(self, placement: Placement) -> Parts:
-        """What is to be set aside for it."""
+        """Return the parts to reserve for a placement."""
 
 
 class CpuPlacementPlanner(PlacementPlanner):
-    """Computed with on the CPU: in memory, or streamed from storage."""
+    """Planner for layers that the CPU computes: in memory, or streamed from storage."""
 
     @cached_property
     def _everything(self) -> Placement:
@@ -72,7 +72,7 @@ class CpuPlacementPlanner(PlacementPlanner):
 
     @cached_property
     def _min_expert_bytes(self) -> int:
-        """Room for the experts that a layer has to have at a time."""
+        """Memory for the experts that one layer needs at a time."""
         experts = self.source.experts
         return min_slots(experts) * slot_bytes(experts)
 
@@ -82,7 +82,7 @@ class CpuPlacementPlanner(PlacementPlanner):
         return self._everything.host_bytes
 
     def min_bytes(self, device_bytes: int) -> int:
-        """All streamed, or all resident where that is less or asked for."""
+        """Return the bytes with all layers streamed, or all resident where smaller or requested."""
         if self.load_mode == "mmap":
             return 0
         if self.load_mode == "ram":
@@ -93,7 +93,7 @@ class CpuPlacementPlanner(PlacementPlanner):
     def place(self, n_bytes: int, device_bytes: int) -> Placement:
         if self.load_mode in ("mmap", "ram") or self.all_bytes <= n_bytes:
             return self._everything
-        # Every pass needs all of what is not an expert: that goes first.
+        # Every pass needs all of the dense weights: they are placed first.
         left = n_bytes - self._overhead_bytes - self._min_expert_bytes
         dense = plan_placement(self.source.layers, left, n_slots=self.n_slots)
         if not self.source.experts:
@@ -113,13 +113,13 @@ class CpuPlacementPlanner(PlacementPlanner):
 
     @cached_property
     def _overhead_bytes(self) -> int:
-        """What streaming takes beside the ring."""
+        """Memory that streaming takes beside the ring."""
         return self.source.streaming_overhead_bytes(self.n_slots or DEFAULT_N_SLOTS)
 
 
 class GpuPlacementPlanner(PlacementPlanner):
-    """Computed with on the GPU: in its memory, or copied there from pinned host memory, which holds
-    layers or is what they stream through."""
+    """Planner for layers that the GPU computes: in VRAM, or copied there from pinned host memory,
+    which keeps layers or is a ring that they stream through."""
 
     def min_device_bytes(self) -> int:
         return min_device_bytes(self.source.layers)
@@ -139,14 +139,14 @@ class GpuPlacementPlanner(PlacementPlanner):
         host = {
             "pinned layers": placement.resident_bytes,
             "ring": placement.ring_bytes,
-            # Taken before the others and given back by then.
+            # Allocated before the others and freed by then.
             "loading": max(0, LOAD_STAGING_BYTES - placement.host_bytes),
         }
         gpu = {"layers": placement.device_resident_bytes, "slots": placement.device_ring_bytes}
         return Parts(host, gpu)
 
     def _on_device(self, device_bytes: int) -> tuple[LayerWeights, ...]:
-        """The same for all that is predicted with so much of the GPU's memory."""
+        """Return the layers with the VRAM filled; cached, as several predictions share a size."""
         if device_bytes not in self._filled:
             self._filled[device_bytes] = fill_device(self.source.layers, device_bytes)
         return self._filled[device_bytes]
@@ -157,7 +157,7 @@ class GpuPlacementPlanner(PlacementPlanner):
 
 
 class WholeGpuPlacementPlanner(GpuPlacementPlanner):
-    """Wholly in the GPU's memory, as a draft is that runs there."""
+    """Planner for a model wholly in VRAM, such as a draft on the GPU."""
 
     def min_device_bytes(self) -> int:
         return whole_device_bytes(self.source.layers)

@@ -1,1 +1,1 @@
-"""Plans of other circumstances: several sequences at once, several machines, another device."""
+"""What-if plans: several sequences at once, several machines, another device."""

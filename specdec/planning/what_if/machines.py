@@ -1,34 +1,34 @@
-"""`specdec plan --machines N`: what several machines like the planned one do to a batch."""
+"""`specdec plan --machines N`: throughput of several machines like the planned one on a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.planning.memory.pinnable import TEXT_TOKENS
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Each holds the model for itself and answers lines of its own: nothing is divided but them."""
+    """Several machines, each with the whole model; only the lines of the batch are divided."""
 
     n: int
     plan: RunPlan
-    """Of one of them."""
+    """The plan of one machine."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all together, one text at a time on each."""
+        """Throughput of all machines together, one sequence at a time on each."""
         return self.n * self.plan.predicted_tokens_per_second
 
     @property
     def lines_per_hour(self) -> float:
-        return self.tokens_per_second * 3600 / TEXT_TOKENS
+        return self.tokens_per_second * 3600 / SEQUENCE_TOKENS
 
     @property
     def storage_bytes_per_second(self) -> float:
-        """Read by all together: of one storage, where they share it."""
+        """Bytes read per second by all machines together, as from one storage that they share."""
         n_bytes = self.plan.decoding.target.placement.streamed_bytes
         return self.n * n_bytes / self.plan.pass_seconds(1) if n_bytes else 0.0
 
@@ -41,14 +41,14 @@ class Machines:
         }
 
     def lines(self) -> list[str]:
-        reported = [
+        lines = [
             f"{self.n} machines like this one, {self.n} times its lines: "
             f"{self.tokens_per_second:.2f} tokens/s together, {self.lines_per_hour:.0f} lines of "
-            f"{TEXT_TOKENS} tokens an hour; a single text is no faster"
+            f"{SEQUENCE_TOKENS} tokens an hour; a single sequence is no faster"
         ]
         if self.storage_bytes_per_second:
-            reported.append(
+            lines.append(
                 "that is with a disk in each: a network disk that all of them read would have to "
                 f"give {self.storage_bytes_per_second / 1e9:.2f} GB/s"
             )
-        return reported
+        return lines

@@ -1,10 +1,10 @@
 """`specdec plan --on DEVICE`: the plan for another machine, and which part to improve there.
 
-What is known of the device takes the place of what would be measured here; what is not (a preset of
-a storage alone) is this machine's. The most useful upgrade is found by planning again with each
-figure doubled.
+The device's profile replaces measurements; values that it lacks (a preset may describe a storage
+alone) are measured on this machine. The most useful upgrade is found by planning again with each
+value doubled.
 
-A device with VRAM computes on its GPU: its profile tells of no other arithmetic.
+A device with VRAM computes on its GPU: its profile describes no other arithmetic.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02
 _CUDA_HOST_BYTES = GIB
-"""Assumed: what the libraries of a GPU take of host memory; on the device itself it is measured."""
+"""Assumed host memory of a GPU's libraries; on the device itself it is measured."""
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A plan for a device, and what would make it faster."""
+    """A plan for another device, and the speeds with upgrades."""
 
     plan: RunPlan
     device: DeviceSpec
     upgrades: dict[str, float]
-    """Tokens per second with one figure doubled, the most useful first."""
+    """Tokens per second with one value doubled, the most useful first."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,7 +64,7 @@ class DevicePlan:
             names = ", ".join(name.replace("_", " ") for name in device.from_this_machine)
             lines[0] += f"; of this machine: {names}"
         lines += self.plan.lines()
-        if not self.plan.placement.n_moving_layers:  # then the plan's own lines tell no speed
+        if not self.plan.placement.n_moving_layers:  # then the plan's own lines give no speed
             speed = self.plan.predicted_tokens_per_second
             lines.append(f"predicted {speed:.2f} tokens/s, with all weights in memory")
         return [*lines, *self._upgrade_lines()]
@@ -77,7 +77,7 @@ class DevicePlan:
         ]
         best = next(iter(self.upgrades))
         if self.upgrades[best] < _NO_GAIN * now:
-            return [*lines, "no single figure doubled would help"]
+            return [*lines, "no single upgrade would help"]
         return [*lines, f"most useful upgrade: {best}"]
 
 
@@ -87,7 +87,7 @@ def plan_on(
     draft_model: str | Path | None = None,
     **options: Unpack[LoadKeywords],
 ) -> DevicePlan:
-    """What `plan_run` would say on another device; a budget of "auto" is all of its memory.
+    """Plan a run as `plan_run` would on another device; a budget of "auto" is all of its memory.
 
     Raises DeviceError and what `plan_run` raises.
     """
@@ -106,7 +106,7 @@ def plan_on(
         whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
         total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
-    measurements = _figures(device, machine, pair, gpu, total_bytes)
+    measurements = _measurements_of(device, machine, pair, gpu, total_bytes)
     base_bytes = measure_base()
 
     def plan_for(
@@ -130,7 +130,7 @@ def plan_on(
         larger = replace(gpu, vram_bytes=2 * gpu.vram_bytes)
         doubled["bandwidth to the GPU"] = plan_for(link)
         doubled[f"VRAM ({format_bytes(larger.vram_bytes)})"] = plan_for(other_gpu=larger)
-    speeds = {name: item.predicted_tokens_per_second for name, item in doubled.items()}
+    speeds = {name: upgraded.predicted_tokens_per_second for name, upgraded in doubled.items()}
     return DevicePlan(plan, device, dict(sorted(speeds.items(), key=lambda item: -item[1])))
 
 
@@ -145,7 +145,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
         return None
     if options.draft_device == CPU and pair.draft is not None:
         raise DeviceError(
-            f"{device.name} tells of its GPU's arithmetic and not of its processor's: plan with "
+            f"{device.name} describes its GPU's arithmetic and not its CPU's: plan with "
             "the draft on the GPU too (leave --draft-device out)"
         )
     on_gpu = replace(options, draft_device=CUDA)
@@ -156,7 +156,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
-def _figures(
+def _measurements_of(
     device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
 ) -> Measurements:
     target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
@@ -176,14 +176,14 @@ def _figures(
 
 
 def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
-    """Beside the reads those of this machine: no profile of a device tells of them."""
+    """Return this machine's extra seconds per byte of missing experts; profiles lack them."""
     if not any(target.experts):
-        return 0.0  # and what this machine's storage does need not be known
+        return 0.0  # then this machine's storage need not be measured
     return measure_experts(target, total_bytes, machine.storage_bytes_per_second)
 
 
 def _computes_here(device: DeviceSpec) -> bool:
-    """Whether its arithmetic is not known: it is what is measured here."""
+    """Return whether the profile lacks the device's arithmetic, so that it is measured here."""
     return set(device.from_this_machine) >= _ARITHMETIC
 
 
@@ -194,11 +194,11 @@ def _compute(
     target: ModelSource,
     beside_reads: bool = False,
 ) -> ModelCompute:
-    """The device's own, or where only its storage is known, what is measured here.
+    """Return the device's arithmetic, or this machine's where only the device's storage is known.
 
-    target: whose layers a source without any of its own shares.
+    target: model whose layers a source without layers of its own shares.
 
-    Decoding moves bytes, so it is measured here and takes as much longer there as memory is slower.
+    Dequantizing moves bytes: it is measured here and scaled by the ratio of memory bandwidths.
     """
     if _computes_here(device):
         return source.measure_compute(beside_reads)
@@ -214,8 +214,8 @@ def _compute(
 
 def _twice_as_fast(measurements: Measurements) -> Measurements:
     draft, gpu_draft = (
-        None if item is None else item.times(0.5)
-        for item in (measurements.draft, measurements.gpu_draft)
+        None if compute is None else compute.times(0.5)
+        for compute in (measurements.draft, measurements.gpu_draft)
     )
     return replace(
         measurements, target=measurements.target.times(0.5), draft=draft, gpu_draft=gpu_draft

@@ -1,4 +1,4 @@
-"""What the plan expects of several sequences that share passes: tokens per second of all together."""
+"""Predicted throughput of several sequences that share forward passes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.drafters.model import level_width
-from specdec.planning.memory.pinnable import TEXT_TOKENS
+from specdec.metrics.renamed import with_old_names
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.assumptions import expected_tokens, likely_levels
 
 
 @dataclass(frozen=True)
 class Together:
-    """Texts that decode: their prompts are not counted, and the KV cache is to have room for all.
+    """Throughput of sequences that decode together, all in the KV cache, prompts not counted.
 
-    tree_tokens: draft tokens of each text's tree, those that bring the most; 0: plain.
+    tree_tokens: draft tokens of each sequence's tree, the number that is fastest; 0: plain.
     """
 
     num_seqs: int
@@ -24,12 +25,12 @@ class Together:
     tree_tokens: int
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return with_old_names(asdict(self))
 
     def lines(self) -> list[str]:
         line = (
-            f"{self.num_seqs} sequences at once: predicted {self.plain_tokens_per_second:.2f} tokens/s "
-            "together plain"
+            f"{self.num_seqs} sequences at once: predicted {self.plain_tokens_per_second:.2f} "
+            "tokens/s together plain"
         )
         if self.tree_tokens:
             tokens = "token" if self.tree_tokens == 1 else "tokens"
@@ -41,11 +42,11 @@ class Together:
 
 
 def plan_together(plan: RunPlan, num_seqs: int, width: int) -> Together:
-    """With trees of the size that brings the most, up to that of one text alone.
+    """Predict the throughput with trees of the fastest size, up to that of a single sequence.
 
-    width: most branches below one token of a tree.
+    width: maximum number of branches below one token of a tree.
     """
-    chosen = plan.chosen.decoding(num_seqs * TEXT_TOKENS)
+    chosen = plan.chosen.decoding(num_seqs * SEQUENCE_TOKENS)
     target, draft = chosen.target, chosen.draft
 
     def rate(n_tree: int) -> float:

@@ -2,8 +2,8 @@
 
 const $ = (id) => document.getElementById(id);
 const GIB = 2 ** 30;
-const MOST_PASSES = 60;
-const MOST_PARTS = 8;
+const MAX_PASSES = 60;
+const MAX_PARTS = 8;
 
 const messages = []; // of the conversation, without the system's
 let running = null; // AbortController of the answer that is being written
@@ -47,8 +47,8 @@ const size = (bytes) =>
 function showPlan(plan) {
   const all = Object.entries(plan.memory).filter(([name, bytes]) => bytes > 0 && name !== "available");
   all.sort((a, b) => b[1] - a[1]);
-  const shown = all.slice(0, MOST_PARTS - 1);
-  const rest = all.slice(MOST_PARTS - 1).reduce((sum, [, bytes]) => sum + bytes, 0);
+  const shown = all.slice(0, MAX_PARTS - 1);
+  const rest = all.slice(MAX_PARTS - 1).reduce((sum, [, bytes]) => sum + bytes, 0);
   if (rest) shown.push(["other parts", rest]);
   const used = shown.reduce((sum, [, bytes]) => sum + bytes, 0);
   const free = Math.max(plan.memory_budget_bytes - used, 0);
@@ -71,10 +71,10 @@ function showPlan(plan) {
     row.insertCell().append(size(bytes));
     return row;
   }));
-  const held = plan.n_layers - plan.n_streamed_layers;
+  const resident = plan.n_layers - plan.n_streamed_layers;
   $("layers").textContent = plan.n_streamed_layers
-    ? `${held} of ${plan.n_layers} layers in memory; ` +
-      `${size(plan.streamed_bytes_per_pass)} of the others are read for each pass`
+    ? `${resident} of ${plan.n_layers} layers in memory; ` +
+      `${size(plan.streamed_bytes_per_pass)} of the other layers are read for each pass`
     : `all ${plan.n_layers} layers in memory`;
 }
 
@@ -106,9 +106,9 @@ function addPiece(body, text, isRight) {
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
-// --- figures -----------------------------------------------------------------------------------
+// --- metrics -----------------------------------------------------------------------------------
 
-class Figures {
+class Metrics {
   constructor() {
     this.begin = performance.now();
     this.first = 0;
@@ -120,7 +120,7 @@ class Figures {
   }
 
   addPass(draft) {
-    if (!draft.n_tokens) return; // text that was held back, at the end
+    if (!draft.n_tokens) return; // buffered text, at the end
     this.tokens += draft.n_tokens;
     if (!this.first) {
       this.first = performance.now();
@@ -132,7 +132,7 @@ class Figures {
     if (seconds > 0) $("speed").textContent = ((this.tokens - 1) / seconds).toFixed(1);
     const mean = (this.tokens - 1) / this.passes.length;
     $("per-pass").textContent = mean.toFixed(2);
-    const last = this.passes.slice(-MOST_PASSES);
+    const last = this.passes.slice(-MAX_PASSES);
     const top = Math.max(...last, 2);
     const step = 300 / Math.max(last.length - 1, 1);
     const points = last.map((n, i) => `${(i * step).toFixed(1)},${(58 - (56 * n) / top).toFixed(1)}`);
@@ -141,7 +141,7 @@ class Figures {
       `${last.length} passes, ${mean.toFixed(2)} tokens each on average, ${top} at most`);
   }
 
-  // The server's own figures of speed are told at the end: before, it may be ahead of the reader.
+  // The server's own speed is shown at the end: before, the server may be ahead of the reader.
   finish(timings) {
     $("speed").textContent = timings.predicted_per_second.toFixed(1);
     $("per-pass").textContent = timings.tokens_per_pass.toFixed(2);
@@ -175,13 +175,13 @@ function requestBody() {
 
 async function* events(answer) {
   const decoder = new TextDecoder();
-  let held = "";
+  let buffer = "";
   for (const reader = answer.body.getReader(); ; ) {
     const { done, value } = await reader.read();
     if (done) throw new Error("the connection ended in the middle of the answer: ask again");
-    held += decoder.decode(value, { stream: true });
-    const blocks = held.split("\n\n");
-    held = blocks.pop();
+    buffer += decoder.decode(value, { stream: true });
+    const blocks = buffer.split("\n\n");
+    buffer = blocks.pop();
     for (const block of blocks) {
       if (!block.startsWith("data: ")) continue;
       if (block === "data: [DONE]") return;
@@ -190,7 +190,7 @@ async function* events(answer) {
   }
 }
 
-// What is wrong with a setting is shown beside it, for which it must be in sight.
+// Errors of settings are shown beside them, so the settings must be visible.
 function settingsAreRight() {
   const settings = $("settings");
   if (!settings.checkValidity()) settings.closest("details").open = true;
@@ -199,7 +199,7 @@ function settingsAreRight() {
 
 async function answer() {
   const body = addMessage("assistant", "");
-  const figures = new Figures();
+  const metrics = new Metrics();
   running = new AbortController();
   showButtons();
   let text = "";
@@ -213,9 +213,9 @@ async function answer() {
     if (!reply.ok) throw new Error((await reply.json()).error.message);
     for await (const event of events(reply)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.draft) figures.addPass(event.draft);
-      if (event.timings) figures.show(event.timings);
-      if (event.usage) figures.finish(event.timings);
+      if (event.draft) metrics.addPass(event.draft);
+      if (event.timings) metrics.show(event.timings);
+      if (event.usage) metrics.finish(event.timings);
       const piece = event.choices[0]?.delta.content ?? "";
       const nRight = event.draft?.n_accepted_characters ?? 0;
       const characters = [...piece]; // as the server counts them
