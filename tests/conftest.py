@@ -9,8 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# One core for each of several processes: libraries read this when they are loaded. Threads that
-# wait for each other on busy cores made the slowest files three times slower.
+# One core per process: libraries read this when they are loaded. Threads of several processes
+# waiting for each other on busy cores made the slowest files three times slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,21 +20,20 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True, scope="session")
 def _offline() -> None:
-    """No test may reach a network."""
+    """Block all network access in tests."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What was found out about this machine is kept for the tests, and not for the user."""
+    """Keep the machine measurements of the tests apart from the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans count what a fresh process takes, not what the suite has taken before this test;
-    nothing was learnt of any models; and tests beside this one do not keep it from keeping what
-    was measured."""
+    """Make each test plan as in a fresh process: without the suite's memory use, without acceptance
+    statistics of any model, and without other tests preventing measurements from being cached."""
     from offload.process.memory import ProcessMemory
 
     fresh = ProcessMemory(
@@ -42,7 +41,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("specdec.planning.memory.base.process_memory", lambda: fresh)
     monkeypatch.setattr("specdec.engine.saved_statistics.load_cached", lambda path: None)
-    monkeypatch.setattr("offload.process.rest.seconds_of_other_processes", lambda: 0.0)
+    monkeypatch.setattr("offload.process.other_processes.seconds_of_other_processes", lambda: 0.0)
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +63,7 @@ def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def _torch_threads() -> Iterator[None]:
-    """For tests that set how many threads torch has: the process has as many as before again."""
+    """Restore torch's thread count after tests that set it."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What the documentation names exists: files, folders, headings, modules that are started."""
+"""Documentation refers only to existing files, folders, headings and programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exists(path: str) -> bool:
 
 
 def anchors(page: Path) -> set[str]:
-    """Ids of its headings, as the usual renderers of Markdown make them."""
+    """Return the ids of a page's headings, as the usual Markdown renderers make them."""
     headings = re.findall(r"^#+ +(.*?)\s*$", page.read_text(), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
@@ -37,7 +37,7 @@ def test_paths_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_file_names_exist(page: Path) -> None:
-    """Also those that are named without their folder."""
+    """File names without their folder are included."""
     here = {path.name for top in TOP for path in (ROOT / top).rglob("*.py")}
     missing = sorted(set(_FILE.findall(page.read_text())) - here)
     assert not missing, f"{page.name} names what is not there: {missing}"

@@ -1,4 +1,4 @@
-"""Imports go one way: between the packages, between their rooms, and without circles."""
+"""Imports go one way: between packages, between their subpackages, and without cycles."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# From top to bottom: a room may import those below it; rooms of one line do not know each other.
-# A name is a folder or a file of the package, or, with a dot, one in such a folder that has a place
-# of its own: `cli` is what is left of the folder.
-ROOMS = {
+# Layers from top to bottom: a subpackage may import those below it, none of its own line.
+# A name is a folder or a file of the package, or, with a dot, one in such a folder with its own
+# layer: `cli` is the rest of the folder.
+SUBPACKAGES = {
     "bench": (
         "__main__",
         "commands",
         "report gpu demo",
         "decode experts",
-        "peers timeline rank worlds",
+        "peers timeline rank scenarios",
         "checks",
         "prompts synth",
-        "process figures options table",
+        "process results options table",
         "train",
     ),
     "specdec": (
@@ -41,7 +41,7 @@ ROOMS = {
         "api",
         "engine",
         "analysis",
-        "planning.what-if plan",
+        "planning.what_if",
         "packing planning",
         "planning.memory",
         "run_options",
@@ -79,10 +79,10 @@ ROOMS = {
         "errors trace",
     ),
 }
-PACKAGES = tuple(ROOMS)  # a package may import itself and those after it
+PACKAGES = tuple(SUBPACKAGES)  # a package may import itself and the later ones
 HEAVY = ("torch", "transformers")
-MAX_FILES_IN_A_ROOM = 18
-MAX_FILES_BESIDE_ROOMS = 8
+MAX_FILES_IN_A_SUBPACKAGE = 18
+MAX_FILES_BESIDE_SUBPACKAGES = 8
 
 # Modules that a run without torch (GGUF) needs, beside all of offload.
 TORCH_FREE = (
@@ -113,13 +113,13 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the four packages, by its name."""
+    """Return every module of the four packages, by name."""
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {module_name(path): path for path in sorted(paths)}
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, also inside functions and under TYPE_CHECKING."""
+    """Return (line, module) of every import, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -132,7 +132,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def own_imports() -> dict[str, tuple[tuple[int, str], ...]]:
-    """For each of our modules: (line, module) of the imports of others of ours."""
+    """Return, for each of our modules, (line, module) of its imports of our other modules."""
     return {
         name: tuple((line, to) for line, to in imported(path) if to in modules() and to != name)
         for name, path in modules().items()
@@ -158,44 +158,44 @@ def test_packages_import_one_way(package: str) -> None:
 
 
 @cache
-def floors(package: str) -> dict[str, int]:
-    """For each room: how far from the top it is."""
+def levels(package: str) -> dict[str, int]:
+    """Return the layer number of each subpackage, from the top."""
     return {
-        capacity: floor for floor, line in enumerate(ROOMS[package]) for capacity in line.split()
+        folder: level for level, line in enumerate(SUBPACKAGES[package]) for folder in line.split()
     }
 
 
-def capacity_of(name: str) -> str:
-    """The room that a module belongs to: `specdec.cli.notes` -> cli, and with a place of its own
+def subpackage_of(name: str) -> str:
+    """Return a module's subpackage: `specdec.cli.notes` -> cli, and with its own layer
     `specdec.cli.commands.run` -> cli.commands."""
     package, *parts = name.split(".")
     nested = ".".join(parts[:2])
-    return nested if nested in floors(package) else (parts or ["__init__"])[0]
+    return nested if nested in levels(package) else (parts or ["__init__"])[0]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_rooms_import_from_top_to_bottom(package: str) -> None:
-    floor = floors(package)
+def test_subpackages_import_from_top_to_bottom(package: str) -> None:
+    level = levels(package)
     wrong = [
         reported(name, line, to)
         for name, imports in own_imports().items()
         for line, to in imports
         if name.split(".")[0] == to.split(".")[0] == package
-        and capacity_of(name) != capacity_of(to)
-        and floor[capacity_of(to)] <= floor[capacity_of(name)]
+        and subpackage_of(name) != subpackage_of(to)
+        and level[subpackage_of(to)] <= level[subpackage_of(name)]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_room_has_its_place_in_the_order(package: str) -> None:
-    named = {*floors(package), "__init__"}
-    here = {capacity_of(name) for name in modules() if name.split(".")[0] == package}
+def test_every_subpackage_has_its_place_in_the_order(package: str) -> None:
+    named = {*levels(package), "__init__"}
+    here = {subpackage_of(name) for name in modules() if name.split(".")[0] == package}
     assert named == here, f"not in the order: {here - named}; not in the package: {named - here}"
 
 
 def reached(graph: dict[str, set[str]], name: str) -> set[str]:
-    """What a module imports, directly or through others."""
+    """Return the modules that a module imports, directly or through others."""
     actual: set[str] = set()
     left = [name]
     while left:
@@ -205,8 +205,8 @@ def reached(graph: dict[str, set[str]], name: str) -> set[str]:
     return actual
 
 
-def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
-    """Groups of modules that import each other, directly or through one another."""
+def cycles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Return groups of modules that import each other, directly or indirectly."""
     reach = {name: reached(graph, name) for name in graph}
     return {
         tuple(sorted(to for to in reach[name] if name in reach[to]))
@@ -215,42 +215,44 @@ def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
     }
 
 
-def test_circles_are_found() -> None:
+def test_cycles_are_found() -> None:
     line = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set[str]()}
-    assert not circles(line)
-    assert circles({**line, "c": {"b", "d"}}) == {("b", "c")}
+    assert not cycles(line)
+    assert cycles({**line, "c": {"b", "d"}}) == {("b", "c")}
 
 
 def test_no_files_import_each_other() -> None:
     graph = {name: {to for _, to in imports} for name, imports in own_imports().items()}
-    actual = circles(graph)
-    assert not actual, "\n".join(" <-> ".join(circle) for circle in actual)
+    actual = cycles(graph)
+    assert not actual, "\n".join(" <-> ".join(cycle) for cycle in actual)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_rooms_are_not_crowded(package: str) -> None:
+def test_subpackages_are_not_crowded(package: str) -> None:
     sizes = Counter(path.parent for path in modules().values() if path.stem != "__init__")
     beside = sizes.pop(ROOT / package, 0)
-    assert beside <= MAX_FILES_BESIDE_ROOMS, f"{package}/ has {beside} files beside its rooms"
+    assert beside <= MAX_FILES_BESIDE_SUBPACKAGES, (
+        f"{package}/ has {beside} files beside its subpackages"
+    )
     crowded = {
-        str(capacity.relative_to(ROOT)): size
-        for capacity, size in sizes.items()
-        if capacity.is_relative_to(ROOT / package) and size > MAX_FILES_IN_A_ROOM
+        str(folder.relative_to(ROOT)): size
+        for folder, size in sizes.items()
+        if folder.is_relative_to(ROOT / package) and size > MAX_FILES_IN_A_SUBPACKAGE
     }
-    assert not crowded, f"files in a room, of at most {MAX_FILES_IN_A_ROOM}: {crowded}"
+    assert not crowded, f"files in a subpackage, of at most {MAX_FILES_IN_A_SUBPACKAGE}: {crowded}"
 
 
-def said(path: Path) -> str:
+def docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
-def test_every_room_says_what_it_holds() -> None:
+def test_every_package_documents_its_content() -> None:
     without = [
         str(path.relative_to(ROOT))
         for path in modules().values()
-        if path.stem == "__init__" and not said(path).split("\n")[0].endswith((".", ":"))
+        if path.stem == "__init__" and not docstring(path).split("\n")[0].endswith((".", ":"))
     ]
-    assert not without, f"no line that says what the room holds: {without}"
+    assert not without, f"packages without a summary line: {without}"
 
 
 def test_offload_names_no_tensor_library() -> None:
@@ -265,7 +267,7 @@ def test_offload_names_no_tensor_library() -> None:
 
 
 def test_what_a_gguf_run_needs_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    """One process imports module by module, and names the first that brings one along."""
+    """One process imports module by module, and names the first that loads either."""
     names = [*TORCH_FREE, *(name for name in modules() if name.split(".")[0] == "offload")]
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of backends."""
+"""Fixtures of the backend tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def paging(monkeypatch):
-    """paging(**options): options for the pagers made from now on; slots are poisoned anyway."""
+    """paging(**options): options for all pagers made afterwards; slots are always poisoned."""
 
     from offload.paging.pager import Pager
 

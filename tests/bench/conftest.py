@@ -1,4 +1,4 @@
-"""Processes of measurements that cost no start."""
+"""Measurement processes without start-up cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from forked import run_forked
 
 @pytest.fixture
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure in a fork of a process that has imported all, without the kernel's limit of memory:
-    that of `--enforce` is tested with the commands of specdec."""
+    """Measure in a fork of a process with all imports, without the kernel's memory limit:
+    `--enforce` is tested with the commands of specdec."""
 
     def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
         assert command[1] == "-m"

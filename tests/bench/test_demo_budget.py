@@ -1,4 +1,4 @@
-"""The demo plans before it writes: a target that is too small is refused, and the least named."""
+"""The demo plans before it writes: a target too small is refused with the smallest size."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_s_stand_in_is_planned_for() -> None:
     pytest.importorskip("torch")
     needed = smallest_budget(replace(STAND_IN, format="hf", dtype="bf16", draft="pair:draft"))
     assert needed is not None
-    assert 200 * MIB < needed < 1_287 * MIB  # what the demo takes by itself
+    assert 200 * MIB < needed < 1_287 * MIB  # the demo's own memory
 
 
 @pytest.mark.gguf

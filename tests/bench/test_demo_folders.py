@@ -1,4 +1,4 @@
-"""The demo: its name, and what it leaves behind."""
+"""The demo: its model name, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def room_in_any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def space_in_any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "smallest_budget", lambda stand_in: -demo._MARGIN_BYTES)
 
 

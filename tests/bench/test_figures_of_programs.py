@@ -1,4 +1,4 @@
-"""Figures from journals that were made by hand."""
+"""Results from hand-written journals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
 def test_rates_come_from_totals() -> None:
     fast, slow = record("a", [(1.0, 1), (2.0, 9)]), record("b", [(3.0, 1), (7.0, 1)])
     assert summarise([fast, slow])["tokens_per_second"] == pytest.approx(10 / 5)
-    assert summarise([fast, slow])["mean_acceptance_length"] is None  # it does not speculate
+    assert summarise([fast, slow])["mean_acceptance_length"] is None  # without speculation
 
 
 def test_bytes_are_those_after_the_first_arrival() -> None:
@@ -57,7 +57,7 @@ def test_bytes_are_those_after_the_first_arrival() -> None:
     assert summarise([second])["bytes_read_per_token"] is None
 
 
-def test_nothing_measured_is_no_figure() -> None:
+def test_nothing_measured_is_no_result() -> None:
     for records in ([], [record(arrivals=[(1.0, 1)])]):
         results = summarise(records, speculates=True)
         assert results["tokens_per_second"] is None
@@ -84,7 +84,7 @@ def test_ratios_are_over_common_prompts_only() -> None:
 
 
 def test_ratios_are_over_common_tokens_only() -> None:
-    """Ours slows down after two tokens, where theirs has ended: that is no concern of theirs."""
+    """Ours slows down after two tokens, when theirs has ended; those tokens must not count."""
     ours = [record("a", [(0.0, 1), (1.0, 2), (101.0, 2)])]
     theirs = [record("a", [(0.0, 1), (1.0, 1), (4.0, 1)])]
     actual = pairwise_ratios({"ours": ours, "theirs": theirs})
@@ -103,7 +103,7 @@ def test_tokens_of_a_pass_that_is_cut_share_its_time() -> None:
 
 
 def test_tokens_that_came_with_the_first_one_are_not_compared() -> None:
-    """Their seconds are the prompt's: of one program three came with it, of the other one."""
+    """Their seconds belong to the prompt: one program emitted three tokens with it, one did not."""
     ours = [record("a", [(9.0, 3), (10.0, 2)])]
     theirs = [record("a", [(0.0, 1), (5.0, 2), (7.0, 2)])]
     assert pairwise_ratios({"ours": ours, "theirs": theirs})["ours"]["theirs"] == {
@@ -143,15 +143,15 @@ def test_results_of_earlier_versions_do_not_know_the_tokens() -> None:
     assert describe_ratio({"ratio": 2.0, "n_prompts": 3, "n_tokens": 9}) == "3 prompts, 9 tokens"
 
 
-def test_token_match_is_over_the_shorter_text() -> None:
+def test_token_match_is_over_the_shorter_output() -> None:
     reference = [record("a", tokens=[1, 2, 3, 4])]
-    for prompt, tokens, requested in (
+    for prompt, tokens, expected in (
         ("a", [1, 2], 1.0),
         ("a", [1, 9, 3, 4], 0.25),
         ("b", [1], None),
     ):
         actual = compare_tokens([record(prompt, tokens=tokens)], reference)
-        assert actual["token_match"] == requested
+        assert actual["token_match"] == expected
 
 
 def test_depths_are_summed() -> None:

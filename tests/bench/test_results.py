@@ -1,4 +1,4 @@
-"""Figures from records that were made by hand."""
+"""Results from hand-written records."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_roofline_weighs_each_record_with_its_own_probe() -> None:
         record(passes=2, decode_seconds=4.0, bandwidth=1000.0),
         record(passes=2, decode_seconds=2.0, bandwidth=2000.0),
     ]
-    # 1000 bytes a pass: at best 2 s + 1 s, taken 6 s.
+    # 1000 bytes a pass: at best 2 s + 1 s, measured 6 s.
     assert results.roofline_fraction(records, 1000) == pytest.approx(0.5)
     assert results.roofline_fraction(records, 0) is None
 
@@ -140,7 +140,7 @@ def test_records_of_json_and_of_this_process() -> None:
 
 
 def test_efficiency_is_what_arrives_of_the_promise() -> None:
-    """A pass of twice the time brings four tokens: twice the speed at best."""
+    """A pass of twice the time yields four tokens: at best twice the speed."""
     assert efficiency(2.0, 4.0, 1.0, 2.0) == pytest.approx(1.0)
     assert efficiency(1.5, 4.0, 1.0, 2.0) == pytest.approx(0.75)
     assert efficiency(1.5, 4.0, None, 2.0) is None

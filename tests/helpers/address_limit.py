@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LEFT_BYTES = 1_000_000  # for what Python itself takes meanwhile
+_LEFT_BYTES = 1_000_000  # for Python's own allocations meanwhile
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One sequence of a backend, for tests that need no other one."""
+"""The only sequence of a backend, for tests that need no other one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from backends.contract.backend import Backend
 
 
 def own(backend: Backend) -> Any:
-    """Return the one sequence of this backend; the same one at each call, until it is closed."""
+    """Return the backend's only sequence; the same one at each call, until it is closed."""
     actual = vars(backend).get("_lone_sequence")
     if actual is None or actual.backend is not backend or getattr(actual, "is_closed", False):
         actual = vars(backend)["_lone_sequence"] = backend.new_sequence()

@@ -1,4 +1,4 @@
-"""Layouts, states and a float64 reference for tests of attention, and passes to compare rows of."""
+"""Layouts, states and a float64 reference for attention tests, and passes to compare rows of."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def random_tree(prefix: int, n_live: int, n_new: int, rng: np.random.Generator) -> PassLayout:
-    """`n_new` rows behind `n_live` older nodes, each below the prefix or any node before it."""
+    """Return `n_new` rows behind `n_live` older nodes, each below the prefix or an older node."""
     return tree_of([int(rng.integers(-1, node)) for node in range(n_live + n_new)], prefix, n_live)
 
 
 def tree_of(parents: list[int], prefix: int, n_live: int = 0) -> PassLayout:
-    """Nodes with these parents, earlier ones; -1 is the prefix. The first n_live are cached."""
+    """Return nodes with these earlier parents; -1 is the prefix. The first n_live are cached."""
     visible = np.eye(len(parents), dtype=bool)
     depths = np.zeros(len(parents), dtype=np.int64)
     for node, parent in enumerate(parents):
@@ -44,7 +44,7 @@ def states(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values, laid out as a projection and a cache with room to spare have them.
+    """Queries, keys and values, laid out as by a projection and a cache with spare capacity.
 
     heads: of queries, of keys. dims: of keys, of values.
     """
@@ -68,7 +68,7 @@ def reference(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax over all keys in float64, [1, rows, heads, value dim]; see `BlockedMask.attend`."""
+    """Compute softmax over all keys in float64, [1, rows, heads, value dim], for `BlockedMask`."""
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.double() for x in (query, key, value))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -86,13 +86,13 @@ def reference(
 
 
 def keys_of(layout: PassLayout, row: int) -> torch.Tensor:
-    """Indices of the keys on the path of a new row, from position 0 to its own."""
+    """Return indices of the keys on the path of a new row, from position 0 to its own."""
     return torch.from_numpy(np.flatnonzero(layout.allowed(row, row + 1, None)[0]))
 
 
 @cache
 def limits_here(shape: HeadShape) -> ProductLimits:
-    """Of this machine; the tests fail where there are none."""
+    """Limits of this machine; the tests fail without any."""
     return find_limits(shape, CachedChecks("the tests", CANDIDATES)) or ProductLimits()
 
 
@@ -124,11 +124,11 @@ class Case:
         self.bias = slopes[:, None] * positions if has_bias else None
 
     def together(self) -> torch.Tensor:
-        """[rows, heads, value dim] of all rows at once."""
+        """Attend all rows at once: [rows, heads, value dim]."""
         return self._attend(self.layout, self.start, self.end, self.states, self.bias)
 
     def alone(self, row: int) -> torch.Tensor:
-        """[heads, value dim] of one row, behind nothing but the keys on its path."""
+        """Attend one row behind nothing but the keys on its path: [heads, value dim]."""
         query, key, value = self.states
         path = keys_of(self.layout, self.start + row)
         own = query[:, :, row : row + 1], key[:, :, path], value[:, :, path]
@@ -141,7 +141,7 @@ class Case:
         return reference(*self.states, allowed, self.scale, *options)[0]
 
     def differing(self, rows: list[int]) -> list[int]:
-        """Rows whose bits differ from those they have alone."""
+        """Return the rows whose bits differ from those computed alone."""
         actual = self.together()
         return [row for row in rows if not torch.equal(actual[row], self.alone(row))]
 

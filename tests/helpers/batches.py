@@ -1,4 +1,4 @@
-"""Batches without models: what a line is answered with is made of the line."""
+"""Batches without models: the answer to a line is derived from the line."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Arrange = Callable[[Iterable[Line]], Iterable[Line]]
 
 
 class Killed(Exception):
-    """In place of the end of the process."""
+    """Raised in place of the end of the process."""
 
 
 def answer_of(line: Line) -> Answer:
-    """A record that only this line has; now and then one with an error."""
+    """Return a record unique to this line; now and then one with an error."""
     is_error = line.number % 5 == 4
     text = line.data.decode(errors="replace")[::-1]
-    reported = {"error": {"message": text}} if is_error else {"text": text}
-    record = {"line": line.number, "digest": f"{line.digest:016x}", **reported}
+    body = {"error": {"message": text}} if is_error else {"text": text}
+    record = {"line": line.number, "digest": f"{line.digest:016x}", **body}
     return Answer(line.key, to_line(record), is_error, 2, 3)
 
 
 class Machine:
-    """Answers lines, and counts how often each was.
+    """Answer lines and count how often each was answered.
 
     arrange: the order in which they are finished; n_before_kill: answers before it is killed.
     """
@@ -57,9 +57,9 @@ class Machine:
 def run(
     source: Path, out: Path, machine: Machine | None = None, order: str = "input", **options: Any
 ) -> BatchMetrics:
-    measurements = BatchMetrics()
-    Batch(source, out, order, options).run((machine or Machine()).open, measurements)
-    return measurements
+    metrics = BatchMetrics()
+    Batch(source, out, order, options).run((machine or Machine()).open, metrics)
+    return metrics
 
 
 def write_prompts(path: Path, n_lines: int, start: int = 0) -> Path:
@@ -70,7 +70,7 @@ def write_prompts(path: Path, n_lines: int, start: int = 0) -> Path:
 
 
 def whole(source: Path, order: str = "input") -> bytes:
-    """The output of a run that nothing disturbs."""
+    """Return the output of an undisturbed run."""
     out = source.parent / "undisturbed.jsonl"
     out.unlink(missing_ok=True)
     run(source, out, order=order)
@@ -82,7 +82,7 @@ def partial_of(out: Path) -> Path:
 
 
 def mixed(lines: Iterable[Line]) -> Iterator[Line]:
-    """Three at a time in the machine, finished in another order."""
+    """Shuffle the order in which up to three requests at a time finish."""
     lines = iter(lines)
     while some := list(islice(lines, 3)):
         yield from reversed(some)

@@ -1,4 +1,4 @@
-"""What is true of every rule for chains: exact distributions, and how sequences and chains end."""
+"""Properties of every chain rule: exact distributions, and the ends of sequences and chains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPS = frozenset({1})
 
 
 def chain_is_exact(walk: Callable[..., Any]) -> bool:
-    """The distribution of what is emitted, also where a text or a chain ends early."""
+    """Check the emitted distribution, also where a sequence or a chain ends early."""
     errors = [chain_error(walk, case) for case in CASES]
     errors.append(chain_error(walk, CASES[0], lambda tokens: tokens[-1:] == (2,)))
     errors.append(chain_error(walk, CASES[0], max_tokens=2, stop_tokens=STOPS))
@@ -26,9 +26,9 @@ def chain_is_exact(walk: Callable[..., Any]) -> bool:
 
 
 def _chain_outcomes_are_right(walk: Callable[..., Any]) -> bool:
-    """Nothing follows the end of a text; a token outside the vocabulary is refused; names."""
+    """Check that nothing follows the end of a sequence, unknown tokens are refused, and names."""
     row = np.array([0.25, 0.75])
-    same = Case(2, 3, lambda prefix: row, lambda prefix: row)  # all is accepted
+    same = Case(2, 3, lambda prefix: row, lambda prefix: row)  # all are accepted
     tree = chain_of((0, 1, 0), same.draft)
     for limit, stops, n_emitted in (
         *((limit, frozenset(), min(limit, 4)) for limit in (1, 2, 3, 4, 5)),

@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "BloomConfig",
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
     ),
-    "gpt2": (  # the attention mask comes by position
+    "gpt2": (  # the attention mask is passed by position
         "GPT2Config",
         {
             "vocab_size": VOCAB,
@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "pad_token_id": 0,
         },
     ),
-    "opt": (  # its layers stand a level deeper, positions are learned
+    "opt": (  # its layers are nested one level deeper, positions are learned
         "OPTConfig",
         {
             "vocab_size": VOCAB,
@@ -145,7 +145,7 @@ MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
-    """Write a random fp32 checkpoint of `family`, sharded, with weights of a lively size."""
+    """Write a random fp32 checkpoint of `family`, sharded, with weights large enough to matter."""
     import torch
     import transformers
 
@@ -166,7 +166,7 @@ def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **override
 
 
 def in_dtype(directory: Path, folder: Path, dtype: torch.dtype) -> Path:
-    """The same checkpoint in another number format."""
+    """Copy a checkpoint to another number format."""
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).save_pretrained(folder)

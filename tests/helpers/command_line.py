@@ -1,4 +1,4 @@
-"""The command line in tests: tiny models to name, runs in this process and in one of their own."""
+"""The command line in tests: tiny models to name, runs in this process and in subprocesses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_models(root: Path) -> Models:
 def expect_error(
     capsys: pytest.CaptureFixture[str], argv: list[str], *parts: str, code: int = 2
 ) -> None:
-    """One line on stderr that names what is wrong, nothing on stdout."""
+    """Expect one line on stderr that names the error, and nothing on stdout."""
     assert main(argv) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -63,7 +63,7 @@ def expect_error(
 
 
 def run_without_torch(module: str, *argvs: Sequence[str]) -> list[str]:
-    """What commands that refuse say, where torch and transformers cannot be imported."""
+    """Return the refusals of commands when torch and transformers cannot be imported."""
     code = _WITHOUT_TORCH.format(module=module)
     argv = [sys.executable, "-c", code, json.dumps(argvs)]
     run = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
@@ -77,12 +77,12 @@ AnyProcess = ForkedProcess | subprocess.Popen[bytes]
 
 
 def start(argv: list[str]) -> AnyProcess:
-    """`specdec` in a process of its own."""
+    """Start `specdec` in a forked process."""
     return ForkedProcess(["specdec", *argv], os.environ, text=False)
 
 
 def start_interpreter(argv: list[str]) -> AnyProcess:
-    """`specdec` as a user starts it: what the interpreter does at its end counts, too."""
+    """Start `specdec` as a user does, including the interpreter's own exit."""
     return subprocess.Popen(
         [sys.executable, "-m", "specdec", *argv],
         cwd=ROOT,
@@ -92,6 +92,6 @@ def start_interpreter(argv: list[str]) -> AnyProcess:
     )
 
 
-def wait_for_text(process: AnyProcess) -> None:
+def wait_for_output(process: AnyProcess) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1), process.stderr.read() if process.stderr else b""

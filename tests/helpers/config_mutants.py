@@ -1,5 +1,5 @@
 """Wrong config.json files: those of transformers' families with values deleted, retyped and
-exaggerated, at any depth; the same ones in every run."""
+exaggerated, at any depth; the same files in every run."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Path = tuple[str | int, ...]
 
 
 def defaults(family: str, n_layers: int = 2) -> dict[str, Any]:
-    """The config of a family as transformers has it by default, of few layers where it can be."""
+    """The default config of a family in transformers, with few layers if possible."""
     kind = CONFIG_MAPPING[family]
     try:
         config = kind()
     except Exception:  # needs the config of another model
         return {"model_type": family}
-    if hasattr(config, "num_hidden_layers"):  # else a composite
+    if hasattr(config, "num_hidden_layers"):  # otherwise a composite
         try:
             config = kind(num_hidden_layers=n_layers)
-        except Exception:  # has figures of each layer
+        except Exception:  # has values per layer
             config = kind()
     actual: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return actual
 
 
 def mutant(config: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config with one to three values changed, what was changed by its path)"""
+    """Return the config with one to three values changed, and the changes by path."""
     changed: dict[str, Any] = json.loads(json.dumps(config))
     done: dict[str, Any] = {}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -62,7 +62,7 @@ def mutant(config: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], 
 def _other(value: Any, rng: random.Random) -> Any:
     if rng.random() < 0.4 and type(value) in (int, float):
         return rng.choice([*(value * x for x in _FACTORS), value + 1, str(value), [value]])
-    return copy.deepcopy(rng.choice(VALUES))  # a later change may lie within
+    return copy.deepcopy(rng.choice(VALUES))  # a later change may lie inside
 
 
 def _paths(value: Any, path: Path = ()) -> Iterator[Path]:

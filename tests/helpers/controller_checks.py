@@ -1,4 +1,4 @@
-"""What is true of whole steps of the controller and the model drafter, on tables."""
+"""Properties of whole steps of the controller and the model drafter, on tables."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CAUGHT = 1e-6  # far above rounding, far below the error of any mutant
 VOCAB, DEPTH, N_TOKENS = 8, 2, 40
 PROMPT = [1, 2]
 TARGET, OTHER = table_rows(VOCAB, seed=3), table_rows(VOCAB, seed=4)
-# The penalty makes a row depend on the prefix that the processors are given.
+# The penalty makes a row depend on the prefix passed to the processors.
 PARAMS = SamplingParams(temperature=0.8, top_k=2, repetition_penalty=1.4, seed=6)
 
 
 class Recording(ScriptedDecisions):
-    """Scripted decisions that also stand for the generator which the drafter draws with."""
+    """Scripted decisions that also replace the generator of the drafter."""
 
     def random(self) -> Recording:
         return self
@@ -52,8 +52,8 @@ def chain_controller(
     return LoneSequence(TableBackend(TARGET, VOCAB), drafter, sampler, spec, rng=rng)
 
 
-def rounds_error(rule: str = "rejection") -> float:
-    """Largest error of the distribution that two steps of a rule for chains emit.
+def steps_error(rule: str = "rejection") -> float:
+    """Return the largest error of the distribution that two steps of a chain rule emit.
 
     All decisions are enumerated: what the drafter draws and what the rule decides.
     """
@@ -80,12 +80,12 @@ def rounds_error(rule: str = "rejection") -> float:
     return float(np.abs(completed_joint(emitted, case) - expected).max())
 
 
-def rounds_are_exact() -> bool:
-    return all(rounds_error(rule) <= CAUGHT for rule in CHAIN_RULES)
+def steps_are_exact() -> bool:
+    return all(steps_error(rule) <= CAUGHT for rule in CHAIN_RULES)
 
 
 def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
-    """p after the prompt, its first token (the seed's) and some more, by the sampler itself."""
+    """Return p after the prompt, its first token (the seed's) and more, by the sampler itself."""
     sampler = Sampler(PARAMS, n_tokens=VOCAB, prompt_length=len(PROMPT))
     backend = TableBackend(TARGET, VOCAB)
     first = sampler.choose(PROMPT, backend.logits(PROMPT), position=len(PROMPT))
@@ -99,10 +99,10 @@ def target_after_start() -> Callable[[tuple[int, ...]], np.ndarray]:
 
 
 def equals_plain_decoding() -> bool:
-    """Greedy and sampled tokens are those of plain decoding, with a good and with a bad draft."""
+    """Compare greedy and sampled tokens with plain decoding, with a good and a bad draft."""
 
     for params in (SamplingParams(), PARAMS):
-        # Plain decoding is the reference: it stays whole.
+        # Plain decoding is the unmutated reference.
         plain = run(TableBackend(TARGET, VOCAB), PROMPT, N_TOKENS, params=params)
         for rows in (TARGET, OTHER):
             guess = ModelDrafter(TableBackend(rows, VOCAB), VOCAB)
@@ -114,7 +114,7 @@ def equals_plain_decoding() -> bool:
 
 
 def accepts_itself() -> bool:
-    """A target that drafts for itself has every chain accepted whole, by either rule."""
+    """Check that a target drafting for itself has every chain accepted, by either rule."""
     depth, rng = 4, np.random.default_rng(2)
     spec = SpecConfig(num_draft_tokens=depth, tree_width=1, draft_depth=depth)
     for last in range(VOCAB):
@@ -129,7 +129,7 @@ def accepts_itself() -> bool:
 
 
 def drafts_what_a_new_drafter_drafts() -> bool:
-    """Whatever was drafted ahead, each proposal is the one that begins with nothing."""
+    """Check that each proposal equals that of a new drafter, whatever was drafted in parallel."""
     spec = SpecConfig(num_draft_tokens=6, tree_width=3, draft_depth=4, draft_ahead="on")
     for rows, n_levels in ((TARGET, 4), (OTHER, 1), (OTHER, 6)):
         guess = ModelDrafter(TableBackend(rows, VOCAB), VOCAB)
@@ -157,6 +157,6 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
 CHECKS = (
     equals_plain_decoding,
     accepts_itself,
-    rounds_are_exact,
+    steps_are_exact,
     drafts_what_a_new_drafter_drafts,
 )

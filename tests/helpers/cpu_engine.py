@@ -12,7 +12,7 @@ from backends.cuda.errors import VramUse, no_raw_out_of_memory
 
 
 class TensorBuffer(FakeBuffer):
-    """Its parts are tensors of the CPU."""
+    """Device memory whose parts are CPU tensors."""
 
     def __init__(self, device: FakeDevice, n_bytes: int) -> None:
         super().__init__(device, n_bytes)
@@ -33,15 +33,15 @@ class TensorBuffer(FakeBuffer):
 
 
 class CpuEngine(FakeDevice):
-    """A TorchEngine. torch computes on the host without delay, so a wait has to be one."""
+    """A TorchEngine. torch computes on the host without delay, so waits must block."""
 
     device = torch.device("cpu")
     vram_bytes = 10**9
     free_bytes = 10**10
-    """Of the card, as its driver would say."""
+    """Free memory of the card, as reported by its driver."""
 
     def __init__(self, copies: Policy = Policy.LATE, seed: int = 0, **options) -> None:
-        super().__init__(copies, Policy.PREFETCH, seed, **options)
+        super().__init__(copies, Policy.EARLY, seed, **options)
 
     def allocate_device(self, n_bytes: int) -> TensorBuffer:
         return TensorBuffer(self, n_bytes)

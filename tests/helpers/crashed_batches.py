@@ -1,4 +1,4 @@
-"""`specdec batch` killed by SIGKILL again and again: as it loads, between answers, behind one."""
+"""`specdec batch` killed by SIGKILL again and again: during loading, between or after answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forked import ForkedProcess
 
 LOG_BYTES = 2 * (4096 + 24)
 """Bytes that a short record adds to the journal's log: two pages with their headers."""
-PREFETCH_SHARE, PREFETCH_SECONDS = 0.2, 1.0
-"""Share of the kills that come within so many seconds, while models are loaded."""
+EARLY_SHARE, EARLY_SECONDS = 0.2, 1.0
+"""Share of the kills during loading, within the given number of seconds."""
 
 
 def start(argv: Sequence[str], out: Path) -> ForkedProcess:
@@ -22,7 +22,7 @@ def start(argv: Sequence[str], out: Path) -> ForkedProcess:
 
 
 def finish(argv: Sequence[str], out: Path) -> bytes:
-    """Let a batch come to its end, and return its output."""
+    """Let a batch finish, and return its output."""
     process = start(argv, out)
     _, err = process.communicate()
     assert process.returncode == 0, err.decode()
@@ -30,10 +30,10 @@ def finish(argv: Sequence[str], out: Path) -> bytes:
 
 
 def kill(argv: Sequence[str], out: Path, max_bytes: int, chance: random.Random) -> int:
-    """Start a batch, kill it early or before it wrote `max_bytes` more, and return its bytes."""
+    """Start a batch, kill it early or before it writes `max_bytes` more, and return its bytes."""
     process = start(argv, out)
-    if chance.random() < PREFETCH_SHARE:
-        end = time.monotonic() + chance.uniform(0.0, PREFETCH_SECONDS)
+    if chance.random() < EARLY_SHARE:
+        end = time.monotonic() + chance.uniform(0.0, EARLY_SECONDS)
         wait(process, lambda: time.monotonic() >= end)
     else:
         goal = partial_bytes(out) + chance.randrange(max_bytes)
@@ -51,6 +51,6 @@ def wait(process: ForkedProcess, is_there: Callable[[], bool]) -> None:
 
 
 def partial_bytes(out: Path) -> int:
-    """Bytes of the journal and of its log."""
+    """Return the bytes of the journal and of its log."""
     files = (out.with_name(out.name + ending) for ending in (".partial", ".partial-wal"))
     return sum(file.stat().st_size for file in files if file.exists())

@@ -1,4 +1,4 @@
-"""Rules and sampler against their definitions, as functions that any copy of them can be given to.
+"""Checks of rules and sampler against their definitions, applicable to any copy of them.
 
 The rules as they are must pass (tests/specdec/verification/test_definitions.py), copies with a
 mistake must not (tests/mutants).
@@ -33,7 +33,7 @@ def match_is_exact(walk: Callable[..., Any]) -> bool:
         fixed_tree_error(match_rule, tree, CASES[0], walk=walk, **options)
         for options in ({}, {"max_tokens": 2}, {"stop_tokens": STOPS})
     ]
-    script = (1, 0, 2, 3)  # down to the deepest leaf, and one more
+    script = (1, 0, 2, 3)  # down to the deepest leaf, and one more token
     for limit, stops, n_emitted in (
         *((limit, frozenset(), min(limit, 4)) for limit in (1, 2, 3, 4, 5)),
         (4, frozenset({0}), 2),
@@ -46,7 +46,7 @@ def match_is_exact(walk: Callable[..., Any]) -> bool:
 
 
 def lenient_is_defined(lenient: Callable[..., Any]) -> bool:
-    """Its choice at one node, against the definition written down."""
+    """Compare the choice at one node with the written definition."""
     p = np.array([0.1, 0.4, 0.3, 0.2])
     for drafted in ((), (0, 3), (2, 3), (0, 2, 5), (5,), (0, 1, 2, 3)):
         tree = DraftTree(0)
@@ -56,15 +56,15 @@ def lenient_is_defined(lenient: Callable[..., Any]) -> bool:
             for threshold in (0.05, 0.2, 0.25, 0.3, 1.0):
                 likely = [item for item in drafted if item < 4 and p[item] >= threshold]
                 is_own = own in drafted or not likely
-                requested = own if is_own else max(likely, key=lambda item: float(p[item]))
+                expected = own if is_own else max(likely, key=lambda item: float(p[item]))
                 choose = lenient(tree, lambda node, own=own: own, lambda node: p, threshold)
-                if choose(0) != requested:
+                if choose(0) != expected:
                     return False
     return True
 
 
 class _Uniforms:
-    """Stands for a generator: gives these numbers in turn."""
+    """Stand-in for a generator that returns these numbers in turn."""
 
     def __init__(self, *values: float) -> None:
         self._values = iter(values)
@@ -74,7 +74,7 @@ class _Uniforms:
 
 
 def drawing_is_right(random_decisions: Callable[..., Any]) -> bool:
-    """Uniform numbers on a grid select each index in exactly its share of the grid."""
+    """Check that uniform numbers on a grid select each index in exactly its share of the grid."""
     probs = np.array([0.0, 2.0, 0.0, 5.0, 1.0]) / 16.0  # sums to 1/2: a row need not be normalised
     decisions = random_decisions(_Uniforms(*np.arange(8) / 8))
     picks = [decisions.categorical(probs) for _ in range(8)]
@@ -97,7 +97,7 @@ def residual_is_right(residual: Callable[..., Any]) -> bool:
 
 
 def reference_row(params: SamplingParams, prefix: tuple[int, ...], logits: np.ndarray) -> Any:
-    """log p of the first six ids: penalty, temperature, top-k, as their definitions say."""
+    """Return log p of the first six ids: penalty, temperature, top-k, by their definitions."""
     row = logits[:6].astype(np.float64)
     for token in set(prefix):
         row[token] *= params.repetition_penalty if row[token] < 0 else 1 / params.repetition_penalty
@@ -110,7 +110,7 @@ def reference_row(params: SamplingParams, prefix: tuple[int, ...], logits: np.nd
 
 
 def sampler_is_defined(sampler_class: Callable[..., Any]) -> bool:
-    """Choices and distributions, against log p + g of tables, penalty, temperature and seed."""
+    """Compare choices and distributions with log p + g of tables, penalty, temperature and seed."""
     rng = np.random.default_rng(8)
     all_params = [
         SamplingParams(repetition_penalty=1.7),
@@ -126,11 +126,11 @@ def sampler_is_defined(sampler_class: Callable[..., Any]) -> bool:
             log_p = reference_row(params, prefix, logits)
             key = np.array([sampler.seed, position], dtype=np.uint64)
             noise = -np.log(-np.log(np.random.Generator(np.random.Philox(key=key)).random(6)))
-            requested = int((log_p + (0.0 if params.is_greedy else noise)).argmax())
+            expected = int((log_p + (0.0 if params.is_greedy else noise)).argmax())
             choose = sampler.chooser(lambda node, p=prefix: p, lambda node, row=logits: row)
-            if choose(0) != requested:
+            if choose(0) != expected:
                 return False
-            p = np.eye(8)[requested] if params.is_greedy else np.append(np.exp(log_p), (0.0, 0.0))
+            p = np.eye(8)[expected] if params.is_greedy else np.append(np.exp(log_p), (0.0, 0.0))
             if not np.allclose(sampler.probs(prefix, logits), p, atol=CAUGHT):
                 return False
     return True

@@ -1,4 +1,4 @@
-"""What tests say to a backend on a device, fake or real, and to another that it is held against."""
+"""Calls to a backend on a device, fake or real, and to the backend that it is compared with."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ENGINES = [
     pytest.param(CpuEngine, id="fake"),
     pytest.param(lambda: CudaEngine(2 * GIB), id="cuda", marks=[pytest.mark.cuda, NEEDS_CUDA]),
 ]
-"""What makes an engine."""
+"""Engine factories: the fake device, and CUDA."""
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 NODES, PARENTS = [7, 20, 30, 21, 22, 31, 40], [-1, 0, 0, 1, 3, 2, 3]
 TIERS = [STORAGE, HOST, DEVICE, STORAGE, HOST]
 
 
 def everywhere(layer: int, tensor: int) -> str:
-    """Tensors dealt out over the tiers by turns."""
+    """Distribute tensors over the tiers in turn."""
     return TIERS[(layer + tensor) % 5]
 
 
@@ -52,7 +52,7 @@ def on_device(
 
 
 def conversation(backend: Backend) -> list[np.ndarray]:
-    """A prompt, a tree, a commit that moves rows, a tree below it, a rollback, a prompt."""
+    """Run a prompt, a tree, a commit that moves rows, a tree below it, a rollback, a prompt."""
     seen = [own(backend).prefill(PROMPT)]
     first = own(backend).next_node_id
     ids, logits = own(backend).extend(NODES, [PREFIX if p < 0 else first + p for p in PARENTS])

@@ -19,7 +19,7 @@ PARTS = ("head", "embedding", "layer", "norm")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The oddities of a checkpoint.
+    """Disagreements of one checkpoint.
 
     spelling : part -> how often the base model's prefix stands before the name, in each copy of
         the tensor; a second copy has other values. No entry: as transformers writes it.
@@ -93,7 +93,7 @@ class Writer:
         return folder
 
     def _copies(self, odd: Disagreement) -> dict[str, tuple[str, torch.Tensor]]:
-        """Spelled name -> (name, values)."""
+        """Return spelled name -> (name, values)."""
         tensors = dict(self.tensors)
         head, embedding = self.names["head"], self.names["embedding"]
         if odd.head == "same":

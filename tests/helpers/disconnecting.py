@@ -1,4 +1,4 @@
-"""Clients that go away at random moments, and what is left of them in the server."""
+"""Clients that disconnect at random moments, and the server's resources afterwards."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from contextlib import suppress
 from serving import COMPLETIONS, Server
 
 N_AT_ONCE = 3
-SETTLE_SECONDS = 20.0
-"""Time for threads and sockets that are ending."""
+REST_SECONDS = 20.0
+"""Time for threads and sockets to end."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Threads that the event loop's pool may have in the end: it starts one where none is idle."""
+"""Threads that the event loop's pool may have in the end: it starts one if none is idle."""
 GAUGE = re.compile(r"^specdec_(\w+_(?:inside|running|waiting)) (\S+)$", re.MULTILINE)
-"""Metrics of what the server holds at the moment."""
+"""Metrics of resources that the server holds at the moment."""
 
 
 def disconnect(server: Server, n_clients: int, seed: int = 0) -> dict[str, float]:
-    """Return by how much each of `usage` has grown once that many clients have gone.
+    """Return by how much each of `usage` has grown after many clients have disconnected.
 
     Half of them stream. They leave between the first byte of their request and some seconds after
     its last one.
@@ -31,7 +31,7 @@ def disconnect(server: Server, n_clients: int, seed: int = 0) -> dict[str, float
     leave(server, chance, 4 * N_AT_ONCE)  # the first ones start threads that stay
     before = usage(server)
     leave(server, chance, n_clients)
-    end = time.monotonic() + SETTLE_SECONDS
+    end = time.monotonic() + REST_SECONDS
     while (grown := growth(before, usage(server))) and time.monotonic() < end:
         time.sleep(0.2)
     return grown
@@ -58,7 +58,7 @@ def leave(server: Server, chance: random.Random, n_clients: int) -> None:
 
 
 def ask(server: Server, chance: random.Random) -> socket.socket:
-    """Return a client whose request has arrived in part, or wholly."""
+    """Return a client whose request has been received in part, or wholly."""
     body = {"prompt": "x" * chance.randrange(1, 100), "max_tokens": 200, "ignore_eos": True}
     data = json.dumps({**body, "stream": chance.random() < 0.5, "n": chance.choice((1, 2))})
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -75,7 +75,7 @@ def ask(server: Server, chance: random.Random) -> socket.socket:
 
 
 def usage(server: Server) -> dict[str, float]:
-    """Return the numbers of threads and open files, and what is inside by the server's metrics."""
+    """Return the numbers of threads and open files, and the server's gauges of requests."""
     process = f"/proc/{server.process.pid}"
     gauges = {name: float(value) for name, value in GAUGE.findall(server.get("/metrics")[1])}
     assert "requests_inside" in gauges

@@ -1,4 +1,4 @@
-"""Any history of a backend, and the bits that each of its rows must have."""
+"""Any history of a backend, and the required bits of each of its rows."""
 
 from __future__ import annotations
 
@@ -21,50 +21,52 @@ from backends.contract.backend import PREFIX, Backend
 
 CONTEXT, MAX_NODES = 60, 20
 MAX_DEPTH = 7
-"""Of live nodes: llama.cpp refuses a draft as long as the sliding window, 8 in tiny models."""
+"""Maximum depth of live nodes: llama.cpp refuses drafts of window length, 8 in tiny models."""
 TOKENS = st.integers(3, 95)
 
 
 class Plain:
-    """Rows of logits by one token per pass, remembered by their text."""
+    """Rows of logits by one token per pass, cached by their tokens."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.rows: dict[tuple[int, ...], np.ndarray] = {}
 
-    def row(self, text: Sequence[int]) -> np.ndarray:
-        backend, text = self.backend, tuple(text)
-        if text not in self.rows:
-            n_shared = next(n for n in range(len(text), -1, -1) if self.is_committed(text[:n]))
-            own(backend).rollback(min(n_shared, len(text) - 1))
-            for n in range(own(backend).n_committed, len(text)):
-                ids, rows = own(backend).extend([text[n]], [PREFIX])
+    def row(self, token_ids: Sequence[int]) -> np.ndarray:
+        backend, token_ids = self.backend, tuple(token_ids)
+        if token_ids not in self.rows:
+            n_shared = next(
+                n for n in range(len(token_ids), -1, -1) if self.is_committed(token_ids[:n])
+            )
+            own(backend).rollback(min(n_shared, len(token_ids) - 1))
+            for n in range(own(backend).n_committed, len(token_ids)):
+                ids, rows = own(backend).extend([token_ids[n]], [PREFIX])
                 own(backend).commit(ids)
-                self.rows[text[: n + 1]] = rows[0]
-        return self.rows[text]
+                self.rows[token_ids[: n + 1]] = rows[0]
+        return self.rows[token_ids]
 
-    def is_committed(self, text: tuple[int, ...]) -> bool:
-        return tuple(own(self.backend).committed_ids[: len(text)]) == text
+    def is_committed(self, token_ids: tuple[int, ...]) -> bool:
+        return tuple(own(self.backend).committed_ids[: len(token_ids)]) == token_ids
 
 
 class Fresh(Plain):
-    """Rows by a pass over the whole text."""
+    """Rows by a pass over the whole sequence."""
 
-    def row(self, text: Sequence[int]) -> np.ndarray:
-        text = tuple(text)
-        if text not in self.rows:
+    def row(self, token_ids: Sequence[int]) -> np.ndarray:
+        token_ids = tuple(token_ids)
+        if token_ids not in self.rows:
             own(self.backend).rollback(0)
-            self.rows[text] = own(self.backend).prefill(text)
-        return self.rows[text]
+            self.rows[token_ids] = own(self.backend).prefill(token_ids)
+        return self.rows[token_ids]
 
 
 class ExactMachine(RuleBasedStateMachine):
-    """Any history: every row that it gives is the plain one's, bit for bit."""
+    """Any history: every row equals the plain one, bit for bit."""
 
     backend: Any
     plain: Plain
     beginning: Sequence[int] = ()
-    """Of every text, and so far behind position 0 does everything take place."""
+    """Common prefix of every sequence: all operations happen that far behind position 0."""
 
     @property
     def context(self):
@@ -73,11 +75,11 @@ class ExactMachine(RuleBasedStateMachine):
     @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=20))
     def begin(self, prompt):
         own(self.backend).rollback(0)
-        self.text, self.live = [], {}
+        self.token_ids, self.live = [], {}
         self.prefill([*self.beginning, *prompt])
 
-    def check(self, row, text):
-        assert np.array_equal(row, self.plain.row(text))
+    def check(self, row, token_ids):
+        assert np.array_equal(row, self.plain.row(token_ids))
 
     @rule(data=st.data(), n=st.integers(1, 9))
     def extend(self, data, n):
@@ -88,13 +90,13 @@ class ExactMachine(RuleBasedStateMachine):
             tokens.append(data.draw(TOKENS))
             paths[first + i] = (*{**self.live, **paths}.get(parent, ()), tokens[-1])
         depth = max(len(path) for path in paths.values())
-        is_too_deep = depth > MAX_DEPTH or len(self.text) + depth > self.context
+        is_too_deep = depth > MAX_DEPTH or len(self.token_ids) + depth > self.context
         if len(self.live) + n > MAX_NODES or is_too_deep:
             return
         rows = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
         ids, logits = own(self.backend).extend(tokens, parents, rows)
         for row, values in zip(range(n) if rows is None else rows, logits, strict=True):
-            self.check(values, [*self.text, *paths[ids[row]]])
+            self.check(values, [*self.token_ids, *paths[ids[row]]])
         self.live.update(paths)
 
     def path(self, node):
@@ -107,7 +109,7 @@ class ExactMachine(RuleBasedStateMachine):
         below = [n for n in self.live if self.path(n)[:-1] == path]
         keep = [n for n in below if data.draw(st.booleans())]
         cached = [n for n in self.live if set(keep) & set(self.path(n))]
-        self.text += self.live[path[-1]] if path else []
+        self.token_ids += self.live[path[-1]] if path else []
         own(self.backend).commit(path, keep)
         self.live = {n: self.live[n][len(path) :] for n in cached}
 
@@ -122,24 +124,26 @@ class ExactMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rollback(self, data):
         minimum = max(0, len(self.beginning) - CONTEXT)
-        self.text = self.text[: data.draw(st.integers(minimum, len(self.text)))]
-        own(self.backend).rollback(len(self.text))
+        self.token_ids = self.token_ids[: data.draw(st.integers(minimum, len(self.token_ids)))]
+        own(self.backend).rollback(len(self.token_ids))
         self.live = {}
 
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=12))
     def prefill(self, tokens):
-        if len(self.text) + len(tokens) <= self.context:
-            self.text, self.live = [*self.text, *tokens], {}
-            self.check(own(self.backend).prefill(tokens), self.text)
+        if len(self.token_ids) + len(tokens) <= self.context:
+            self.token_ids, self.live = [*self.token_ids, *tokens], {}
+            self.check(own(self.backend).prefill(tokens), self.token_ids)
 
-    @precondition(lambda self: self.text and self.backend.can_save_prefix)
+    @precondition(lambda self: self.token_ids and self.backend.can_save_prefix)
     @rule()
     def restore(self):
         tensors = own(self.backend).prefix_tensors()
         buffers = {t.name: memoryview(bytearray(t.n_bytes)) for t in tensors}
         own(self.backend).save_prefix(buffers)
         own(self.backend).rollback(0)
-        own(self.backend).load_prefix(self.text, {t.name: (t, buffers[t.name]) for t in tensors})
+        own(self.backend).load_prefix(
+            self.token_ids, {t.name: (t, buffers[t.name]) for t in tensors}
+        )
         self.live = {}
 
 

@@ -21,7 +21,7 @@ Rule = Callable[..., Acceptance]
 
 
 class ScriptedDecisions:
-    """Answers the first decisions as scripted, the others with their first possible outcome."""
+    """Answer the first decisions as scripted, the others with their first possible outcome."""
 
     def __init__(self, script: tuple[int, ...]) -> None:
         self._script = script
@@ -49,7 +49,7 @@ class ScriptedDecisions:
 
 
 def enumerate_outcomes(run: Callable[[ScriptedDecisions], Any]) -> Iterator[tuple[Any, float]]:
-    """Every outcome of `run` with its probability."""
+    """Yield every outcome of `run` with its probability."""
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
         decisions = ScriptedDecisions(scripts.pop())
@@ -70,7 +70,7 @@ class Case:
 
 
 def table_rows(vocab: int, seed: int, *, concentration: float = 0.7, zeros: float = 0.0) -> Rows:
-    """Random distributions, another one for every prefix."""
+    """Return random distributions, another one for every prefix."""
     cache: dict[tuple[int, ...], np.ndarray] = {}
 
     def rows(prefix: tuple[int, ...]) -> np.ndarray:
@@ -87,7 +87,7 @@ def table_rows(vocab: int, seed: int, *, concentration: float = 0.7, zeros: floa
 
 
 def top_p_rows(rows: Rows, mass: float) -> Rows:
-    """The smallest most probable sets of at least this mass, renormalised."""
+    """Return the smallest most probable sets of at least this mass, renormalised."""
 
     def filtered(prefix: tuple[int, ...]) -> np.ndarray:
         p = rows(prefix)
@@ -107,7 +107,7 @@ def match_rule(
     walk: Rule = match_walk,
     **options: Any,
 ) -> Acceptance:
-    """match_walk with its choices enumerated: the target's token is y with probability p(y)."""
+    """Run match_walk with its choices enumerated: the target's token is y with probability p(y)."""
     return walk(tree, lambda node: decisions.categorical(target_probs(node)), **options)
 
 
@@ -145,7 +145,7 @@ KINDS = ["random", "same", "nearly same", "zeros", "top_p both", "disjoint"]
 
 
 def chain_of(tokens: tuple[int, ...], draft: Rows | None) -> DraftTree:
-    """A chain below root token 0 whose rows are the draft's; None = deterministic tokens."""
+    """Return a chain below root token 0 with the draft's rows; None = deterministic tokens."""
     tree = DraftTree(0)
     node = 0
     for i, token in enumerate(tokens):
@@ -155,7 +155,7 @@ def chain_of(tokens: tuple[int, ...], draft: Rows | None) -> DraftTree:
 
 
 def target_joint(rows: Rows, vocab: int, length: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
-    """Probabilities of all continuations of a prefix, shape (vocab,) * length."""
+    """Return the probabilities of all continuations of a prefix, shape (vocab,) * length."""
     joint = np.ones(())
     if length == 0:
         return joint
@@ -170,7 +170,7 @@ def target_joint(rows: Rows, vocab: int, length: int, prefix: tuple[int, ...] = 
 
 
 def completed_joint(emitted: dict[tuple[int, ...], float], case: Case) -> np.ndarray:
-    """Emitted token sequences, each continued by the target to depth + 1 tokens."""
+    """Return emitted token sequences, each continued by the target to depth + 1 tokens."""
     length = case.depth + 1
     joint = np.zeros((case.vocab,) * length)
     for tokens, mass in emitted.items():
@@ -184,7 +184,7 @@ def drawn_chains(
     tokens: tuple[int, ...] = (),
     chance: float = 1.0,
 ) -> Iterator[tuple[DraftTree, float]]:
-    """Every chain that the draft may draw, with its probability.
+    """Yield every chain that the draft may draw, with its probability.
 
     It has `case.depth` tokens, fewer where the drafter gives up: where `ends` of the tokens so far.
     """
@@ -203,7 +203,7 @@ def chain_error(
     ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False,
     **options: Any,
 ) -> float:
-    """Largest error of a rule for sampled chains, over all sequences of depth + 1 tokens."""
+    """Return the largest error of a rule for sampled chains, over all depth + 1 tokens."""
     emitted: dict[tuple[int, ...], float] = {}
     for tree, chance in drawn_chains(case, ends):
         _run_rule(rule, tree, case, chance, emitted, options)
@@ -211,7 +211,7 @@ def chain_error(
 
 
 def expected_accepted(rule: Rule, case: Case) -> float:
-    """E[accepted tokens] of a step of a rule for sampled chains."""
+    """Return E[accepted tokens] of a step of a rule for sampled chains."""
     return sum(
         chance * weight * outcome.n_accepted
         for tree, chance in drawn_chains(case)
@@ -220,7 +220,7 @@ def expected_accepted(rule: Rule, case: Case) -> float:
 
 
 def fixed_tree_error(rule: Rule, tree: DraftTree, case: Case, **options: Any) -> float:
-    """Largest error of a rule for one given tree."""
+    """Return the largest error of a rule for one given tree."""
     emitted: dict[tuple[int, ...], float] = {}
     _run_rule(rule, tree, case, 1.0, emitted, options)
     return _error(emitted, case)
@@ -229,7 +229,7 @@ def fixed_tree_error(rule: Rule, tree: DraftTree, case: Case, **options: Any) ->
 def outcomes(
     rule: Rule, tree: DraftTree, case: Case, **options: Any
 ) -> Iterator[tuple[Acceptance, float]]:
-    """Everything that a rule may make of a tree, with its probability."""
+    """Return every outcome of a rule for a tree, with its probability."""
 
     def target_probs(node: int) -> np.ndarray:
         return case.target(tree.tokens_on_path(node))

@@ -1,4 +1,4 @@
-"""Targets that are exact to the bit, as `specdec.load` makes them, but without a plan."""
+"""Batch-invariant targets, as `specdec.load` makes them, but without a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backends.hf.self_test import find_exactness
 
 
 def exact_resident(directory: Path, *, max_context: int | None = None) -> TorchBackend:
-    """Wholly in memory."""
+    """Load the target wholly into memory."""
     model = load_hf_model(directory)
     exactness = find_exactness(model, torch.get_num_threads())
     assert exactness.is_exact, exactness

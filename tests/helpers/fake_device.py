@@ -29,16 +29,16 @@ POISON = 0xFF
 
 class Policy(enum.Enum):
     LATE = enum.auto()
-    PREFETCH = enum.auto()
+    EARLY = enum.auto()
     RANDOM = enum.auto()
 
 
 class DeviceBroken(RuntimeError):
-    """Something failed on the device, which is good for nothing from then on."""
+    """The device failed and is unusable from then on."""
 
 
 class FakeEvent:
-    """Done once everything before it in its stream has been run."""
+    """An event that is done once everything before it in its stream has been run."""
 
     def __init__(self, device: FakeDevice, stream: Stream) -> None:
         self.device, self.stream = device, stream
@@ -63,7 +63,7 @@ class FakeEvent:
 
 @dataclass
 class Step:
-    """One entry of a stream: work, or an event to wait for, or an event to mark."""
+    """One entry of a stream: work, an event to wait for, or an event to mark."""
 
     run: Callable[[], None] | None = None
     seconds: float = 0.0
@@ -154,7 +154,7 @@ class FakeDevice:
         self._rng = random.Random(seed)
         self._failure: BaseException | None = None
 
-    # --- CopyEngine ------------------------------------------------------------------------
+    # --- CopyEngine -------------------------------------------------------------------------------
 
     def allocate_pinned(self, n_bytes: int) -> FakePinned:
         return FakePinned(self, n_bytes)
@@ -192,20 +192,20 @@ class FakeDevice:
                 self.finish(self._record(stream))
             self.check()
 
-    # --- those who compute -----------------------------------------------------------------
+    # --- computation ------------------------------------------------------------------------------
 
     def compute(self, work: Callable[[], None], seconds: float = 1.0) -> None:
         """Enqueue a computation."""
         self._enqueue(self.compute_stream, Step(work, seconds))
 
-    # --- the device ------------------------------------------------------------------------
+    # --- device -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         if self._failure is not None:
             raise DeviceBroken("the device is broken") from self._failure
 
     def finish(self, event: FakeEvent) -> None:
-        """Run what must be run before `event`, and nothing else."""
+        """Run everything necessary before `event`, and nothing else."""
         while not event.done:
             head = event.stream.steps[0]
             if head.waits_for is not None and not head.waits_for.done:
@@ -224,10 +224,10 @@ class FakeDevice:
             self.go_on()
 
     def go_on(self) -> None:
-        """Run what may be run now, as far as the policies say."""
+        """Run whatever may run now, as far as the policies permit."""
         streams = [self.copying, self.compute_stream]
         self._rng.shuffle(streams)
-        while sum(self._ran_a_step(stream) for stream in streams):  # all of them, by turns
+        while sum(self._ran_a_step(stream) for stream in streams):  # all streams, in turn
             pass
 
     def _ran_a_step(self, stream: Stream) -> bool:

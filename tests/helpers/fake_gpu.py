@@ -1,4 +1,4 @@
-"""A GPU for runs that have none: the fake engine computes with torch on the CPU.
+"""A GPU for runs without one: the fake engine computes with torch on the CPU.
 
 Everything above the engine is the real thing: options, plans, both ledgers, rings, backends.
 """
@@ -23,14 +23,14 @@ PEAK_BYTES = 123
 
 
 def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
-    """From now on a GPU of 8 GiB is here. Returns the limits that engines were made with, but for
-    those that measure."""
+    """Pretend that a GPU of 8 GiB exists. Return the VRAM limits of the engines made, except those
+    for measurements."""
     limits: list[int] = []
 
     def engine(vram_bytes: int | None) -> CpuEngine:
         if vram_bytes is not None:
             limits.append(vram_bytes)
-        return CpuEngine(Policy.PREFETCH)
+        return CpuEngine(Policy.EARLY)
 
     def compute(dtype: torch.dtype, device: torch.device) -> Any:
         return measure_compute(dtype)
@@ -47,7 +47,7 @@ def install_fake_gpu(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def force_tiers(patch: pytest.MonkeyPatch) -> None:
-    """All of a target streams from now on, through one pinned slot."""
+    """Stream all of a target from now on, through one pinned slot."""
 
     def nothing(layers: Any, device_bytes: int) -> Any:
         return tuple(LayerWeights(layer.tensors) for layer in layers)
@@ -63,5 +63,5 @@ def force_tiers(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resident(self: Any, n_bytes: int, device_bytes: int) -> Placement:
-    """A draft is held whole all the same."""
+    """Keep the draft in device memory all the same."""
     return plan_tiers(self.source.layers, n_bytes, device_bytes)

@@ -1,4 +1,4 @@
-"""Programs to compare that need no model: what a prompt says is what they do."""
+"""Compared programs that need no model: the prompt tells them what to do."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def program(task, journal):
             hoard = bytearray(600 << 20)
         if word == "sleep":
             time.sleep(60)
-        clock.arrive(1)
+        clock.reach(1)
         for _ in range((task.n_tokens - 1) // STEP):
             time.sleep(0.001)
             if clock.is_up:
                 break
-            clock.arrive(STEP)
+            clock.reach(STEP)
         return {"token_ids": list(range(clock.n_tokens))}
     journal.decode(decode)
 
@@ -40,7 +40,7 @@ sys.exit(run_program(sys.argv[1:], program))
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put "slow" (one token at a time), "fast" (three) and "absent" in place of all peers."""
+    """Replace all peers by "slow" (one token at a time), "fast" (three) and "absent"."""
     for name, step in (("fake_slow", 1), ("fake_fast", 3)):
         (folder / f"{name}.py").write_text(SOURCE.replace("STEP", str(step)))
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -57,7 +57,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install_as_specdec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, and specdec itself is played by "fast", plain decoding by "slow"."""
+    """Install the same peers, with "fast" as specdec and "slow" as plain decoding."""
     install(folder, monkeypatch)
     for name, module in (("specdec", "fake_fast"), ("specdec-plain", "fake_slow")):
         peer = Peer(name, module, ("hf",), "", speculates=name == "specdec")

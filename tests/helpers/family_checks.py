@@ -1,4 +1,4 @@
-"""A prompt and a tree below it, and what transformers itself computes for them."""
+"""A prompt and a tree below it, and transformers' own logits for them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from offload.placement.plan import min_host_bytes, plan_placement
 
 
 def force_streaming(patch: pytest.MonkeyPatch, n_slots: int = 2) -> None:
-    """Loads from now on keep nothing of the layers in memory but a ring of `n_slots`."""
+    """Make all further loads keep no layer in memory except a ring of `n_slots`."""
 
     def planned(layers: Sequence[LayerWeights], *_: Any, **__: Any) -> Placement:
         smallest = min_host_bytes(layers, n_slots)

@@ -1,7 +1,7 @@
-"""Modules run as programs in processes that cost no start: forks of one that has imported torch,
-transformers and what serves a model.
+"""Modules run as programs in forks of one process, so that they start at no cost. It has imported
+torch, transformers and the server.
 
-How an interpreter begins and ends is left out: tests of that start one of its own.
+The start and exit of an interpreter are left out: tests of those start their own.
 """
 
 from __future__ import annotations

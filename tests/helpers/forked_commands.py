@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ended(NamedTuple):
-    """How a command ended: negative codes are signals."""
+    """The end of a command: negative codes are signals."""
 
     code: int
     out: str
@@ -72,7 +72,7 @@ def _serve() -> None:
     from specdec.cli.app import main
 
     load_library()
-    for argv in _REFUSED:  # what they import as they begin, forks have
+    for argv in _REFUSED:  # the forks already have the imports of a start
         _run_here(main, argv)
     for line in sys.stdin:
         argv, stdin = json.loads(line)

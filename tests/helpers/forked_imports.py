@@ -1,4 +1,4 @@
-"""Imported once, by the process that `forked` forks: what runs a model and serves it."""
+"""Modules imported once, by the process that `forked` forks, to run and serve a model."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from specdec.run_options import RunOptions
 
 import_for_good(RunOptions("pair:target", "pair:draft"))
 for _module in ("specdec.cli.app", "specdec.serve.run", "specdec.batch.run", "specdec.api"):
-    with suppress(ImportError):  # an extra that is not there
+    with suppress(ImportError):  # an extra that is not installed
         __import__(_module)

@@ -35,7 +35,7 @@ FREE = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
 
 
 class RandomDrafter(Drafter):
-    """A random tree of random tokens, a new one every step."""
+    """A drafter of random trees of random tokens, a new one every step."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ class RandomDrafter(Drafter):
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the known continuation, wrong from the `wrong_at`-th token of each step on."""
+    """A drafter of the known continuation, wrong from the `wrong_at`-th token of each step on."""
 
     def __init__(self, script: Sequence[int], vocab: int, wrong_at: int | None = None) -> None:
         self._script, self._vocab, self._wrong_at = list(script), vocab, wrong_at
@@ -70,7 +70,7 @@ class ScriptedDrafter(Drafter):
 
 
 class SteppedAhead(DraftWorker):
-    """Drafts ahead in the caller's thread, as many levels beside each pass as it is told."""
+    """Parallel drafting in the caller's thread, with a given number of levels beside each pass."""
 
     def __init__(self, n_levels: Iterable[int]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def make_controller(
 
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
-    """Of the next proposal of such a controller, where `spec` fixes the size of trees."""
+    """Return the limits of the next proposal of such a controller, with the tree size of `spec`."""
     return DraftPolicy(spec, AcceptanceStatistics(FREE, None, 99), 256).limits(
         len(context_ids), 99, 256
     )
@@ -175,7 +175,7 @@ def run(
     eos: Sequence[int] = (),
     **options: object,
 ) -> list[int]:
-    """`n` new tokens after the prompt, fewer when a stop token comes."""
+    """Return `n` new tokens after the prompt, fewer if a stop token comes."""
     own(target).rollback(0)
     if drafter is not None:
         drafter.reset()

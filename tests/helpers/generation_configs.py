@@ -1,4 +1,4 @@
-"""The way back: a GenerationConfig for what transformers' `generate` is compared with."""
+"""Our parameters as a GenerationConfig, to compare with transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.sampling.params import SamplingParams
 
 
 def generation_config(params: SamplingParams) -> GenerationConfig:
-    """The configuration with which `generate` does the same."""
+    """Return the configuration with which `generate` does the same."""
     options = dataclasses.asdict(params)
     is_greedy = options["temperature"] == 0.0
     values = {theirs: _plain(options[ours]) for theirs, ours in SAME_VALUE.items()}
@@ -32,7 +32,7 @@ def generation_config(params: SamplingParams) -> GenerationConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, None for an empty one."""
+    """Return lists for tuples, None for an empty one."""
     if isinstance(value, tuple):
         return [_plain(item) if isinstance(item, tuple) else item for item in value] or None
     return value

@@ -1,4 +1,4 @@
-"""GGUF models that are broken in one way each: of what llama.cpp and ggml throw or abort on as they
+"""GGUF models with one defect each: every cause for llama.cpp and ggml to throw or abort while they
 read a header and a vocabulary, build a graph, tokenize a text or compute."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gguf_vocabularies import (
 
 
 def _tokens(kind: str, changes: Mapping[int, str | bytes]) -> Metadata:
-    """The list of tokens with others at some places."""
+    """Return the list of tokens with some replaced."""
     tokens = list(vocabulary(kind)[f"{TOKENIZER}tokens"][1])
     for at, token in changes.items():
         tokens[at] = token
@@ -38,7 +38,7 @@ def _key(name: str, kind: str, value: Any) -> Metadata:
     return {f"{TOKENIZER}{name}": (kind, value)}
 
 
-def _figure(name: str, kind: str, value: Any) -> Metadata:
+def _value(name: str, kind: str, value: Any) -> Metadata:
     return {f"llama.{name}": (kind, value)}
 
 
@@ -55,13 +55,13 @@ _SPM_BYTES = {3 + i: f"no byte {i}" for i in range(256)}
 
 
 def _table(units: Mapping[int, int]) -> bytes:
-    """sentencepiece's table of normalised characters: 256 units, of which some are not 0."""
+    """sentencepiece's table of normalised characters: 256 units, some of which are not 0."""
     length, values = 4 * 256, [units.get(i, 0) for i in range(256)]
     return struct.pack("<257I", length, *values) + b"x\0"
 
 
 BROKEN: dict[str, TinyModel] = {
-    # SPM: what is no token is spelled in bytes.
+    # SPM: unknown text is spelled in bytes.
     "spm without bytes": TinyModel("spm", _tokens("spm", _SPM_BYTES)),
     "spm without one byte": TinyModel("spm", _tokens("spm", {3 + 0xE4: "x"})),
     "spm without the byte 0": TinyModel("spm", _tokens("spm", {3: "\0"})),
@@ -114,7 +114,7 @@ BROKEN: dict[str, TinyModel] = {
     "rwkv without a line break": TinyModel(
         "rwkv", {f"{TOKENIZER}unknown_token_id": None} | _tokens("rwkv", {1 + 10: "xyz"})
     ),
-    # Of any kind
+    # All kinds
     "plamo2 without bytes": TinyModel(
         "spm", _key("model", "str", "plamo2") | _types("spm", {3: NORMAL})
     ),
@@ -129,36 +129,36 @@ BROKEN: dict[str, TinyModel] = {
     "a text for an id": TinyModel("bpe", {f"{TOKENIZER}eos_token_id": ("str", "2")}),
     "a list for an id": TinyModel("bpe", {f"{TOKENIZER}eos_token_id": ("[u32]", [2])}),
     "a number for the chat template": TinyModel("bpe", {"tokenizer.chat_template": ("u32", 5)}),
-    # Figures
-    "more groups than heads": TinyModel(changes=_figure("attention.head_count_kv", "u32", 3)),
-    "no heads": TinyModel(changes=_figure("attention.head_count", "u32", 0)),
-    "odd rotation": TinyModel(changes=_figure("rope.dimension_count", "u32", 15)),
-    "a scaling that nobody knows": TinyModel(changes=_figure("rope.scaling.type", "str", "odd")),
+    # Values
+    "more groups than heads": TinyModel(changes=_value("attention.head_count_kv", "u32", 3)),
+    "no heads": TinyModel(changes=_value("attention.head_count", "u32", 0)),
+    "odd rotation": TinyModel(changes=_value("rope.dimension_count", "u32", 15)),
+    "a scaling that nobody knows": TinyModel(changes=_value("rope.scaling.type", "str", "odd")),
     "a scaling factor of zero": TinyModel(
-        changes=_figure("rope.scaling.type", "str", "yarn")
-        | _figure("rope.scaling.factor", "f32", 0.0)
+        changes=_value("rope.scaling.type", "str", "yarn")
+        | _value("rope.scaling.factor", "f32", 0.0)
     ),
     "a yarn of no context": TinyModel(
-        changes=_figure("rope.scaling.type", "str", "yarn")
-        | _figure("rope.scaling.original_context_length", "u32", 0)
+        changes=_value("rope.scaling.type", "str", "yarn")
+        | _value("rope.scaling.original_context_length", "u32", 0)
     ),
-    "values of another length": TinyModel(changes=_figure("attention.value_length", "u32", 24)),
+    "values of another length": TinyModel(changes=_value("attention.value_length", "u32", 24)),
     "a list for the feed-forward length": TinyModel(
-        changes=_figure("feed_forward_length", "[u32]", [1, 2, 3])
+        changes=_value("feed_forward_length", "[u32]", [1, 2, 3])
     ),
-    "another feed-forward length": TinyModel(changes=_figure("feed_forward_length", "u32", 77)),
+    "another feed-forward length": TinyModel(changes=_value("feed_forward_length", "u32", 77)),
     "experts without tensors": TinyModel(
-        changes=_figure("expert_count", "u32", 4) | _figure("expert_used_count", "u32", 2)
+        changes=_value("expert_count", "u32", 4) | _value("expert_used_count", "u32", 2)
     ),
     "more experts than llama.cpp counts": TinyModel(
-        changes=_figure("expert_count", "u32", 5000) | _figure("expert_used_count", "u32", 2)
+        changes=_value("expert_count", "u32", 5000) | _value("expert_used_count", "u32", 2)
     ),
-    "another number of tokens": TinyModel(changes=_figure("vocab_size", "u32", 7)),
+    "another number of tokens": TinyModel(changes=_value("vocab_size", "u32", 7)),
     "a rotation in sections of no length": TinyModel(architecture="paddleocr"),
     "no experts where some are needed": TinyModel(architecture="smallthinker"),
     "an unknown architecture": TinyModel(architecture="nobody"),
     "a clamp that is no number": TinyModel(
-        changes=_figure("attention.clamp_kqv", "f32", float("nan"))
+        changes=_value("attention.clamp_kqv", "f32", float("nan"))
     ),
     # Tensors
     "no output norm": TinyModel(tensors={"output_norm.weight": None}),
@@ -189,9 +189,9 @@ HARMLESS = frozenset(
         "a clamp that is no number",
     }
 )
-"""llama.cpp makes something of these."""
+"""Defects that llama.cpp accepts."""
 ENDLESS = TinyModel("rwkv", _tokens("rwkv", {1 + i: f"\\x{i:02x}and more" for i in range(256)}))
-"""Over its tokens llama.cpp goes on for ever, and takes memory for it."""
+"""A vocabulary whose tokens make llama.cpp loop forever and allocate memory."""
 
 EACH_PLACE = (
     "spm without bytes",
@@ -216,5 +216,5 @@ EACH_PLACE = (
     "a head in a format of activations",
     "a tensor that nobody knows",
 )
-"""One instance for each place where something is found: by us in the header, by llama.cpp as it
-loads, in what it ends the process over as it loads, builds a graph, computes or tokenizes."""
+"""One case for each place where a defect is found: by us in the header, by llama.cpp while loading,
+or by its abort while it loads, builds a graph, computes or tokenizes."""

@@ -1,4 +1,4 @@
-"""GGUF files made byte by byte, so that they can be wrong in any way."""
+"""GGUF files written byte by byte, so that they can be wrong in any way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def value(kind: str, item: Any) -> bytes:
 
 
 def pair(key: str | bytes, kind: str, item: Any) -> bytes:
-    """One key-value pair; `kind` is "u32", "str", ... or "[u32]" for an array."""
+    """Encode one key-value pair; `kind` is "u32", "str", ... or "[u32]" for an array."""
     if kind.startswith("["):
         kind = kind[1:-1]
         head = struct.pack("<IIQ", CODES["arr"], CODES[kind], len(item))
@@ -44,7 +44,7 @@ def raw_array(key: str, code: int, count: int, payload: bytes = b"") -> bytes:
 
 
 def tensor(name: str | bytes, ne: Sequence[int], code: int, offset: int) -> bytes:
-    """A tensor's entry; `ne` has the contiguous dimension first."""
+    """Encode a tensor's entry; `ne` has the contiguous dimension first."""
     sizes = b"".join(struct.pack("<Q", size % 2**64) for size in ne)
     return string(name) + struct.pack("<I", len(ne)) + sizes + struct.pack("<IQ", code, offset)
 
@@ -79,7 +79,7 @@ def make_file(
     alignment: int = 32,
     seed: int = 0,
 ) -> bytes:
-    """A valid file: key -> (type, value), tensor name -> (type, numpy shape).
+    """Encode a valid file: key -> (type, value), tensor name -> (type, numpy shape).
 
     Tensor number n is filled with the byte n + seed (modulo 251).
     """
@@ -92,7 +92,7 @@ def make_file(
     return gguf(pairs, entries, bytes(data), alignment=alignment)
 
 
-# A model of two layers, complete enough for its figures to be read.
+# A model of two layers, complete enough for its properties to be read.
 HIDDEN, VOCAB, HEADS = 64, 96, 4
 
 
@@ -168,7 +168,7 @@ def write_splits(
     *,
     name: str = "model",
 ) -> list[Path]:
-    """The splits of a model; only the first has its metadata."""
+    """Write the splits of a model; only the first has its metadata."""
     n_tensors = sum(len(part) for part in parts)
     paths = []
     for number, part in enumerate(parts):

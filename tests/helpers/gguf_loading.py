@@ -1,4 +1,4 @@
-"""GGUF files of any metadata and tensors, loaded as a model or refused."""
+"""GGUF files with any metadata and tensors, loaded as a model or refused."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from backends.ggml.library import load_library
 
 
 def gguf_logits(path: Path, token_ids: Sequence[int]) -> np.ndarray:
-    """float32 [n, vocab], after each token; K and V in float32."""
+    """Return float32 [n, vocab], after each token; K and V in float32."""
     library = load_library()
     params = library.llama_model_default_params()
     params.n_gpu_layers = 0

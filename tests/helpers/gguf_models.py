@@ -16,7 +16,7 @@ N_CTX = 512
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one architecture's file from another's."""
+    """Differences between the files of the architectures."""
 
     architecture: str
     is_tied: bool = False
@@ -97,7 +97,7 @@ def save_tiny_gguf(
 
 
 def _quantize(values: np.ndarray, qtype) -> np.ndarray:
-    """By the gguf package, or by ggml where that cannot (K-quants)."""
+    """Quantise by the gguf package, or by ggml for types that it lacks (K-quants)."""
     import gguf
 
     try:
@@ -149,7 +149,7 @@ def _add_metadata(
 def _tensors(
     kind: Family, n_layers: int, hidden: int, feed_forward: int, vocab: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, row-major."""
+    """Return tensor names and shapes, row-major."""
     tensors: list[tuple[str, tuple[int, ...]]] = [
         ("token_embd.weight", (vocab, hidden)),
         ("output_norm.weight", (hidden,)),

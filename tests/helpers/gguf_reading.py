@@ -1,4 +1,4 @@
-"""What the tests of GGUF headers share."""
+"""Shared helpers of the GGUF header tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(folder: Path, content: bytes, match: str) -> None:
         read(folder, content)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600 + len(str(folder))
-    assert ": " in str(caught.value)  # behind which the remedy is
+    assert ": " in str(caught.value)  # the remedy follows it
 
 
 def one_tensor(ne=(4,), code=F32, offset=0, name="t", **kwargs) -> bytes:

@@ -1,4 +1,4 @@
-"""Exact backends of tiny GGUF models with room for several sequences."""
+"""Batch-invariant backends of tiny GGUF models with capacity for several sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exact_source(family: str, path: Path, **options: Any) -> GgufSource:
 
 
 def filled_up_source(path: Path) -> GgufSource:
-    """With passes of eight rows at least, whatever the products of this process need."""
+    """Return a source with passes of at least eight rows, whatever this process's products need."""
     source = exact_source("llama", path, dtype="Q4_K", hidden=256, feed_forward=256)
     run = replace(source._run, exactness=Exactness(True, min_batch_tokens=8))
     return GgufSource(source.path, BackendOptions(n_threads=1, is_exact=True), run)

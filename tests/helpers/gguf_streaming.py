@@ -1,4 +1,4 @@
-"""Backends of tiny GGUF models, in memory and streamed, and a sequence of calls that tries all."""
+"""Backends of tiny GGUF models, in memory and streamed, and a call sequence that covers all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def streamed(model, layers=None, n_slots=2, **options):
 
 
 def exercise(backend):
-    """The logits of two steps with trees, chains, commits, prunes and rollbacks."""
+    """Return the logits of two steps with trees, chains, commits, prunes and rollbacks."""
     actual = []
     for _ in range(2):
         actual.append(own(backend).prefill(PROMPT))
@@ -55,13 +55,13 @@ def same(a, b):
 
 
 def by_experts(model, n_bytes, n_slots=0):
-    """A placement of a mixture: all but the experts in memory (or streamed through so many slots),
-    and about `n_bytes` for these, as many as one layer's at least."""
-    capacity = ExpertCachePlan(model.experts, 1)
+    """Return a mixture's placement: all but experts in memory (or streamed through so many slots),
+    and about `n_bytes` for the experts, at least as many as one layer's."""
+    plan = ExpertCachePlan(model.experts, 1)
     minimum = min_slots(model.experts)
-    capacity = ExpertCachePlan(model.experts, max(minimum, n_bytes // capacity.slot_bytes))
+    plan = ExpertCachePlan(model.experts, max(minimum, n_bytes // plan.slot_bytes))
     layers = model.layers_without_experts
-    return Placement(layers if n_slots else pin_all(layers), n_slots, experts=capacity)
+    return Placement(layers if n_slots else pin_all(layers), n_slots, experts=plan)
 
 
 def streamed_experts(model, n_bytes=0, n_slots=0, **options):

@@ -1,4 +1,4 @@
-"""Tiny GGUF models of random weights with a healthy vocabulary of each kind, byte by byte."""
+"""Tiny GGUF models of random weights with a valid vocabulary of each kind, byte by byte."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS = tuple(_LISTS)
 
 
 def vocabulary(kind: str) -> Metadata:
-    """All keys of a healthy one of N_TOKENS tokens."""
+    """Return all keys of a valid vocabulary of N_TOKENS tokens."""
     tokens = _LISTS[kind]()
     tokens += [f"filler{i}" for i in range(N_TOKENS - len(tokens))]
     types = [BYTE if token.startswith("<0x") else NORMAL for token in tokens]
@@ -80,7 +80,7 @@ def vocabulary(kind: str) -> Metadata:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A vocabulary of a kind, or of none, with changes; None drops a key or a tensor."""
+    """A vocabulary of a kind, or none, with changes; None drops a key or a tensor."""
 
     kind: str = "bpe"
     changes: Mapping[str, tuple[str, Any] | None] = field(default_factory=dict)

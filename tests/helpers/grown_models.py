@@ -16,8 +16,8 @@ LARGE = LlamaShape(240, 112, 5, 6, 3, HEAD_DIM, 96, tied=False)
 
 
 def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: object) -> Path:
-    """Write a random fp32 Llama, or Qwen3-MoE where the shape has experts, with weights large
-    enough to tell layers apart."""
+    """Write a random fp32 Llama, or Qwen3-MoE if the shape has experts, with weights large enough
+    to tell layers apart."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     if shape.experts is not None:
@@ -26,7 +26,7 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
             "num_experts_per_tok": shape.experts.n_used,
             "moe_intermediate_size": shape.experts.intermediate_size,
             "norm_topk_prob": True,
-            # Norms of heads have it too, though their width stays: growing changes what it does.
+            # Head norms have it too, though their width stays: growing changes its effect.
             "rms_norm_eps": 1e-7,
         }
     config = (LlamaConfig if shape.experts is None else Qwen3MoeConfig)(
@@ -39,7 +39,7 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
         head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=128,
-        **{"rms_norm_eps": 1e-3, **options},  # large, so that a wrong epsilon shows
+        **{"rms_norm_eps": 1e-3, **options},  # large, to reveal a wrong epsilon
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def altered(shape: LlamaShape, **changes: object) -> LlamaShape:
 
 
 def save_source_with_tokenizer(folder: Path, shape: LlamaShape, seed: int = 0) -> Path:
-    """`save_source` and a byte-level BPE of at most the shape's vocabulary, as GGUF needs one."""
+    """Write `save_source` with a byte-level BPE no larger than the shape's vocabulary, for GGUF."""
     import tokenizers
 
     save_source(folder, shape, seed)
@@ -85,6 +85,6 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 
 def assert_same_function(source: Path, grown: Path, n_vocab: int = SMALL.vocab_size) -> None:
-    requested, got = logits_of(source), logits_of(grown)[:, :n_vocab]
-    assert requested.std() > 0.1  # else equality would say little
-    torch.testing.assert_close(got, requested, atol=1e-4, rtol=1e-4)
+    expected, got = logits_of(source), logits_of(grown)[:, :n_vocab]
+    assert expected.std() > 0.1  # otherwise equality would say little
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

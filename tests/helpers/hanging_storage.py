@@ -1,4 +1,4 @@
-"""Storage whose reads begin and do not end, until they are let go."""
+"""Storage whose reads begin and hang until they are released."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.storage.direct_io import DirectFile
 
 
 class HangingStorage:
-    """All reads of files that were opened for streaming, while `hang` is in force."""
+    """Make all reads of streamed files hang while `hang` is active."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._lifted = threading.Event()
@@ -39,5 +39,5 @@ class HangingStorage:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a read has begun that has not ended."""
+        """Return whether a read has begun and not ended."""
         return self._reached.is_set() and not self._lifted.is_set()

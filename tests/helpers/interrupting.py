@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class InterruptedAt(io.StringIO):
-    """Output that Ctrl-C cuts at the end of the n-th line."""
+    """Output that is interrupted by Ctrl-C at the end of the n-th line."""
 
     def __init__(self, n_lines: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class InterruptedAt(io.StringIO):
 
 
 class Interrupts:
-    """Sends SIGINT at the given calls of this thread into `folders`; `places` tells where.
+    """Send SIGINT at the given calls of this thread into `folders`; `places` lists them.
 
     Python drops a trace function that raised, so the second interrupt is a profile function's.
     """
@@ -63,8 +63,8 @@ class Interrupts:
 
 
 def files_of(places: Iterable[str]) -> set[str]:
-    """The files that the interrupts met: how often a wait looks again, and so which of a file's
-    functions every n-th call meets, depends on the storage and differs from run to run."""
+    """Return the interrupted files: how often a wait polls, and so which function of a file every
+    n-th call is in, depends on the storage and differs from run to run."""
     return {place.partition(":")[0] for place in places}
 
 
@@ -72,7 +72,7 @@ def files_of(places: Iterable[str]) -> set[str]:
 def interrupted(
     first: int, then: int | None = None, folders: tuple[str, ...] = ("offload",)
 ) -> Iterator[Interrupts]:
-    """Within the block, Ctrl-C at the first-th call, and again at the then-th call after it.
+    """Press Ctrl-C in the block at the first-th call, and again at the then-th call after it.
 
     The block ends with the interrupt, and the program goes on.
     """

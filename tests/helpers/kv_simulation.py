@@ -1,4 +1,4 @@
-"""Texts that share a pool of KV blocks, and what each of their rows has to hold."""
+"""Sequences that share a pool of KV blocks, and the expected content of each of their rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_BLOCKS = 8
 
 @dataclass
 class ExpectedSequence:
-    """A text's rows: one number for each, written nowhere else."""
+    """A sequence's expected rows: one number for each, written nowhere else."""
 
     kv: kv_sequence.BlockStore
     committed: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class ExpectedSequence:
 
 
 class KvSimulation:
-    """Random operations on sequences; after each of them every text is looked at.
+    """Random operations on sequences; after each of them every sequence is checked.
 
     pool, sequence: the modules of the pool and its sequences, or ones with a mistake.
     """
@@ -45,7 +45,7 @@ class KvSimulation:
         self.n_written = self.n_full = 0
 
     def run(self, n_operations: int) -> None:
-        """Raises AssertionError where a row is not the one that was written."""
+        """Run operations. Raise AssertionError if a row is not the one that was written."""
         operations = [self.append, self.grow, self.grow, self.commit, self.commit]
         operations += [self.prune, self.rollback, self.fork, self.abort]
         for _ in range(n_operations):
@@ -55,78 +55,85 @@ class KvSimulation:
                 self.sequences.pop(self.rng.randrange(len(self.sequences))).kv.close()
             self.rng.choice(operations)(self.rng.choice(self.sequences))
             self.check()
-        for text in self.sequences:
-            text.kv.close()
+        for sequence in self.sequences:
+            sequence.kv.close()
         assert self.pool.is_unused
         assert self.pool.n_free == N_BLOCKS
         self.pool.free()
 
-    # --- operations --------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
-    def append(self, text: ExpectedSequence) -> None:
-        self.abort(text)
+    def append(self, sequence: ExpectedSequence) -> None:
+        self.abort(sequence)
         num_tokens = self.rng.choice([1, 3, 20, 63, 64, 65, 100])
-        numbers = self.write(text, len(text.committed), num_tokens)
+        numbers = self.write(sequence, len(sequence.committed), num_tokens)
         if numbers:
-            text.kv.append([0] * num_tokens)
-            text.committed += numbers
+            sequence.kv.append([0] * num_tokens)
+            sequence.committed += numbers
 
-    def grow(self, text: ExpectedSequence) -> None:
+    def grow(self, sequence: ExpectedSequence) -> None:
         parents = []
-        nodes = [PREFIX, *text.kv.table.ids]
-        for node in range(text.kv.table.next_id, text.kv.table.next_id + self.rng.randint(1, 12)):
+        nodes = [PREFIX, *sequence.kv.table.ids]
+        for node in range(
+            sequence.kv.table.next_id, sequence.kv.table.next_id + self.rng.randint(1, 12)
+        ):
             parents.append(self.rng.choice(nodes))
             nodes.append(node)
-        first = text.kv.table.num_tokens
-        ids = text.kv.add(parents, [0] * len(parents))
-        numbers = self.write(text, first, len(ids))
-        text.live.update(zip(ids, numbers, strict=False))
+        first = sequence.kv.table.num_tokens
+        ids = sequence.kv.add(parents, [0] * len(parents))
+        numbers = self.write(sequence, first, len(ids))
+        sequence.live.update(zip(ids, numbers, strict=False))
         if not numbers:
-            self.abort(text)
+            self.abort(sequence)
 
-    def commit(self, text: ExpectedSequence) -> None:
-        table = text.kv.table
+    def commit(self, sequence: ExpectedSequence) -> None:
+        table = sequence.kv.table
         path: list[int] = []
-        while below := self.children(text, path[-1] if path else PREFIX):
+        while below := self.children(sequence, path[-1] if path else PREFIX):
             if self.rng.random() < 0.3:
                 break
             path.append(self.rng.choice(below))
         keep = [node for node in below if self.rng.random() < 0.5]
-        text.kv.commit(path, keep)
-        text.committed += [text.live[node] for node in path]
-        text.live = {node: text.live[node] for node in table.ids}
+        sequence.kv.commit(path, keep)
+        sequence.committed += [sequence.live[node] for node in path]
+        sequence.live = {node: sequence.live[node] for node in table.ids}
 
-    def prune(self, text: ExpectedSequence) -> None:
-        text.kv.prune([node for node in text.kv.table.ids if self.rng.random() < 0.2])
-        text.live = {node: text.live[node] for node in text.kv.table.ids}
+    def prune(self, sequence: ExpectedSequence) -> None:
+        sequence.kv.prune([node for node in sequence.kv.table.ids if self.rng.random() < 0.2])
+        sequence.live = {node: sequence.live[node] for node in sequence.kv.table.ids}
 
-    def rollback(self, text: ExpectedSequence) -> None:
-        length = self.rng.randint(0, len(text.committed))
-        text.kv.rollback(length)
-        text.committed, text.live = text.committed[:length], {}
+    def rollback(self, sequence: ExpectedSequence) -> None:
+        length = self.rng.randint(0, len(sequence.committed))
+        sequence.kv.rollback(length)
+        sequence.committed, sequence.live = sequence.committed[:length], {}
 
-    def abort(self, text: ExpectedSequence) -> None:
-        n_intact = self.rng.choice([None, len(text.committed), len(text.committed) // 2])
-        text.kv.abort(n_intact)
-        text.committed, text.live = text.committed[:n_intact], {}
+    def abort(self, sequence: ExpectedSequence) -> None:
+        n_intact = self.rng.choice([None, len(sequence.committed), len(sequence.committed) // 2])
+        sequence.kv.abort(n_intact)
+        sequence.committed, sequence.live = sequence.committed[:n_intact], {}
 
-    def fork(self, text: ExpectedSequence) -> None:
+    def fork(self, sequence: ExpectedSequence) -> None:
         if len(self.sequences) < 6:
-            length = self.rng.randint(0, len(text.committed))
-            self.sequences.append(ExpectedSequence(text.kv.fork(length), text.committed[:length]))
+            length = self.rng.randint(0, len(sequence.committed))
+            self.sequences.append(
+                ExpectedSequence(sequence.kv.fork(length), sequence.committed[:length])
+            )
 
-    # --- what they do ------------------------------------------------------------------------
+    # --- writing and checking ---------------------------------------------------------------------
 
-    def children(self, text: ExpectedSequence, node: int) -> list[int]:
-        return [item for item in text.kv.table.ids if text.kv.table.parents[item] == node]
+    def children(self, sequence: ExpectedSequence, node: int) -> list[int]:
+        return [item for item in sequence.kv.table.ids if sequence.kv.table.parents[item] == node]
 
-    def write(self, text: ExpectedSequence, first: int, num_tokens: int) -> list[int]:
-        """New numbers in these rows; none where the pool is full, as it said beforehand."""
-        n_blocks, n_free = text.kv.n_blocks_for(first + num_tokens - text.kv.table.num_tokens), None
-        if first == text.kv.table.num_tokens:
+    def write(self, sequence: ExpectedSequence, first: int, num_tokens: int) -> list[int]:
+        """Write new numbers to these rows; none if the pool is full, as it reported beforehand."""
+        n_blocks, n_free = (
+            sequence.kv.n_blocks_for(first + num_tokens - sequence.kv.table.num_tokens),
+            None,
+        )
+        if first == sequence.kv.table.num_tokens:
             n_free = self.pool.n_free
         try:
-            places = text.kv.make_capacity(first, num_tokens)
+            places = sequence.kv.make_capacity(first, num_tokens)
         except BackendError:
             self.n_full += 1
             assert n_free is None or n_blocks > n_free
@@ -144,17 +151,19 @@ class KvSimulation:
         return numbers
 
     def check(self) -> None:
-        users = Counter(block for text in self.sequences for block in text.kv.blocks.tolist())
+        users = Counter(
+            block for sequence in self.sequences for block in sequence.kv.blocks.tolist()
+        )
         assert self.pool.n_free == N_BLOCKS - len(users)
         assert self.pool.n_shared == users.total() - len(users)
-        for text in self.sequences:
-            num_tokens = len(text.rows)
-            text.kv.check_integrity()
-            assert len(text.kv.blocks) == -(-num_tokens // BLOCK_SIZE)
+        for sequence in self.sequences:
+            num_tokens = len(sequence.rows)
+            sequence.kv.check_integrity()
+            assert len(sequence.kv.blocks) == -(-num_tokens // BLOCK_SIZE)
             if num_tokens:
                 at = torch.from_numpy(
-                    rows_in_pool(text.kv.blocks, torch.arange(num_tokens).numpy())
+                    rows_in_pool(sequence.kv.blocks, torch.arange(num_tokens).numpy())
                 )
                 layer = self.pool.layers[0]
-                assert layer.keys[0, 0, at, 0].tolist() == text.rows
-                assert layer.values[0, 0, at, 0].tolist() == [-number for number in text.rows]
+                assert layer.keys[0, 0, at, 0].tolist() == sequence.rows
+                assert layer.values[0, 0, at, 0].tolist() == [-number for number in sequence.rows]

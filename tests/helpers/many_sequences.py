@@ -1,4 +1,4 @@
-"""Texts in shared passes, and what each of them is alone."""
+"""Sequences in shared passes, and the output of each of them alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def params(temperature: float, **more: Any) -> SamplingParams:
 
 
 def alone(llm: LLM, request: tuple[int, float, str | None]) -> tuple[int, ...]:
-    """What plain decoding by itself says, all of it computed anew."""
+    """Return the output of plain decoding alone, computed without cache."""
     number, temperature, _ = request
     if (number, temperature) not in _ALONE:
         result = llm.generate(

@@ -1,4 +1,4 @@
-"""Files of known bytes, mapped as an inference library would, and a look at their memory."""
+"""Files of known bytes, mapped as an inference library would, and inspection of their memory."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(path: Path, remainder: int = 0, flags: int = MAP_SHARED) -> tuple[int, int]:
-    """(address, bytes) of a mapping of the whole file; address % 2 MiB is `remainder`."""
+    """Return (address, bytes) of a mapping of the whole file; address % 2 MiB is `remainder`."""
     size = page_up(path.stat().st_size)
-    capacity = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-    address = -(-capacity // HUGE) * HUGE + remainder
+    reserved = libc.mmap(None, size + 2 * HUGE, 0, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    address = -(-reserved // HUGE) * HUGE + remainder
     descriptor = os.open(path, os.O_RDONLY)
     assert libc.mmap(address, size, 1, flags | MAP_FIXED, descriptor, 0) == address
     os.close(descriptor)
-    libc.munmap(capacity, address - capacity)
-    libc.munmap(address + size, capacity + size + 2 * HUGE - address - size)
+    libc.munmap(reserved, address - reserved)
+    libc.munmap(address + size, reserved + size + 2 * HUGE - address - size)
     return address, size
 
 
 def is_readable(address: int, n_bytes: int = 1) -> bool:
-    """Whether reading there works, found out without a crash."""
+    """Return whether reading there works, without a crash."""
     view = memoryview((ctypes.c_ubyte * n_bytes).from_address(address))
     reading, writing = os.pipe()
     try:
@@ -63,7 +63,7 @@ def is_readable(address: int, n_bytes: int = 1) -> bool:
 
 @cache
 def lists_whole_pages() -> bool:
-    """Whether /proc/self/maps gives a mapping's end in whole pages.
+    """Return whether /proc/self/maps gives a mapping's end in whole pages.
 
     An emulator of larger pages lists those of its host, so that a file's last page is cut short.
     """
@@ -81,7 +81,7 @@ needs_whole_pages = pytest.mark.skipif(
 
 
 class MappedWeights:
-    """`weights` with all of their files mapped."""
+    """Map all files of `weights`."""
 
     def __init__(self, weights: Weights, remainder: int = 0, flags: int = MAP_SHARED) -> None:
         if not lists_whole_pages():
@@ -133,7 +133,7 @@ class MappedWeights:
 def mapped(
     weights: Weights, remainder: int = 0, flags: int = MAP_SHARED
 ) -> Iterator[MappedWeights]:
-    """The files are mapped inside the block. A pager must be closed before its end."""
+    """Map the files within the block. A pager must be closed before its end."""
     files = MappedWeights(weights, remainder, flags)
     try:
         yield files
@@ -142,14 +142,14 @@ def mapped(
 
 
 def memory_in(ranges: Iterable[tuple[int, int]], key: str = "Anonymous") -> int:
-    """Bytes that smaps counts under `key` in VMAs that begin in one of (address, bytes)."""
-    requested = [(start, start + size) for start, size in ranges]
+    """Return the bytes that smaps counts under `key` in VMAs from one of (address, bytes)."""
+    expected = [(start, start + size) for start, size in ranges]
     total = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             address = int(match.group(1), 16)
-            inside = any(start <= address < end for start, end in requested)
+            inside = any(start <= address < end for start, end in expected)
         elif inside and line.startswith(key + ":"):
             total += int(line.split()[1]) * 1024
     return total

@@ -1,4 +1,4 @@
-"""How many files this process has open."""
+"""The number of files that this process has open."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import os
 
 
 def n_open_files() -> int:
-    """Without those of objects that an earlier test left to the garbage collector."""
+    """Count open files, except those of objects left to the garbage collector by earlier tests."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""The tables of options in docs/cli.md, made from the options themselves.
+"""The tables of options in docs/cli.md, generated from the options themselves.
 
     python -m tests.helpers.option_tables      # writes them into the page
 
@@ -23,7 +23,7 @@ HEAD = "| option | meaning | default |\n|---|---|---|\n"
 
 
 def filled(page: str) -> str:
-    """Return the page with all its tables made anew."""
+    """Return the page with all its tables regenerated."""
     return MARKED.sub(lambda actual: f"{actual[1]}\n{tables(actual[2])}\n{actual[3]}", page)
 
 

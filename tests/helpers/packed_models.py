@@ -27,7 +27,7 @@ PACKABLE: dict[str, object] = {"hidden_size": 64, "intermediate_size": 128}
 def save_packable(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: object
 ) -> Path:
-    """A checkpoint whose matrices are worth packing."""
+    """Write a checkpoint whose matrices are worth packing."""
     save_tiny_checkpoint(family, folder, **{**_SIZES.get(family, PACKABLE), **sizes})
     for path in folder.glob("*.safetensors"):
         tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
@@ -39,7 +39,7 @@ def save_packable(
 
 
 def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
-    """Of a prompt, a tree, and a token after it."""
+    """Return the logits of a prompt, a tree, and a token after it."""
     model = load_hf_model(folder)
     layers = model.layer_weights
     if not is_streamed:

@@ -1,4 +1,4 @@
-"""Pages of a file in the page cache, and a file of which it has none. Source: mincore(2)."""
+"""Cached pages of a file, and a file without any. Source: mincore(2)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from offload.storage.page_cache import drop_cached
 
 _SMALLEST_PAGE_BYTES = 4096
-_UNWRITTEN = 0xFF  # the kernel sets the lowest bit alone
+_UNWRITTEN = 0xFF  # the kernel sets only the lowest bit
 
 
 def n_cached(path: Path) -> int:
-    """Pages of a file in the page cache, of those in its second half: the first one's are read for
-    the header, and some after it."""
+    """Return the cached pages in the second half of a file: reading the header also cached some of
+    the first half."""
     libc = ctypes.CDLL(None)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
-        # An emulator may hand the call on to a kernel of smaller pages, which says more of them.
+        # An emulator may forward the call to a kernel with smaller pages, which reports more.
         max_count = -(-len(pages) // min(mmap.PAGESIZE, _SMALLEST_PAGE_BYTES))
         actual = (ctypes.c_ubyte * max_count)(*[_UNWRITTEN] * max_count)
         address = np.frombuffer(pages, np.uint8).ctypes.data
@@ -31,7 +31,7 @@ def n_cached(path: Path) -> int:
 
 
 def forget(path: Path) -> None:
-    """Let the page cache forget a file; skip the test on a file system that cannot, or is one."""
+    """Drop a file from the page cache; skip the test on file systems that cannot, or live there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

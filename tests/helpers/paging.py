@@ -1,4 +1,4 @@
-"""What the tests of the pager share."""
+"""Shared helpers of the pager tests."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from offload.storage.aligned import PAGE_BYTES as PAGE
 
 @pytest.fixture
 def small_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads, bodies and tails in tensors of a few pages."""
+    """Use small huge pages, so that tensors of a few pages have heads, bodies and tails."""
     monkeypatch.setattr(paging_plan, "HUGE_PAGE_BYTES", 4 * PAGE)
 
 
 def slot_ranges(pager: Pager) -> list[tuple[int, int]]:
-    ring = pager._walk._ring
+    ring = pager._cursor._ring
     return [(s.buffer.address, len(s.buffer.view)) for s in ring.slots] if ring else []
 
 
 def check_memory(pager: Pager, files: MappedWeights) -> None:
-    """Assert that exactly the planned anonymous memory is there, wherever its pages are."""
+    """Assert that exactly the planned anonymous memory exists, wherever its pages are."""
     actual = bytes_in([*slot_ranges(pager), *files.ranges.values()])
     assert actual == pager.resident_bytes + pager.ring_bytes
 
 
 def one_file(path: Path, sizes: list[int], padding: int = 0) -> tuple[list[TensorRecord], bytes]:
-    """Tensors one after the other in one file."""
+    """Write tensors one after the other into one file."""
     content = os.urandom(padding + sum(sizes))
     path.write_bytes(content)
     offsets = [padding + sum(sizes[:number]) for number in range(len(sizes))]
@@ -50,6 +50,6 @@ def small_weights(folder: Path) -> Weights:
 
 
 def page_weights(folder: Path) -> Weights:
-    """Whole pages only: nothing is resident, so that every read is the ring's."""
+    """Return weights of whole pages: nothing is resident, so that every read is the ring's."""
     sizes = [[4 * PAGE], [PAGE], [7 * PAGE], [2 * PAGE], [5 * PAGE]]
     return write_weights(folder, sizes, padding=PAGE)

@@ -13,7 +13,7 @@ from specdec.pair import GGUF_SUFFIX, PAIR_GGUF_NAMES, PAIR_PREFIX, pair_path
 
 
 def save_gguf(folder: Path, path: Path, name: str) -> Path:
-    """Matrices in F16, norms and routers in F32."""
+    """Write a checkpoint as GGUF: matrices in F16, norms and routers in F32."""
     shape = SourceModel(folder).shape
     return grow_gguf(folder, path, shape, dtype="f16", source_name=name, force=True).path
 

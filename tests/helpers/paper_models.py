@@ -1,4 +1,4 @@
-"""Models that exist as figures only, for planning."""
+"""Models that exist only as sizes, for planning."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ class PaperModel(ModelSource):
 
 
 def on_paper_gpus(patch: pytest.MonkeyPatch) -> None:
-    """From now on a GPU runs paper models as they are."""
+    """Make a GPU run paper models unchanged from now on."""
     patch.setattr("backends.cuda.source.HfGpuSource", lambda source: source)

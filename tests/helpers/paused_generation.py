@@ -1,4 +1,4 @@
-"""Generations in other threads that stop where a test wants them to."""
+"""Generations in other threads that pause where a test wants them to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = [5, 6, 7]
 
 
 class Pinned:
-    """A logits processor that waits at its third call until it may go on."""
+    """A logits processor that waits at its third call until it is released."""
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:
         self.reached, self.may_go_on = threading.Event(), threading.Event()
@@ -29,7 +29,7 @@ class Pinned:
 
 
 class Generation(threading.Thread):
-    """A generation in another thread; its error, if it had one."""
+    """A generation in another thread, with its error if it had one."""
 
     def __init__(self, llm: LLM, processor: Pinned) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Generation(threading.Thread):
 
 
 class Reader(threading.Thread):
-    """Reads a stream; its chunks, and its error, if it had one."""
+    """A reader of a stream, with its chunks and its error if it had one."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()

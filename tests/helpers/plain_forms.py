@@ -1,4 +1,4 @@
-"""The bf16 form of a checkpoint that `specdec-bench synth` quantised, by the plain formulas."""
+"""The bf16 form of a checkpoint quantised by `specdec-bench synth`, by the plain formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 128  # rows and columns of a block of fp8; the weights of a group of int
 
 
 def dequantise(folder: Path, out: Path) -> None:
-    """Write the weights that those of `folder` stand for to `out`, in the dtype of its config."""
+    """Write the dequantised weights of `folder` to `out`, in the dtype of its config."""
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("quantization_config")
     layout = next(
@@ -45,7 +45,7 @@ def fp8_weight(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def int4_weight(packed: torch.Tensor, scales: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The first of eight weights lies in the lowest bits of their int32."""
+    """Unpack int4 weights: the first of eight lies in the lowest bits of their int32."""
     pairs = packed.view(torch.uint8)
     values = torch.stack((pairs & 15, pairs >> 4), -1).view(len(packed), -1).bfloat16() - 8
     return values * scales.repeat_interleave(BLOCK, 1)

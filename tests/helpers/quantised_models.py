@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints, written as other libraries write them, beside what they decode to."""
+"""Tiny quantised checkpoints, written as other libraries write them, and dequantised forms."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 GROUP = 32
 Quantise = Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]
-"""A matrix -> (its parts by their suffix, what they decode to)."""
+"""A function from a matrix to (its parts by suffix, the dequantised matrix)."""
 
 
 def save_quantised(
     folder: Path, quantise: Quantise, settings: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Path, Path]:
-    """(quantised, plain): two checkpoints that compute the same."""
+    """Write (quantised, plain): two checkpoints with equal results."""
     plain, quantised = folder / "plain", folder / "quantised"
     save_tiny_checkpoint("llama", folder / "float", hidden_size=64, intermediate_size=192)
     decoded, stored = {}, {}
@@ -42,7 +42,7 @@ def save_quantised(
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, n / 8] of numbers below 16 [rows, n], the first in the lowest bits."""
+    """Pack numbers below 16 [rows, n] into int32 [rows, n / 8], the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4)
     words = (values.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
     return words.to(torch.int32)
@@ -51,7 +51,7 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
 def rounded(
     weights: torch.Tensor, group: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(numbers from 0 to 15 [n_out, n_in], zeros and scales [n_out, groups])."""
+    """Return (numbers from 0 to 15 [n_out, n_in], zeros and scales [n_out, groups])."""
     grouped = weights.float().unflatten(1, (-1, group))
     low, high = grouped.amin(-1), grouped.amax(-1)
     scales = ((high - low) / 15).to(dtype)
@@ -63,7 +63,7 @@ def rounded(
 def dequantised(
     values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """groups: of each column."""
+    """Dequantise a matrix; `groups` has the group of each column."""
     whole = (values - zeros[:, groups]).to(scales.dtype)
     return whole * scales[:, groups]
 

@@ -1,4 +1,4 @@
-"""A tiny model, and what `transformers.generate` makes of it in fp32."""
+"""A tiny model, and the output of `transformers.generate` for it in fp32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config_of(options: dict[str, Any]) -> GenerationConfig:
 
 
 def generate(model, config: GenerationConfig, prompt=PROMPT, **more: Any) -> list[list[int]]:
-    """transformers' new tokens; padding behind the end of a sequence is still there."""
+    """Return transformers' new tokens, including padding behind the end of a sequence."""
     actual = model.generate(torch.tensor([prompt]), generation_config=config, **more)
     return actual[:, len(prompt) :].tolist()
 

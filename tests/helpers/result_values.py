@@ -97,8 +97,8 @@ def policy() -> dict[str, Any]:
     row = {"mean_acceptance_length": 3.0, "mean_tree_nodes": 16.0, "draft_share": 0.05}
     return {
         "rows": [
-            {**row, "way": "16x8", "tokens_per_second": 2.0, "is_lossless": True},
-            {**row, "way": "auto", "tokens_per_second": 1.9, "is_lossless": False},
+            {**row, "mode": "16x8", "tokens_per_second": 2.0, "is_lossless": True},
+            {**row, "mode": "auto", "tokens_per_second": 1.9, "is_lossless": False},
         ],
         "best_fixed": "16x8", "auto_versus_best_fixed": 0.95, "auto_versus_plain": None,
         "model": "/m/grown", "plan": {"memory_budget_bytes": GIB}, "records": [],

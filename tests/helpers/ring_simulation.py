@@ -12,7 +12,7 @@ from offload.ring import slots as ring_slots
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.layout import ReadChunk
 
-BLOCK = 64  # the ring does not care for alignment: small pieces keep the simulation fast
+BLOCK = 64  # the ring does not need alignment: small chunks keep the simulation fast
 
 
 def read_chunk(number: int) -> ReadChunk:
@@ -20,10 +20,10 @@ def read_chunk(number: int) -> ReadChunk:
 
 
 class RingSimulation:
-    """Readers and a consumer that take turns at random; contents name their ticket and piece."""
+    """Readers and a consumer that alternate at random; contents name their read and chunk."""
 
     def __init__(self, rng: random.Random, slots: ModuleType = ring_slots) -> None:
-        """slots: the ring's module, or one with a mistake."""
+        """Take the ring's module, or one with a mistake, as `slots`."""
         self.rng, self.slots = rng, slots
         self.n_layers = rng.randint(1, 16)
         self.n_pieces = [rng.randint(1, 4) for _ in range(self.n_layers)]
@@ -38,7 +38,7 @@ class RingSimulation:
         self.running: list[ring_slots.Work] = []
         self.read_number = 0
         self.n_consumed = 0
-        self.failed: set[int] = set()  # tickets, since the last restart
+        self.failed: set[int] = set()  # read sequence numbers, since the last restart
 
     def content(self, read_number: int, number: int) -> bytes:
         return (f"{read_number}/{number};" * BLOCK).encode()[:BLOCK]
@@ -90,7 +90,7 @@ class RingSimulation:
         self.ring.restart(self.read_number)
 
     def run(self, n_events: int) -> int:
-        """Layers that were consumed. Raises AssertionError where one was not as it was read."""
+        """Return the layers consumed. Raise AssertionError if one differs from its read."""
         for _ in range(n_events):
             event = self.rng.random()
             if event < 0.35:
@@ -106,7 +106,7 @@ class RingSimulation:
         return self.n_consumed
 
     def drain(self) -> None:
-        """Raises AssertionError where the layer that is wanted does not come."""
+        """Drain the ring. Raise AssertionError if the wanted layer does not arrive."""
         n_before = self.n_consumed
         for _ in range(25):
             self.begin_read()

@@ -1,4 +1,4 @@
-"""A public test suite's JSON schemas (tests/schemas), and the answers of a model to them.
+"""JSON schemas of a public test suite (tests/schemas), and a model's answers to them.
 
 Most of the suite's say nothing of values of other types than their own: `{"minItems": 1}` is
 content with any number, and a model may always take the way out. So such a schema is asked for a
@@ -40,13 +40,13 @@ class Schema:
 
 
 def read_schemas() -> list[Schema]:
-    """All variants of the suite's."""
+    """Return all variants of the suite's schemas."""
     lines = map(json.loads, SUITE.read_text(encoding="utf-8").splitlines())
     return [variant for line in lines for variant in variants(Schema(line["name"], line["schema"]))]
 
 
 def variants(schema: Schema) -> list[Schema]:
-    """Return it, and where other types pass it by also a form narrowed to its own type."""
+    """Return the schema, and a form narrowed to its own type if it admits others."""
     kind = None if "type" in schema.value else _type_spoken_of(schema.value)
     if kind is None:
         return [schema]
@@ -62,14 +62,14 @@ def _type_spoken_of(value: Any) -> str | None:
 
 
 class Digits(float):
-    """A number of an answer with all the digits that it has there."""
+    """A number of an answer with all its digits as written."""
 
     def __init__(self, text: str) -> None:
         self.exact = Fraction(text)
 
 
 def is_valid(schema: dict[str, Any], text: str) -> bool | None:
-    """Judge an answer; None where `jsonschema` cannot read the schema (its patterns are Python's).
+    """Judge an answer; None if `jsonschema` cannot read the schema (its patterns are Python's).
 
     The package's own multipleOf divides floats, by which 0.0508 is no multiple of 0.0001.
     """
@@ -91,7 +91,7 @@ def is_valid(schema: dict[str, Any], text: str) -> bool | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and plain constrained decoding's; is_valid: None of one that is cut off."""
+    """An answer beside plain constrained decoding's; is_valid is None for one that is cut off."""
 
     name: str
     is_narrowed: bool
@@ -102,7 +102,7 @@ class Answer:
 
 def answer(llm: LLM, schema: Schema, max_tokens: int, sampling: dict[str, Any]) -> Answer:
     prompt = f"# A value of this JSON schema: {json.dumps(schema.value)}\nvalue = "
-    # JSON comes in one line, so its end ends the text: few models know when to end a bare number.
+    # JSON comes in one line, so its end ends the output: few models know when to end a number.
     ends = {*llm.tokenizer.eos_token_ids, *llm.tokenizer.encode("\n")}
     keywords = {
         "json_schema": schema.value,
@@ -117,5 +117,5 @@ def answer(llm: LLM, schema: Schema, max_tokens: int, sampling: dict[str, Any]) 
 
 
 def spread(schemas: Sequence[Schema], n: int) -> list[Schema]:
-    """Choose n of them, equally far apart: files keep those of one keyword together."""
+    """Choose n of them, equally far apart: files group those of one keyword."""
     return [schemas[i * len(schemas) // n] for i in range(n)]

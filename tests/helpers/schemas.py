@@ -1,4 +1,4 @@
-"""Small JSON schemas, and whether a value is what they ask for."""
+"""Small JSON schemas, and the check of a value against them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERSON: dict[str, Any] = {
     "required": ["occupation", "age", "likes"],
     "additionalProperties": False,
 }
-"""Much of its text is forced, and all of it ends."""
+"""A schema with much forced text, whose answers all end."""
 
 
 def _bounded_integers() -> st.SearchStrategy[dict[str, Any]]:
@@ -38,7 +38,7 @@ def _objects(
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
-    """Whose values are all of a bounded length."""
+    """Return a strategy for schemas whose values all have bounded length."""
     leaves = st.one_of(
         _bounded_integers(),
         st.just({"type": "boolean"}),
@@ -51,7 +51,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
         lambda inner: st.one_of(
             _objects(inner),
             st.tuples(inner, st.integers(0, 2)).map(
-                lambda one: {"type": "array", "items": one[0], "maxItems": one[1]}
+                lambda drawn: {"type": "array", "items": drawn[0], "maxItems": drawn[1]}
             ),
             st.lists(inner, min_size=1, max_size=2).map(lambda some: {"anyOf": some}),
         ),
@@ -60,9 +60,9 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """For the keywords that are used above."""
+    """Check a value, for the keywords that are used above."""
     if "anyOf" in schema:
-        return any(conforms(value, one) for one in schema["anyOf"])
+        return any(conforms(value, option) for option in schema["anyOf"])
     if "enum" in schema:
         return value in schema["enum"]
     return _CHECKS[schema["type"]](value, schema)
@@ -73,7 +73,7 @@ def _is_object(value: Any, schema: dict[str, Any]) -> bool:
     return (
         isinstance(value, dict)
         and set(schema["required"]) <= set(value) <= set(known)
-        and all(conforms(one, known[name]) for name, one in value.items())
+        and all(conforms(inner, known[name]) for name, inner in value.items())
     )
 
 
@@ -85,7 +85,7 @@ _CHECKS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "array": lambda v, s: (
         isinstance(v, list)
         and len(v) <= s["maxItems"]
-        and all(conforms(one, s["items"]) for one in v)
+        and all(conforms(inner, s["items"]) for inner in v)
     ),
     "object": _is_object,
 }

@@ -24,19 +24,19 @@ from backends.contract.recovery import RecoverableKV, RecoveringBackend
 from backends.contract.sequence import SequenceInput
 
 MAX_SEQS = 5
-MAX_NODES = 16  # of one text
+MAX_NODES = 16  # for one sequence
 tokens = st.integers(3, 95)
 Path = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Text:
-    """A sequence beside the plain lists of tokens that it should stand for."""
+class SequenceState:
+    """A sequence beside the expected plain lists of tokens."""
 
     sequence: RecoverableKV[Any]
     committed: list[int]
     live: dict[int, Path] = field(default_factory=dict)
-    """Node id -> tokens from the prefix down."""
+    """node id -> tokens from the prefix on"""
 
     def ids(self, node: int) -> list[int]:
         return self.sequence.store.table.path(node)
@@ -46,173 +46,177 @@ class Text:
 
 
 class SequencesMachine(RuleBasedStateMachine):
-    """One backend for all examples: each begins with what the last one left behind."""
+    """One backend for all examples: each begins with the state that the last one left."""
 
     backend: RecoveringBackend[Any]
     plain: Plain
-    depth: int  # most nodes in a row
+    depth: int  # maximum depth of nodes
     longest: int  # prompt
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequences: list[Text] = []
+        self.sequences: list[SequenceState] = []
 
     @staticmethod
     def is_right(actual: np.ndarray, expected: np.ndarray) -> bool:
         return np.array_equal(actual, expected)
 
-    def check(self, row: np.ndarray, text: Sequence[int]) -> None:
-        assert self.is_right(row, self.plain.row(text))
+    def check(self, row: np.ndarray, token_ids: Sequence[int]) -> None:
+        assert self.is_right(row, self.plain.row(token_ids))
 
-    def a_text(self, data: st.DataObject) -> Text:
+    def a_sequence(self, data: st.DataObject) -> SequenceState:
         return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1))]
 
-    def some_sequences(self, data: st.DataObject) -> list[Text]:
+    def some_sequences(self, data: st.DataObject) -> list[SequenceState]:
         return data.draw(st.lists(st.sampled_from(self.sequences), unique=True, min_size=1))
 
     @precondition(lambda self: len(self.sequences) < MAX_SEQS)
     @rule(data=st.data())
     def reach(self, data: st.DataObject) -> None:
         prompt = data.draw(st.lists(tokens, min_size=1, max_size=self.longest))
-        text = Text(self.backend.new_sequence(), [])
-        if not self.backend.n_fitting([SequenceInput(text.sequence, prompt)]):
-            text.sequence.close()
+        state = SequenceState(self.backend.new_sequence(), [])
+        if not self.backend.n_fitting([SequenceInput(state.sequence, prompt)]):
+            state.sequence.close()
             return
-        self.sequences.append(text)
+        self.sequences.append(state)
         at = data.draw(st.integers(0, len(prompt) - 1))
         if at:  # in two parts, the first of which needs no logits
-            actual = self.backend.forward([SequenceInput(text.sequence, prompt[:at], logits_at=())])
+            actual = self.backend.forward(
+                [SequenceInput(state.sequence, prompt[:at], logits_at=())]
+            )
             assert actual[0].logits.shape == (0, self.backend.vocab_size)
-        self.check(text.sequence.prefill(prompt[at:]), prompt)
-        text.committed = prompt
+        self.check(state.sequence.prefill(prompt[at:]), prompt)
+        state.committed = prompt
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def a_pass_of_several(self, data: st.DataObject) -> None:
-        """As many as there is room for."""
+        """Run a pass over as many sequences as fit."""
         chosen = self.some_sequences(data)
-        batch, actual = zip(*(self.rows_of(text, data) for text in chosen), strict=True)
+        batch, actual = zip(*(self.rows_of(state, data) for state in chosen), strict=True)
         batch = batch[: self.backend.n_fitting(batch)]
         scores = self.backend.forward(batch)
         assert len(scores) == len(batch)
-        for text, rows, paths, score in zip(chosen, batch, actual, scores, strict=False):
+        for state, rows, paths, score in zip(chosen, batch, actual, scores, strict=False):
             assert score.node_ids == list(paths)
             ends = list(paths.values())
             if rows.parents is None:
-                text.live, ends = (
+                state.live, ends = (
                     {},
                     [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))],
                 )
             for row, logits in zip(rows.logit_positions, score.logits, strict=True):
-                self.check(logits, [*text.committed, *ends[row]])
+                self.check(logits, [*state.committed, *ends[row]])
             if rows.parents is None:
-                text.committed += rows.token_ids
-            text.live.update(paths)
+                state.committed += rows.token_ids
+            state.live.update(paths)
 
-    def rows_of(self, text: Text, data: st.DataObject) -> tuple[SequenceInput, dict[int, Path]]:
-        """The next tokens of a prompt or some nodes, of which all rows are wanted or a few."""
+    def rows_of(
+        self, state: SequenceState, data: st.DataObject
+    ) -> tuple[SequenceInput, dict[int, Path]]:
+        """Return the next tokens of a prompt, or some nodes, with all rows of logits or a few."""
         new = data.draw(st.lists(tokens, min_size=1, max_size=6))
-        if len(text.committed) + len(new) > self.backend.max_context:
-            text.sequence.rollback(1)
-            text.committed, text.live = text.committed[:1], {}
+        if len(state.committed) + len(new) > self.backend.max_context:
+            state.sequence.rollback(1)
+            state.committed, state.live = state.committed[:1], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
-        if len(text.live) + len(new) > MAX_NODES or data.draw(st.booleans()):
-            return SequenceInput(text.sequence, new, logits_at=rows), {}
-        first, parents = text.sequence.next_node_id, []
+        if len(state.live) + len(new) > MAX_NODES or data.draw(st.booleans()):
+            return SequenceInput(state.sequence, new, logits_at=rows), {}
+        first, parents = state.sequence.next_node_id, []
         actual: dict[int, Path] = {}
-        capacity = min(self.depth, self.backend.max_context - len(text.committed))
+        capacity = min(self.depth, self.backend.max_context - len(state.committed))
         for i, token in enumerate(new):
-            known = {PREFIX: (), **text.live, **actual}
+            known = {PREFIX: (), **state.live, **actual}
             parent = data.draw(st.sampled_from([n for n in known if len(known[n]) < capacity]))
             parents.append(parent)
             actual[first + i] = (*known[parent], token)
-        return SequenceInput(text.sequence, new, parents, rows), actual
+        return SequenceInput(state.sequence, new, parents, rows), actual
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        text = self.a_text(data)
-        path = text.ids(data.draw(st.sampled_from([PREFIX, *text.live])))
-        children = [n for n in text.live if text.ids(n)[:-1] == path]
+        state = self.a_sequence(data)
+        path = state.ids(data.draw(st.sampled_from([PREFIX, *state.live])))
+        children = [n for n in state.live if state.ids(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
-        cached = text.below(keep)
-        above = text.live[path[-1]] if path else ()
-        text.sequence.commit(path, keep)
-        text.committed += above
-        text.live = {n: p[len(above) :] for n, p in text.live.items() if n in cached}
+        cached = state.below(keep)
+        above = state.live[path[-1]] if path else ()
+        state.sequence.commit(path, keep)
+        state.committed += above
+        state.live = {n: p[len(above) :] for n, p in state.live.items() if n in cached}
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def prune(self, data: st.DataObject) -> None:
-        text = self.a_text(data)
-        if text.live:
-            doomed = data.draw(st.lists(st.sampled_from(list(text.live)), min_size=1, max_size=3))
-            gone = text.below(doomed)
-            text.sequence.prune(doomed)
-            text.live = {n: path for n, path in text.live.items() if n not in gone}
+        state = self.a_sequence(data)
+        if state.live:
+            doomed = data.draw(st.lists(st.sampled_from(list(state.live)), min_size=1, max_size=3))
+            gone = state.below(doomed)
+            state.sequence.prune(doomed)
+            state.live = {n: path for n, path in state.live.items() if n not in gone}
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        text = self.a_text(data)
-        length = data.draw(st.integers(0, len(text.committed)))
-        text.sequence.rollback(length)
-        text.committed, text.live = text.committed[:length], {}
+        state = self.a_sequence(data)
+        length = data.draw(st.integers(0, len(state.committed)))
+        state.sequence.rollback(length)
+        state.committed, state.live = state.committed[:length], {}
 
     @precondition(lambda self: 0 < len(self.sequences) < MAX_SEQS)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        text = self.a_text(data)
-        length = data.draw(st.integers(0, len(text.committed)))
-        self.sequences.append(Text(text.sequence.fork(length), text.committed[:length]))
+        state = self.a_sequence(data)
+        length = data.draw(st.integers(0, len(state.committed)))
+        self.sequences.append(SequenceState(state.sequence.fork(length), state.committed[:length]))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        text = self.a_text(data)
-        self.sequences.remove(text)
-        text.sequence.close()
+        state = self.a_sequence(data)
+        self.sequences.remove(state)
+        state.sequence.close()
         with pytest.raises(BackendError, match="closed"):
-            text.sequence.prefill([5])
+            state.sequence.prefill([5])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def a_pass_that_fails(self, data: st.DataObject) -> None:
-        """It drops live nodes of its own sequences alone."""
+        """Fail a pass: it drops live nodes of its own sequences only."""
         chosen = self.some_sequences(data)
-        batch = [self.rows_of(text, data)[0] for text in chosen]
+        batch = [self.rows_of(state, data)[0] for state in chosen]
         unknown = chosen[-1].sequence.next_node_id + 7
         batch[-1] = SequenceInput(chosen[-1].sequence, [9], [unknown])
         with pytest.raises(BackendError, match="not a live node"):
             self.backend.forward(batch)
-        for text in chosen:
-            text.live = {}
+        for state in chosen:
+            state.live = {}
 
     @precondition(lambda self: self.sequences and self.backend.can_save_prefix)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        """One text's prefix in the place of another's."""
-        text, other = self.a_text(data), self.a_text(data)
-        whole = SequenceInput(other.sequence, text.committed or [0])
-        if not text.committed or not self.backend.n_fitting([whole]):
+        """Replace one sequence's prefix by another's saved one."""
+        state, other = self.a_sequence(data), self.a_sequence(data)
+        whole = SequenceInput(other.sequence, state.committed or [0])
+        if not state.committed or not self.backend.n_fitting([whole]):
             return
-        tensors = text.sequence.prefix_tensors()
+        tensors = state.sequence.prefix_tensors()
         buffers = {t.name: memoryview(bytearray(t.n_bytes)) for t in tensors}
-        text.sequence.save_prefix(buffers)
+        state.sequence.save_prefix(buffers)
         saved = {t.name: (t, buffers[t.name]) for t in tensors}
-        other.sequence.load_prefix(text.committed, saved)
-        other.committed, text.live, other.live = list(text.committed), {}, {}
+        other.sequence.load_prefix(state.committed, saved)
+        other.committed, state.live, other.live = list(state.committed), {}, {}
 
     @invariant()
     def lengths_are_exact(self) -> None:
-        for text in self.sequences:
-            assert list(text.sequence.committed_ids) == text.committed
-            assert set(text.sequence.store.table.ids) == set(text.live)
-            text.sequence.store.check_integrity()
+        for state in self.sequences:
+            assert list(state.sequence.committed_ids) == state.committed
+            assert set(state.sequence.store.table.ids) == set(state.live)
+            state.sequence.store.check_integrity()
 
     def teardown(self) -> None:
-        for text in self.sequences:
-            text.sequence.close()
+        for state in self.sequences:
+            state.sequence.close()
 
 
 def try_sequences(

@@ -1,4 +1,4 @@
-"""`specdec serve` in tests: a server in a process of its own, and one in this process."""
+"""`specdec serve` in tests: a server in a subprocess, and one in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = {"prompt": "x", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 2}
 COMPLETIONS = "/v1/completions"
 SMALL = ("--spec-type", "none", "-c", "512", "--max-queue", "3", "--drain-timeout", "30")
-"""Room for three requests, and sequences that take a while."""
+"""Options for three concurrent requests whose sequences take a while."""
 
 AnyProcess = ForkedProcess | subprocess.Popen[str]
 
@@ -51,7 +51,7 @@ class Server:
                 self._reported.notify_all()
 
     def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
-        """The first line of stderr that matches."""
+        """Return the first line of stderr that matches."""
         end = time.monotonic() + seconds
         with self._reported:
             while True:
@@ -77,7 +77,7 @@ class Server:
         return self
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Its exit code after a signal."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
@@ -98,13 +98,13 @@ class Server:
         return status, json.loads(text)
 
     def connect(self, *lines: str, body: bytes = b"") -> socket.socket:
-        """A raw connection with what was sent on it."""
+        """Return a raw connection with these bytes sent on it."""
         raw = socket.create_connection(("127.0.0.1", self.port), 30)
         raw.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + body)
         return raw
 
     def post_raw(self, path: str, body: Any) -> socket.socket:
-        """A request whose answer nobody has read yet."""
+        """Send a request without reading its answer."""
         data = json.dumps(body).encode()
         head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
         return self.connect(*head, f"Content-Length: {len(data)}", body=data)
@@ -114,7 +114,7 @@ class Server:
         return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
 
     def wait_until_free(self, seconds: float = 30) -> None:
-        """No request is inside any more."""
+        """Wait until no request is in progress."""
         end = time.monotonic() + seconds
         while self.metric("specdec_requests_inside"):
             assert time.monotonic() < end, "a request is still inside"
@@ -122,7 +122,7 @@ class Server:
 
 
 class OwnServer(Server):
-    """A server in an interpreter of its own, which begins and ends as a user's does."""
+    """A server in its own interpreter, which starts and exits as a user's does."""
 
     def _start(self, argv: list[str], environment: dict[str, str]) -> AnyProcess:
         return subprocess.Popen(
@@ -137,7 +137,7 @@ class OwnServer(Server):
 
 
 def begun(server: Server, **more: Any) -> socket.socket:
-    """A stream whose first text has come."""
+    """Return a stream whose first text has arrived."""
     raw = server.post_raw(COMPLETIONS, {**LONG, "stream": True, **more})
     raw.settimeout(60)
     answer = b""
@@ -147,7 +147,7 @@ def begun(server: Server, **more: Any) -> socket.socket:
 
 
 def ask(request: urllib.request.Request) -> tuple[int, str]:
-    """Status and text, of errors too."""
+    """Return status and text, also of errors."""
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()
@@ -157,7 +157,7 @@ def ask(request: urllib.request.Request) -> tuple[int, str]:
 
 
 def events(text: str) -> Sequence[Any]:
-    """The values of a stream of events, without its end."""
+    """Return the values of a stream of events, without its end."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(item) for item in data[:-1]]

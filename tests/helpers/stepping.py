@@ -1,4 +1,4 @@
-"""The engine's steps, one at a time, as a test allows them."""
+"""The engine's steps, one at a time, as a test permits them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SECONDS = 120.0
 
 
 class Stepping:
-    """Within the block the engine runs a step only where it is told to."""
+    """Let the engine run a step within the block only if a test asks for it."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.session.engine
@@ -32,13 +32,13 @@ class Stepping:
     def _when_reported(self) -> None:
         if not self._is_free:
             self._permits.acquire()
-            self._drain()  # what came meanwhile takes part
+            self._drain()  # requests that came meanwhile take part
         if not self._engine.is_closing:
             self._one_step()
         self._done.release()
 
     def step(self, n_steps: int = 1) -> None:
-        """Let the engine, which has something to do, run steps; return behind the last one."""
+        """Let the engine, which has something to do, run steps; return after the last one."""
         for _ in range(n_steps):
             self._permits.release()
             assert self._done.acquire(timeout=_MAX_SECONDS), "the engine has nothing to do"
@@ -65,7 +65,7 @@ class Stepping:
         self.step()
 
     def free(self) -> None:
-        """Let the engine go on by itself."""
+        """Let the engine run by itself."""
         self._is_free = True
         self._engine.run_step = self._one_step
         self._permits.release()

@@ -1,4 +1,4 @@
-"""What the tests of the weight streamer and of the pager share."""
+"""Shared helpers of the weight streamer and pager tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from offload.ring.layer_access import LayerAccess
 
 
 def reader_threads() -> list[threading.Thread]:
-    """Those that fill rings, on the host or on a device, and memory in the background."""
+    """Return the threads that fill rings, on host or device, or load memory in the background."""
     names = ("specdec-reader", "specdec-copier", "specdec-load")
     return [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
-    _let_threads_end()  # an earlier test of another room may have left a model to the collector
+    _let_threads_end()  # an earlier test of another package may have left a model to the collector
     yield
     _let_threads_end()
     assert not reader_threads()
@@ -38,7 +38,7 @@ def _let_threads_end() -> None:
 
 
 class Gate:
-    """Reads from call `n_open` on wait until the gate is opened."""
+    """Storage whose reads from call `n_open` on wait until the gate is opened."""
 
     def __init__(self, n_open: int) -> None:
         self.opened = threading.Event()
@@ -53,8 +53,8 @@ class Gate:
 
 
 def wait_for_failure(layer_access: LayerAccess) -> None:
-    """Until something that is read ahead has failed."""
-    while layer_access._walk._ring.failure is None:
+    """Wait until a read-ahead has failed."""
+    while layer_access._cursor._ring.failure is None:
         time.sleep(0.001)
 
 
@@ -68,7 +68,7 @@ def small_weights(folder: Path) -> Weights:
 
 
 def pinning_operations(n_layers: int, limit: int) -> st.SearchStrategy[list[tuple[str, int]]]:
-    """Passes that end before a layer, numbers of layers to hold, and restarts."""
+    """Return a strategy: passes that end before a layer, numbers of layers to pin, and restarts."""
     item = st.one_of(
         st.tuples(st.just("run_passes"), st.integers(0, n_layers)),
         st.tuples(st.just("pin_layers"), st.integers(0, n_layers + 2)),

@@ -1,4 +1,4 @@
-"""Probes of what this system does, for tests that look at it. Emulators leave parts of it out.
+"""Probes of this system's behaviour, for tests that depend on it. Emulators lack parts of it.
 
 Each probe tries it out, whatever the system is called; a test that needs what is missing is skipped
 and says so:
@@ -27,31 +27,31 @@ _MADV_POPULATE_WRITE, _MADV_DONTFORK, _NO_ADVICE = 23, 10, 9999
 
 @contextmanager
 def _memory() -> Iterator[int]:
-    """The address of fresh writable memory of `_N_BYTES`, between pages without access."""
-    capacity = reserve(3 * _N_BYTES)
+    """Return the address of fresh writable memory of `_N_BYTES`, between pages without access."""
+    address = reserve(3 * _N_BYTES)
     try:
-        protect(capacity + _N_BYTES, _N_BYTES, PROT_READ_WRITE)
-        yield capacity + _N_BYTES
+        protect(address + _N_BYTES, _N_BYTES, PROT_READ_WRITE)
+        yield address + _N_BYTES
     finally:
-        unmap(capacity, 3 * _N_BYTES)
+        unmap(address, 3 * _N_BYTES)
 
 
 def populates_memory() -> bool:
-    """Whether advice to populate memory brings it, where the kernel says that it has."""
+    """Return whether advice to populate memory allocates it, if the kernel reports success."""
     with _memory() as address:
         if libc.madvise(address, _N_BYTES, _MADV_POPULATE_WRITE):
-            return True  # a kernel that knows of none: memory is written to instead
+            return True  # a kernel without this advice: memory is written to instead
         return memory_in([(address, _N_BYTES)]) == _N_BYTES
 
 
 def refuses_unknown_advice() -> bool:
-    """Whether `madvise` says what it does not do."""
+    """Return whether `madvise` reports advice that it does not implement."""
     with _memory() as address:
         return bool(libc.madvise(address, _N_BYTES, _NO_ADVICE))
 
 
 def splits_mappings() -> bool:
-    """Whether advice for a part of a mapping makes several of it."""
+    """Return whether advice for a part of a mapping splits it."""
     with _memory() as address:
         libc.madvise(address + PAGE_BYTES, PAGE_BYTES, _MADV_DONTFORK)
         starts = {start for start, _ in _mappings()}
@@ -59,7 +59,7 @@ def splits_mappings() -> bool:
 
 
 def counts_own_memory_alone() -> bool:
-    """Whether what is counted as this process's is what it has mapped, and no emulator's."""
+    """Return whether the process's memory counts its own mappings only, none of an emulator's."""
     status = Path("/proc/self/status").read_text()
     counted = int(status.split("VmSize:")[1].split()[0]) * 1024
     listed = sum(end - start for start, end in _mappings())
@@ -67,8 +67,8 @@ def counts_own_memory_alone() -> bool:
 
 
 def limits_address_space() -> bool:
-    """Whether a limit of address space (ulimit -v) is heeded. An emulator that heeds none ends, or
-    takes memory without end, where more is asked for than there is."""
+    """Return whether a limit of address space (ulimit -v) is enforced. An emulator that ignores it
+    ends, or allocates without end, if more is requested than exists."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 24, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""A backend whose logits are a table of its whole prefix: a token too few or too many shows."""
+"""A backend whose logits are a table of its whole prefix: a missing or extra token shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.formats.mapped import TensorShape
 
 
 class TableSequence(SequenceKV):
-    """One sequence of a TableBackend."""
+    """The sequence of a TableBackend."""
 
     def __init__(self, backend: TableBackend) -> None:
         self.backend = backend
@@ -64,7 +64,7 @@ class TableSequence(SequenceKV):
 
 
 class TableBackend(Backend):
-    """Logits log rows(prefix), where the prefix is what was committed and the node's path."""
+    """A backend with logits log rows(prefix): the committed tokens and the node's path."""
 
     def __init__(self, rows: Rows, vocab: int, max_context: int = 256) -> None:
         self.vocab_size = vocab
@@ -79,7 +79,7 @@ class TableBackend(Backend):
 
     @property
     def table(self) -> NodeTable:
-        """The table of its one sequence (see `own`)."""
+        """Return the node table of its only sequence (see `own`)."""
         table: NodeTable = own(self).table
         return table
 
@@ -87,20 +87,18 @@ class TableBackend(Backend):
         return [self._scores(item) for item in batch]
 
     def _scores(self, added: SequenceInput) -> SequenceOutput:
-        text = added.kv
-        assert isinstance(text, TableSequence)
+        kv = added.kv
+        assert isinstance(kv, TableSequence)
         if added.parents is None:
-            text.table.drop_live()
-            text.table.append(added.token_ids)
-            ends = range(len(text.committed_ids) - len(added.token_ids), len(text.committed_ids))
-            prefixes = [text.committed_ids[: ends[row] + 1] for row in added.logit_positions]
+            kv.table.drop_live()
+            kv.table.append(added.token_ids)
+            ends = range(len(kv.committed_ids) - len(added.token_ids), len(kv.committed_ids))
+            prefixes = [kv.committed_ids[: ends[row] + 1] for row in added.logit_positions]
             return SequenceOutput([], self._stack(prefixes))
-        ids = text.table.add(added.parents, added.token_ids)
-        text.tokens.update(zip(ids, added.token_ids, strict=True))
-        paths = [
-            [text.tokens[n] for n in text.table.path(ids[row])] for row in added.logit_positions
-        ]
-        return SequenceOutput(ids, self._stack([[*text.committed_ids, *path] for path in paths]))
+        ids = kv.table.add(added.parents, added.token_ids)
+        kv.tokens.update(zip(ids, added.token_ids, strict=True))
+        paths = [[kv.tokens[n] for n in kv.table.path(ids[row])] for row in added.logit_positions]
+        return SequenceOutput(ids, self._stack([[*kv.committed_ids, *path] for path in paths]))
 
     def _stack(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
         rows = [self.logits(prefix) for prefix in prefixes]

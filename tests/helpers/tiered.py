@@ -17,7 +17,7 @@ from offload.storage.aligned import ALIGNMENT
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 POLICIES = [(copies, computations) for copies in Policy for computations in Policy]
 TierOf = Callable[[int, int], str]
-"""(layer, tensor) -> where it lives"""
+"""(layer, tensor) -> tier"""
 
 
 def plan_tiers(
@@ -43,7 +43,7 @@ def tiered(weights: Weights, tier_of: TierOf, n_slots: int = 2) -> Placement:
 
 @contextmanager
 def streaming(plan: Placement, device: FakeDevice, **options) -> Iterator[DeviceStreamer]:
-    """A streamer with small reads, which gives all memory back at the end."""
+    """Open a streamer with small reads, which must free all memory at the end."""
     streamer = DeviceStreamer(plan, device, **{"read_bytes": ALIGNMENT, "n_readers": 2, **options})
     try:
         yield streamer
@@ -75,5 +75,5 @@ def run_passes(
 
 
 def tiered_model(model, tier_of: Callable[[int, int], str], n_slots=2):
-    """The same for the layers of a model."""
+    """Return the tiered plan of a model's layers."""
     return tiered(Weights(model.layer_weights, {}), tier_of, n_slots)

@@ -1,4 +1,4 @@
-"""A tiny target and draft with a byte-level tokenizer: everything that a run needs, in 0.2 MB."""
+"""A tiny target and draft with a byte-level tokenizer: everything for a run, in 0.2 MB."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB = len(SPECIAL) + 256
 
 
 def save_tokenizer(directory: Path, first: int = 0, special: tuple[str, ...] = SPECIAL) -> None:
-    """Bytes as tokens, after the special ones; `first` rotates them, for a wrong vocabulary."""
+    """Write a tokenizer of special tokens, then bytes; `first` rotates them: a wrong vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

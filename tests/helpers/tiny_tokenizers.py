@@ -1,4 +1,4 @@
-"""Tiny tokenizers of every kind that models have, of checkpoints and of GGUF files."""
+"""Tiny tokenizers of every kind found in checkpoints and GGUF files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from specdec.text.tokenizer import Tokenizer
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
-ADDED = ("<think>", "</think>", "<tool_call>")  # added, but with a text of their own
+ADDED = ("<think>", "</think>", "<tool_call>")  # added, but with their own text
 OTHER_NAMES = {text: chr(0xF1000 + i) * 3 for i, text in enumerate(CONTROLS)}
-"""The control tokens of a tokenizer that takes CONTROLS for text, with the same ids."""
+"""The control tokens of a tokenizer that treats CONTROLS as text, with the same ids."""
 CORPUS = [
     "hello world, hello you",
     "the end of a system's turn",
@@ -25,7 +25,7 @@ CORPUS = [
 
 
 def byte_level(controls: Sequence[str] = CONTROLS) -> Any:
-    """GPT-2's, as Qwen's and Llama 3's."""
+    """GPT-2's tokenizer, as Qwen's and Llama 3's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,7 +48,7 @@ def _pieces(controls: Sequence[str]) -> dict[str, int]:
 
 
 def sentencepiece_bpe(controls: Sequence[str] = CONTROLS, legacy: bool = False) -> Any:
-    """Llama 2's and Mistral's: ▁ for spaces, bytes for what has no piece.
+    """Llama 2's and Mistral's tokenizer: ▁ for spaces, bytes for text without a piece.
 
     legacy: a space before every part between control tokens, not before the first alone.
     """
@@ -71,7 +71,7 @@ def sentencepiece_bpe(controls: Sequence[str] = CONTROLS, legacy: bool = False) 
 
 
 def unigram(controls: Sequence[str] = CONTROLS) -> Any:
-    """T5's and Gemma's kind of model, with byte fallback."""
+    """A tokenizer as T5's and Gemma's, with byte fallback."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = _pieces(controls)
@@ -99,7 +99,7 @@ def _sentencepiece_decoder(decoders: Any) -> Any:
 
 
 def word_piece(controls: Sequence[str] = CONTROLS) -> Any:
-    """BERT's: a space before every token that does not begin with ##."""
+    """BERT's tokenizer: a space before every token that does not begin with ##."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyzéß中.,"
@@ -132,7 +132,7 @@ def _loaded(tokenizer: Any, controls: Sequence[str]) -> Any:
 
 
 def save_gguf(path: Path, kind: str, controls: Sequence[str]) -> Path:
-    """The vocabulary of such a model alone, as llama.cpp reads it."""
+    """Write only the vocabulary of such a model, for llama.cpp."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -188,7 +188,7 @@ _OF_CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "word-piece": word_piece,
 }
 KINDS = [*_OF_CHECKPOINTS][:-1]
-"""Tokenizers of checkpoints that any text can be recovered from."""
+"""Checkpoint tokenizers from whose ids any text can be recovered."""
 GGUF_KINDS = ["gguf-spm", "gguf-spm-merging", "gguf-bpe"]
 
 

@@ -1,4 +1,4 @@
-"""How much memory torch holds at a time."""
+"""The peak of torch's memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(compute: Callable[[], object]) -> int:
-    """Most, beside what it held before."""
-    gc.collect()  # what is let go of meanwhile would count as less
+    """Return the peak memory, beyond that allocated before."""
+    gc.collect()  # memory freed meanwhile would hide usage
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
     pinned = limit = 0

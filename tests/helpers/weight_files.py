@@ -18,7 +18,7 @@ from offload.storage.direct_io import DirectFile, OpenStorage, pread_into
 
 @dataclass(frozen=True)
 class Weights:
-    """Layers and what their tensors contain."""
+    """Layers and the contents of their tensors."""
 
     layers: tuple[LayerWeights, ...]
     contents: dict[str, bytes]
@@ -50,7 +50,7 @@ def write_weights(
     resident: Callable[[int, int], bool] = lambda layer, tensor: False,
     seed: int = 0,
 ) -> Weights:
-    """Layers with tensors of `sizes[layer][tensor]` bytes, dealt out over `n_files` files.
+    """Write layers with tensors of `sizes[layer][tensor]` bytes, distributed over `n_files` files.
 
     Args:
         padding: bytes before the first tensor of each file, as a header would take.
@@ -79,7 +79,7 @@ def write_weights(
 
 
 class HangingFile(DirectFile):
-    """Reads that begin, and end when they are let go."""
+    """A file whose reads hang until they are released."""
 
     let_go = threading.Event()
 
@@ -107,11 +107,11 @@ class FaultyReads:
         n_read = pread_into(descriptor, view, offset)
         if limit is None or n_read <= limit:
             return n_read
-        # What a short read did not deliver must not be in the buffer either.
+        # Bytes that a short read did not deliver must not be in the buffer either.
         view[limit:n_read] = b"\xee" * (n_read - limit)
         return limit
 
     @property
     def storage(self) -> OpenStorage:
-        """For the streamer's `storage` argument."""
+        """Open a file for the streamer's `storage` argument."""
         return partial(DirectFile, read_at=self)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of offload."""
+"""Fixtures of the offload tests."""
 
 from paging import small_huge_pages
 from streaming import no_thread_is_left

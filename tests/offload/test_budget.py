@@ -23,7 +23,7 @@ def test_parts_sum_to_the_total() -> None:
     assert sum(n_bytes for _, n_bytes in table) == 4 * GIB
 
 
-def test_release_gives_back_once() -> None:
+def test_release_frees_once() -> None:
     budget = MemoryBudget(100)
     first = budget.reserve("a", 60)
     second = budget.reserve("a", 40)  # names need not be unique
@@ -47,7 +47,7 @@ def test_exceeding_names_who_how_much_and_the_remedy() -> None:
     for part in ("ring", "300.00 MiB", "256.00 MiB", "1068 MiB"):
         assert part in str(error)
     assert "\n" not in str(error)
-    assert budget.available_bytes == 256 * MIB  # nothing was reserved
+    assert budget.available_bytes == 256 * MIB  # nothing is reserved
 
 
 @given(st.integers(1, 2**40), st.integers(0, 2**40))

@@ -1,4 +1,4 @@
-"""Recordings: every byte and every layer once, bounded, and off by default."""
+"""Recordings: every byte and layer once, bounded, and off by default."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_pager_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check(trace, pager, len(weights.layers))
 
 
-def test_nothing_is_kept_without_a_recording(tmp_path: Path) -> None:
+def test_nothing_is_stored_without_a_recording(tmp_path: Path) -> None:
     with recording() as trace:
         pass
     weights = small_weights(tmp_path)

@@ -1,4 +1,4 @@
-"""Byte counts: GB and GiB differ, nonsense is refused in one line."""
+"""Byte counts: GB and GiB differ, invalid input is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny pair that decodes beside `transformers.generate` (see `reference_decoding`)."""
+"""The tiny pair for comparisons with `transformers.generate` (see `reference_decoding`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reference_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference_model(reference_target: Path) -> Any:
-    """The target as transformers loads it, in fp32."""
+    """The target as loaded by transformers, in fp32."""
     from reference_decoding import load_reference
 
     return load_reference(reference_target)

@@ -56,7 +56,7 @@ def test_greedy_is_what_transformers_generates(llm, target):
     assert list(result.token_ids) == expected[0, len(ids) :].tolist()
 
 
-def test_every_stop_position_cuts_the_text_there(target):
+def test_every_stop_position_cuts_the_output_there(target):
     """The target is its own draft, so that stops fall inside accepted runs, at every offset."""
     size = {"num_draft_tokens": 64, "tree_width": 32}
     with specdec.load(target, target, ctx_size=256, **size) as llm:
@@ -128,14 +128,14 @@ def test_unknown_option_is_named(llm):
         llm.generate(PROMPT, temprature=1.0)
 
 
-def test_a_full_context_ends_the_text(llm):
+def test_a_full_context_ends_the_sequence(llm):
     result = llm.generate("x" * 250, max_tokens=100)
     assert result.finish_reason == "length"
     assert len(result.token_ids) == 256 - 250
 
 
 def test_rejection_rule_end_to_end(target, draft):
-    """Seeds repeat where the length of chains is fixed; the policy's own follows measured times."""
+    """Seeds repeat if the length of chains is fixed; the policy's own length depends on timings."""
     fixed = {"acceptance": "rejection", "num_draft_tokens": 6}
     with specdec.load(target, draft, ctx_size=256, **fixed) as llm:
         options = {"max_tokens": 30, "temperature": 1.0, "seed": 3}
@@ -147,7 +147,7 @@ def test_rejection_rule_end_to_end(target, draft):
 
 
 def test_the_same_output_at_every_budget(tmp_path, draft):
-    """Streamed almost wholly, in part, and not at all."""
+    """The model streams almost wholly, in part, and not at all."""
     wide = save_model(tmp_path, seed=2, **WIDE)
     options = {"ctx_size": 128, "num_draft_tokens": 8}
     outputs, streamed = set(), []
@@ -171,13 +171,13 @@ def test_a_budget_too_small_names_one_that_works(target, draft):
         assert len(llm.generate(PROMPT, max_tokens=3).token_ids) == 3
 
 
-def test_trees_wider_than_memory_was_set_aside_for_are_refused(target, draft):
+def test_trees_wider_than_the_reserved_memory_are_refused(target, draft):
     with specdec.load(target, draft, ctx_size=256, num_draft_tokens=8, tree_width=100) as llm:
         plain = llm.generate(PROMPT, max_tokens=12, speculative=False).token_ids
         for width in (1, 100):
             spec = SpecConfig(num_draft_tokens=8, tree_width=width)
             assert llm.generate(PROMPT, max_tokens=12, spec=spec).token_ids == plain
-        with pytest.raises(ConfigError, match=r"room for 100: load them with tree_width=101"):
+        with pytest.raises(ConfigError, match=r"memory for 100: load them with tree_width=101"):
             llm.generate(PROMPT, spec=SpecConfig(num_draft_tokens=8, tree_width=101))
 
 
@@ -187,7 +187,7 @@ def test_a_budget_above_the_machine_is_refused(target):
 
 
 def test_two_streams_in_turns(llm):
-    """Each goes on with its own text."""
+    """Each continues its own output."""
     expected = [llm.generate(prompt, max_tokens=12).token_ids for prompt in ("import os", PROMPT)]
     streams = [llm.stream(prompt, max_tokens=12) for prompt in ("import os", PROMPT)]
     open_ones = list(streams)
@@ -205,7 +205,7 @@ def test_closing_frees_the_model(target):
 
 
 def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):
-    """Laid out as huggingface_hub does: blobs, and a snapshot of links to them."""
+    """huggingface_hub's layout: blobs, and a snapshot of links to them."""
     repo = tmp_path / "models--someone--tiny"
     snapshot = repo / "snapshots" / "abc123"
     snapshot.mkdir(parents=True)
@@ -225,7 +225,7 @@ def test_hub_ids_come_from_the_local_cache(target, tmp_path, monkeypatch):
 
 
 class Oracle(Drafter):
-    """Knows the text, so that it is always right."""
+    """A drafter that knows the output, so that it is always right."""
 
     def __init__(self, text):
         self.text, self.n_resets = text, 0
@@ -249,7 +249,7 @@ def test_a_drafter_of_ones_own(llm):
     assert result.token_ids == plain.token_ids
     assert result.stats.passes == 5
     assert [time.num_tokens for time in result.stats.pass_times] == [4] * 5
-    assert oracle.n_resets == 2  # before its text, and behind it
+    assert oracle.n_resets == 2  # before its output, and behind it
 
 
 @pytest.mark.parametrize("plainly", [{"speculative": False}, {"spec": SpecConfig(())}])
@@ -260,7 +260,7 @@ def test_a_drafter_and_plain_decoding_contradict(llm, plainly):
 
 @pytest.mark.parametrize("rule", ["match", "block"])
 def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
-    """Also where the plan's times would make it shorter: a draft as slow as the target."""
+    """The planned times would make it shorter: the draft is as slow as the target."""
     options = {"num_draft_tokens": 12, "tree_width": 1, "spec_type": "draft", "acceptance": rule}
     sampling = {"temperature": 2.0, "seed": 1} if rule == "block" else {}
     with specdec.load(target, target, ctx_size=128, threads=1, **options) as llm:

@@ -1,4 +1,4 @@
-"""Generations of an event loop, whose chunks come from the engine's thread."""
+"""Generations in an event loop, with chunks from the engine's thread."""
 
 from __future__ import annotations
 
@@ -141,6 +141,29 @@ def test_a_task_that_is_cancelled_ends_its_generation(llm: LLM) -> None:
             await task
         while llm.stats.sequences_running:
             await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_a_task_that_is_cancelled_while_it_waits_for_a_chunk_ends_its_generation(llm: LLM) -> None:
+    """Without `async with`, as the async generators of other engines."""
+
+    async def work() -> None:
+        stream = AsyncLLM(llm).stream(PROMPT, **LONG)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        task = asyncio.create_task(read())
+        while not stream.has_begun:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await stream.ended()
+        assert stream.is_cancelled
+        assert llm.stats.sequences_running == 0
 
     run(work())
 

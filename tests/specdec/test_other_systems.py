@@ -1,4 +1,4 @@
-"""Systems that specdec does not run on: `import specdec` and every command say what is missing."""
+"""Unsupported systems: `import specdec` and every command name the missing feature."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command_lines():
 
 @pytest.fixture(params=SYSTEMS)
 def other_system(request, tmp_path):
-    """(run, what is missing): an interpreter that takes itself for one of another system."""
+    """(run, missing feature): an interpreter that pretends to run on another system."""
     missing, modules = SYSTEMS[request.param]
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nsys.platform = {request.param!r}\n"
@@ -78,7 +78,7 @@ def test_installed_scripts_are_one_line(other_system, tmp_path, name, suffix) ->
 
 @pytest.mark.parametrize("code", ["import specdec", "from specdec import load"])
 def test_an_import_fails_with_one_line(other_system, code) -> None:
-    """Also in programs that have the words of a command among their arguments."""
+    """Programs with a command's words among their arguments get it, too."""
     run, missing = other_system
     for words in ([], ["-m", "specdec"], ["specdec"]):
         done = run("-c", code, *words)

@@ -1,4 +1,4 @@
-"""`import specdec`: quick, torch-free, and sure of its neighbours."""
+"""`import specdec`: quick, torch-free, and checking its own packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is loaded with: written once, checked once."""
+"""Load options: written once, checked once."""
 
 from __future__ import annotations
 

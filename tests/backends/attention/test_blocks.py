@@ -1,4 +1,4 @@
-"""Attention in blocks: right, and a row's bits do not depend on what shares its pass."""
+"""Blocked attention: correct, and a row's bits do not depend on the other rows of its pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def part_of(layout: PassLayout, data: st.DataObject) -> tuple[int, int]:
 
 
 def large_tree(prefix: int, n_nodes: int) -> PassLayout:
-    """So bushy that more nodes are in one block of positions than one product may hold."""
+    """A tree so bushy that one block of positions holds more nodes than one product may take."""
     return random_tree(prefix, 3, n_nodes, np.random.default_rng(n_nodes))
 
 
@@ -117,7 +117,7 @@ def test_rows_of_a_large_tree_have_the_bits_that_they_have_alone(
     n_more=st.integers(1, 9),
     options=OPTIONS,
 )
-def test_rows_that_fill_a_pass_up_change_no_bit(layout, window, n_more, options) -> None:
+def test_padding_rows_change_no_bit(layout, window, n_more, options) -> None:
     padded = layout.padded(n_more)
     case, more = Case(layout, None, window, **options), Case(padded, None, window, **options)
     num_tokens, n_keys = layout.n_new, case.states[1].shape[2]
@@ -134,7 +134,7 @@ def test_rows_that_fill_a_pass_up_change_no_bit(layout, window, n_more, options)
 def test_little_scratch_changes_no_bit(
     heads: tuple[int, int], n_heads_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some heads, and some rows of them, at a time."""
+    """The scratch holds only some heads, and some rows of them, at a time."""
     options = {"heads": heads, "has_sinks": True, "has_bias": True}
     case = Case(random_tree(130, 2, 30, np.random.default_rng(3)), None, 140, **options)
     expected = case.together()
@@ -152,7 +152,7 @@ def test_little_scratch_changes_no_bit(
 def test_threads_that_share_a_product_do_not_change_its_order(
     n_threads: int, heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:
-    """A product that is alone in its batch is divided among them, down to a row or two."""
+    """A product alone in its batch is split among threads, down to a row or two."""
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -164,7 +164,7 @@ def test_threads_that_share_a_product_do_not_change_its_order(
 
 
 def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
-    """Columns without a key keep what they held; the layers of a pass take turns with them."""
+    """Columns without a key keep stale numbers; the layers of a pass alternate between them."""
     layout = large_tree(63, 290)
     mask = blocked_mask(BatchLayout.of(layout), 0, 290, None)
     query, key, value = Case(layout).states
@@ -173,17 +173,15 @@ def test_numbers_that_a_pass_before_left_behind_do_not_come_back() -> None:
     assert torch.equal(mask.attend(query, key, value, 0.4), expected)
 
 
-@pytest.mark.parametrize("find_min_batch_tokens", [None, 32])
+@pytest.mark.parametrize("min_batch_tokens", [None, 32])
 def test_masks_that_take_turns_with_their_scratch_change_no_bit(
-    find_min_batch_tokens: int | None,
+    min_batch_tokens: int | None,
 ) -> None:
-    """Layers with and without a window, of one width and of another."""
+    """Layers with and without a window, of equal and of different widths."""
     layout, scratch = random_tree(190, 3, 40, np.random.default_rng(0)), Scratch()
     windows = [None, 20, 64, 130, 65]
     limits = Case(layout).limits
-    limits = replace(
-        limits, find_min_batch_tokens=find_min_batch_tokens or limits.find_min_batch_tokens
-    )
+    limits = replace(limits, min_batch_tokens=min_batch_tokens or limits.min_batch_tokens)
     masks = [blocked_mask(BatchLayout.of(layout), 0, 40, w, limits, scratch) for w in windows]
     for dims in ((8, 8), (16, 40), (8, 8)):
         for window, mask in zip(windows, masks, strict=True):
@@ -192,11 +190,11 @@ def test_masks_that_take_turns_with_their_scratch_change_no_bit(
 
 
 class Mistakes:
-    """Ways to compute the same numbers in another order."""
+    """Variants that compute the same numbers in another order."""
 
     @staticmethod
     def blocks_from_the_prefix_end(patch: pytest.MonkeyPatch) -> None:
-        """Positions are counted from another place in every pass."""
+        """Count positions from another origin in every pass."""
         right = PassLayout.key_positions
 
         def shifted(self: PassLayout, end: int) -> np.ndarray:
@@ -206,7 +204,7 @@ class Mistakes:
 
     @staticmethod
     def last_block_first(patch: pytest.MonkeyPatch) -> None:
-        """Where there is more than one row."""
+        """Process the last block first if there is more than one row."""
         right = blocks.Scores._sums
 
         def reversed_sums(self: Any, shares: torch.Tensor) -> torch.Tensor:
@@ -225,7 +223,7 @@ class Mistakes:
 
     @staticmethod
     def one_block_in_two_parts(patch: pytest.MonkeyPatch) -> None:
-        """As a library does that sums long rows in parts."""
+        """Sum one block in two parts, as a library does that splits long rows."""
         right = blocks.Scores._sums
 
         def in_parts(self: Any, shares: torch.Tensor) -> torch.Tensor:
@@ -247,7 +245,7 @@ class Mistakes:
     ],
 )
 def test_another_order_of_the_sums_is_found(mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of these tests sees what it is for."""
+    """The check behind these tests detects a changed order of sums."""
     layout = random_tree(190, 3, 40, np.random.default_rng(0))
     case = Case(layout, dims=(64, 64))
     assert case.differing(list(range(40))) == []
@@ -257,7 +255,7 @@ def test_another_order_of_the_sums_is_found(mistake, monkeypatch: pytest.MonkeyP
 
 
 def test_keys_that_are_too_many_for_one_product_are_found() -> None:
-    """On libraries that sum so many in parts; one that does not needs no groups of rows."""
+    """Libraries that split such long sums are detected; others need no groups of rows."""
     case, rows = Case(large_tree(0, 290), dims=(64, 64)), list(range(0, 290, 29))
     assert case.differing(rows) == []
     case.limits = replace(case.limits, max_keys=10_000)
@@ -266,7 +264,7 @@ def test_keys_that_are_too_many_for_one_product_are_found() -> None:
 
 
 def test_scratch_is_float32_whatever_torchs_default_is() -> None:
-    """Whoever builds a model in another thread has replaced it for a moment."""
+    """Building a model in another thread changes torch's default dtype for a moment."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

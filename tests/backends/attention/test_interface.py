@@ -1,4 +1,4 @@
-"""Which families compute with this attention, and what it refuses."""
+"""Families that use this attention, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAPTED = {"bloom", "xglm"}  # ALiBi added to the scores; attention of its own
 
 
 class Module(torch.nn.Module):
-    """Stands for the attention module that calls."""
+    """Stand-in for the attention module that calls."""
 
 
 def architecture_of(config: transformers.PreTrainedConfig) -> type:
@@ -48,7 +48,7 @@ def masks(num_tokens: int, n_keys: int) -> list[KeyMask]:
 
 @pytest.mark.parametrize("n_keys", [2, 70])
 def test_either_mask_says_how_it_is_computed(n_keys: int) -> None:
-    """With softcap and sinks; without a scale it is that of the queries' width."""
+    """Masks apply softcap and sinks; without a scale, that of the queries' width is used."""
     query, key, value = states(2, n_keys)
     sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0])
     allowed = CausalLayout(n_keys - 2, 2).allowed(0, 2, None)
@@ -100,7 +100,7 @@ def test_several_sequences_are_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_hand_their_mask_on(family: str) -> None:
-    """The others are given forwards that do."""
+    """Families that drop their mask are given adapted forwards."""
     name, values = FAMILIES[family]
     config = getattr(transformers, name)(**values)
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -150,7 +150,7 @@ def test_what_counts_as_more_than_attention(code: str, is_more: bool) -> None:
 
 @pytest.mark.parametrize("family", sorted(ADAPTED))
 def test_adapted_families_compute_what_their_own_code_does(family: str) -> None:
-    """A tree, with a blocked mask and with a tensor, which goes to the class's own forward."""
+    """A tree runs with a blocked mask; a plain tensor goes to the class's own forward."""
     name, values = FAMILIES[family]
     config = getattr(transformers, name)(**values)
     torch.manual_seed(0)

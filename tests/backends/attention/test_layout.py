@@ -1,4 +1,4 @@
-"""Who sees whom: a prompt is a chain of nodes, spans are the mask, and rows that fill a pass up."""
+"""Visibility: a prompt is a chain of nodes, spans form the mask, padding rows fill a pass."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_prompt_is_a_chain(prefix: int, n_new: int, window: int | None, data) 
 
 
 def seen_in(layout: PassLayout, start: int, end: int, window: int | None) -> np.ndarray:
-    """Bool [rows, keys] put together again from a layout's spans, which must not overlap."""
+    """Bool mask [rows, keys] rebuilt from a layout's spans, which must not overlap."""
     seen = np.zeros((end - start, layout.prefix + layout.first_new + end), dtype=bool)
     last = 0
     for span in layout.spans(start, end, window):
@@ -77,7 +77,7 @@ def test_only_what_rows_disagree_about_has_a_mask() -> None:
 
 
 @given(layout=LAYOUTS, n_more=st.integers(1, 5), window=WINDOWS)
-def test_rows_that_fill_a_pass_up_are_seen_by_no_row_before_them(layout, n_more, window) -> None:
+def test_padding_rows_are_seen_by_no_earlier_row(layout, n_more, window) -> None:
     padded = layout.padded(n_more)
     num_tokens, n_all = layout.n_new, layout.n_new + n_more
     assert type(padded) is type(layout)
@@ -98,7 +98,7 @@ def test_rows_that_fill_a_pass_up_are_seen_by_no_row_before_them(layout, n_more,
 
 
 @given(layout=LAYOUTS, n_more=st.integers(1, 5), window=WINDOWS)
-def test_rows_that_fill_a_tree_up_see_what_its_last_row_sees(layout, n_more, window) -> None:
+def test_padding_rows_of_a_tree_see_what_its_last_row_sees(layout, n_more, window) -> None:
     tree = PassLayout(layout.prefix, layout.new_positions, np.tri(layout.n_new, dtype=bool))
     n_keys = layout.prefix + layout.n_new
     allowed = tree.padded(n_more).allowed(0, layout.n_new + n_more, window)
@@ -108,7 +108,7 @@ def test_rows_that_fill_a_tree_up_see_what_its_last_row_sees(layout, n_more, win
 
 @given(layout=LAYOUTS, window=WINDOWS, data=st.data())
 def test_keys_in_order_lie_at_their_position_before_all_rows(layout, window, data) -> None:
-    """So a mask need not be made for them: the window alone says who sees them."""
+    """No mask is needed for these keys: the window alone decides which rows see them."""
     start, end = rows_of(layout, data)
     n_ordered = layout.n_in_order(start)
     assert (layout.key_positions(end)[:n_ordered] == np.arange(n_ordered)).all()

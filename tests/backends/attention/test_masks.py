@@ -19,7 +19,7 @@ def test_additive_mask(dtype: torch.dtype) -> None:
 
 
 def test_masks_of_segments_are_finite_and_aligned() -> None:
-    """Half of the most negative value: kernels scale it by log2(e)."""
+    """Masked entries are half of the most negative value: kernels scale them by log2(e)."""
     tree = PassLayout(5, np.array([5, 5]), np.eye(2, dtype=bool))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         actual = segmented_mask(BatchLayout.of(tree), 0, 2, None, dtype, torch.device("cpu"))

@@ -37,7 +37,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     **shapes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(in segments, reference) for the new rows start..end of a layout."""
+    """Return (segmented, reference) attention for the new rows start..end of a layout."""
     scale, n_keys = 0.4, layout.prefix + layout.first_new + end
     query, key, value = states(end - start, n_keys, **shapes)
     mask = segmented_mask(BatchLayout.of(layout), start, end, window, query.dtype, query.device)
@@ -48,7 +48,7 @@ def attend(
 
 
 def rows_first(*arguments: Any) -> segments.Partial:
-    """The plain kernel with outputs that lie in memory as those of the efficient one of CUDA."""
+    """The plain kernel with outputs in the memory layout of CUDA's efficient kernel."""
     output, lse = blockwise_kernel(*arguments)
     return output.transpose(1, 2).contiguous().transpose(1, 2), lse
 
@@ -112,7 +112,7 @@ def test_half_precision(kernels: None, dtype: torch.dtype) -> None:
 
 
 def test_a_row_that_sees_nothing_of_a_segment(kernels: None) -> None:
-    """Two nodes one after another, and a window of one: each sees itself alone."""
+    """Two chained nodes and a window of one: each node sees only itself."""
     layout = PassLayout(3, np.array([3, 4, 5]), np.tril(np.ones((3, 3), dtype=bool)))
     actual, expected = attend(layout, 0, 3, 1)
     assert torch.isfinite(actual).all()
@@ -120,7 +120,7 @@ def test_a_row_that_sees_nothing_of_a_segment(kernels: None) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    """e^lse is beyond float32 in both parts."""
+    """The value e^lse is beyond float32 in both parts."""
     item, two = torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), 3.0)
     lse = torch.full((1, 1, 1), 500.0)
     output, total = merge((item, lse), (two, lse))
@@ -132,7 +132,7 @@ def test_large_scores_do_not_overflow() -> None:
 def test_memory_does_not_grow_with_nodes_times_context_times_heads(
     softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four times the context takes no more memory beside the keys and values."""
+    """Four times the context takes no more memory besides the keys and values."""
     monkeypatch.setattr(segments, "MAX_SCORE_BYTES", 1 << 18)
     peaks = [_peak_bytes(n_keys, softcap) for n_keys in (1000, 4000)]
     num_tokens, n_heads = 64, 8
@@ -153,7 +153,7 @@ def _peak_bytes(prefix: int, softcap: float | None) -> int:
 @pytest.mark.parametrize("window", [None, 290])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (12, 12)])
 def test_kernels_of_cuda(dtype: torch.dtype, window: int | None, dims: tuple[int, int]) -> None:
-    """Tree and prompt, against float64: fp32 to 1e-5, half precision to its rounding."""
+    """Tree and prompt against float64: fp32 to 1e-5, half precision to its rounding."""
     device = torch.device("cuda")
     layouts = (random_tree(300, 5, 70, np.random.default_rng(0)), CausalLayout(300, 70))
     for layout in layouts:
@@ -165,7 +165,7 @@ def test_kernels_of_cuda(dtype: torch.dtype, window: int | None, dims: tuple[int
 
 @pytest.mark.parametrize("kernel", [cuda_flash_kernel, cuda_efficient_kernel])
 def test_calls_of_the_cuda_kernels_fit_their_signatures(kernel: segments.Kernel) -> None:
-    """On meta tensors: PyTorch's own shape functions take the arguments, and give the shapes."""
+    """PyTorch's own shape functions, on meta tensors, take the arguments and return the shapes."""
     device = torch.device("meta")
     query, keys, values = (
         torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -184,7 +184,7 @@ def test_calls_of_the_cuda_kernels_fit_their_signatures(kernel: segments.Kernel)
 def test_outputs_are_put_together_as_a_gpu_lays_them_out(
     kernel: segments.Kernel, window: int | None, heads: tuple[int, int], monkeypatch
 ) -> None:
-    """Strides of meta tensors are those of a GPU's."""
+    """Strides of meta tensors equal those on a GPU."""
     monkeypatch.setattr(segments, "choose_kernel", lambda *_: kernel)
     rng, meta = np.random.default_rng(0), torch.device("meta")
     layouts = random_tree(30, 5, 7, rng), random_tree(0, 0, 7, rng), CausalLayout(0, 7)

@@ -1,4 +1,4 @@
-"""Figures of a config.json that no model can have: one line, the figure, and what to do."""
+"""Impossible values in config.json: one line with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-    ({"model_type": ["llama"]}, r'model_type is \["llama"\], must be a text'),
+    ({"model_type": ["llama"]}, r'model_type is \["llama"\], must be a string'),
     ({"rope_parameters": {"rope_type": ["default"]}}, r'rope_type \["default"\] is not known'),
     ({"rope_parameters": {"rope_type": "magic"}}, 'rope_type "magic" is not known'),
 ]
@@ -33,13 +33,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=[text for _, text in WRONG])
-def test_a_wrong_figure_is_named_with_the_remedy(
+def test_a_wrong_value_is_named_with_the_remedy(
     config: Path, values: dict[str, Any], message: str
 ) -> None:
     good = config.read_text()
     config.write_text(json.dumps({**json.loads(good), **values}))
     try:
-        with pytest.raises(SpecdecError, match=f"{message}.*: mend .*download") as caught:
+        with pytest.raises(SpecdecError, match=f"{message}.*: fix .*download") as caught:
             load_hf_model(config.parent)
     finally:
         config.write_text(good)
@@ -71,7 +71,7 @@ def test_an_encoder_is_no_recurrent_model(config: Path) -> None:
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
-    """Not even where transformers would ask on the terminal, and somebody says yes."""
+    """Remote code is not run even if transformers would ask on the terminal and get a yes."""
     ran = tmp_path / "ran"
     (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}

@@ -33,7 +33,7 @@ _CTX = 64
 
 @pytest.fixture(autouse=True)
 def address_space() -> Iterator[None]:
-    """A config that asks for absurd memory fails here, and not the machine."""
+    """Limit the address space: a config that asks for absurd memory fails here, not the machine."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (24 * GIB, limits[1]))
     yield
@@ -41,7 +41,7 @@ def address_space() -> Iterator[None]:
 
 
 def outcome(read: Callable[[Path], object], folder: Path, config: dict[str, Any], what: Any) -> str:
-    """ "ok" or "refused"; fails the test for anything else."""
+    """Return "ok" or "refused"; fail the test for anything else."""
     (folder / "config.json").write_text(json.dumps(config))
     try:
         read(folder)
@@ -55,7 +55,7 @@ def outcome(read: Callable[[Path], object], folder: Path, config: dict[str, Any]
 
 
 def test_shapes_of_every_family(tmp_path: Path) -> None:
-    """Figures alone, as `specdec analyze` reads them without weights."""
+    """Shapes are read from headers without weights, as `specdec analyze` does."""
     rng = random.Random(0)
     outcomes = []
     for number in range(N_MUTANTS):
@@ -114,8 +114,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": "x"}, "sliding_window|cannot be read"),
     ("llama", {"architectures": 5, "num_key_value_heads": {"a": 1}}, "num_key_value_heads is"),
 ]
-"""(family, values, what is said): each once ended in a traceback, took minutes or all memory, or
-stands for a kind of value."""
+"""(family, values, expected message): each once ended in a traceback, or took minutes or all
+memory, or stands for a kind of value."""
 
 
 @pytest.mark.parametrize(("family", "values", "said"), WRONG, ids=[str(x[:2])[:60] for x in WRONG])
@@ -147,7 +147,7 @@ def test_options_of_calls_and_of_training_change_nothing(
 
 
 def test_a_gemma_3n_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    """It loaded, and the plan of its memory ended in a TypeError."""
+    """Such a checkpoint used to load, and its memory plan ended in a TypeError."""
     import transformers
 
     sizes = {
@@ -171,7 +171,7 @@ def test_a_gemma_3n_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         ("deepseek-v2", {"topk_method": "x"}),
     ],
 )
-def test_what_only_a_pass_finds_is_told_of_the_first_one(
+def test_errors_found_only_by_a_pass_are_reported_by_the_first_one(
     tmp_path: Path, family: str, values: dict[str, Any]
 ) -> None:
     folder = save_tiny_checkpoint(family, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A checkpoint whose config, index and files disagree is what transformers makes of it.
+"""A checkpoint whose config, index and files disagree loads as in transformers.
 
 Where transformers refuses, or leaves a parameter random, specdec refuses and names the tensor.
 """
@@ -49,7 +49,7 @@ ODDITIES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def disagreements(draw: st.DrawFn) -> Disagreement:
-    """Up to three oddities: with all at once most checkpoints would be refused."""
+    """Draw up to three oddities: with all at once, most checkpoints would be refused."""
     drawn = draw(st.lists(st.sampled_from([*ODDITIES, "spelling"]), max_size=3, unique=True))
     return Disagreement(
         family=draw(st.sampled_from(FAMILIES)),
@@ -69,7 +69,7 @@ def written(folder: Path, odd: Disagreement) -> Path:
 
 
 def theirs(directory: Path) -> np.ndarray | set[str]:
-    """Logits of transformers, or what it has no weights for; empty where it raises."""
+    """Return transformers' logits or the missing weights; empty if it raises."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True
@@ -90,7 +90,7 @@ def ours(directory: Path) -> np.ndarray:
 
 
 def check(directory: Path) -> bool:
-    """Whether it was loaded, by both."""
+    """Compare both loaders; return whether both loaded it."""
     expected = theirs(directory)
     if isinstance(expected, np.ndarray):
         assert np.abs(ours(directory) - expected).max() <= TOLERANCE * scale(expected)

@@ -1,4 +1,4 @@
-"""Folders that hold no causal language model: refused by name, from their files alone."""
+"""Folders without a causal language model: refused by name, from their files alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REST: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adapter_config.json": {"base_model_name_or_path": "me/base"}}, "an adapter .* of me/base"),
 ]
-"""(files beside a llama's config.json, keys of which are merged; what the folder is)"""
+"""(files beside a llama's config.json, into which keys are merged; what the folder is)"""
 
 MODELS: list[dict[str, Any]] = [
     {},
@@ -121,8 +121,8 @@ def test_every_causal_class_of_transformers_is_known_and_no_other_kind(tmp_path:
 @pytest.mark.parametrize(
     "name", ["score.weight", "classifier.weight", "classifier.out_proj.weight", "qa_outputs.bias"]
 )
-def test_a_head_of_scores_is_told_from_the_weights(tmp_path: Path, name: str) -> None:
-    """Config.json does not name the class; a tied model would have run."""
+def test_a_head_of_scores_is_recognised_by_the_weights(tmp_path: Path, name: str) -> None:
+    """The file config.json does not name the class; a tied model would have run."""
     with pytest.raises(UnsupportedModel, match=f"ends in {name}"):
         refuse_score_head(tmp_path, ["model.norm.weight", name])
     refuse_score_head(tmp_path, ["model.norm.weight", "lm_head.weight", name])
@@ -153,7 +153,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 49766
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_a_git_lfs_pointer_is_told_as_what_it_is(tmp_path: Path, name: str) -> None:
+def test_a_git_lfs_pointer_is_reported_by_kind(tmp_path: Path, name: str) -> None:
     write(tmp_path, {})
     (tmp_path / name).write_text(POINTER)
     with pytest.raises(SpecdecError, match=rf"{name} is a Git LFS pointer .* `git lfs pull`"):
@@ -161,7 +161,7 @@ def test_a_git_lfs_pointer_is_told_as_what_it_is(tmp_path: Path, name: str) -> N
 
 
 def test_large_files_are_not_read_for_pointers(tmp_path: Path) -> None:
-    """The specification's limit: 1024 bytes."""
+    """The specification limits a pointer file to 1024 bytes."""
     write(tmp_path, {})
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(2000))
     with pytest.raises(SpecdecError, match="its header describes 10"):

@@ -1,4 +1,4 @@
-"""A config.json whose number of layers is not the checkpoint's."""
+"""A config.json whose number of layers differs from the checkpoint's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def change_config(directory: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_layers_that_are_not_there_are_told_before_the_model_is_built(
+def test_missing_layers_are_reported_before_the_model_is_built(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_config(checkpoint, num_hidden_layers=1_000_000_000)
-    monkeypatch.setattr("backends.checkpoint.config.AutoConfig", None)  # it would be too late
+    monkeypatch.setattr("backends.checkpoint.config.AutoConfig", None)  # building would be too late
     with pytest.raises(CheckpointError, match="says 1000000000 layers, the checkpoint holds 6"):
         load_hf_model(checkpoint)
 

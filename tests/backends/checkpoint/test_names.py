@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint are found by today's names, and by older ones that transformers knows."""
+"""Checkpoint tensors are found by current names and by older ones that transformers knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backends.hf.model import load_hf_model
 def test_todays_names_need_no_list_of_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers takes a fifth of a second to make it."""
+    """Building that list takes transformers a fifth of a second."""
 
     def older_names(model: Any) -> list[WeightRenaming]:
         raise AssertionError("the list was made")

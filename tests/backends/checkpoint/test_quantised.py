@@ -1,4 +1,4 @@
-"""Quantised checkpoints compute what their dequantised form does, to the bit, or are refused."""
+"""Quantised checkpoints equal their dequantised form to the bit, or are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KINDS = {
 
 
 def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
-    """Of a prompt, and a tree behind it."""
+    """Logits of a prompt and a tree behind it."""
     model = load_hf_model(folder)
     layers = model.layer_weights
     if not is_streamed:
@@ -217,13 +217,13 @@ def test_broken_tensors_are_refused(kind: str, change: Any, named: str, tmp_path
 
 
 def stored_whole(tensors: dict[str, torch.Tensor], module: str, main: str) -> None:
-    """In place of a quantised matrix, whose scales stay."""
+    """Replace a quantised matrix by a plain one; its scales stay."""
     del tensors[module + main]
     tensors[module + "weight"] = torch.ones(192, 64)
 
 
 def halved(tensors: dict[str, torch.Tensor], module: str, names: str) -> None:
-    """Groups of twice as many weights."""
+    """Double the group size."""
     for name in names.split():
         tensors[module + name] = tensors[module + name][::2].clone()
 
@@ -254,10 +254,10 @@ def halved(tensors: dict[str, torch.Tensor], module: str, names: str) -> None:
         ),
     ],
 )
-def test_parts_are_held_against_the_config(
+def test_parts_are_checked_against_the_config(
     kind: str, settings: Any, change: Any, named: str, tmp_path: Path
 ) -> None:
-    """Each would be decoded, to other weights."""
+    """A mismatch would decode to other weights."""
     quantise, _, dtype = KINDS[kind]
     quantised, _ = save_quantised(tmp_path, quantise, settings, dtype)
     damage(quantised, change)
@@ -301,7 +301,7 @@ def test_a_part_that_is_packed_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_quantised_modules_are_linear(tmp_path: Path) -> None:
-    """GPT-2's square matrices would be taken the wrong way round."""
+    """GPT-2's square matrices would be transposed."""
     save_tiny_checkpoint("gpt2", tmp_path, n_embd=64)
     name = "transformer.h.1.attn.c_proj.weight"
     for path in tmp_path.glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""A tied head: what is read of it, what memory is planned for it, and what the user is told."""
+"""A tied head: the bytes read, the memory planned, and the message to the user."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_tensors_are_planned_for_once_each_that_is_used(
     assert sum(r.n_bytes for r in source.model.non_layer_records) == n_bytes
     is_reported = odd.is_tied and pinned == {HEAD, EMBEDDING}
     for item in (source, HfGpuSource(source)):
-        reported = [line for line in item.warnings if HEAD in line]
-        assert len(reported) == is_reported
-        assert all(EMBEDDING in line and "tie_word_embeddings" in line for line in reported)
+        messages = [line for line in item.warnings if HEAD in line]
+        assert len(messages) == is_reported
+        assert all(EMBEDDING in line and "tie_word_embeddings" in line for line in messages)
 
 
 def test_a_lost_tensor_is_named(llama: Writer, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_lost_tensor_is_named(llama: Writer, tmp_path: Path) -> None:
 
 
 def test_a_packed_copy_disagrees_as_its_source_does(tmp_path: Path) -> None:
-    """Files are numbered anew, and of a tensor in two of them the last counts all the same."""
+    """Packing renumbers the files; of a tensor in two of them the last one still counts."""
     plain = save_packable("llama", tmp_path / "plain", tie_word_embeddings=True)
     shards = sorted(plain.glob("*.safetensors"))
     norm = "model.layers.0.input_layernorm.weight"
@@ -121,7 +121,7 @@ def test_the_head_of_a_quantised_model_is_its_own(tmp_path: Path) -> None:
 
 
 def respell(source: Path, folder: Path, spell: Callable[[str], list[str]]) -> Path:
-    """A copy in one file, its tensors under the names that `spell` gives them."""
+    """Copy the checkpoint into one file, with tensors renamed by `spell`."""
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
     tensors = {}
@@ -159,7 +159,7 @@ def test_experts_are_found_without_the_prefix_and_with_two(
 
 
 def test_experts_under_two_names_are_refused(checkpoint_factory, tmp_path: Path) -> None:
-    """Transformers would merge all of them, and refuses the shape."""
+    """Transformers would merge all of them and refuse the shape."""
     source = checkpoint_factory("qwen3-moe")
 
     def spell(name: str) -> list[str]:
@@ -173,7 +173,7 @@ def test_experts_under_two_names_are_refused(checkpoint_factory, tmp_path: Path)
 
 
 def test_one_tensor_for_all_experts_beside_one_for_each(checkpoint_factory, tmp_path: Path) -> None:
-    """Transformers leaves the first out, of gate and up, and fails on the other."""
+    """Transformers drops the first tensor of gate and up, and fails on the other."""
     directory = respell(checkpoint_factory("qwen3-moe"), tmp_path / "model", lambda name: [name])
     path = directory / "model.safetensors"
     for name, shape in (("gate_up_proj", (12, 48, 32)), ("down_proj", (12, 32, 24))):

@@ -1,4 +1,4 @@
-"""Models are built without weights, in any thread, and leave nothing behind in torch."""
+"""Models are built without weights, in any thread, and leave no trace in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_config(family: str = "llama") -> transformers.PreTrainedConfig:
 
 @pytest.fixture
 def _impatient_threads() -> Iterator[None]:
-    """Threads that take turns as often as they can."""
+    """Switch threads as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -49,7 +49,7 @@ def test_models_built_at_once_leave_torch_as_it_was() -> None:
         assert built == [{torch.bfloat16}, {torch.float16}] * 2
         assert nn.Module.register_parameter is register
         assert torch.get_default_dtype() == dtype
-    finally:  # not for the tests after this one
+    finally:  # restored for the tests after this one
         nn.Module.register_parameter = register
         torch.set_default_dtype(dtype)
 
@@ -77,7 +77,7 @@ def test_layers_may_stand_below_a_decoder() -> None:
 
 
 def test_an_encoder_is_not_taken_for_a_decoder() -> None:
-    """Its rows see the tokens after them."""
+    """An encoder's tokens attend to the tokens after them."""
     model = build_model(transformers.BertConfig(num_hidden_layers=2), torch.float32)
     with pytest.raises(UnsupportedModel, match="bert is not supported: its 2 layers are not one"):
         decoder_layers(model)
@@ -91,7 +91,7 @@ def test_a_layer_without_attention_is_named() -> None:
 
 
 def test_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read from the checkpoint anyway took a third of building a model."""
+    """Initialising weights that are then read from the checkpoint took a third of the build."""
 
     def initialise(*args: object, **options: object) -> None:
         raise AssertionError("a parameter was given values")

@@ -1,4 +1,4 @@
-"""What checks of a machine found is kept, and used where nothing that decides it has changed."""
+"""Results of machine checks are cached and reused while nothing that decides them changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_another_version_of_a_library_is_tried_out() -> None:
 def test_settings_of_the_libraries_are_tried_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them makes a library take other kernels, or another number of threads."""
+    """Each setting makes a library use other kernels or another number of threads."""
     keep(2)
     monkeypatch.setenv(name, "1")
     assert CachedChecks("library 1", (1, 2)).find("product", lambda: 1) == 1
@@ -43,7 +43,7 @@ def test_settings_of_the_libraries_are_tried_out(
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GGML_NO_BACKTRACE"])
 def test_how_threads_wait_decides_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a prompt cache file would be another machine's in the next run."""
+    """Otherwise a prompt cache file would count as another machine's in the next run."""
     monkeypatch.delenv(name, raising=False)
     before = machine("library 1")
     monkeypatch.setenv(name, "1")
@@ -58,7 +58,7 @@ def test_a_file_of_rubbish_is_found_out_again(tmp_path: Path) -> None:
         assert CachedChecks("library 1", (1, 2)).find("product", lambda: 1) == 1, rubbish
 
 
-def test_where_it_cannot_be_kept_the_file_is_named(
+def test_a_file_that_cannot_be_cached_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep(2)
@@ -66,4 +66,4 @@ def test_where_it_cannot_be_kept_the_file_is_named(
     path.unlink()
     path.mkdir()
     keep(2)
-    assert f" is not kept: {path}: Is a directory; " in caplog.text
+    assert f" is not cached: {path}: Is a directory; " in caplog.text

@@ -1,4 +1,4 @@
-"""A pass that is cancelled while its storage hangs: it ends, and the next one is as ever."""
+"""A pass cancelled while its storage hangs: it ends, and the next pass is unaffected."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def extend(backend: Backend) -> np.ndarray:
 
 
 def request(backend: Backend, is_over: threading.Event) -> None:
-    while not is_over.wait(0.001):  # one that comes before the pass began is lost
+    while not is_over.wait(0.001):  # a cancel before the pass begins is lost
         backend.request_cancel()
 
 
 def cut_short(backend: Backend, storage: HangingStorage) -> None:
-    """A pass that waits for a read that does not end, and is cut short."""
+    """Cancel a pass that waits for a hanging read."""
     has_begun, is_over = threading.Event(), threading.Event()
 
     def cut_when_it_hangs() -> None:

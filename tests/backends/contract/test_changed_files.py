@@ -1,4 +1,4 @@
-"""Files that change between the reading of their headers and the end of loading: no model."""
+"""Files that change between header reading and the end of loading give no model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of seconds by tokens."""
+"""Curves of seconds over tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_of_timings_that_do_not_rise_a_token_takes_its_share_of_all():
 
 
 def test_more_tokens_never_take_less():
-    item = curve(2.0, 1.0, 3.0)  # the first one was disturbed
+    item = curve(2.0, 1.0, 3.0)  # the first measurement was disturbed
     assert [item.seconds(n) for n in (1, 2, 4)] == [1.0, 1.0, 1.0]
 
 
@@ -51,9 +51,9 @@ def test_reads_slow_it_but_never_make_it_faster():
 
 @pytest.mark.parametrize("sizes", [(), (2, 4), (1, 1), (4, 1)])
 def test_sizes_ascend_from_one(sizes):
-    measurements = tuple(1.0 for _ in sizes)
+    seconds = tuple(1.0 for _ in sizes)
     with pytest.raises(ValueError, match="num_tokens"):
-        ComputeCurve(sizes, measurements, measurements)
+        ComputeCurve(sizes, seconds, seconds)
 
 
 def test_mixtures_are_sums_at_every_number_of_tokens():

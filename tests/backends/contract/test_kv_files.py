@@ -1,4 +1,4 @@
-"""KV in files: as much as there may be, and to the bit what it was."""
+"""Saved KV: its size limit, and bit-exact restoring."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ def backend(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield llm.target
 
 
-def test_logits_are_the_same_to_the_bit_beside_other_texts(
-    backend: Backend, tmp_path: Path
-) -> None:
+def test_logits_are_bit_equal_beside_other_sequences(backend: Backend, tmp_path: Path) -> None:
     files = KvFiles(backend, lambda: tmp_path)
-    text, other = backend.new_sequence(), backend.new_sequence()
-    text.prefill(IDS)
+    sequence, other = backend.new_sequence(), backend.new_sequence()
+    sequence.prefill(IDS)
     other.prefill(IDS[::-1])
-    node_ids, _ = text.extend([5, 6], [-1, -1])
-    text.commit(node_ids[1:])
-    file = files.write(text)
+    node_ids, _ = sequence.extend([5, 6], [-1, -1])
+    sequence.commit(node_ids[1:])
+    file = files.write(sequence)
     assert file is not None
     assert list(file.token_ids) == [*IDS, 6]
-    expected = text.extend([9, 8, 7], [-1, text.next_node_id, -1])[1]
-    text.close()
+    expected = sequence.extend([9, 8, 7], [-1, sequence.next_node_id, -1])[1]
+    sequence.close()
     other.prefill([3])
     again = backend.new_sequence()
     assert file.load(again)
@@ -57,30 +55,30 @@ def test_logits_are_the_same_to_the_bit_beside_other_texts(
 
 
 def test_there_are_so_many_and_no_more(backend: Backend, tmp_path: Path) -> None:
-    text = backend.new_sequence()
-    assert KvFiles(backend, lambda: tmp_path).write(text) is None, "there is nothing to write"
-    text.prefill(IDS)
-    item = KvFiles(backend, lambda: tmp_path).write(text)
+    sequence = backend.new_sequence()
+    assert KvFiles(backend, lambda: tmp_path).write(sequence) is None, "there is nothing to write"
+    sequence.prefill(IDS)
+    item = KvFiles(backend, lambda: tmp_path).write(sequence)
     assert item is not None
     files = KvFiles(backend, lambda: tmp_path, max_bytes=item.n_bytes)
-    first = files.write(text)
+    first = files.write(sequence)
     assert first is not None
-    assert files.write(text) is None
+    assert files.write(sequence) is None
     first.close()
-    second = files.write(text)
+    second = files.write(sequence)
     assert second is not None
     for file in (item, first, second):
         file.close()
-    text.close()
+    sequence.close()
 
 
 def test_without_a_folder_or_memory_for_it_there_is_none(backend: Backend, tmp_path: Path) -> None:
     asked: list[int] = []
-    text = backend.new_sequence()
-    text.prefill(IDS)
-    largest = max(tensor.n_bytes for tensor in text.prefix_tensors())
-    assert KvFiles(backend, lambda: None).write(text) is None
-    assert KvFiles(backend, lambda: tmp_path / "none").write(text) is None
-    assert KvFiles(backend, lambda: tmp_path, asked.append).write(text) is None  # type: ignore[arg-type,func-returns-value]
+    sequence = backend.new_sequence()
+    sequence.prefill(IDS)
+    largest = max(tensor.n_bytes for tensor in sequence.prefix_tensors())
+    assert KvFiles(backend, lambda: None).write(sequence) is None
+    assert KvFiles(backend, lambda: tmp_path / "none").write(sequence) is None
+    assert KvFiles(backend, lambda: tmp_path, asked.append).write(sequence) is None  # type: ignore[arg-type,func-returns-value]
     assert asked == [largest]
-    text.close()
+    sequence.close()

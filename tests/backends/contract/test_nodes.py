@@ -1,4 +1,4 @@
-"""The bookkeeping of trees against a plain model of it: lists of token paths."""
+"""Tree bookkeeping against a plain model of it: lists of token paths."""
 
 import tracemalloc
 
@@ -12,7 +12,7 @@ from backends.contract.nodes import NodeTable, table_bytes
 
 
 def add(table, parents):
-    """New nodes, each with its own id as its token."""
+    """Add nodes, each with its own id as its token."""
     return table.add(parents, range(table.next_id, table.next_id + len(parents)))
 
 
@@ -87,7 +87,7 @@ def test_rollback_is_absolute():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_random_histories_agree_with_token_paths(data):
-    """Rows, sight and positions always describe the same set of paths as a dict of paths."""
+    """Rows, visibility and positions always describe the same paths as a dict of paths."""
     table, paths, committed = NodeTable(), {}, []
     for _ in range(data.draw(st.integers(1, 8))):
         action = data.draw(st.sampled_from(["add", "add", "append", "commit", "prune", "rollback"]))

@@ -1,4 +1,4 @@
-"""A model that is held in memory, or streamed, is not in the page cache as well.
+"""A model held in memory, or streamed, is not in the page cache as well.
 
 That cache counts in a memory cgroup: the model would be there twice.
 """
@@ -28,7 +28,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512}
 
 
 def checkpoint(folder: Path) -> Path:
-    """1.6 MB in one file."""
+    """A checkpoint of 1.6 MB in one file."""
     save_tiny_checkpoint("llama", folder / "sharded", **SIZES)
     return in_dtype(folder / "sharded", folder / "whole", torch.bfloat16)
 
@@ -58,7 +58,7 @@ def gguf_mixture(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is loaded."""
+    """One way of loading a model."""
 
     save: Callable[[Path], Path]
     load_mode: str = "ram"

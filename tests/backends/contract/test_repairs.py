@@ -1,4 +1,4 @@
-"""A pass that broke off, and whose repair fails as well: it is made before the next one."""
+"""A failed rollback after a broken pass is repeated before the next pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backends.hf.model import load_hf_model
 PROMPT = [3, 17, 5, 60, 41, 8]
 
 
-def test_a_repair_that_fails_is_made_before_the_next_pass(
+def test_a_failed_rollback_is_repeated_before_the_next_pass(
     checkpoint_factory: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_hf_model(checkpoint_factory("llama", num_hidden_layers=6))

@@ -56,7 +56,7 @@ def test_traffic_of_a_pass(tier: str, checkpoint_factory) -> None:
             own(backend).extend([5], [PREFIX])
         use = backend.stream_use
         assert 4 * plan.moved_bytes <= use.bytes_copied <= 5 * plan.moved_bytes
-        # A file ends before its last block does, and how much is read ahead is a matter of luck.
+        # A file ends before its last block does, and how far the read-ahead gets varies.
         tensors = [r.n_bytes for layer in plan.layers for r in layer.tensors if tier == STORAGE]
         assert 4 * sum(tensors) <= use.bytes_streamed <= 6 * plan.streamed_bytes
         assert (use.copy_stall_seconds > 0) == (tier != DEVICE)
@@ -82,7 +82,7 @@ def test_a_cancel_ends_the_pass_and_only_that(checkpoint_factory) -> None:
 
 
 def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
-    """So that it is what is timed, and what an error of the device belongs to."""
+    """The call must return after the pass, so that timings and device errors belong to it."""
     engine = CpuEngine()
     with on_device(checkpoint_factory("llama"), engine, all_there) as backend:
         own(backend).prefill(PROMPT)
@@ -91,7 +91,7 @@ def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
         engine.compute(lambda: done.append(True))
         own(backend).extend([7], [PREFIX])
         assert done
-        engine.compute_stream.policy = Policy.PREFETCH
+        engine.compute_stream.policy = Policy.EARLY
 
 
 def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
@@ -128,7 +128,7 @@ def test_a_saved_prefix_is_restored_on_the_device(checkpoint_factory) -> None:
 def test_a_plan_over_tiers_loads_the_model_onto_the_device(
     checkpoint_factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the planner hands to `ModelSource.load`."""
+    """The planner's arguments for `ModelSource.load` place the model on the device."""
     budgets: list[int] = []
 
     def engine(vram_bytes: int) -> CpuEngine:
@@ -156,7 +156,7 @@ def test_a_model_loaded_in_inference_mode_is_copied_to_by_threads_outside_of_it(
     directory = checkpoint_factory("llama")
     with TorchBackend.resident(directory) as resident:
         expected = conversation(resident)
-    with torch.inference_mode(), on_device(directory, CpuEngine(Policy.PREFETCH)) as backend:
+    with torch.inference_mode(), on_device(directory, CpuEngine(Policy.EARLY)) as backend:
         assert equal(conversation(backend), expected)
 
 

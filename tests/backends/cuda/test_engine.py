@@ -1,4 +1,4 @@
-"""On a GPU: the orderings that the fake device tests, and equality with the CPU."""
+"""The orderings that the fake device tests, and equality with the CPU, on a real GPU."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ pytestmark = [
 ]
 CYCLES = 20_000_000  # of torch.cuda._sleep: some ten milliseconds
 DRIFT = 1e-4
-"""Of fp32 sums in another order, relative to the largest logit."""
+"""Tolerance for fp32 sums in another order, relative to the largest logit."""
 
 
 @pytest.fixture
 def engine() -> CudaEngine:
-    """With room for every test; no test sees what another one has left behind."""
+    """An engine with enough memory for every test, each starting clean."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -51,7 +51,7 @@ def engine() -> CudaEngine:
 
 
 def contents_on_device(engine: CudaEngine, weights: Weights) -> dict[str, torch.Tensor]:
-    """What the files hold, copied at once: to compare with it makes nobody wait for the host."""
+    """Copy the file contents to the device at once: comparing then never blocks the host."""
     with engine.computing():
         return {
             name: torch.tensor(list(content), dtype=torch.uint8, device=engine.device)
@@ -81,13 +81,13 @@ def test_layers_arrive_whole_and_in_time(tmp_path: Path, engine: CudaEngine, slo
     assert all(int(count) == 0 for count in n_wrong)
 
 
-def test_a_copy_from_pinned_memory_does_not_hold_the_host_up(engine: CudaEngine) -> None:
+def test_a_copy_from_pinned_memory_does_not_block_the_host(engine: CudaEngine) -> None:
     pinned, target = engine.allocate_pinned(64 * MIB), engine.allocate_device(64 * MIB)
     with torch.cuda.stream(engine._copying):
         torch.cuda._sleep(50 * CYCLES)
     engine.copy(pinned.view, target, 0)
     event = engine.record_copy()
-    assert not event.is_done()  # enqueued, behind what sleeps
+    assert not event.is_done()  # enqueued behind the sleeping kernel
     event.wait()
     assert event.is_done()
     pinned.close()

@@ -1,4 +1,4 @@
-"""Memory of a GPU that runs out: always our error, with the figures and what helps."""
+"""Running out of GPU memory always raises our error, with the figures and the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_is_beyond_the_promise() -> None:
         "--vram-budget by 40 MiB, or lower --ctx-size or the number of draft tokens"
     )
     assert (error.requested_bytes, error.left_bytes) == (50 * MIB, 10 * MIB)
-    # What the user gives has room for CUDA's own part too.
+    # The user's budget includes CUDA's own share.
     assert error.smallest_budget_bytes == 7 * GIB + (50 + 512) * MIB
 
 
@@ -45,25 +45,25 @@ def test_what_is_beyond_the_promise() -> None:
     ],
 )
 def test_what_others_have_taken(said: str, requested: str) -> None:
-    """A larger promise would not help."""
+    """A larger budget would not help."""
     error = reported(RuntimeError(said), USED._replace(free_bytes=3 * MIB))
     assert str(error).startswith(f"the GPU needs {requested}, but only 3.00 MiB of it are free")
     assert str(error).endswith("end what else uses the GPU, or lower --vram-budget")
 
 
 def test_an_error_that_follows_one_is_one() -> None:
-    """A recording that ran out of memory ends with another error."""
+    """A graph capture that runs out of memory ends with another error."""
     first = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 50.00 MiB.")
     last = RuntimeError("operation failed due to a previous error during capture")
     last.__context__ = first
     assert reported(last).requested_bytes == 50 * MIB
-    last.__suppress_context__ = True  # it was dealt with
+    last.__suppress_context__ = True  # the error was handled
     with pytest.raises(RuntimeError, match="previous error"):
         reported(last)
 
 
 def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint_factory) -> None:
-    """torch's own error, as the CUDA allocator raises it, at every layer of a pass."""
+    """Raise torch's own out-of-memory error at every layer of a pass."""
     with on_device(checkpoint_factory("llama"), CpuEngine()) as backend:
         own(backend).prefill(PROMPT)
         _, expected = own(backend).extend([7, 9], [PREFIX, PREFIX])
@@ -91,7 +91,7 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
 
 
 def test_out_of_memory_lets_go_of_the_activations() -> None:
-    """Else the next pass would find the memory taken by the one that broke off."""
+    """Otherwise the broken pass would keep the memory from the next one."""
     alive: list[torch.Tensor] = []
 
     class Watched:

@@ -1,4 +1,4 @@
-"""What is set aside of a GPU's memory beside the weights, against what is taken."""
+"""GPU memory reserved besides the weights, against what is allocated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_NODES = 300
 
 
 def segments_taken(n_bytes: int, n_tensors: int) -> int:
-    """torch's allocator in a few lines: cuts from the segment at hand, or asks for another one."""
+    """torch's allocator in a few lines: split the current segment, or request another."""
     n_bytes = max(512, -(-n_bytes // 512) * 512)
     taken = left = 0
     for _ in range(n_tensors):
@@ -60,8 +60,8 @@ def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factor
         rows = -(-(ctx_size + 50) // 256) * 256
         assert gpu.kv_bytes(ctx_size, 50) >= rows * source.model.kv_bytes_per_token
         assert gpu.kv_bytes(ctx_size, 50) == cache_bytes(source.model, ctx_size + 50)
-    # Logits leave a GPU as they are; on the CPU they become float32 beside themselves.
-    source.model.model.get_output_embeddings().out_features = 100_000  # next to which masks are few
+    # Logits leave a GPU as they are; the CPU makes a float32 copy.
+    source.model.model.get_output_embeddings().out_features = 100_000  # masks are small next to it
     of_rows = [
         item.scratch_bytes(64, 128, 128) - item.scratch_bytes(64, 64, 64) for item in (source, gpu)
     ]
@@ -90,7 +90,7 @@ def test_a_gpu_takes_no_more_than_planned(family: str, dtype: torch.dtype, tmp_p
         tmp_path, CudaEngine(4 * GIB), all_there,
         max_context=4096, max_nodes=MAX_NODES,
     ) as backend:  # fmt: skip
-        own(backend).prefill([5])  # the KV cache, and what libraries set up
+        own(backend).prefill([5])  # the KV cache, and library setup
         model, pinned = backend._model, torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         own(backend).prefill([5] * 3000)

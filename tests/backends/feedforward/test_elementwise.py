@@ -1,4 +1,4 @@
-"""Activation functions by rows: an element's bits do not depend on its place in the tensor."""
+"""Row-wise activation functions: an element's bits do not depend on its place in the tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OfAModule(nn.Module):
 
 
 def test_functions_that_a_family_calls_by_itself_are_found(monkeypatch) -> None:
-    """As Beam gates its attention: no module is there that could be given another forward."""
+    """Beam gates its attention with plain functions: no module could be given another forward."""
     for kind in (Gated, OfAModule):
         monkeypatch.setattr(kind, "__module__", "transformers.models.own.modeling_own")
     assert unsteady_function(Gated()) == "sigmoid"

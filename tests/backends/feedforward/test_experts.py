@@ -1,4 +1,4 @@
-"""Experts that come one by one: transformers' own sums, and rows that depend on no others."""
+"""Experts fetched one by one: transformers' own sums, and rows independent of each other."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def fetch(
         yield expert, [gate, up, module.down_proj[expert]]
 
 
-def find_min_batch_tokens(module: nn.Module) -> int:
-    """Of its products on this machine: MKL's change with fewer than 4 rows, or than 12."""
+def min_batch_tokens(module: nn.Module) -> int:
+    """Minimum batch on this machine: MKL's sums change with fewer than 4 rows, or 12."""
     actual = [
         min_batch_tokens_of_product(expert, torch.float32) for expert in products_of_experts(module)
     ]
-    assert None not in actual, "no number of rows is steady here"
+    assert None not in actual, "no number of rows is batch-invariant here"
     return max(item for item in actual if item is not None)
 
 
@@ -72,7 +72,7 @@ def test_the_sum_is_transformers_own() -> None:
 
 def test_neither_other_rows_nor_the_order_of_arrival_change_a_row() -> None:
     module, (hidden, experts, weights) = make_experts(), routed(60)
-    min_count = find_min_batch_tokens(module)
+    min_count = min_batch_tokens(module)
     runner = ExpertsRunner(module, partial(fetch, module, False), min_count)
     together = runner(hidden, experts, weights)
     other = ExpertsRunner(module, partial(fetch, module, True), min_count)

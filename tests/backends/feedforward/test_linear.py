@@ -1,4 +1,4 @@
-"""Linear layers by ggml's kernels, where torch has none that are fast."""
+"""Linear layers by ggml's kernels where torch has no fast ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_products_are_those_of_float64(
     num_rows: int, n_in: int, n_out: int, dtype: torch.dtype, has_bias: bool, shift: int
 ) -> None:
     torch.manual_seed(num_rows)
-    # Weights lie in a file anywhere, at a multiple of their own size.
+    # Weights lie anywhere in a file, at a multiple of their own size.
     weight = torch.randn(shift + n_out * n_in).to(dtype)[shift:].view(n_out, n_in)
     x = torch.randn(2, num_rows, n_in).to(dtype)
     bias = torch.randn(n_out).to(dtype) if has_bias else None
@@ -53,12 +53,12 @@ def test_products_are_those_of_float64(
     assert torch.allclose(actual.double(), expected, rtol=step, atol=8 * step)
 
 
-def test_sums_have_their_room_whatever_torchs_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever builds a model in another thread has replaced it for a moment. ggml writes floats."""
+def test_sums_fit_their_buffer_whatever_torchs_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building a model in another thread changes the default for a moment; ggml writes floats."""
 
     class Products:
         def multiply(self, *_: Any) -> None:
-            """Writes nothing: there may be no room for it."""
+            """Multiply without writing: the output buffer may be too small."""
 
     monkeypatch.setattr(linear_file, "_products", Products)
     before = torch.get_default_dtype()
@@ -72,7 +72,7 @@ def test_sums_have_their_room_whatever_torchs_default_is(monkeypatch: pytest.Mon
     assert sums.dtype == torch.float32
 
 
-def test_rows_that_lie_apart_are_brought_together() -> None:
+def test_rows_that_lie_apart_are_gathered() -> None:
     weight = torch.randn(16, 8).bfloat16()
     x = torch.randn(5, 24).bfloat16()[:, 8:16]
     assert torch.equal(_by_ggml(x, weight), _by_ggml(x.contiguous(), weight))
@@ -99,7 +99,7 @@ def test_no_row_gives_no_row() -> None:
     ids=["of another format", "of another width", "whose layer is not in memory"],
 )
 def test_what_torch_would_refuse_is_refused(weight: torch.Tensor) -> None:
-    """Else other numbers are multiplied, or the process ends."""
+    """Otherwise wrong numbers are multiplied, or the process ends."""
     with pytest.raises(RuntimeError, match="do not fit a matrix"):
         _by_ggml(torch.zeros(3, 8).bfloat16(), weight)
 
@@ -111,7 +111,7 @@ def test_a_row_has_the_same_bits_in_every_pass_of_enough_rows(
 ) -> None:
     monkeypatch.setattr(linear_file, "torch_is_slow", HALF.__contains__)
     minimum = min_batch_tokens_of_product(Product(n_in, 128, True, False), dtype)
-    assert minimum is not None  # how many these are is the processor's affair
+    assert minimum is not None  # their number depends on the processor
 
 
 def test_trials_take_any_number_of_threads_that_a_pass_may(monkeypatch) -> None:
@@ -170,5 +170,5 @@ def test_modules_compute_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         use_fast_products(model, torch.bfloat16)
         assert torch.equal(model(x), expected)
-        # What a family computes in float32 all the same is torch's.
+        # A family's float32 products stay with torch.
         assert model.float()(x.float()).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""llama.cpp's library, log and errors; what a backend refuses; what its memory is."""
+"""llama.cpp's library, log and errors; refusals of a backend; its memory."""
 
 import builtins
 import re
@@ -71,7 +71,7 @@ def test_a_refused_file_gives_the_reason_in_one_line(path, tmp_path):
 
 
 def test_a_refused_context_gives_the_reason(tmp_path):
-    # Heads of 16 do not hold a block of 32.
+    # Heads of 16 cannot hold a block of 32.
     path = save_tiny_gguf("qwen2", tmp_path / "m.gguf")
     loaded = LlamaModel(path, "mmap")
     try:
@@ -227,7 +227,7 @@ def test_a_long_pass_in_memory_can_be_cancelled(path):
         ({"cache_type_k": "q2"}, "cache type 'q2' is not one of"),
         (
             {"load_mode": "ram", "placement": Placement(PaperModel("m", 1, 4096).layers, 2)},
-            "takes no residency",
+            "takes no placement",
         ),
     ],
 )
@@ -237,7 +237,7 @@ def test_wrong_options(options, named, path):
 
 
 def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
-    """By the backend, and before that by the plan."""
+    """The backend and, earlier, the plan refuse it."""
     model = replace(load_gguf_model(path), is_recurrent=True, architecture="mamba")
     with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
         LlamaBackend(model)
@@ -285,7 +285,7 @@ from backends.llama.memory import context_memory
 model = load_gguf_model({str(path)!r})
 context_memory(model, LlamaModel(model.path, "none"), ContextOptions(60, 4))
 with LlamaBackend(model, max_context=60, load_mode="mmap") as backend:
-    backend.prefill([3, 4, 5])
+    backend.new_sequence().prefill([3, 4, 5])
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

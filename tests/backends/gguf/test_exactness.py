@@ -1,4 +1,4 @@
-"""What is found out about a model, a machine and llama.cpp before a backend is called exact."""
+"""Checks of model, machine and llama.cpp before a backend is called exact."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def run_of(model, type_k=None, type_v=None):
     return find_exact_run(model, 1, type_k, type_v)
 
 
-# --- from how many rows on ------------------------------------------------------------------------
+# --- minimum number of rows -----------------------------------------------------------------------
 
 
 def rows_with_kernels(kernel_of):
-    """Rows whose values tell the kernel that computed them."""
+    """Rows whose values reveal the kernel that computed them."""
 
     def run(start, num_tokens):
         rows = np.arange(start, start + num_tokens)
@@ -76,7 +76,7 @@ def test_matrices_are_cut_to_what_has_the_same_kernel(n_out, n_threads, fewer):
     assert fewer_outputs(n_out, n_threads) == fewer
 
 
-# --- which models ---------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_a_type_of_cache_is_chosen(models):
@@ -99,11 +99,11 @@ def test_a_cache_that_the_user_names_may_not_be_exact(models, monkeypatch):
     actual = run_of(models("llama"))
     assert not actual.exactness.is_exact
     assert "its attention sums" in actual.exactness.reason
-    assert actual.type_k == actual.type_v == "f16"  # as if it had not been asked
+    assert actual.type_k == actual.type_v == "f16"  # as if it had not been requested
 
 
 def test_experts_are_not_filled_up(models):
-    """The other rows of a pass decide how many an expert gets; some processors have one kernel."""
+    """The other rows of a pass set the number per expert; some processors have one kernel."""
     assert run_of(models("mixtral")).exactness.is_exact
     dense, experts = (run_of(models(name, dtype="Q4_K", **LARGE)) for name in ("llama", "mixtral"))
     assert dense.exactness.is_exact
@@ -111,7 +111,7 @@ def test_experts_are_not_filled_up(models):
         assert dense.exactness.min_batch_tokens > 1
         reason = "experts in Q4_K are summed in another order"
         assert experts.exactness.reason.startswith(reason)
-    # Passes that send an expert few rows differ in nothing else.
+    # Passes that send an expert few rows are otherwise equal.
     assert (experts.type_k, experts.type_v) == (dense.type_k, dense.type_v)
 
 
@@ -133,18 +133,18 @@ def found_in_a_process(*models):
 
 
 def test_a_mixture_leaves_ggmls_tiles_out(models):
-    """ggml asks once in a process, so each order needs one."""
+    """Each order needs its own process: ggml asks once per process."""
     dense, experts = (models(name, dtype="Q4_K", hidden=1024) for name in ("llama", "mixtral"))
     alone = found_in_a_process(experts)
     assert alone[0].startswith("Exactness(is_exact=True")
     assert found_in_a_process(experts, dense)[0] == alone[0]
     after = found_in_a_process(dense, experts)
     assert after[0] == found_in_a_process(dense)[0]
-    if "n_least_rows=8" in after[0]:  # this processor has tiles
+    if "min_batch_tokens=8" in after[0]:  # this processor has tiles
         assert after[1].startswith("Exactness(is_exact=False")
 
 
-def test_experts_that_depend_on_their_rows_leave_the_cache_exact(models, monkeypatch):
+def test_experts_that_depend_on_the_batch_leave_the_cache_exact(models, monkeypatch):
     original = exactness._Checks.product
 
     def of_experts(self, product, record):
@@ -203,7 +203,7 @@ def test_formats_that_are_slow_to_make_come_from_the_file(models, monkeypatch):
     assert any(blocks is not None and blocks.shape == (64, 98) for _, _, blocks in seen)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- caching --------------------------------------------------------------------------------------
 
 
 def test_checks_run_once_for_a_machine(models, monkeypatch, tmp_path):
@@ -222,7 +222,7 @@ def test_checks_run_once_for_a_machine(models, monkeypatch, tmp_path):
     assert len(list(file.parent.iterdir())) == 2
 
 
-# --- what a source says ---------------------------------------------------------------------------
+# --- source properties ----------------------------------------------------------------------------
 
 
 def test_a_source_that_is_not_asked_is_as_before(tmp_path):
@@ -230,7 +230,7 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
     plain, asked = (GgufSource(path, BackendOptions(1, is_exact=on)) for on in (False, True))
     assert plain.exactness is NOT_ASKED
     assert asked.exactness.is_exact
-    assert plain.fingerprint() != asked.fingerprint()  # what one computed is not the other's
+    assert plain.fingerprint() != asked.fingerprint()  # results are not shared between the two
     assert plain.smaller_cache_types == asked.smaller_cache_types == ("q8_0", "q4_0")
     for types, smaller in (
         (("bf16", "bf16"), ("q8_0", "q4_0")),
@@ -239,23 +239,23 @@ def test_a_source_that_is_not_asked_is_as_before(tmp_path):
         (("q8_0", "q4_0"), ()),
     ):
         assert GgufSource(path, BackendOptions(1, *types)).smaller_cache_types == smaller
-    n_filled = asked.exactness.min_batch_tokens - 1  # rows at most that fill a pass up
+    n_filled = asked.exactness.min_batch_tokens - 1  # maximum number of padding rows
     n_tokens = 256 - n_filled
     assert plain.kv_bytes(n_tokens, 8) == asked.kv_bytes(n_tokens, 8)
     assert plain.with_cache_type("q8_0").kv_bytes(255, 8) < plain.kv_bytes(255, 8)
-    if n_filled:  # each needs a cell
+    if n_filled:  # each padding row needs a cell
         assert 2 * plain.kv_bytes(n_tokens + 1, 8) == asked.kv_bytes(n_tokens + 1, 8)
     assert plain.scratch_bytes(255, 8, 8) < asked.scratch_bytes(256, 8, 8)
 
 
-def test_room_for_rows_that_fill_up():
+def test_capacity_for_padding_rows():
     assert ContextOptions(249, 8, exactness=EIGHT).n_cells == 256
     assert ContextOptions(250, 8, exactness=EIGHT).n_cells == 512
     assert ContextOptions(4, 2, exactness=EIGHT).max_num_tokens == 8
     assert ContextOptions(250, 8, exactness=replace(EIGHT, is_exact=False)).n_cells == 256
 
 
-def test_few_rows_take_as_long_as_those_they_are_filled_up_to():
+def test_few_tokens_take_as_long_as_the_padded_pass():
     curve = ComputeCurve((1, 4, 16), (1.0, 4.0, 16.0), (2.0, 8.0, 32.0))
     filled = curve.filled_up(8)
     assert [filled.seconds(n) for n in (1, 3, 8, 16)] == [8.0, 8.0, 8.0, 16.0]
@@ -264,7 +264,7 @@ def test_few_rows_take_as_long_as_those_they_are_filled_up_to():
 
 
 def test_attention_that_was_not_checked_is_refused(models, monkeypatch):
-    """Should llama.cpp decide otherwise than it does today."""
+    """llama.cpp might decide otherwise in a later version."""
     from backends.llama.backend import LlamaBackend
 
     monkeypatch.setattr(type(LOG), "lines", lambda self, level=0: ["flash_attn = disabled"])
@@ -275,7 +275,7 @@ def test_attention_that_was_not_checked_is_refused(models, monkeypatch):
     assert "without flash attention" in source.exactness.reason
 
 
-def test_what_is_kept_of_a_text_is_of_a_number_of_threads_where_that_is_exact(models):
+def test_cached_results_depend_on_the_number_of_threads_if_exactness_does(models):
     def fingerprints(is_exact):
         return {
             GgufSource(models("llama").path, BackendOptions(n, is_exact=is_exact)).fingerprint()

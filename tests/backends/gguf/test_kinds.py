@@ -1,4 +1,4 @@
-"""GGUF files that are no causal language models: told by their headers, refused by name."""
+"""GGUF files without a causal language model: recognised by header, refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def changed(architecture: str = "llama", **keys: tuple[str, Any]) -> dict[str, t
 
 
 def beside(**tensors: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """A model's tensors and others."""
+    """Add tensors beside a model's own."""
     more = {name.replace("__", "."): (F32, shape) for name, shape in tensors.items()}
     return gb.model_tensors() | more
 
@@ -31,19 +31,21 @@ def typed(kind: str) -> dict[str, tuple[str, Any]]:
 
 
 BARE = {"general.architecture": ("str", "llama")}
-ONE = {"some.weight": (F32, (4,))}
+SINGLE = {"some.weight": (F32, (4,))}
 HEAD = {"blk.2.nextn.eh_proj.weight": (F32, (4,)), "blk.2.attn_q.weight": (F32, (4,))}
 NEXTN = {"block_count": ("u32", 3), "nextn_predict_layers": ("u32", 1)}
 
 REST: list[tuple[str, dict, dict | None, str]] = [
-    ("mmproj", typed("mmproj") | {"general.architecture": ("str", "clip")}, ONE, "projector"),
-    ("old mmproj", {"general.architecture": ("str", "clip")}, ONE, "projector"),
-    ("projector", typed("projector"), ONE, "projector"),
-    ("adapter", typed("adapter") | BARE | {"adapter.type": ("str", "lora")}, ONE, "LoRA"),
-    ("adapter by key", BARE | {"adapter.type": ("str", "lora")}, ONE, "LoRA"),
+    ("mmproj", typed("mmproj") | {"general.architecture": ("str", "clip")}, SINGLE, "projector"),
+    ("old mmproj", {"general.architecture": ("str", "clip")}, SINGLE, "projector"),
+    ("projector", typed("projector"), SINGLE, "projector"),
+    ("adapter", typed("adapter") | BARE | {"adapter.type": ("str", "lora")}, SINGLE, "LoRA"),
+    ("adapter by key", BARE | {"adapter.type": ("str", "lora")}, SINGLE, "LoRA"),
     ("adapter by tensors", changed(), {"blk.0.attn_q.weight.lora_a": (F32, (4, 4))}, "LoRA"),
-    ("imatrix", typed("imatrix") | {"imatrix.chunk_count": ("u32", 1)}, ONE, "importance matrix"),
-    ("control vector", {"general.architecture": ("str", "controlvector")}, ONE, "control vector"),
+    ("imatrix", typed("imatrix") | {"imatrix.chunk_count": ("u32", 1)},
+     SINGLE, "importance matrix"),
+    ("control vector", {"general.architecture": ("str", "controlvector")},
+     SINGLE, "control vector"),
     ("vocabulary", changed(), {}, "vocabulary without weights"),
     ("vocabulary by type", typed("vocab") | changed(), {}, "vocabulary without weights"),
     ("mean", changed("qwen3", pooling_type=("u32", 1)), None, "an embedding model"),
@@ -64,10 +66,10 @@ REST: list[tuple[str, dict, dict | None, str]] = [
     ("mtp", changed("glm4", **NEXTN), HEAD, "a draft head"),
     ("mtp with tokens", changed("glm4", **NEXTN), HEAD | {"token_embd.weight": (F32, (96, 64))},
      "a draft head"),
-    ("pictures", {"general.architecture": ("str", "flux")}, ONE, "no tokens"),
+    ("pictures", {"general.architecture": ("str", "flux")}, SINGLE, "no tokens"),
     ("vision", {"general.architecture": ("str", "vit")}, {"v.blk.0.w": (F32, (4,))}, "no tokens"),
 ]  # fmt: skip
-"""(name, metadata, tensors or those of a model, what it is)"""
+"""(name, metadata, tensors or those of a model, expected kind)"""
 
 MODELS = [
     ("plain", changed(), None),
@@ -104,7 +106,7 @@ def test_language_models_are_none_of_these(
 
 
 def test_the_first_file_of_a_split_model_may_have_no_tensors(tmp_path: Path) -> None:
-    """llama.cpp's --no-tensor-first-split: it is no vocabulary."""
+    """Split with llama.cpp's --no-tensor-first-split; such a file is no vocabulary."""
     first, _ = gb.write_splits(tmp_path, changed(), [{}, gb.model_tensors()])
     assert companion_kind(first) is None
     assert load_gguf_model(first).n_layers == 2

@@ -1,4 +1,4 @@
-"""What a GGUF header says about a model: layers, sizes, memory per token."""
+"""Model properties from a GGUF header: layers, sizes, memory per token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.formats.gguf_index import GgufError
 
 
 def hybrid_tensors(*kinds: str) -> dict:
-    """A layer for each of "attention", "ssm", "both", "linear", "conv"."""
+    """Tensors of one layer for each of "attention", "ssm", "both", "linear", "conv"."""
     tensors = {"token_embd.weight": ("F32", (gb.VOCAB, gb.HIDDEN))}
     for i, kind in enumerate(kinds):
         if kind in ("attention", "both"):
@@ -50,8 +50,8 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert names == {"token_embd.weight", "output_norm.weight", "output.weight"}
     assert model.unused_records == ()
     # Every tensor has exactly one place.
-    n_placed = sum(len(layer.tensors) for layer in model.layers) + len(model.non_layer_records)
-    assert n_placed == len(model.index)
+    n_assigned = sum(len(layer.tensors) for layer in model.layers) + len(model.non_layer_records)
+    assert n_assigned == len(model.index)
     # 2 layers x (key + value) x 2 heads of 16 x 2 bytes
     assert model.kv_bytes_per_token("f16", "f16") == 2 * 2 * 2 * 16 * 2
 
@@ -73,7 +73,7 @@ def test_tied_split_and_out_of_order(tmp_path: Path) -> None:
     assert "rope_freqs.weight" in {r.name for r in model.non_layer_records}
 
 
-def test_layers_for_multi_token_prediction_are_set_aside(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
     tensors = gb.model_tensors(3)
     tensors["blk.2.nextn.eh_proj.weight"] = ("F32", (4, 4))
     metadata = gb.model_metadata(
@@ -87,7 +87,7 @@ def test_layers_for_multi_token_prediction_are_set_aside(tmp_path: Path) -> None
         "blk.2.nextn.eh_proj.weight",
     }
     assert model.kv_bytes_per_token(flash_attention=True) == (4 + 2) * 16 * 2 * 2
-    # A file without them, converted with the same figures.
+    # The same model converted without these tensors.
     assert load(tmp_path, metadata, gb.model_tensors(2)).unused_records == ()
     metadata["glm4.nextn_predict_layers"] = ("u32", 3)
     refused(tmp_path, "nextn_predict_layers of 3; 0 to 2 are accepted", metadata, tensors)
@@ -166,7 +166,7 @@ SOME_KEYS = st.sampled_from([
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(SOME_KEYS, ANY_VALUE, min_size=1, max_size=3))
-def test_any_figures_load_or_are_refused(
+def test_any_values_load_or_are_refused(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, tuple[str, Any]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.gguf"
@@ -177,7 +177,7 @@ def test_any_figures_load_or_are_refused(
     except (GgufError, UnsupportedModel) as error:
         message = str(error)
     else:
-        # Whatever was accepted is consistent.
+        # Whatever is accepted is consistent.
         message = ""
         assert len(model.layers) == model.n_layers
         assert 0 <= model.kv_bytes_per_token() < 2**40

@@ -1,4 +1,4 @@
-"""GGUF headers that are refused: other kinds of models, figures that make no sense."""
+"""Refused GGUF headers: other kinds of models, impossible values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_numbers_that_llama_cpp_ends_the_process_at(
 
 @pytest.mark.parametrize("n_rotated", [0, 8, 15, 17, 64])
 def test_heads_that_are_rotated_in_part(tmp_path: Path, n_rotated: int) -> None:
-    """llama.cpp ends the process, but for families that do rotate a part."""
+    """llama.cpp ends the process, except for families that do rotate a part."""
     count = {"rope__dimension_count": ("u32", n_rotated)}
     match = f"rope.dimension_count of {n_rotated}; 16 is accepted"
     refused(tmp_path, match, gb.model_metadata("qwen3", **count))
@@ -114,7 +114,7 @@ def test_a_base_of_rotations_that_is_none(tmp_path: Path, base: float) -> None:
     refused(tmp_path, "rope.freq_base of .* which is no number above 0", metadata)
 
 
-def test_more_experts_of_a_token_than_a_graph_has_room_for(tmp_path: Path) -> None:
+def test_more_experts_per_token_than_fit_a_graph(tmp_path: Path) -> None:
     """llama.cpp ends the process while it builds the graph."""
 
     def taking(n_used: int) -> dict[str, tuple[str, object]]:
@@ -127,14 +127,14 @@ def test_more_experts_of_a_token_than_a_graph_has_room_for(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, vs in RANGES.items() for v in vs])
-def test_figures_out_of_range(tmp_path: Path, key: str, value: int) -> None:
+def test_values_out_of_range(tmp_path: Path, key: str, value: int) -> None:
     metadata = gb.model_metadata(**{key: ("u64", value)})
     name = f"llama.{key.replace('__', '.')}"
     refused(tmp_path, rf"{name} of {value}; \d+ to \d+ are accepted", metadata)
 
 
 @pytest.mark.parametrize("key", RANGES)
-def test_figures_of_a_wrong_type(tmp_path: Path, key: str) -> None:
+def test_values_of_a_wrong_type(tmp_path: Path, key: str) -> None:
     for item in (("str", "2"), ("f32", 2.0), ("i32", -1)):
         refused(tmp_path, "are accepted", gb.model_metadata(**{key: item}))
     by_layer = key.startswith("attention__head_count")
@@ -148,7 +148,7 @@ def test_figures_of_a_wrong_type(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     "key", ["block_count", "context_length", "embedding_length", "attention__head_count"]
 )
-def test_figures_that_are_missing(tmp_path: Path, key: str) -> None:
+def test_missing_values(tmp_path: Path, key: str) -> None:
     name = f"llama.{key.replace('__', '.')}"
     refused(tmp_path, f"has no {name}: it is no complete model", gb.model_metadata(**{key: None}))
 
@@ -165,7 +165,7 @@ def test_head_counts_that_make_no_sense(tmp_path: Path) -> None:
     refused(tmp_path, "more attention heads than the hidden size", metadata)
 
 
-def test_tensors_and_figures_that_disagree(tmp_path: Path) -> None:
+def test_tensors_and_values_that_disagree(tmp_path: Path) -> None:
     def changed(**shapes: tuple[int, ...] | None) -> dict:
         tensors = gb.model_tensors()
         for name, shape in shapes.items():
@@ -193,8 +193,11 @@ def test_tensors_and_figures_that_disagree(tmp_path: Path) -> None:
 NAMES = [f"t{i}" for i in range(gb.VOCAB)]
 VOCABULARIES: list[tuple[dict, str]] = [
     ({"tokens": ("[str]", [*NAMES[:-1], "t0"])}, "lists the token 't0' 2 times"),
-    ({"tokens": ("[u32]", [5] * gb.VOCAB)}, r"has arr\[u32\] in tokenizer.ggml.tokens, not texts"),
-    ({"merges": ("[u32]", [5])}, r"has arr\[u32\] in tokenizer.ggml.merges, not texts"),
+    (
+        {"tokens": ("[u32]", [5] * gb.VOCAB)},
+        r"has arr\[u32\] in tokenizer.ggml.tokens, not strings",
+    ),
+    ({"merges": ("[u32]", [5])}, r"has arr\[u32\] in tokenizer.ggml.merges, not strings"),
     ({"scores": ("[f32]", [0.5])}, "has 1 values in tokenizer.ggml.scores for 96 tokens"),
     ({"token_type": ("i32", 1)}, "has 1 values in tokenizer.ggml.token_type for 96 tokens"),
 ]

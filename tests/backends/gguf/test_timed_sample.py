@@ -1,4 +1,4 @@
-"""A few layers of a GGUF model without weights: what stands for all of them when they are timed."""
+"""A few layers of a GGUF model without weights, timed in place of all layers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_its_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
     n_open = n_open_files()
     with sample_file(model, (2, 3)) as sample:
         actual = load_gguf_model(sample)
-        for mine, requested in zip(actual.layers, (model.layers[2], model.layers[3]), strict=True):
+        for mine, expected in zip(actual.layers, (model.layers[2], model.layers[3]), strict=True):
             assert [(r.shape, r.dtype) for r in mine.tensors] == [
-                (r.shape, r.dtype) for r in requested.tensors
+                (r.shape, r.dtype) for r in expected.tensors
             ]
         taken = os.stat(sample)
         assert taken.st_size >= sum(r.n_bytes for layer in actual.layers for r in layer.tensors)
@@ -63,8 +63,8 @@ def test_its_layers_are_those_that_were_chosen(tmp_path: Path) -> None:
     assert n_open_files() == n_open
 
 
-def test_what_is_told_of_each_layer_is_cut_to_the_sample(tmp_path: Path) -> None:
-    """Numbers keep their types: llama.cpp refuses a u32 where it wants an i32."""
+def test_per_layer_metadata_is_cut_to_the_sample(tmp_path: Path) -> None:
+    """Values keep their types: llama.cpp refuses a u32 where it expects an i32."""
     metadata: dict[str, tuple[str, Any]] = {
         "general.architecture": ("str", "llama"),
         "general.name": ("str", "whole"),
@@ -107,12 +107,12 @@ def test_as_many_layers_as_it_takes(share: float, n_chosen: int, tmp_path: Path)
     assert list(chosen) == sorted(chosen)
 
 
-# --- what the planner is told ---------------------------------------------------------------------
+# --- planner input --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sources that are not small; products take 7 s for each byte."""
+    """Large sources; products take 7 s per byte."""
     curve = gguf_source.ComputeCurve((1,), (7.0,), (7.0,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gguf_source, "is_small", lambda _: False)
@@ -133,7 +133,7 @@ def test_layers_are_timed_as_llama_cpp_runs_them(timed: Any) -> None:
 
 
 def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only passes move: a pass of n rows takes n seconds for each of its layers."""
+    """The clock moves with passes only: a pass of n rows takes n seconds per layer."""
     monkeypatch.setattr(gguf_source, "WEIGHT_BYTES", 1)
     source, now = timed(), 0.0
     load = gguf_source.GgufSource.load
@@ -153,7 +153,7 @@ def test_a_sample_stands_for_all_layers(timed: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gguf_source.GgufSource, "load", loaded)
     monkeypatch.setattr("backends.timing.measure.time.perf_counter", lambda: now)
     layer_bytes = sum(record.n_bytes for record in source.layers[0].tensors)
-    head_bytes = 96 * 64 * 4  # float32; the sample has it once
+    head_bytes = 96 * 64 * 4  # float32; the sample counts it once
     per_byte = source.measure_compute(beside_reads=False).per_byte
     for num_tokens in (1, 5, 40):
         assert per_byte.seconds(num_tokens) * (layer_bytes + head_bytes) == pytest.approx(
@@ -174,7 +174,7 @@ def test_layers_that_are_large_for_the_memory_are_timed_by_their_products(
     assert timed().measure_compute(beside_reads=False).per_byte.seconds(1) == 7.0
 
 
-def test_a_sample_that_llama_cpp_refuses_is_told(
+def test_a_sample_that_llama_cpp_refuses_is_reported(
     timed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The activations that are planned for, against those that torch allocates."""
+"""Planned activation memory against torch's allocations."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
-    """Most bytes that torch holds at a time during a prefill; the KV cache is not from torch."""
-    gc.collect()  # what is let go of meanwhile would count as less
+    """Peak bytes of torch during a prefill; the KV cache is not from torch."""
+    gc.collect()  # memory freed meanwhile would hide usage
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         own(backend).prefill(token_ids)
     pinned = limit = 0
@@ -69,7 +69,7 @@ def test_planned_bytes_cover_what_a_prompt_takes(
     assert planned <= MAX_OVER * needed
 
 
-def test_rows_of_logits_that_fill_a_pass_up_are_planned_for(checkpoint_factory) -> None:
+def test_logits_of_padding_rows_are_planned_for(checkpoint_factory) -> None:
     source = HfSource(checkpoint_factory("llama", vocab_size=50_000), BackendOptions(is_exact=True))
     source.exactness = TorchExactness(True, min_batch_tokens=32)
     with TorchBackend.kept_in_memory(source.model, exactness=source.exactness) as backend:

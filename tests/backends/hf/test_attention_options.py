@@ -1,4 +1,4 @@
-"""Options in a config.json that its family does not know change nothing."""
+"""Options in config.json unknown to the family change nothing."""
 
 from __future__ import annotations
 

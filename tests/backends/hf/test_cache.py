@@ -1,4 +1,4 @@
-"""Any history of extends, commits, prunes and rollbacks equals a fresh prefill of the same text."""
+"""Any history of extends, commits, prunes and rollbacks equals a fresh prefill."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ CONTEXT = 160
 
 
 class KvMachine(RuleBasedStateMachine):
-    """A backend beside the plain lists of tokens that it should stand for."""
+    """A backend checked against plain lists of tokens."""
 
     directory: Path
     fresh: TorchBackend  # computes every expected row from scratch
@@ -32,9 +32,9 @@ class KvMachine(RuleBasedStateMachine):
     @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=130))
     def begin(self, prompt):
         self.backend = TorchBackend.resident(self.directory, max_context=CONTEXT)
-        self.text = list(prompt)
-        self.live = {}  # node id -> tokens from the prefix down
-        self.check(own(self.backend).prefill(prompt), self.text)
+        self.token_ids = list(prompt)
+        self.live = {}  # node id -> tokens from the prefix on
+        self.check(own(self.backend).prefill(prompt), self.token_ids)
 
     def check(self, logits, tokens):
         own(self.fresh).rollback(0)
@@ -52,7 +52,7 @@ class KvMachine(RuleBasedStateMachine):
             tokens.append(token)
             above = {**self.live, **paths}.get(parent, ())
             paths[first + i] = (*above, token)
-        if len(self.text) + max(map(len, paths.values())) > CONTEXT:
+        if len(self.token_ids) + max(map(len, paths.values())) > CONTEXT:
             with pytest.raises(ContextFull):
                 own(self.backend).extend(tokens, parents)
             self.live = {}
@@ -61,7 +61,7 @@ class KvMachine(RuleBasedStateMachine):
         assert ids == list(paths)
         self.live.update(paths)
         row = data.draw(st.integers(0, n - 1))
-        self.check(logits[row], self.text + list(paths[ids[row]]))
+        self.check(logits[row], self.token_ids + list(paths[ids[row]]))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -73,7 +73,7 @@ class KvMachine(RuleBasedStateMachine):
         keep = [n for n in children if data.draw(st.booleans())]
         cached = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
         own(self.backend).commit(path, keep)
-        self.text += tokens
+        self.token_ids += tokens
         self.live = {n: self.live[n][len(tokens) :] for n in cached}
 
     @precondition(lambda self: self.live)
@@ -86,30 +86,30 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def rollback(self, data):
-        length = data.draw(st.integers(0, len(self.text)))
+        length = data.draw(st.integers(0, len(self.token_ids)))
         own(self.backend).rollback(length)
-        self.text, self.live = self.text[:length], {}
+        self.token_ids, self.live = self.token_ids[:length], {}
 
     @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
     def prefill(self, tokens):
         self.live = {}
-        if len(self.text) + len(tokens) > CONTEXT:
+        if len(self.token_ids) + len(tokens) > CONTEXT:
             with pytest.raises(ContextFull):
                 own(self.backend).prefill(tokens)
             return
-        self.text += tokens
-        self.check(own(self.backend).prefill(tokens), self.text)
+        self.token_ids += tokens
+        self.check(own(self.backend).prefill(tokens), self.token_ids)
 
     @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
-    def cut_to_another_text(self, data, tokens):
-        """Another text, which may begin like the present one."""
-        n_shared = data.draw(st.integers(0, len(self.text)))
-        requested = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = own(self.backend).cut_to(requested)
-        assert 0 < len(lacking) <= max(len(requested) - n_shared, 1)
+    def cut_to_another_sequence(self, data, tokens):
+        """Another sequence, which may share a prefix with the present one."""
+        n_shared = data.draw(st.integers(0, len(self.token_ids)))
+        expected = (self.token_ids[:n_shared] + tokens)[:CONTEXT]
+        lacking = own(self.backend).cut_to(expected)
+        assert 0 < len(lacking) <= max(len(expected) - n_shared, 1)
         logits = own(self.backend).prefill(lacking)
-        self.text, self.live = requested, {}
-        self.check(logits, requested)
+        self.token_ids, self.live = expected, {}
+        self.check(logits, expected)
 
     def ids_on_path(self, node):
         return own(self.backend).store.table.path(node)
@@ -117,7 +117,7 @@ class KvMachine(RuleBasedStateMachine):
     @invariant()
     def lengths_are_exact(self):
         if hasattr(self, "backend"):
-            assert list(own(self.backend).committed_ids) == self.text
+            assert list(own(self.backend).committed_ids) == self.token_ids
             own(self.backend).store.check_integrity()
 
     def teardown(self):

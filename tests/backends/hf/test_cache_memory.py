@@ -1,4 +1,4 @@
-"""A KV cache takes memory as it is used, and at no moment more than was set aside for it."""
+"""A KV cache allocates memory as it is used, never more than was reserved for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.units import MIB
 
 
 @pytest.mark.parametrize("n_tokens", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 300])
-def test_what_is_counted_is_what_a_text_takes(tmp_path: Path, n_tokens: int) -> None:
+def test_counted_memory_is_what_a_sequence_takes(tmp_path: Path, n_tokens: int) -> None:
     source = HfSource(save_model(tmp_path, seed=0), BackendOptions())
     with TorchBackend.kept_in_memory(source.model) as backend:
         to_come = backend.kv_growth_bytes(n_tokens)
@@ -51,7 +51,7 @@ def test_a_long_context_takes_no_memory_until_it_is_used(tmp_path: Path) -> None
         assert process_memory().rss_bytes - before < max(MIB, whole // 4)
 
 
-def test_texts_to_come_begin_a_block_each(tmp_path: Path) -> None:
+def test_future_sequences_begin_a_block_each(tmp_path: Path) -> None:
     model = HfSource(save_model(tmp_path, seed=0), BackendOptions()).model
     with TorchBackend.kept_in_memory(model, num_kv_slots=4096) as backend:
         to_come = backend.kv_growth_bytes(20 * 3, 20)

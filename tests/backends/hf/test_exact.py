@@ -1,4 +1,4 @@
-"""torch to the bit: a row of logits is a function of the tokens before it, and nothing else."""
+"""Bit-exact torch: a row of logits depends on the tokens before it, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_source(directory: Path, n_threads: int | None = None) -> HfSource:
 
 
 def load(source: HfSource, max_context: int = CONTEXT, n_slots: int = 0):
-    """n_slots: of the ring that every layer is streamed through; 0: all stay in memory."""
+    """Load with a ring of `n_slots` slots for all layers; 0 keeps all layers in memory."""
     placement = plan_placement(source.layers, 1 << 40)
     if n_slots:
         placement = Placement(source.layers, n_slots)
@@ -45,7 +45,7 @@ def test_any_history_gives_the_bits_of_one_token_per_pass(
         try_histories(backend, plain, max_examples=8)
 
 
-def long_text(n_tokens: int) -> list[int]:
+def long_sequence(n_tokens: int) -> list[int]:
     return np.random.default_rng(0).integers(3, 96, n_tokens).tolist()
 
 
@@ -60,9 +60,9 @@ LONG_FAMILIES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", LONG_FAMILIES)
 def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tmp_path) -> None:
-    """Trees, commits and rollbacks on both sides of where a block of keys ends."""
+    """Trees, commits and rollbacks on both sides of a block boundary."""
     directory = in_dtype(checkpoint_factory(family, **LONG_FAMILIES[family]), tmp_path, dtype)
-    beginning = long_text(100)
+    beginning = long_sequence(100)
     with load(make_source(directory), 256) as backend, load(make_source(directory), 256) as plain:
         try_histories(backend, plain, beginning, max_examples=8)
 
@@ -71,9 +71,9 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
-    """Several blocks of keys, chunks of a prompt that end anywhere, threads that share rows."""
+    """Several blocks of keys, chunks of a prompt of any length, threads that share rows."""
     monkeypatch.setattr(hf_backend, "CHUNK_TOKENS", 40)
-    text = long_text(230)
+    token_ids = long_sequence(230)
     directory = checkpoint_factory(family, max_position_embeddings=512)
     with (
         load(make_source(directory, n_threads), 256) as backend,
@@ -83,34 +83,36 @@ def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> No
         for lengths in ([230], [41, 189], [128, 1, 101]):
             own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-                row = own(backend).prefill(text[start : start + n])
-                assert np.array_equal(row, plain.row(text[: start + n]))
+                row = own(backend).prefill(token_ids[start : start + n])
+                assert np.array_equal(row, plain.row(token_ids[: start + n]))
         own(backend).rollback(126)
         first = own(backend).next_node_id
         tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
-        ids, rows = own(backend).extend([9, text[126], 5, 6, text[127], text[128]], tree)
+        ids, rows = own(backend).extend(
+            [9, token_ids[126], 5, 6, token_ids[127], token_ids[128]], tree
+        )
         for i, n in ((1, 127), (4, 128), (5, 129)):
-            assert np.array_equal(rows[i], plain.row(text[:n]))
+            assert np.array_equal(rows[i], plain.row(token_ids[:n]))
         own(backend).commit([ids[1], ids[4]], keep=[ids[5]])
-        _, rows = own(backend).extend(text[129:131], [ids[5], own(backend).next_node_id])
-        assert np.array_equal(rows[-1], plain.row(text[:131]))
+        _, rows = own(backend).extend(token_ids[129:131], [ids[5], own(backend).next_node_id])
+        assert np.array_equal(rows[-1], plain.row(token_ids[:131]))
 
 
 def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:
-    directory, text = checkpoint_factory("llama"), long_text(20)
+    directory, token_ids = checkpoint_factory("llama"), long_sequence(20)
     with (
         load(make_source(directory)) as pinned,
         load(make_source(directory), n_slots=2) as streamed,
     ):
         for backend in (pinned, streamed):
-            own(backend).prefill(text)
+            own(backend).prefill(token_ids)
         parents = [PREFIX, PREFIX, own(pinned).next_node_id]
         rows = [own(backend).extend([5, 6, 7], parents)[1] for backend in (pinned, streamed)]
         assert np.array_equal(*rows)
         assert streamed.stream_use.bytes_streamed > 0
 
 
-# --- what it takes --------------------------------------------------------------------------------
+# --- necessary parts ------------------------------------------------------------------------------
 
 
 def reverse_the_blocks(monkeypatch, source: HfSource) -> None:
@@ -134,22 +136,22 @@ MISTAKES = [reverse_the_blocks, leave_passes_short]
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monkeypatch) -> None:
     """A prompt and chains behind several blocks of keys, in fp32."""
-    text = long_text(240)
+    token_ids = long_sequence(240)
     directory = checkpoint_factory("llama")
     with load(make_source(directory), 256) as item:
         plain = Plain(item)
-        plain.row(text)
+        plain.row(token_ids)
     source = make_source(directory)
     if mistake is not None:
         mistake(monkeypatch, source)
     with load(source, 256) as backend:
-        rows = [own(backend).prefill(text[:200])]
+        rows = [own(backend).prefill(token_ids[:200])]
         for n in (1, 2, 3, 14):
             start, first = own(backend).n_committed, own(backend).next_node_id
             parents = [PREFIX, *range(first, first + n - 1)]
-            ids, actual = own(backend).extend(text[start : start + n], parents)
+            ids, actual = own(backend).extend(token_ids[start : start + n], parents)
             rows += list(actual)
             own(backend).commit(ids)
-    expected = [plain.rows[tuple(text[:n])] for n in range(200, 221)]
+    expected = [plain.rows[tuple(token_ids[:n])] for n in range(200, 221)]
     is_equal = all(map(np.array_equal, rows, expected))
     assert is_equal == (mistake is None)

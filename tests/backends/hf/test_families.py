@@ -23,7 +23,7 @@ from backends.hf.model import load_hf_model
 
 
 def streamed(directory, **options):
-    """A backend that keeps nothing of the layers in memory, behind a ring of two slots."""
+    """A backend with no layer in memory, behind a ring of two slots."""
     model = load_hf_model(directory)
     return TorchBackend(model, CpuWeights(model, model.layer_weights, 2), **options)
 
@@ -53,10 +53,10 @@ def test_commit_continues_without_recomputing(family, checkpoint_factory):
         )
         own(backend).commit([ids[0], ids[1], ids[3]], keep=[ids[6]])
         assert own(backend).n_committed == len(PROMPT) + 3
-        text = PROMPT + path_tokens(3)
+        context = PROMPT + path_tokens(3)
         _, logits = own(backend).extend([50, 51], [ids[6], PREFIX])
         for row, tail in zip(logits, ([TREE_TOKENS[6], 50], [51]), strict=True):
-            expected = reference_logits(directory, text + tail)[-1]
+            expected = reference_logits(directory, context + tail)[-1]
             assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
 
 
@@ -72,7 +72,7 @@ def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
             expected
         )
         one_pass = sum(layer.slot_bytes for layer in load_hf_model(directory).layer_weights)
-        # Chunks go through a layer while it is in memory; only the ring's read-ahead comes on top.
+        # Chunks go through a layer while it is in memory; only read-ahead comes on top.
         assert backend.stream_use.bytes_streamed - before <= 2 * one_pass
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts, their experts in slots, against transformers itself and to the bit."""
+"""Mixtures of experts with expert slots, against transformers and to the bit."""
 
 import json
 import re
@@ -35,12 +35,10 @@ from offload.placement.plan import plan_placement
 
 
 def opened(directory, n_slots=None, **options):
-    """Dense parts stream; experts have so many slots, or one each."""
+    """Stream the dense parts; experts have this many slots, or one each."""
     model = load_hf_model(directory)
-    capacity = ExpertCachePlan(model.experts, n_slots or count_experts(model.experts))
-    return TorchBackend(
-        model, CpuWeights(model, model.layer_weights, 2, experts=capacity), **options
-    )
+    plan = ExpertCachePlan(model.experts, n_slots or count_experts(model.experts))
+    return TorchBackend(model, CpuWeights(model, model.layer_weights, 2, experts=plan), **options)
 
 
 @pytest.mark.parametrize("n_slots", [None, 2])
@@ -86,7 +84,7 @@ def test_experts_of_integers_are_refused(family, checkpoint_factory, tmp_path):
 def test_any_history_gives_the_bits_of_one_token_per_pass(
     family, dtype, checkpoint_factory, tmp_path
 ):
-    """Alone, beside other rows, in a tree; with experts that come and go, and with all held."""
+    """Alone, beside other rows, in a tree; with experts evicted, and with all cached."""
     directory = in_dtype(checkpoint_factory(family), tmp_path, dtype)
     sources = [HfSource(directory, BackendOptions(is_exact=True)) for _ in range(2)]
     assert sources[0].exactness.is_exact, sources[0].exactness

@@ -1,4 +1,4 @@
-"""What was tried out is kept for what computed it."""
+"""Self-test results are cached for the code that produced them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_other_threads_and_another_library_are_tried_out(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_another_order_of_one_row_is_found_behind_rounded_sums(monkeypatch, has_bias) -> None:
-    """As torch multiplies bf16 on AVX-512 from 1536 terms on: one row by a kernel of its own."""
+    """AVX-512 torch multiplies bf16 from 1536 terms on this way: one row has its own kernel."""
 
     def linear(x, weight, bias):
         x, weight, n_half = x.float(), weight.float(), weight.shape[1] // 2
         if x.shape[-2] == 1:
             sums = x[..., :n_half] @ weight[:, :n_half].T + x[..., n_half:] @ weight[:, n_half:].T
-        else:  # one row after the other, so that they are alike
+        else:  # one row repeated, so that all are alike
             sums = torch.stack([row @ weight.T for row in x[0].split(1)])[None, :, 0]
         return (sums if bias is None else sums + bias).bfloat16()
 
@@ -49,7 +49,7 @@ def test_another_order_of_one_row_is_found_behind_rounded_sums(monkeypatch, has_
 
 
 def test_sums_of_few_terms_are_tried_in_many_rows(monkeypatch) -> None:
-    """Most of them are the same in any order: torch's bf16 sums of 24 to 40 terms on AVX-512."""
+    """Most such sums are equal in any order: torch's bf16 sums of 24 to 40 terms on AVX-512."""
 
     def linear(x, weight, bias):
         ones = x.new_ones(*x.shape[:-1], len(weight))
@@ -60,8 +60,8 @@ def test_sums_of_few_terms_are_tried_in_many_rows(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("n_bad", "actual"), [(16, 32), (32, 64), (64, None)])
-def test_no_number_of_rows_is_left_out_up_to_the_most(n_bad, actual, monkeypatch) -> None:
-    """torch takes other kernels up to 4 096 multiplications: 32 rows of 32 terms and 4 outputs."""
+def test_no_number_of_rows_is_left_out_up_to_the_maximum(n_bad, actual, monkeypatch) -> None:
+    """torch switches kernels at 4 096 multiplications: 32 rows of 32 terms and 4 outputs."""
 
     def linear(x, weight, bias):
         ones = x.new_ones(*x.shape[:-1], len(weight))

@@ -48,14 +48,14 @@ def test_a_fork_holds_the_prompt_once(backend: TorchBackend) -> None:
 
 
 def test_a_part_of_a_prompt_needs_no_logits(backend: TorchBackend) -> None:
-    text, whole = backend.new_sequence(), backend.new_sequence()
+    sequence, whole = backend.new_sequence(), backend.new_sequence()
     expected = whole.prefill([5, 6, 7, 8])
-    actual = backend.forward([SequenceInput(text, [5, 6], logits_at=())])[0]
+    actual = backend.forward([SequenceInput(sequence, [5, 6], logits_at=())])[0]
     assert (actual.node_ids, actual.logits.shape) == ([], (0, backend.vocab_size))
-    assert np.array_equal(text.prefill([7, 8]), expected)
+    assert np.array_equal(sequence.prefill([7, 8]), expected)
 
 
-def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> None:
+def test_the_capacity_for_nodes_is_what_other_sequences_leave(backend: TorchBackend) -> None:
     first = backend.new_sequence()
     first.prefill([5] * (BLOCK_SIZE + 3))
     fork = first.fork()
@@ -71,33 +71,33 @@ def test_the_room_for_nodes_is_what_other_texts_leave(backend: TorchBackend) -> 
     assert first.num_free_slots == capacity
 
 
-def test_the_own_text_of_a_backend_is_one_of_its_sequences(backend: TorchBackend) -> None:
+def test_the_own_sequence_of_a_backend_is_one_of_its_sequences(backend: TorchBackend) -> None:
     row = own(backend).prefill([5, 6, 7])
     fork = own(backend).fork(2)
     assert np.array_equal(fork.prefill([7]), row)
-    rows = [SequenceInput(text, [8], [PREFIX]) for text in (own(backend), fork)]
+    rows = [SequenceInput(sequence, [8], [PREFIX]) for sequence in (own(backend), fork)]
     first, second = backend.forward(rows)
     assert np.array_equal(first.logits, second.logits)
     assert own(backend).next_node_id == 1
 
 
-def test_what_fails_leaves_every_text_as_it_was(backend: TorchBackend) -> None:
+def test_a_failure_leaves_every_sequence_unchanged(backend: TorchBackend) -> None:
     sequences = [backend.new_sequence() for _ in range(2)]
-    rows = [text.prefill([9, 10, 11]) for text in sequences]
+    rows = [sequence.prefill([9, 10, 11]) for sequence in sequences]
     batch = [SequenceInput(sequences[0], [12]), SequenceInput(sequences[1], [13], [77])]
     with pytest.raises(BackendError, match="77, which is not a live node"):
         backend.forward(batch)
     with pytest.raises(ValueError, match="in the batch twice"):
         backend.forward([batch[0], batch[0]])
-    for text, row in zip(sequences, rows, strict=True):
-        assert text.n_committed == 3
-        text.rollback(2)
-        assert np.array_equal(text.prefill([11]), row)
+    for sequence, row in zip(sequences, rows, strict=True):
+        assert sequence.n_committed == 3
+        sequence.rollback(2)
+        assert np.array_equal(sequence.prefill([11]), row)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "minicpm3", "bloom"])
-def test_every_text_is_what_it_is_alone(family: str, checkpoint_factory: Any) -> None:
-    """To the bit, whatever histories of passes, commits, rollbacks, forks and ends they have."""
+def test_every_sequence_equals_itself_alone(family: str, checkpoint_factory: Any) -> None:
+    """Any history of passes, commits, rollbacks, forks and ends is bit-equal to running alone."""
     source, other = (
         HfSource(checkpoint_factory(family), BackendOptions(is_exact=True)) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""Torch takes as many threads as it is told, or as many as the process may use."""
+"""Torch uses the requested number of threads, or as many as the process may use."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def load(directory: Path, exactness: TorchExactness) -> Backend:
 def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
     checkpoint_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft does, whose target's sums depend on threads; a thread that is new to torch begins
-    with what was set last."""
+    """A draft does so while its target's sums depend on threads; a thread new to torch starts
+    with the last setting."""
     monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
     monkeypatch.setattr(threads, "_default_threads", lambda: 2)
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
@@ -69,7 +69,7 @@ def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
         for backend in (draft, target, draft):
             own(backend).prefill([5, 6, 7])
             own(backend).rollback(0)
-        assert torch.get_num_threads() == 2  # for whoever asks between passes
+        assert torch.get_num_threads() == 2  # for callers between passes
         torch.set_num_threads(1)
         thread = Thread(target=lambda: own(target).prefill([5, 6, 7]))
         thread.start()
@@ -96,7 +96,7 @@ print(process_memory().anonymous_bytes - before)
 
 
 def test_products_of_many_numbers_of_rows_keep_few_kernels() -> None:
-    """With up to 1 024 in each cache, as libraries have it, they came to 312 MB beside the plan."""
+    """With up to 1 024 in each cache, the library default, they took 312 MB besides the plan."""
     done = subprocess.run(
         [sys.executable, "-c", _MANY_SHAPES], capture_output=True, text=True, check=True
     )

@@ -25,13 +25,13 @@ from backends.llama.backend import LlamaBackend
 pytestmark = pytest.mark.gguf
 
 TOLERANCE = 5e-4
-"""Of the largest logit. Chunks of other lengths round otherwise (at most 4e-5 seen, where a
-prompt is ill-conditioned); a row that read a wrong cell differs by a hundredth or more."""
+"""Tolerance relative to the largest logit. Chunks of other lengths round differently (at most
+4e-5 seen, on an ill-conditioned prompt); reading a wrong cell changes a row by 0.01 or more."""
 CONTEXT, MAX_NODES = 60, 20
 
 
 def make_backend(model, **options):
-    """Float32 cache and plain attention: their rounding does not depend on the rows of a pass."""
+    """Use a float32 cache and plain attention: their rounding is independent of a pass's rows."""
     options = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False, **options}
     return LlamaBackend(
         model, max_context=CONTEXT, max_nodes=MAX_NODES, n_threads=1, load_mode="mmap", **options
@@ -39,18 +39,18 @@ def make_backend(model, **options):
 
 
 class KvMachine(RuleBasedStateMachine):
-    """A backend beside the plain lists of tokens that it should stand for."""
+    """A backend checked against plain lists of tokens."""
 
-    backend: LlamaBackend  # one for all examples: it begins with what the last one left behind
+    backend: LlamaBackend  # one for all examples, each starting from the last one's state
     fresh: LlamaBackend  # computes every expected row from scratch
     window: int
 
     @initialize(prompt=st.lists(st.integers(3, 95), min_size=1, max_size=8))
     def begin(self, prompt):
         own(self.backend).rollback(0)
-        self.text = list(prompt)
-        self.live = {}  # node id -> tokens from the prefix down
-        self.check(own(self.backend).prefill(prompt), self.text)
+        self.token_ids = list(prompt)
+        self.live = {}  # node id -> tokens from the prefix on
+        self.check(own(self.backend).prefill(prompt), self.token_ids)
 
     def check(self, logits, tokens):
         own(self.fresh).rollback(0)
@@ -59,11 +59,11 @@ class KvMachine(RuleBasedStateMachine):
         assert np.abs(logits - expected).max() <= TOLERANCE * scale
 
     def refusal(self, paths):
-        """The error that adding these nodes must raise, if any."""
+        """Return the error that adding these nodes must raise, if any."""
         depth = max(len(tokens) for tokens in [*paths.values(), *self.live.values()])
         if len(self.live) + len(paths) > MAX_NODES or 0 < self.window <= depth:
             return BackendError
-        return ContextFull if len(self.text) + depth > CONTEXT else None
+        return ContextFull if len(self.token_ids) + depth > CONTEXT else None
 
     @rule(data=st.data(), n=st.integers(1, 8))
     def extend(self, data, n):
@@ -87,7 +87,7 @@ class KvMachine(RuleBasedStateMachine):
         assert logits.shape == (len(rows), self.backend.vocab_size)
         self.live.update(paths)
         at = data.draw(st.integers(0, len(rows) - 1))
-        self.check(logits[at], self.text + list(paths[ids[rows[at]]]))
+        self.check(logits[at], self.token_ids + list(paths[ids[rows[at]]]))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -99,7 +99,7 @@ class KvMachine(RuleBasedStateMachine):
         keep = [n for n in children if data.draw(st.booleans())]
         cached = [n for n in self.live if set(keep) & set(self.ids_on_path(n))]
         own(self.backend).commit(path, keep)
-        self.text += tokens
+        self.token_ids += tokens
         self.live = {n: self.live[n][len(tokens) :] for n in cached}
 
     @precondition(lambda self: self.live)
@@ -121,30 +121,30 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def rollback(self, data):
-        length = data.draw(st.integers(0, len(self.text)))
+        length = data.draw(st.integers(0, len(self.token_ids)))
         own(self.backend).rollback(length)
-        self.text, self.live = self.text[:length], {}
+        self.token_ids, self.live = self.token_ids[:length], {}
 
     @rule(tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
     def prefill(self, tokens):
         self.live = {}
-        if len(self.text) + len(tokens) > CONTEXT:
+        if len(self.token_ids) + len(tokens) > CONTEXT:
             with pytest.raises(ContextFull):
                 own(self.backend).prefill(tokens)
             return
-        self.text += tokens
-        self.check(own(self.backend).prefill(tokens), self.text)
+        self.token_ids += tokens
+        self.check(own(self.backend).prefill(tokens), self.token_ids)
 
     @rule(data=st.data(), tokens=st.lists(st.integers(3, 95), min_size=1, max_size=5))
-    def cut_to_another_text(self, data, tokens):
-        """Another text, which may begin like the present one."""
-        n_shared = data.draw(st.integers(0, len(self.text)))
-        requested = (self.text[:n_shared] + tokens)[:CONTEXT]
-        lacking = own(self.backend).cut_to(requested)
-        assert 0 < len(lacking) <= max(len(requested) - n_shared, 1)
+    def cut_to_another_sequence(self, data, tokens):
+        """Another sequence, which may share a prefix with the present one."""
+        n_shared = data.draw(st.integers(0, len(self.token_ids)))
+        expected = (self.token_ids[:n_shared] + tokens)[:CONTEXT]
+        lacking = own(self.backend).cut_to(expected)
+        assert 0 < len(lacking) <= max(len(expected) - n_shared, 1)
         logits = own(self.backend).prefill(lacking)
-        self.text, self.live = requested, {}
-        self.check(logits, requested)
+        self.token_ids, self.live = expected, {}
+        self.check(logits, expected)
 
     @precondition(lambda self: self.live)
     @rule()
@@ -158,12 +158,12 @@ class KvMachine(RuleBasedStateMachine):
 
     @invariant()
     def lengths_are_exact(self):
-        if hasattr(self, "text"):
-            assert list(own(self.backend).committed_ids) == self.text
+        if hasattr(self, "token_ids"):
+            assert list(own(self.backend).committed_ids) == self.token_ids
             assert set(own(self.backend).store.table.ids) == set(self.live)
             inner = {node for n in self.live for node in self.ids_on_path(n)[:-1]}
             ends = own(self.backend).store._ends.values()
-            assert sorted(ends) == sorted(set(self.live) - inner)  # a sequence per leaf, no more
+            assert sorted(ends) == sorted(set(self.live) - inner)  # at most one sequence per leaf
             own(self.backend).store.check_integrity()
 
 
@@ -188,7 +188,7 @@ def test_any_history_equals_a_fresh_prefill(family, tmp_path):
     ("cache_type_k", "cache_type_v"), [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q4_0")]
 )
 def test_quantized_cache(cache_type_k, cache_type_v, tmp_path):
-    """Commit, prune and rollback move no cell: the values of a row stay, bit for bit."""
+    """Commit, prune and rollback move no cell: a row's values stay, bit for bit."""
     model = load_gguf_model(save_tiny_gguf("llama", tmp_path / "m.gguf"))
     options = {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v, "flash_attention": None}
     with make_backend(model, **options) as backend:

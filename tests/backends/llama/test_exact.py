@@ -1,4 +1,4 @@
-"""llama.cpp to the bit: a row of logits is a function of the tokens before it, and nothing else."""
+"""Bit-exact llama.cpp: a row of logits depends on the tokens before it, and nothing else."""
 
 from __future__ import annotations
 
@@ -57,41 +57,43 @@ def test_any_history_gives_the_bits_of_one_token_per_pass(family, options, tmp_p
         try_histories(backend, plain)
 
 
-# --- other ways of running it ---------------------------------------------------------------------
+# --- other configurations -------------------------------------------------------------------------
 
 
-def long_text(n_tokens):
+def long_sequence(n_tokens):
     return np.random.default_rng(0).integers(3, 96, n_tokens).tolist()
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "F16"), ("gemma2", "F32")])
 def test_prefixes_of_many_cells(family, dtype, tmp_path):
-    """llama.cpp has kernels of their own for 512 cells and more, and for many rows."""
-    text = long_text(1100)
+    """llama.cpp has separate kernels for 512 cells and more, and for many rows."""
+    token_ids = long_sequence(1100)
     path = save_tiny_gguf(family, tmp_path / "m.gguf", n_layers=2, dtype=dtype, n_ctx=1200)
     source = make_source(path)
     with load(source, 1200) as backend, load(source, 1200) as item:
         plain = Plain(item)
-        plain.row(text)
+        plain.row(token_ids)
         for lengths in ([1100], [513, 587], [700, 1, 399]):
             own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-                row = own(backend).prefill(text[start : start + n])
-                assert np.array_equal(row, plain.row(text[: start + n]))
+                row = own(backend).prefill(token_ids[start : start + n])
+                assert np.array_equal(row, plain.row(token_ids[: start + n]))
         own(backend).rollback(600)
         first = own(backend).next_node_id
         tree = [PREFIX, PREFIX, first + 1, PREFIX, first + 1, first + 4]
-        ids, rows = own(backend).extend([9, text[600], 5, 6, text[601], text[602]], tree)
+        ids, rows = own(backend).extend(
+            [9, token_ids[600], 5, 6, token_ids[601], token_ids[602]], tree
+        )
         for i, n in ((1, 601), (4, 602), (5, 603)):
-            assert np.array_equal(rows[i], plain.row(text[:n]))
+            assert np.array_equal(rows[i], plain.row(token_ids[:n]))
         own(backend).commit([ids[1], ids[4]], keep=[ids[5]])
-        _, rows = own(backend).extend(text[603:605], [ids[5], own(backend).next_node_id])
-        assert np.array_equal(rows[-1], plain.row(text[:605]))
+        _, rows = own(backend).extend(token_ids[603:605], [ids[5], own(backend).next_node_id])
+        assert np.array_equal(rows[-1], plain.row(token_ids[:605]))
 
 
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_K", "F16"])
 def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
-    """Streamed, left to the page cache, or in memory, which else repacks them."""
+    """Results are equal streamed, in the page cache, or in memory (repacked by default)."""
     sizes = {"hidden": 256, "feed_forward": 256}
     path = save_tiny_gguf("llama", tmp_path / "m.gguf", n_layers=3, dtype=dtype, **sizes)
     source = make_source(path)
@@ -108,15 +110,15 @@ def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
         assert streamed.stream_use.bytes_streamed > 0
 
 
-def test_the_last_tokens_of_a_context_have_room(tmp_path):
-    """Rows that fill a pass up take cells, too."""
-    source, text = filled_up_source(tmp_path), long_text(256)
+def test_the_last_tokens_of_a_context_fit(tmp_path):
+    """Rows that pad a pass take cells, too."""
+    source, token_ids = filled_up_source(tmp_path), long_sequence(256)
     with load(source, 256) as backend, load(source, 256) as item:
         assert own(backend).num_free_slots == MAX_NODES
-        own(backend).prefill(text[:255])
+        own(backend).prefill(token_ids[:255])
         assert own(backend).num_free_slots == MAX_NODES
-        ids, rows = own(backend).extend([text[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
-        assert np.array_equal(rows[3], Plain(item).row(text))
+        ids, rows = own(backend).extend([token_ids[255]] * MAX_NODES, [PREFIX] * MAX_NODES)
+        assert np.array_equal(rows[3], Plain(item).row(token_ids))
         own(backend).commit(ids[3:4])
         with pytest.raises(ContextFull):
             own(backend).extend([5], [PREFIX])
@@ -139,7 +141,7 @@ def test_a_prefix_in_another_order_is_refused(tmp_path):
         assert own(backend).n_committed == 0
 
 
-# --- what it takes --------------------------------------------------------------------------------
+# --- necessary parts ------------------------------------------------------------------------------
 
 
 def leave_gaps(backend):

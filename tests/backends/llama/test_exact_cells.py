@@ -1,4 +1,4 @@
-"""Cells of an exact llama.cpp cache: which commits move them, and what follows a failure."""
+"""Cells of an exact llama.cpp cache: commits that move them, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(models):
 
 
 def grow(backend, num_others):
-    """The ids of a chain of PATH, behind so many nodes that are not part of it."""
+    """Return the ids of a chain of PATH, behind this many nodes that are not part of it."""
     own(backend).prefill(PROMPT)
     first = own(backend).next_node_id + num_others
     parents = [PREFIX] * (num_others + 1) + [first, first + 1]
@@ -72,7 +72,7 @@ def test_only_gaps_cost_something(make, monkeypatch):
     assert moves == []
     own(backend).rollback(0)
     own(backend).commit(grow(backend, 3))
-    assert moves == []  # as long as nothing new is to lie behind them
+    assert moves == []  # as long as nothing new must lie behind them
     assert np.array_equal(next_row(backend), expected)
     assert moves == [(5, 3)]
 
@@ -91,7 +91,7 @@ def test_only_what_lies_behind_the_first_gap_is_moved(make, monkeypatch):
     del moves[:]
     own(backend).prune([ids[5]])
     own(backend).extend([61], [PREFIX])
-    assert moves == [(7, 1)]  # of the token 60
+    assert moves == [(7, 1)]  # for the token 60
     del moves[:]
     own(backend).commit([ids[3]], keep=[ids[4]])
     own(backend).extend([61], [ids[4]])
@@ -133,7 +133,7 @@ def test_a_move_that_fails_leaves_the_prefix(broken, make, monkeypatch):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_pass_that_breaks_off_leaves_no_rows_that_filled_it_up(make, is_streamed, monkeypatch):
+def test_a_broken_pass_leaves_no_padding_rows(make, is_streamed, monkeypatch):
     backend = make(is_streamed=is_streamed)
     own(backend).prefill(PROMPT)
     expected = next_row(backend)

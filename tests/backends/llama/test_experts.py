@@ -1,5 +1,4 @@
-"""Of a GGUF mixture the experts that rows are routed to are read: it computes what one in memory
-does."""
+"""A GGUF mixture reads the experts that rows are routed to, and equals one in memory."""
 
 import threading
 from itertools import pairwise
@@ -89,7 +88,7 @@ def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
 
 
 @pytest.mark.parametrize("rows", [[], [0], [0, 1]])
-def test_nothing_is_read_for_rows_that_fill_a_pass_up(rows, models, paging):
+def test_nothing_is_read_for_padding_rows(rows, models, paging):
     model = models("qwen3moe", **SHAPE)
     asked = []
     for min_count in (1, 4):
@@ -99,7 +98,7 @@ def test_nothing_is_read_for_rows_that_fill_a_pass_up(rows, models, paging):
             with recording() as trace:
                 own(backend).extend([7, 9], [PREFIX, PREFIX], logits_at=rows)
             asked.append(visits_of(trace))
-    assert asked[0][:-1] == asked[1][:-1]  # the last layer has the rows with logits alone
+    assert asked[0][:-1] == asked[1][:-1]  # the last layer computes only rows with logits
     assert len(asked[1][-1][1]) <= 4
 
 
@@ -166,7 +165,7 @@ def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_model_whose_reads_hang_is_left_open(hangs, models, paging, monkeypatch):
-    """llama.cpp would unmap the pages that they write to."""
+    """llama.cpp would unmap pages that pending reads still write to."""
     closed, close = [], LlamaModel.close
     monkeypatch.setattr(LlamaModel, "close", lambda own: (closed.append(own), close(own)))
     monkeypatch.setattr("offload.experts.readers.JOIN_SECONDS", 0.01)
@@ -217,8 +216,8 @@ def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
     assert minimum.experts.n_slots >= 8
 
 
-def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
-    """With speculation; where memory is scarce; and where sequences share passes."""
+def test_outputs_are_those_of_the_model_in_memory(models, monkeypatch):
+    """With speculation, with scarce memory, and with sequences that share passes."""
     path = models("qwen3moe", hidden=256, **SHAPE).path
     load = partial(specdec.load, path, ctx_size=64, parallel=3, spec_type="ngram")
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:7]]
@@ -233,8 +232,8 @@ def test_texts_are_those_of_the_model_in_memory(models, monkeypatch):
 
     monkeypatch.setattr(CpuPlacementPlanner, "place", with_little)
     with load() as llm:
-        capacity = llm.plan.placement.experts
-        assert capacity.n_slots < capacity.n_experts
+        experts = llm.plan.placement.experts
+        assert experts.n_slots < experts.n_experts
         assert any("experts in memory" in line for line in llm.plan.lines())
         actual = llm.generate(PROMPT, **options)
         together = llm.generate(prompts, **options)

@@ -13,8 +13,8 @@ from backends.llama.context import ContextOptions
 from backends.llama.loading import check_options
 
 
-def test_a_cache_for_several_texts_leaves_each_its_rotary_factors(tmp_path: Path) -> None:
-    """llama.cpp takes those for long contexts where the cache has more cells."""
+def test_a_cache_for_several_sequences_leaves_each_its_rotary_factors(tmp_path: Path) -> None:
+    """llama.cpp uses the factors for long contexts if the cache has more cells."""
     tensors = gb.model_tensors() | {"rope_factors_long.weight": ("F32", (8,))}
     metadata = gb.model_metadata(
         context_length=("u32", 8192), rope__scaling__original_context_length=("u32", 1024)
@@ -23,5 +23,5 @@ def test_a_cache_for_several_texts_leaves_each_its_rotary_factors(tmp_path: Path
     check_options(model, ContextOptions(512, 16), None, "mmap")
     check_options(model, ContextOptions(512, 16, num_kv_slots=1024), None, "mmap")
     check_options(model, ContextOptions(2048, 16, num_kv_slots=4096), None, "mmap")
-    with pytest.raises(UnsupportedModel, match="more than 1024 tokens, and 1280 were wanted"):
+    with pytest.raises(UnsupportedModel, match="more than 1024 tokens, and 1280 are needed"):
         check_options(model, ContextOptions(512, 16, num_kv_slots=1025), None, "mmap")

@@ -1,4 +1,4 @@
-"""Saved KV of llama.cpp: what was written by hand is refused, or is at least a cache."""
+"""Saved KV of llama.cpp: forged files are refused, or give a valid cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload.formats.mapped import TensorShape
 
 pytestmark = pytest.mark.gguf
 TEXT = [3, 4, 5, 6, 7]
-# Counts, positions, types and row sizes: everything of the file that is no number of a key.
+# Counts, positions, types and row sizes: everything in the file except key values.
 STRUCTURE = [*range(0, 92, 4), 736, 740, 744]
 VALUES = [0, 1, 2, 5, 6, 255, 2**31 - 1, 2**31, 2**32 - 1]
 

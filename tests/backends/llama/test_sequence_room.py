@@ -1,5 +1,5 @@
-"""Cells and sequences of several sequences in one llama.cpp cache: how they run out and come back, and
-what a failure leaves."""
+"""Cells and sequences of one llama.cpp cache: how they run out and are freed, and the state after
+a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from backends.llama.passes import PassCancelled
 pytestmark = pytest.mark.gguf
 
 
-# --- room ------------------------------------------------------------------------------------
+# --- capacity -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None
         forks[1].fork(200)
 
 
-def test_cells_that_only_ended_texts_hold_are_free(make: Callable[..., LlamaBackend]) -> None:
+def test_cells_of_ended_sequences_are_free(make: Callable[..., LlamaBackend]) -> None:
     backend = make()
     n_cells = backend._cells.n_free
     first, other = backend.new_sequence(), backend.new_sequence()
@@ -76,17 +76,17 @@ def test_cells_that_only_ended_texts_hold_are_free(make: Callable[..., LlamaBack
 
 
 def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
-    """Those of an ended text are taken when they are needed, and what lies behind is moved."""
+    """Cells of an ended sequence are reused on demand; cells behind them are moved."""
     backend = make(max_context=400, num_kv_slots=256, max_nodes=400)
     prompts = [[5 + i] * 110 for i in range(4)]
     sequences = [backend.new_sequence() for _ in prompts]
-    rows = [text.prefill(prompt) for text, prompt in zip(sequences, prompts, strict=True)]
+    rows = [sequence.prefill(prompt) for sequence, prompt in zip(sequences, prompts, strict=True)]
     n_free = backend._cells.n_free
     sequences[1].extend([3, 4], [PREFIX, PREFIX])
     assert sequences[0].num_free_slots == n_free - 2
     with pytest.raises(BackendError, match=f"KV cache is full: {n_free + 1} more tokens do not"):
         sequences[0].prefill([5] * (n_free + 1))
-    assert [text.n_committed for text in sequences] == [110] * 4
+    assert [sequence.n_committed for sequence in sequences] == [110] * 4
     assert len(sequences[1].store.table) == 2
     sequences[0].close()
     sequences[1].prune([0])
@@ -95,9 +95,9 @@ def test_cells_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     row = newcomer.prefill(prompts[0])
     assert np.array_equal(row, rows[0])
     assert backend._cells.n_moved == 331
-    for text, prompt, row in zip(sequences[1:], prompts[1:], rows[1:], strict=True):
-        text.rollback(109)
-        assert np.array_equal(text.prefill(prompt[109:]), row)
+    for sequence, prompt, row in zip(sequences[1:], prompts[1:], rows[1:], strict=True):
+        sequence.rollback(109)
+        assert np.array_equal(sequence.prefill(prompt[109:]), row)
 
 
 def test_cells_behind_all_others_are_free_at_once(make: Callable[..., LlamaBackend]) -> None:
@@ -111,19 +111,19 @@ def test_cells_behind_all_others_are_free_at_once(make: Callable[..., LlamaBacke
     assert backend._cells.n_moved == 0
 
 
-def test_a_text_that_ends_in_front_of_others_is_not_worth_a_move(
+def test_a_sequence_that_ends_before_others_is_not_moved(
     make: Callable[..., LlamaBackend],
 ) -> None:
     backend = make()
     first, *rest = (backend.new_sequence() for _ in range(4))
     first.prefill([5] * 30)
-    for text in rest:
-        text.prefill([6] * 20)
+    for sequence in rest:
+        sequence.prefill([6] * 20)
     first.close()
-    for text in rest[:2]:
-        text.prefill([7])
+    for sequence in rest[:2]:
+        sequence.prefill([7])
         assert backend._cells.n_moved == 0
-    rest[0].close()  # 51 cells for 41: of the other two sequences
+    rest[0].close()  # 51 cells for 41: the other two sequences'
     rest[1].prefill([7])
     assert backend._cells.n_moved == 41
 
@@ -136,14 +136,14 @@ def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> N
     with pytest.raises(BackendError, match="all of the cache's 10 sequences are in use, one for"):
         backend.new_sequence()
     with pytest.raises(
-        BackendError, match="of which there are 4: draft fewer branches, end a text"
+        BackendError, match="of which there are 4: draft fewer branches, end a sequence"
     ):
         rest[0].fork()
     expected = rest[0].prefill([5, 6, 7])
     with pytest.raises(BackendError, match="10 sequences are in use"):
         rest[0].extend([7, 8, 9], [PREFIX] * 3)
     assert (rest[0].n_committed, tree.n_committed) == (3, 2)
-    tree.commit([])  # its leaves' sequences are idle now, and lent to whoever needs them
+    tree.commit([])  # its leaves' sequences are idle now and reusable by others
     rest[0].extend([7, 8, 9], [PREFIX] * 3)
     rest[1].prefill([4])
     rest[1].close()
@@ -155,11 +155,11 @@ def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> N
 def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_num_seqs=1)  # and eight sequences
     sequences = [backend.new_sequence() for _ in range(3)]
-    for text in sequences:
-        text.prefill([5, 6])
-    wide = [SequenceInput(text, [7] * 4, [PREFIX] * 4, []) for text in sequences]
+    for sequence in sequences:
+        sequence.prefill([5, 6])
+    wide = [SequenceInput(sequence, [7] * 4, [PREFIX] * 4, []) for sequence in sequences]
     assert backend.n_fitting(wide) == 1
-    chains = [SequenceInput(text, [7, 8], [PREFIX, 0], []) for text in sequences]
+    chains = [SequenceInput(sequence, [7, 8], [PREFIX, 0], []) for sequence in sequences]
     assert backend.n_fitting([wide[0], *chains[1:]]) == 3
     backend.forward([wide[0], *chains[1:]])
     assert backend.n_fitting(chains) == 0  # nodes
@@ -174,21 +174,21 @@ def test_what_fits_runs(make: Callable[..., LlamaBackend]) -> None:
 def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_outputs=3, max_num_seqs=2)
     sequences = [backend.new_sequence() for _ in range(2)]
-    batch = [SequenceInput(text, [5, 6], logits_at=[0, 1]) for text in sequences]
+    batch = [SequenceInput(sequence, [5, 6], logits_at=[0, 1]) for sequence in sequences]
     with pytest.raises(BackendError, match="4 rows of logits are more than the 3"):
         backend.forward(batch)
     backend.forward([batch[0], SequenceInput(sequences[1], [5, 6])])
     with pytest.raises(BackendError, match="9 live nodes are more than the 8"):
         backend.forward(
             [
-                SequenceInput(text, [7] * n, [PREFIX] * n, [])
-                for text, n in zip(sequences, (4, 5), strict=True)
+                SequenceInput(sequence, [7] * n, [PREFIX] * n, [])
+                for sequence, n in zip(sequences, (4, 5), strict=True)
             ]
         )
     assert sequences[0].num_free_slots == 8
 
 
-def test_one_text_alone_says_that_its_context_is_full(make: Callable[..., LlamaBackend]) -> None:
+def test_one_sequence_alone_reports_a_full_context(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_context=250, num_kv_slots=None, max_nodes=64, exactness=NOT_ASKED)
     own(backend).prefill([5] * 250)
     assert own(backend).num_free_slots == 6
@@ -196,23 +196,23 @@ def test_one_text_alone_says_that_its_context_is_full(make: Callable[..., LlamaB
         own(backend).extend([5], [PREFIX])
 
 
-# --- failures --------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("n_passes", [0, 1])
-def test_a_cancel_leaves_every_text_as_it_was(
+def test_a_cancel_leaves_every_sequence_unchanged(
     is_streamed: bool,
     n_passes: int,
     make: Callable[..., LlamaBackend],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first or the second batch of a pass."""
+    """The cancel comes in the first or the second batch of a pass."""
     sizes = {"max_context": 700, "num_kv_slots": 2500, "max_nodes": 16}
     backend = make(is_streamed=is_streamed, **sizes)
     other, long, tree = (backend.new_sequence() for _ in range(3))
-    for text in (other, long, tree):
-        text.prefill([3, 4, 5])
+    for sequence in (other, long, tree):
+        sequence.prefill([3, 4, 5])
     cached, _ = other.extend([6, 7], [PREFIX, 0])
     tree.extend([6, 7], [PREFIX, 0])
     batch = [SequenceInput(long, [9] * 600), SequenceInput(tree, [8], [1])]
@@ -220,7 +220,7 @@ def test_a_cancel_leaves_every_text_as_it_was(
 
     def cancel(batch: Any) -> int:
         if backend._stream is not None and backend._stream._recording is not None:
-            return decode(batch)  # a look at the graph
+            return decode(batch)  # one inspection of the graph
         n_seen.append(batch.n_tokens)
         if len(n_seen) > n_passes:
             backend.request_cancel()
@@ -231,22 +231,22 @@ def test_a_cancel_leaves_every_text_as_it_was(
         with pytest.raises(PassCancelled):
             backend.forward(batch)
     assert n_seen == [512, 89][: n_passes + 1]
-    assert [text.n_committed for text in (other, long, tree)] == [3, 3, 3]
+    assert [sequence.n_committed for sequence in (other, long, tree)] == [3, 3, 3]
     assert (other.store.table.ids, tree.store.table.ids) == (tuple(cached), ())
-    for text in (other, long, tree):
-        text.store.check_integrity()
+    for sequence in (other, long, tree):
+        sequence.store.check_integrity()
     other.commit(cached)
     alone = make(**sizes)
-    for text, actual in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
+    for sequence, actual in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
         own(alone).rollback(0)
         own(alone).prefill([*actual, *[9] * 600])
         row = own(alone).extend([8], [PREFIX])[1]
-        text.prefill([9] * 600)
-        assert np.array_equal(text.extend([8], [PREFIX])[1], row)
+        sequence.prefill([9] * 600)
+        assert np.array_equal(sequence.extend([8], [PREFIX])[1], row)
 
 
 @pytest.mark.parametrize("broken", ["get", "set"])
-def test_a_move_that_fails_loses_no_text(
+def test_a_failed_move_loses_no_sequence(
     broken: str, make: Callable[..., LlamaBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = make()
@@ -266,30 +266,30 @@ def test_a_move_that_fails_loses_no_text(
     assert np.array_equal(first.prefill([5] * 20), expected[0])
 
 
-def test_the_two_threads_of_siblings_have_texts_of_their_own(
+def test_the_two_threads_of_siblings_have_sequences_of_their_own(
     make: Callable[..., LlamaBackend],
 ) -> None:
     backend = make()
-    text = backend.new_sequence()
-    row = text.prefill([5, 6, 7])
+    sequence = backend.new_sequence()
+    row = sequence.prefill([5, 6, 7])
     with backend.sibling(max_context=30, max_nodes=8, max_num_tokens=8) as other:
         assert (own(other).n_committed, own(backend).n_committed) == (0, 0)
         assert np.array_equal(own(other).prefill([5, 6, 7]), row)
-        assert text.n_committed == 3
+        assert sequence.n_committed == 3
 
 
-def test_a_pass_of_few_rows_is_filled_up(tmp_path: Path) -> None:
-    """Rows of no use take cells behind the others, which are free after the pass."""
+def test_a_pass_of_few_tokens_is_padded(tmp_path: Path) -> None:
+    """Padding rows take cells behind the others, which are free after the pass."""
     source = filled_up_source(tmp_path)
     with load(source, max_context=100, num_kv_slots=200, max_nodes=64) as backend:
         sequences = [backend.new_sequence() for _ in range(3)]
         n_cells = backend._cells.n_free
-        for i, text in enumerate(sequences):
-            text.prefill([5] * min(100, n_cells - 100 * i))
+        for i, sequence in enumerate(sequences):
+            sequence.prefill([5] * min(100, n_cells - 100 * i))
         assert backend._cells.n_free == 0
         with pytest.raises(BackendError, match="KV cache is full"):
             sequences[2].extend([5], [PREFIX])
         sequences[2].rollback(n_cells - 201)
-        rows = [SequenceInput(text, [5]) for text in sequences[2:]]
+        rows = [SequenceInput(sequence, [5]) for sequence in sequences[2:]]
         backend.forward(rows)
         assert backend._cells.n_free == 0

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gguf
     ],
     ids=lambda value: value if isinstance(value, str) else value["dtype"],
 )
-def test_every_text_has_the_bits_that_it_has_alone(
+def test_every_sequence_has_the_bits_that_it_has_alone(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     source = exact_source(family, tmp_path, **options)
@@ -43,18 +43,18 @@ def test_every_text_has_the_bits_that_it_has_alone(
         alone, depth = Plain(plain), min(MAX_NODES, (window or 99) - 1)
         try_sequences(backend, alone, depth=depth)
         assert backend._cells.n_moved > 0
-        backend._cells.n_cells = 90  # the sequences have to take those of ended ones
+        backend._cells.n_cells = 90  # the sequences must take cells of ended ones
         try_sequences(backend, alone, depth=depth)
 
 
 def close(actual: np.ndarray, expected: np.ndarray) -> bool:
-    """Plain attention in float32: chunks of other lengths round otherwise, wrong cells differ by a
-    hundredth or more."""
+    """Compare plain float32 attention: chunk lengths change rounding, wrong cells change values by
+    0.01 or more."""
     return bool(np.abs(actual - expected).max() <= 5e-4 * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_every_text_is_close_to_itself_alone_where_the_backend_is_not_exact(
+def test_every_sequence_is_close_to_itself_alone_on_an_inexact_backend(
     family: str, tmp_path: Path
 ) -> None:
     source = exact_source(family, tmp_path, dtype="F32")
@@ -69,7 +69,7 @@ def test_every_text_is_close_to_itself_alone_where_the_backend_is_not_exact(
         assert backend._cells.n_moved == 0
 
 
-def test_texts_of_a_streamed_model(tmp_path: Path) -> None:
+def test_sequences_of_a_streamed_model(tmp_path: Path) -> None:
     source = exact_source("llama", tmp_path, dtype="F16")
     with load(source, is_streamed=True) as backend, load(source) as plain:
         try_sequences(backend, Plain(plain), max_examples=6)
@@ -78,7 +78,9 @@ def test_texts_of_a_streamed_model(tmp_path: Path) -> None:
         for num_seqs in (1, 3):
             before = backend.stream_use.bytes_streamed
             for _ in range(8):
-                backend.forward([SequenceInput(text, [5, 6]) for text in sequences[:num_seqs]])
+                backend.forward(
+                    [SequenceInput(sequence, [5, 6]) for sequence in sequences[:num_seqs]]
+                )
             n_read = backend.stream_use.bytes_streamed - before
             assert 0 < n_read <= 9 * n_model  # as far as the ring reads ahead
 
@@ -87,6 +89,6 @@ def test_exactness_needs_the_order_of_cells(tmp_path: Path) -> None:
     source = exact_source("llama", tmp_path, dtype="F32")
     with load(source) as backend, load(source) as plain:
         backend._cells.state = None
-        # Other bits; or a saved prefix whose cells are no prefix's.
+        # Different bits; or a saved prefix whose cells belong to no prefix.
         with pytest.raises((AssertionError, BackendError)):
             try_sequences(backend, Plain(plain), max_examples=100, phases=[Phase.generate])

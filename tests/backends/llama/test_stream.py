@@ -1,4 +1,4 @@
-"""A streamed GGUF model computes exactly what the same model in memory does."""
+"""A streamed GGUF model computes exactly the logits of the same model in memory."""
 
 import ctypes
 import mmap
@@ -24,7 +24,7 @@ def bare(model):
 
 
 def one_role(model):
-    """The down projections of all layers stay."""
+    """The down projections of all layers stay in memory."""
     return [pinned(layer, lambda name: "ffn_down" in name) for layer in model.layers]
 
 
@@ -84,7 +84,7 @@ def test_the_cache_takes_memory_as_it_is_used(family, models, paging):
 
 
 def resident_bytes(ranges):
-    """Of their whole pages, as mincore(2) says."""
+    """Resident bytes of their whole pages, by mincore(2)."""
     libc = ctypes.CDLL(None)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     total = 0

@@ -54,7 +54,7 @@ def test_every_failing_read_surfaces_and_the_next_pass_is_right(models, paging):
         for _ in range(8):
             armed.set()
             with pytest.raises(StorageError, match="Input/output error"):
-                keep_extending(backend)  # what was read ahead may suffice for one more pass
+                keep_extending(backend)  # the read-ahead may suffice for one more pass
             assert not armed.is_set()
             assert own(backend).n_committed == len(PROMPT)
             assert np.array_equal(own(backend).extend([7, 8], [PREFIX] * 2)[1], first)
@@ -62,7 +62,7 @@ def test_every_failing_read_surfaces_and_the_next_pass_is_right(models, paging):
 
 
 class SlowStorage:
-    """Reads that wait while `slow` is set, and say when one has begun."""
+    """Storage whose reads wait while `slow` is set, and signal that one has begun."""
 
     def __init__(self):
         self.slow, self.has_begun = threading.Event(), threading.Event()
@@ -105,7 +105,7 @@ def test_cancel_in_the_middle_of_a_pass(models, paging):
         assert same(exercise(backend), expected)
 
 
-def test_a_layer_that_is_read_too_early_is_refused(models):
+def test_a_layer_read_too_early_is_refused(models):
     layers = models("llama", n_layers=2).layers
     nodes = [frozenset(), frozenset({0}), frozenset({1}), frozenset({0}), frozenset()]
     with pytest.raises(UnsupportedModel, match="reads layer 1 before"):
@@ -117,8 +117,8 @@ def test_a_layer_that_is_read_too_early_is_refused(models):
     schedule = make_schedule([*nodes[:2], *nodes[1:3], frozenset()], layers)
     assert schedule.ends == {2: 0, 3: 1}
     assert schedule.n_nodes == 5
-    cached = [pinned(layers[0], lambda name: True), LayerWeights(layers[1].tensors)]
-    assert make_schedule(nodes, cached).ends == {2: 1}
+    plan_layers = [pinned(layers[0], lambda name: True), LayerWeights(layers[1].tensors)]
+    assert make_schedule(nodes, plan_layers).ends == {2: 1}
 
 
 def test_a_graph_in_several_parts_is_refused(models, monkeypatch):
@@ -147,7 +147,7 @@ def test_close_is_idempotent_and_ends_the_readers(models, paging):
 
 
 def test_passes_of_two_models_at_once_put_the_switch_interval_back() -> None:
-    """Whichever ends first."""
+    """Either model may end first."""
     before = sys.getswitchinterval()
     first, second = ExitStack(), ExitStack()
     first.enter_context(QUICK_HANDOVER)
@@ -192,7 +192,7 @@ with streamed(model) as backend:
 
 
 def test_a_file_that_is_cut_below_the_embedding_in_the_midst_of_a_pass(tmp_path):
-    """In a process of its own: a page that were mapped would be a SIGBUS."""
+    """Run in a subprocess: access to a mapped page would be a SIGBUS."""
     root = Path(__file__).parents[3]
     paths = (tmp_path, root / "tests" / "helpers", root)
     command = [sys.executable, "-c", CUTTING, *map(str, paths)]

@@ -122,7 +122,7 @@ for path, type_k, type_v, flash in json.load(sys.stdin):
         lib.llama_model_free(model)
 print(json.dumps(results))
 """
-"""Loads models in a process of its own (the log callback is global); prints their KV MiB."""
+"""Load models in a subprocess (the log callback is global) and print their KV MiB."""
 
 N_CONTEXT = 65536
 CODES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
@@ -131,7 +131,7 @@ Case = tuple[Path, str, str, bool]  # file, type_k, type_v, flash attention
 
 
 def write(folder: Path, architecture: str, tensors: dict, **changes: Any) -> Path:
-    """A model that llama.cpp loads: without a tokenizer; tensors of F32 by name."""
+    """Write a model that llama.cpp loads: no tokenizer; F32 tensors by name."""
     metadata = gb.model_metadata(architecture, **changes)
     metadata["tokenizer.ggml.model"] = ("str", "none")
     metadata[f"{architecture}.vocab_size"] = ("u32", gb.VOCAB)
@@ -139,8 +139,8 @@ def write(folder: Path, architecture: str, tensors: dict, **changes: Any) -> Pat
     return gb.write_model(folder / f"{architecture}.gguf", metadata, tensors)
 
 
-def u32(*measurements: int) -> tuple[str, Any]:
-    return ("u32", measurements[0]) if len(measurements) == 1 else ("[u32]", list(measurements))
+def u32(*values: int) -> tuple[str, Any]:
+    return ("u32", values[0]) if len(values) == 1 else ("[u32]", list(values))
 
 
 def dense(folder: Path) -> list[Case]:
@@ -153,7 +153,7 @@ def dense(folder: Path) -> list[Case]:
 
 
 def uneven_heads(folder: Path) -> list[Case]:
-    """Layers of four, two and no heads of keys."""
+    """Layers with four, two and no key heads."""
     tensors = gb.model_tensors(2)
     for role in ("attn_k", "attn_v"):
         tensors[f"blk.0.{role}.weight"] = ("F32", (H, H))
@@ -171,7 +171,7 @@ def add_norms(tensors: dict, layer: int, head_size: int) -> None:
 
 
 def windows(folder: Path) -> list[Case]:
-    """Gemma 3: five layers of six have a window; the cache is of full length all the same."""
+    """Gemma 3: five of six layers have a window; the cache still has full length."""
     tensors = gb.model_tensors(6, tied=True)
     for i in range(6):
         add_norms(tensors, i, 16)

@@ -1,4 +1,4 @@
-"""A model that is paged afterwards is mapped without being read."""
+"""A model that is paged after loading is mapped without being read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_is_read_and_the_files_are_mapped(models: Models, n_splits: int)
         loaded.close()
     whole = LlamaModel(model.path, "mmap")
     try:
-        assert n_cached(model.path) > 0  # so llama.cpp does it
+        assert n_cached(model.path) > 0  # as llama.cpp does
     finally:
         whole.close()
 

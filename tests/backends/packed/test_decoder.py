@@ -1,4 +1,4 @@
-"""Packed tensors of modules are decoded into one buffer in turn; broken ones are refused."""
+"""Packed tensors of modules share one decode buffer; broken ones are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_a_header_alone_tells_is_refused(item: PackedTensor, match: str) ->
 
 
 def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They write to the buffer, and read weights that are given back next."""
+    """The threads write to the buffer and read weights that are freed next."""
     decoder, go, done = Decoder([], 2), Event(), []
 
     def work() -> None:

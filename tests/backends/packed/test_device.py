@@ -1,4 +1,4 @@
-"""A device decodes to the same bits, by torch; a broken tensor is told of behind the pass."""
+"""A device decodes to the same bits with torch; a broken tensor is reported after the pass."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_twelve_bits_are_the_same_bits(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", ["base", "count", "position", "order", "header", "code"])
-def test_broken_tensors_are_told_of(device: str, place: str) -> None:
+def test_broken_tensors_are_reported(device: str, place: str) -> None:
     weights = weights_of(0, 5000, [120])
     weights[[7, 9]] = 0x7F80
     stored = packed(TwelveBits(), weights, 110)
@@ -90,12 +90,12 @@ def test_broken_tensors_are_told_of(device: str, place: str) -> None:
     item = tensor_of(stored, 5000)
     decoder = decoder_of(item, device)
     decoder.decode([item], [[torch.from_numpy(stored).to(device)]])
-    reported = (
+    message = (
         r"'layers.0.up' is no BF16_12 tensor: its base is above 240, its \d+ exceptions do not "
     )
-    with pytest.raises(CheckpointError, match=reported + "ascend within 5000 weights"):
+    with pytest.raises(CheckpointError, match=message + "ascend within 5000 weights"):
         decoder.check()
-    decoder.check()  # is told once
+    decoder.check()  # reported once
 
 
 @pytest.mark.parametrize("make", ENGINES)

@@ -1,4 +1,4 @@
-"""Quantised numbers: each code, against torch's own arithmetic in the format of the scales."""
+"""Quantised numbers: every code, against torch's arithmetic in the format of the scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_code_of_float8() -> None:
         is_number = ~requested.isnan()
         assert torch.equal(
             actual.signbit()[is_number], requested.signbit()[is_number]
-        )  # of zero, too
+        )  # including zero
 
 
 def test_numbers_lie_at_multiples_of_their_size() -> None:
@@ -49,17 +49,17 @@ def test_nibbles_come_from_the_lowest_on() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_scaled_as_if_in_the_numbers_of_the_scales(dtype: torch.dtype, has_zeros: bool) -> None:
-    """All values, with scales that are subnormal, huge, negative, infinite or no number."""
+    """All values, with scales that are subnormal, huge, negative, infinite or NaN."""
     torch.manual_seed(0)
     values = torch.arange(16).repeat(64, 8)  # [rows, 8 groups of 16]
     scales = torch.randn(64, 8).mul(10.0 ** torch.randint(-9, 5, (64, 8))).to(dtype)
     scales[0, :4] = torch.tensor([torch.inf, torch.nan, 0.0, -0.0], dtype=dtype)
     zeros = torch.randint(0, 16, (64, 8), dtype=torch.uint8) if has_zeros else 8
     shown = zeros.to(dtype)[:, :, None] if isinstance(zeros, torch.Tensor) else zeros
-    requested = ((values.unflatten(1, (8, 16)).to(dtype) - shown) * scales[:, :, None]).flatten(1)
+    expected = ((values.unflatten(1, (8, 16)).to(dtype) - shown) * scales[:, :, None]).flatten(1)
     numbers = values.float()
     scale(numbers, zeros, scales)
-    torch.testing.assert_close(numbers.to(dtype), requested, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(numbers.to(dtype), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -68,10 +68,10 @@ def test_a_weight_is_rounded_to_the_scales_format_and_then_to_the_models(
 ) -> None:
     whole = torch.randn(300, 40)
 
-    def decode(start: int, end: int, numbers: torch.Tensor, capacity: torch.Tensor) -> None:
-        assert capacity.dtype == torch.int16
-        assert capacity.shape[1] >= 40
-        capacity.fill_(-1)
+    def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
+        assert scratch.dtype == torch.int16
+        assert scratch.shape[1] >= 40
+        scratch.fill_(-1)
         numbers.copy_(whole[start:end])
 
     out = torch.zeros(172, 40, dtype=out_dtype)
@@ -81,7 +81,7 @@ def test_a_weight_is_rounded_to_the_scales_format_and_then_to_the_models(
 
 @pytest.mark.parametrize("scheme", ["INT4_GPTQ", "INT4_AWQ", "INT4_PACK_QUANTIZED"])
 def test_zeros_of_small_groups_are_counted(scheme: str) -> None:
-    """They are unpacked for the whole matrix, in int16 first and with copies."""
+    """Zero points are unpacked for the whole matrix, first in int16 and with copies."""
     codec, counted = CODECS[scheme], []
     n_out, n_in = 4096, 4096
     for size in (128, 8):

@@ -1,4 +1,4 @@
-"""What decoding takes is measured again where something that it depends on changed."""
+"""Decoding is timed again after a change in anything that its speed depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backends.packed.tensor import PackedTensor
 
 
 @pytest.mark.parametrize("scheme", CODECS)
-def test_a_kept_figure_is_of_this_code(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_timing_is_of_this_code(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = timing._key(scheme, 2)
     assert before == timing._key(scheme, 2) != timing._key(scheme, 1)
     for place, name, value in (
@@ -37,7 +37,7 @@ def test_a_kept_figure_is_of_this_code(scheme: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_loops_are_compiled_for_twelve_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba takes 100 MB of memory, which the others need not."""
+    """numba takes 100 MB of memory, which the other formats do not need."""
     asked = []
 
     def kernels() -> ModuleType:
@@ -52,8 +52,8 @@ def test_loops_are_compiled_for_twelve_bits_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gptq_is_timed_in_the_order_that_its_settings_say() -> None:
-    """In order without a list of groups; else with one whose groups lie apart and are all as long,
-    which decodes in another way than a list in order, and than one of zeros does in memory."""
+    """Time in order without a list of groups; otherwise with a list of equally long groups that lie
+    apart, which decodes differently from a list in order or one of zeros in memory."""
     plain, reordered = (
         as_described(QUANTISATIONS["gptq"], {"desc_act": is_reordered})
         for is_reordered in (False, True)

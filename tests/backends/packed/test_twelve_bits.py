@@ -1,4 +1,4 @@
-"""Twelve bits give back the sixteen that went in, and refuse what they are not."""
+"""Twelve-bit packing restores all sixteen bits, and refuses invalid data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(BLOCK - 2, BLOCK + 2), st.inte
 def test_bits_come_back(
     kernels: ModuleType, seed: int, n: int, exponents: list[int], base: int
 ) -> None:
-    """NaN and infinity (exponent 255), zeros and denormals (0) among them, whatever the base."""
+    """NaN, infinity (exponent 255), zeros and denormals (0) are covered, with any base."""
     codec, weights = TwelveBits(kernels), weights_of(seed, n, exponents)
     stored = packed(codec, weights, base)
     np.testing.assert_array_equal(decoded(codec, stored, n), weights)
@@ -100,7 +100,7 @@ def test_sizes_that_cannot_be_are_refused(change: int) -> None:
 
 
 def test_memory_for_the_exceptions_is_counted() -> None:
-    """What checking them takes, while a tensor is opened."""
+    """Checking the exceptions takes memory while a tensor is opened."""
     n_weights = 1 << 20
     planes = Planes(n_weights)
     weights = np.zeros(n_weights, np.uint16)
@@ -174,8 +174,8 @@ def test_an_exception_has_no_code() -> None:
 
 
 @pytest.mark.skipif(not has_numba(), reason="needs numba")
-def test_loops_are_compiled_where_they_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user who has no folder of their own, of an installation that belongs to root."""
+def test_loops_are_compiled_where_they_cannot_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a user has no cache folder, and the installation belongs to root."""
     import numba
 
     compile_one = numba.njit

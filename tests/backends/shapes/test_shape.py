@@ -1,4 +1,4 @@
-"""Shapes from headers: counted like torch counts, and alike for both formats."""
+"""Shapes from headers: FLOPs as torch counts them, and alike for both formats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def config_of(family: str, **overrides: Any) -> Any:
 
 
 def counted_flops(model: torch.nn.Module, num_tokens: int, context: int) -> int:
-    """What torch counts for the last rows of a context, position embeddings left out."""
+    """FLOPs by torch for the last rows of a context, without position embeddings."""
     device = next(model.parameters()).device
     cache = transformers.DynamicCache()
     ids = torch.ones(1, context, dtype=torch.long, device=device)
@@ -97,12 +97,12 @@ REAL = {
         num_attention_heads=28, num_key_value_heads=4,
     ),
 }  # fmt: skip
-"""Models that there are, with three feed-forward matrices."""
+"""Real models, with three feed-forward matrices."""
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
-    """On the meta device: nothing is allocated."""
+    """The meta device allocates nothing."""
     config = REAL[name]
     config._attn_implementation = "eager"
     model = build_model(config, torch.bfloat16)
@@ -200,7 +200,7 @@ def test_both_formats_of_a_model_count_alike(family: str, tmp_path: Path) -> Non
         assert list(here) == list(there)
         for operator, work in here.items():
             other = there[operator]
-            assert (work.flops, work.held_elements) == (other.flops, other.held_elements)
+            assert (work.flops, work.stored_elements) == (other.flops, other.stored_elements)
             if family != "mixtral":  # gate and up are one tensor in one of the two
                 assert (work.n_products, work.elements) == (other.n_products, other.elements)
 
@@ -210,11 +210,11 @@ def test_quantised_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     path = save_tiny_gguf("llama", tmp_path / "model.gguf", dtype="Q4_0")
     shape = gguf_shape(path, "q8_0", "f16")
     work = pass_work(shape, 1, 64, 1)
-    assert work[FFN].pinned_bytes == work[FFN].held_elements * 18 // 32
+    assert work[FFN].stored_bytes == work[FFN].stored_elements * 18 // 32
     assert shape.number_formats == ("Q4_0", "Q8_0")
     kv_heads_bytes = KV_HEADS * (HEAD_DIM * 34 // 32 + HEAD_DIM * 2)
     assert shape.kv_bytes_per_token == 3 * kv_heads_bytes
-    assert work["attention"].pinned_bytes == 64 * shape.kv_bytes_per_token
+    assert work["attention"].stored_bytes == 64 * shape.kv_bytes_per_token
 
 
 @pytest.mark.gguf

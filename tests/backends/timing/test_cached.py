@@ -1,4 +1,4 @@
-"""Curves that are measured once in a month, and anew where passes contradict them."""
+"""Curves measured once a month, and again when passes contradict them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_curve_is_measured_once_for_all_that_it_depends_on(find, measured, mon
     assert len(measured) == 3
 
 
-def test_a_curve_measured_beside_other_programs_is_not_kept(find, measured, monkeypatch) -> None:
-    counted = count()  # seconds, of a measurement that takes none
+def test_a_curve_measured_beside_other_programs_is_not_cached(find, measured, monkeypatch) -> None:
+    counted = count()  # seconds of a measurement that takes no time
     monkeypatch.setattr(other_processes, "seconds_of_other_processes", lambda: float(next(counted)))
     assert [find(), find()] == [CURVE] * 2
     assert len(measured) == 2
@@ -59,7 +59,7 @@ def test_a_curve_measured_beside_other_programs_is_not_kept(find, measured, monk
     assert len(measured) == 3
 
 
-def test_a_curve_of_last_month_is_measured_anew(find, measured, folder) -> None:
+def test_a_curve_of_last_month_is_measured_again(find, measured, folder) -> None:
     find()
     (path,) = folder.iterdir()
     figure = json.loads(path.read_text())
@@ -84,7 +84,7 @@ def test_a_curve_of_last_month_is_measured_anew(find, measured, folder) -> None:
         {"measured_at": 1e99},
     ],
 )
-def test_what_is_no_curve_is_measured_anew(change: dict[str, Any], find, measured, folder) -> None:
+def test_an_invalid_curve_is_measured_again(change: dict[str, Any], find, measured, folder) -> None:
     find()
     (path,) = folder.iterdir()
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -92,7 +92,7 @@ def test_what_is_no_curve_is_measured_anew(change: dict[str, Any], find, measure
     assert len(measured) == 2
 
 
-def test_figures_that_are_contradicted_are_measured_anew(find, measured, folder) -> None:
+def test_contradicted_measurements_are_repeated(find, measured, folder) -> None:
     find()
     find("that")
     disk_cache.forget_figures()
@@ -101,7 +101,7 @@ def test_figures_that_are_contradicted_are_measured_anew(find, measured, folder)
     assert len(measured) == 3
 
 
-def test_below_a_limit_on_reading_nothing_is_kept(find, measured, folder, monkeypatch) -> None:
+def test_below_a_limit_on_reading_nothing_is_cached(find, measured, folder, monkeypatch) -> None:
     monkeypatch.setattr(cached, "read_limit_in_force", lambda path: 10**6)
     find(reading=Path(__file__))
     find(reading=Path(__file__))

@@ -1,4 +1,4 @@
-"""Products of several numbers of rows, timed."""
+"""Timed products for several row counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_products_are_timed_per_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_beside_reads_few_numbers_of_rows_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is slower by as much with any number of rows is found without timing all of them."""
+    """A constant slowdown over all row counts is found without timing all of them."""
     now, is_reading, timed = 0.0, False, []
 
     def product(num_tokens: int) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Small models are timed themselves; large ones by products in each of their number formats."""
+"""Small models are timed as a whole; large ones by products in each of their number formats."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layer_bytes(source: ModelSource) -> int:
 def test_a_small_models_own_passes_are_timed(
     source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that only passes move: all else takes no time."""
+    """The clock moves with passes only: everything else takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     now = 0.0
     load = type(source).load
@@ -85,7 +85,7 @@ def test_a_small_models_own_passes_are_timed(
         seconds += compute.non_layer_seconds(num_tokens)
         assert seconds == pytest.approx(0.5 + 0.25 * num_tokens)
     assert compute.per_byte.beside_factor(4) == 1.0
-    assert np.array_equal(logits(source), before)  # it can be loaded as ever
+    assert np.array_equal(logits(source), before)  # it still loads as usual
 
 
 def test_models_of_one_shape_are_timed_once(
@@ -128,7 +128,7 @@ def test_each_number_format_counts_by_its_bytes(
     head = expected(gguf_source.resident_non_layer_records(source.model))
     assert compute.per_byte.seconds(1) == pytest.approx(layers)
     assert compute.non_layer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
-    # A second cache over the same weights multiplies with all of them, after no layers.
+    # A second cache over the same weights multiplies by all of them, after no layers.
     shared = SharedSource(source).measure_compute(beside_reads=False)
     total = layers * layer_bytes(source) + head * source.head_bytes
     assert shared.non_layer_seconds(1) == pytest.approx(total)
@@ -145,7 +145,7 @@ def test_what_comes_after_the_layers() -> None:
 
 @pytest.mark.gguf
 def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computation takes a buffer of ggml's, about a megabyte: they are to be given back."""
+    """Each computation takes about a megabyte of ggml buffer, which must be freed."""
     pytest.importorskip("llama_cpp")
     from backends.ggml import timing as ggml_compute
 
@@ -165,7 +165,7 @@ def test_a_product_may_be_timed_any_number_of_times(monkeypatch: pytest.MonkeyPa
 def test_a_small_model_on_a_gpu_is_timed_there(
     checkpoint_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What starting kernels takes is most of its passes."""
+    """Kernel launches take most of its passes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     install_fake_gpu(monkeypatch)
     seen: list[Loading] = []
@@ -178,9 +178,9 @@ def test_a_small_model_on_a_gpu_is_timed_there(
     monkeypatch.setattr(HfGpuSource, "load", noted)
     gpu = HfGpuSource(HfSource(checkpoint_factory("llama"), BackendOptions()))
     first, second = gpu.measure_compute(), gpu.measure_compute()
-    (loading,) = seen  # once
+    (loading,) = seen  # timed once
     assert first.per_byte == second.per_byte
     assert first.per_byte.seconds(1) > 0
     assert loading.placement.is_on_device
     assert loading.placement.moved_bytes == 0
-    assert loading.vram_bytes is None  # what was promised to other models stays promised
+    assert loading.vram_bytes is None  # memory reserved for other models stays reserved

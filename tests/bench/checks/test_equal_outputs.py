@@ -1,4 +1,4 @@
-"""Texts of exact decodings are compared, and those alone."""
+"""Outputs are compared for exact decodings only."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_what_is_exact_says_so() -> None:
         [],
         [record([1, 2]), record([1, 2]), record([3], "b")],
         [record([1, 2]), record([9, 9], is_exact=False)],
-        [record([1, 2, 3]), record([1, 2])],  # the slower one came less far
+        [record([1, 2, 3]), record([1, 2])],  # the slower one generated fewer tokens
         [record([1, 2, 3], end="length"), record([1, 2])],
     ],
 )
-def test_texts_that_may_be_as_they_are(records: list[Any]) -> None:
+def test_outputs_that_may_differ(records: list[Any]) -> None:
     check_equal_outputs(records)
 
 
 @pytest.mark.parametrize("other", [[1, 2, 4], [1, 2]])
 def test_a_difference_names_prompt_and_position(other: list[int]) -> None:
     records = [record([5], "b"), record([1, 2, 3], end="length"), record(other, end="stop")]
-    with pytest.raises(OutputsDiffer, match="two sequences of a differ from token 2 on"):
+    with pytest.raises(OutputsDiffer, match="two outputs for a differ from token 2 on"):
         check_equal_outputs(records)
 
 

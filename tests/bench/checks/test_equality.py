@@ -1,4 +1,4 @@
-"""Checks of equality on large models: what they conclude from what they saw."""
+"""Equality checks on large models: their conclusions from observations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_one_token_makes_the_difference(monkeypatch, change, error) -> None:
             yield prompt, mode, [1, 2, 3 + change * (mode.name == "beams")]
 
     outputs = equality.read_prompts(equality.BUILT_IN, 16)
-    requested = {(text.name, mode.kind): [1, 2, 3] for text in outputs for mode in equality.MODES}
-    monkeypatch.setattr(equality, "reference", lambda load, tasks, n: requested)
+    expected = {(text.name, mode.kind): [1, 2, 3] for text in outputs for mode in equality.MODES}
+    monkeypatch.setattr(equality, "reference", lambda load, tasks, n: expected)
     monkeypatch.setattr(equality, "decode", decode)
     argv = ["target", "draft", "--memory-budgets", "1GiB,2GiB"]
     result = RUN.invoke(equality.app, argv)
@@ -45,7 +45,7 @@ def test_one_token_makes_the_difference(monkeypatch, change, error) -> None:
     assert ("66.6 %" in result.output) == bool(change)
 
 
-def test_prompts_budgets_and_ways_take_turns() -> None:
+def test_prompts_budgets_and_modes_alternate() -> None:
     prompts = equality.read_prompts(equality.BUILT_IN, 16)
     tasks = equality.tasks_of(prompts, 3, 2)
     assert sum(map(len, tasks)) == 32

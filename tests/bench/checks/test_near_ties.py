@@ -13,7 +13,7 @@ PROMPT = [5, 17, 60, 33, 8]
 
 @pytest.fixture
 def target(checkpoint_factory, tmp_path):
-    """A model to which tokens 40 and 41 look the same."""
+    """A model with equal logits for tokens 40 and 41."""
     for file in checkpoint_factory("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for shard in tmp_path.glob("*.safetensors"):
@@ -25,7 +25,7 @@ def target(checkpoint_factory, tmp_path):
         yield backend
 
 
-def test_equal_texts_have_nothing_to_explain(target):
+def test_equal_outputs_have_nothing_to_explain(target):
     assert examine(target, PROMPT, [1, 2, 3], [1, 2, 3]) is None
     assert examine(target, PROMPT, [1, 2, 3], [1, 2]) is None
 
@@ -48,7 +48,7 @@ def test_a_wrong_token_is_not(target):
     assert not tie.is_explained
 
 
-def test_a_target_with_room_for_few_nodes_is_examined_too(tmp_path, monkeypatch):
+def test_a_target_with_capacity_for_few_nodes_is_examined_too(tmp_path, monkeypatch):
     save_tiny_checkpoint("llama", tmp_path)
     with TorchBackend.resident(tmp_path) as backend:
         monkeypatch.setattr(backend, "max_nodes", 9)

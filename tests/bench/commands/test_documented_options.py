@@ -1,4 +1,4 @@
-"""The pages of the commands leave no option out, and show none that is not there."""
+"""The command pages list every option, and no others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ APPS = {"specdec": specdec.cli.app, "specdec-bench": bench.commands.app}
 COMMANDS = [
     f"{name} {command}"
     for name, module in APPS.items()
-    for command, one in typer.main.get_command(module.app).commands.items()
-    if not one.hidden
+    for command, made in typer.main.get_command(module.app).commands.items()
+    if not made.hidden
 ]
 
 
 def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The options that the help of "specdec run" and so on lists."""
-    # `specdec demo` is the other one's, which takes its process over: no test comes back from that.
+    """Options listed by the help of "specdec run" and so on."""
+    # `specdec demo` replaces this process, so a test would not return: use the other command's.
     app, name = command.replace("specdec demo", "specdec-bench demo").split()
     assert APPS[app].main([name, "--help"]) == 0
     text = capsys.readouterr().out

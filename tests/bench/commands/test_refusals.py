@@ -1,4 +1,4 @@
-"""Mistakes in the options of `specdec-bench`: one clear line and exit code 2, whatever it is."""
+"""Invalid options of `specdec-bench`: always one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE_A_MODEL = [
     ("timeline", "nowhere to draw"),
     ("timeline -o /nonexistent/run.png", "no such folder"),
     ("timeline --trace /nonexistent/run.json", "no such folder"),
-    ("timeline -o run.png --rounds -1", "--rounds"),
+    ("timeline -o run.png --steps -1", "--steps"),
     (f"peers --memory-budget 1GiB {NO_PROMPTS}", "/nonexistent.jsonl: No such file"),
     ("peers --memory-budget 1GiB --peer-cpu-memory lots", "'lots' is not a byte count"),
     ("peers --memory-budget 1GiB --other-draft x", "--other-draft goes with --other-model"),
@@ -61,8 +61,8 @@ WITH_A_MODEL = [
     ("curve -md pair:draft", "pair:draft"),
     ("curve --num-draft-tokens 4", "--num-draft-tokens"),
     ("curve --memory-budget lots", "lots"),
-    ("throughput --sequences 0,2", "give numbers of texts"),
-    ("throughput --sequences two", "give numbers of texts"),
+    ("throughput --sequences 0,2", "give numbers of sequences"),
+    ("throughput --sequences two", "give numbers of sequences"),
     ("throughput --sequences 400", "asks for 400 prompts"),
     ("throughput --modes fast", "is not plain, speculative or both"),
     ("throughput --enforce", "needs a --memory-budget"),
@@ -97,7 +97,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_options_alone_are_refused_before_a_model_is_looked_for(
     argv: str, part: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or downloaded."""
+    """Options are checked before a model is looked for or downloaded."""
     os.mkfifo("pipe")
     assert part in refusal(capsys, *argv.split(), "-m", "/nonexistent/model")
     assert os.listdir() == ["pipe"]

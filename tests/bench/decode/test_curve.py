@@ -1,4 +1,4 @@
-"""`specdec-bench curve` on tiny targets: the formula, equal sequences, what the report says."""
+"""`specdec-bench curve` on tiny targets: formula, equal sequences, report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def result(target: Path) -> dict[str, Any]:
     return measured(target, SETTINGS, PROMPTS)
 
 
-# --- measured ----------------------------------------------------------------------------------
+# --- measurement ----------------------------------------------------------------------------------
 
 
 def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> Non
         assert abs(point["accuracy"] - point["rate"]) < 0.15
 
 
-def test_every_text_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
+def test_every_output_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
     assert result["is_exact"]
     assert result["differences"] == []
     assert result["num_seqs"] == len(result["records"]) == 2 * 2 * (1 + 3)
@@ -85,8 +85,8 @@ def test_turns_begin_with_another_length_each_time(result: dict[str, Any]) -> No
     assert turns == [(0, 1, 4, 8), (1, 4, 8, 0), (1, 4, 8, 0), (4, 8, 0, 1)]
 
 
-def test_the_text_may_end_early(target: Path) -> None:
-    """The end-of-sequence token is whichever comes at the fifth place of the text."""
+def test_the_output_may_end_early(target: Path) -> None:
+    """The end-of-sequence token is the fifth token of the output."""
     load = {"model": str(target), "ctx_size": 512, "threads": 1}
     settings = CurveSettings((0.9,), (3,), max_tokens=20)
     with specdec.load(**load_keywords(load, settings)) as llm:
@@ -125,12 +125,12 @@ def test_an_interrupted_run_keeps_what_it_measured(target: Path, tmp_path: Path)
         pytest.raises(KeyboardInterrupt),
     ):
         measure_curve(llm, PROMPTS[:1], settings, InterruptedAt(2), log)
-    cached = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["n_draft_tokens"] for record in cached] == [0, 1]
-    assert all(record["token_ids"] and record["pass_times"] for record in cached)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["n_draft_tokens"] for record in records] == [0, 1]
+    assert all(record["token_ids"] and record["pass_times"] for record in records)
 
 
-# --- figures -----------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def record(n: int, seconds_per_pass: float, n_passes: int = 10, accepted: int = 0) -> Any:
@@ -146,7 +146,7 @@ def record(n: int, seconds_per_pass: float, n_passes: int = 10, accepted: int = 
 
 
 def test_points_from_records() -> None:
-    """Passes of twice the time bring 3 tokens each, and the loop takes a quarter more."""
+    """Passes take twice the time and yield 3 tokens; the loop adds a quarter."""
     (point,) = summarise([record(0, 1.0), record(4, 2.0, accepted=20)])["points"]
     assert (point["plain_pass_seconds"], point["pass_seconds"]) == (1.0, 2.0)
     assert point["tokens_per_pass"] == pytest.approx(3.0)
@@ -173,7 +173,7 @@ def test_the_command(target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     argv += f" --ignore-eos --output-file {file} --log {log}"
     assert main(argv.split()) == 0
     out, err = capfd.readouterr()
-    assert "texts equal to plain decoding's: 2 of 2" in out
+    assert "sequences equal to plain decoding's: 2 of 2" in out
     assert "fastest chain by rate: 0.80: 3" in out
     assert err.count("\n") == 2, err  # one line of progress per decoding
     report = json.loads(file.read_text())
@@ -187,7 +187,7 @@ def test_the_command(target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_a_difference_is_an_error_after_the_report(
     is_exact: bool, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Where the target is not exact, only one that no near tie explains."""
+    """On an inexact target, only a difference that no near tie explains is an error."""
     where = {"prompt": "a", "position": 3}
     tie = where if is_exact else {**where, "gap": 2.0, "drift": 0.1, "explained": False}
     records = [record(0, 1.0), record(4, 2.0, accepted=20)]
@@ -204,12 +204,12 @@ def test_a_difference_is_an_error_after_the_report(
     out, err = capsys.readouterr()
     assert ("an ERROR, the target is exact" if is_exact else "NOT a near tie") in out
     assert (
-        "two sequences of a differ from token 3 on" if is_exact else "1 of 2 sequences are not"
+        "two outputs for a differ from token 3 on" if is_exact else "1 of 2 sequences differ"
     ) in err
     assert err.count("\n") == 1
 
 
-def test_a_specification_survives_the_way_to_its_process() -> None:
+def test_a_specification_survives_its_transfer_to_a_process() -> None:
     spec = CurveSpec({"model": "m"}, PROMPTS, SETTINGS, "log.jsonl")
     assert CurveSpec.of(json.loads(json.dumps(asdict(spec)))) == spec
 

@@ -1,4 +1,4 @@
-"""The drafter of known accuracy: what it proposes, and the formula that it makes true."""
+"""The drafter of known accuracy: its proposals, and the formula that they satisfy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = [(7 * i + 3) % VOCAB for i in range(200)]
 
 
 def n_right(chain: list[int], context: int) -> int:
-    """Leading tokens of the chain that continue the text."""
+    """Number of leading chain tokens that continue the sequence."""
     at = TEXT[context : context + len(chain)]
     return next((i for i, (a, b) in enumerate(zip(chain, at, strict=True)) if a != b), len(chain))
 
@@ -49,17 +49,17 @@ def test_tokens_per_pass_of_the_paper(accuracy: float, n: int) -> None:
 @pytest.mark.parametrize(("accuracy", "n"), [(0.5, 3), (0.9, 8), (1.0, 5)])
 def test_guesses_are_right_as_often_as_asked(accuracy: float, n: int) -> None:
     drafter = KnownAccuracyDrafter(TEXT, accuracy, VOCAB, seed=(1, 2))
-    n_rounds = 4000
+    n_steps = 4000
     tokens = 0
-    for i in range(n_rounds):
+    for i in range(n_steps):
         context = 1 + i % 100
         tree = drafter.propose(TEXT[:context], TreeLimits(n, n, 1))
         assert tree.is_chain
         assert tree.n_drafted == n
         assert all(0 <= token < VOCAB for token in tree.token_ids)
         tokens += 1 + n_right(tree.token_ids[1:], context)
-    error = standard_error(accuracy, n, n_rounds)
-    assert abs(tokens / n_rounds - expected_tokens(accuracy, n)) <= 4 * error
+    error = standard_error(accuracy, n, n_steps)
+    assert abs(tokens / n_steps - expected_tokens(accuracy, n)) <= 4 * error
 
 
 def test_guesses_repeat_with_their_seed_only() -> None:
@@ -71,7 +71,7 @@ def test_guesses_repeat_with_their_seed_only() -> None:
     assert first == same != other
 
 
-def test_chains_end_with_the_limits_and_with_the_text() -> None:
+def test_chains_end_with_the_limits_and_with_the_sequence() -> None:
     drafter = KnownAccuracyDrafter(TEXT, 1.0, VOCAB, seed=(0,))
     assert drafter.propose(TEXT[:10], TreeLimits(8, 3, 1)).token_ids == TEXT[9:13]
     assert drafter.propose(TEXT[:10], TreeLimits(2, 9, 1)).token_ids == TEXT[9:12]
@@ -79,7 +79,7 @@ def test_chains_end_with_the_limits_and_with_the_text() -> None:
     assert drafter.propose(TEXT, TreeLimits(8, 8, 1)).n_drafted == 0
 
 
-def test_of_another_text_nothing_is_known() -> None:
+def test_no_proposal_for_another_sequence() -> None:
     drafter = KnownAccuracyDrafter(TEXT, 1.0, VOCAB, seed=(0,))
     assert drafter.propose([*TEXT[:9], TEXT[9] + 1], TreeLimits(8, 8, 1)).n_drafted == 0
 
@@ -91,14 +91,14 @@ def test_other_accuracies_are_refused(accuracy: float) -> None:
 
 
 def rows(prefix: Sequence[int]) -> np.ndarray:
-    """One token is likely, another one after each prefix."""
+    """Logits with one likely token after each prefix."""
     p = np.full(VOCAB, 0.5 / VOCAB)
     p[(sum(prefix[-3:]) * 5 + len(prefix)) % VOCAB] += 0.5
     return p
 
 
 class Counting(KnownAccuracyDrafter):
-    """Notes the tokens of every pass over a whole chain."""
+    """Record the tokens of every pass over a whole chain."""
 
     def __init__(self, *args: object, n: int) -> None:
         super().__init__(*args)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The automatic policy against fixed trees: figures from records, and a run on tiny models."""
+"""The automatic policy against fixed trees: results from records, and a run on tiny models."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_size_fixes_the_tree_and_drafting_ahead_where_it_says_so() -> None:
     "text", ["", "8", "8x", "x4", "0x4", "8x4,", "axb", "8x-1", "8x4:", "8x4:auto"]
 )
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UsageMistake, match="give draft tokens x levels"):
+    with pytest.raises(UsageMistake, match="give draft tokens x depth"):
         parse_sizes(text)
 
 
-def test_auto_is_held_against_the_best_of_the_others() -> None:
+def test_auto_is_compared_with_the_best_of_the_others() -> None:
     seconds = {"plain": 10.0, "2x2": 4.0, "8x4": 5.0, "auto": 4.4}
     result = summarise([record(mode, s) for mode, s in seconds.items() for _ in range(2)])
     assert result["best_fixed"] == "2x2"
@@ -62,7 +62,7 @@ def test_auto_is_held_against_the_best_of_the_others() -> None:
     assert "0.909 x the best fixed size (2x2), 2.273 x plain" in text_of(tables("policy", result))
 
 
-def test_the_process_is_held_to_its_budget(
+def test_the_process_is_limited_to_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits: list[str | None] = []
@@ -83,14 +83,14 @@ def test_the_process_is_held_to_its_budget(
     assert "--enforce needs a --memory-budget with a size" in capsys.readouterr().err
 
 
-def test_text_that_is_not_the_targets_own_is_told() -> None:
+def test_output_that_is_not_the_targets_own_is_reported() -> None:
     lossy = record("auto", 1.0)
     lossy["stats"]["is_lossless"] = False  # type: ignore[index]
     [table] = tables("policy", summarise([record("2x2", 1.0), lossy]))
     assert [row[0] for row in table.rows] == ["2x2", "auto  LOSSY (--accept-threshold)"]
 
 
-def test_a_sweep_decodes_the_same_text_in_every_way(
+def test_a_sweep_decodes_the_same_sequence_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -121,6 +121,6 @@ def test_an_interrupted_sweep_keeps_what_it_measured(
     spec = MeasureSpec(load, prompts, {"max_tokens": 4}, str(log), modes=modes, probes=False)
     with pytest.raises(KeyboardInterrupt):
         measure(spec, InterruptedAt(1))
-    cached = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["mode"] for record in cached] == ["plain", "2x2"]
-    assert cached[0]["token_ids"] == cached[1]["token_ids"]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["mode"] for record in records] == ["plain", "2x2"]
+    assert records[0]["token_ids"] == records[1]["token_ids"]

@@ -1,4 +1,4 @@
-"""`specdec-bench speedup` on a tiny pair: the report's keys, the log, the mistakes."""
+"""`specdec-bench speedup` on a tiny pair: report keys, log, user errors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_json_report(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("bench.decode.measure.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("bench.decode.measure.REST_SECONDS", 0.0)
     log, report_file = tmp_path / "log.jsonl", tmp_path / "report.json"
     argv = f"speedup -m {target} -md {target} --threads 1 --n-prompts 2 -n 4 --ignore-eos -o json"
-    argv += " --num-draft-tokens 3"  # in memory, the policy need not draft at all
+    argv += " --num-draft-tokens 3"  # in memory, the policy may choose not to draft
     assert main([*argv.split(), "--log", str(log), "--output-file", str(report_file)]) == 0
     out, err = capfd.readouterr()
     report = json.loads(out)
@@ -72,10 +72,10 @@ def test_json_report(
 
 @pytest.mark.parametrize("command", ["speedup", "demo"])
 @pytest.mark.parametrize("last", [3, 4])
-def test_texts_of_an_exact_target_must_be_equal(
+def test_outputs_of_an_exact_target_must_be_equal(
     command: str, last: int, target: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A difference is an error, after the report."""
+    """A difference is an error, raised after the report."""
     records = [
         {"prompt": "a", "mode": mode, "token_ids": tokens, "text": "", "stats": {"is_exact": True}}
         for mode, tokens in (("plain", [1, 2, 3]), ("speculative", [1, 2, last]))
@@ -92,14 +92,14 @@ def test_texts_of_an_exact_target_must_be_equal(
         assert command != "demo" or "tokens equal 100 %, " in out
     else:
         assert (code, err.count("\n")) == (2, 1)
-        assert "two sequences of a differ from token 2 on" in err
+        assert "two outputs for a differ from token 2 on" in err
         assert "tokens equal      66.6 % (0 of 1 prompts wholly)" in out
         assert "a differs from token 2 on: an ERROR, the target is exact" in out
 
 
 @pytest.mark.gguf
 def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
-    """By the same options."""
+    """GGUF models take the same options."""
     pytest.importorskip("llama_cpp")
     argv = "speedup -m pair:draft.gguf -md pair:draft.gguf --threads 1 --n-prompts 1 -n 6 -o json"
     assert main([*argv.split(), "--ignore-eos", "--num-draft-tokens", "3"]) == 0
@@ -109,7 +109,7 @@ def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
     assert report["model"].endswith(".gguf")
 
 
-def test_a_failure_of_the_measurement_is_told_once(
+def test_a_failure_of_the_measurement_is_reported_once(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
@@ -150,12 +150,12 @@ def test_the_probes_buffers_come_out_of_the_budget() -> None:
         assert _without_probe(spec)["memory_budget"] == budget
 
 
-def test_a_specification_survives_the_way_to_its_process() -> None:
+def test_a_specification_survives_its_transfer_to_a_process() -> None:
     spec = MeasureSpec({"model": "m"}, [Prompt("a", "text\u20ac")], {"max_tokens": 3}, "log")
     assert MeasureSpec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
-# --- children -------------------------------------------------------------------------------
+# --- child processes ------------------------------------------------------------------------------
 
 
 def test_exit_codes_of_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

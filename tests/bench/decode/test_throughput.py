@@ -1,4 +1,4 @@
-"""Tokens per second of many sequences: a run on tiny models, and what is refused."""
+"""Tokens per second of many sequences: a run on tiny models, and refusals."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def argv(tmp_path: Path) -> list[str]:
     return ["throughput", "-m", str(target), "-md", str(draft), *size]
 
 
-def test_every_count_in_every_way(argv: list[str], tmp_path: Path) -> None:
+def test_every_count_in_every_mode(argv: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*argv, "--texts", "1,3", "--output-file", str(path)]) == 0
+    assert main([*argv, "--sequences", "1,3", "--output-file", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     modes = ("plain", "speculative")
     assert [(row["num_seqs"], row["mode"]) for row in rows] == [
@@ -37,20 +37,23 @@ def test_every_count_in_every_way(argv: list[str], tmp_path: Path) -> None:
     assert [row["n_prompts"] for row in rows] == [2, 2, 3, 3]
     for row in rows:
         assert row["generated_tokens"] == 6 * row["n_prompts"]
-        assert row["n_different_texts"] == 0
+        assert row["n_different_outputs"] == 0
         assert row["tokens_per_second"] > 0.0
 
 
-def test_texts_that_promise_nothing_may_differ(argv: list[str], tmp_path: Path) -> None:
+def test_outputs_without_a_promise_may_differ(argv: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     lossy = ["--accept-threshold", "0.0001", "--num-draft-tokens", "4", "--output-file", str(path)]
-    assert main([*argv, "--texts", "1", *lossy]) == 0
+    assert main([*argv, "--sequences", "1", *lossy]) == 0
     plain, speculative = json.loads(path.read_text())["rows"]
-    assert speculative["n_different_texts"] > 0
+    assert speculative["n_different_outputs"] > 0
     assert not speculative["is_exact"]
 
 
-def test_texts_that_must_be_equal_are_refused_where_they_are_not() -> None:
-    rows = [{"n_different_texts": 2, "is_exact": True}, {"n_different_texts": 1, "is_exact": False}]
+def test_outputs_that_must_be_equal_are_refused_if_they_differ() -> None:
+    rows = [
+        {"n_different_outputs": 2, "is_exact": True},
+        {"n_different_outputs": 1, "is_exact": False},
+    ]
     with pytest.raises(OutputsDiffer, match="2 sequences differ"):
         refuse_differences(rows)

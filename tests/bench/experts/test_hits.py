@@ -1,4 +1,4 @@
-"""`specdec-bench experts`: a run on the embedded mixture, and what is refused."""
+"""`specdec-bench experts`: a run on the embedded mixture, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_mixture_that_fits_reads_every_expert_once() -> None:
     load = {"model": str(pair_path("pair:moe")), "memory_budget": "4GiB", "ctx_size": 128}
     actual = measure({"load": load, "prompts": PROMPTS, "max_tokens": 6})
     assert actual["n_slots"] == actual["n_experts"] == 6 * 64
-    assert 0.0 < actual["hit_rate"] < 1.0  # the second prompt asks for some that nobody had
+    assert 0.0 < actual["hit_rate"] < 1.0  # the second prompt uses experts that the first did not
     for rate in ("own_rule", "least_recently_used", "belady"):
         assert 0.0 < actual[rate] <= actual["hit_rate"]  # replayed from an empty cache
     assert actual["own_rule"] == actual["belady"]
@@ -51,7 +51,7 @@ def test_the_command_measures_every_budget_in_a_process(
     assert "Belady" in capfd.readouterr().out
 
 
-def test_sizes_of_trees_take_turns_and_bring_the_same_texts(
+def test_sizes_of_trees_alternate_and_give_the_same_outputs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
@@ -60,12 +60,12 @@ def test_sizes_of_trees_take_turns_and_bring_the_same_texts(
     argv += ["--n-prompts", "2", "-c", "128", "--budgets", "2GiB", "--trees", "0,2,auto"]
     assert main([*argv, "--output-file", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["texts_equal"]
+    assert row["outputs_equal"]
     plain, pairs, _ = row["depths"]
     assert plain["tokens"] == plain["passes"] == 12
     assert pairs["passes"] < plain["passes"]
     assert pairs["experts_per_pass"] > plain["experts_per_pass"]
-    assert "texts equal" in capfd.readouterr().out
+    assert "sequences equal" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("n_prompts", [2, 3, 5])
@@ -73,6 +73,6 @@ def test_every_size_has_every_prompt_once(n_prompts: int) -> None:
     trees = [0, 1, 2, 4, 8, None]
     turns = list(in_turns(trees, n_prompts))
     assert len(set(turns)) == len(turns) == len(trees) * n_prompts
-    # But for the first of a round it follows another prompt's text.
+    # Except for the first of a turn, it follows another prompt's output.
     repeats = [i for i, (a, b) in enumerate(pairwise(turns), 1) if a[1] == b[1]]
     assert all(i % len(trees) == 0 for i in repeats)

@@ -1,4 +1,4 @@
-"""The measurements on a GPU, run on a CPU: every section works, limits hold, checks compare."""
+"""The GPU measurements run on a CPU: every section works, limits hold, checks compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_this_process(name: str, settings: Settings, seconds: float) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of the whole suite at tiny size."""
+    """The report of the whole suite at tiny size."""
     folder = tmp_path_factory.mktemp("suite")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -42,7 +42,7 @@ def test_every_section_runs_on_a_cpu(report: dict[str, Any]) -> None:
     assert not report["is_measurement"]
     for name in ("decode", "three tiers"):
         assert sections[name]["plain"]["passes"] > 0
-        assert sections[name]["speculative"]["passes"] > 0  # whether a draft pays is the policy's
+        assert sections[name]["speculative"]["passes"] > 0  # the policy decides if a draft pays
         assert sections[name]["pass"]["copied_bytes"] == 0
     assert sections["three tiers"]["pass"]["read_seconds"] > 0
     assert sections["peer"]["tokens_per_second"] > 0
@@ -60,11 +60,11 @@ def test_the_curve_follows_the_acceptance_that_was_asked_for(report: dict[str, A
 
 
 @pytest.mark.slow
-def test_a_tiny_run_is_told_from_a_measurement(report: dict[str, Any]) -> None:
+def test_a_tiny_run_is_distinguished_from_a_measurement(report: dict[str, Any]) -> None:
     names = {item["name"] for item in report["checks"]}
     assert names == {"fp32 tokens are equal", "bf16 logits of moving layers"}
     assert all(item["holds"] for item in report["checks"])
-    assert "the figures mean nothing" in lines(report)[0]
+    assert "the results mean nothing" in lines(report)[0]
 
 
 def test_a_section_that_takes_too_long_is_killed_and_keeps_what_it_had(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_time_that_is_up_leaves_sections_out(tmp_path: Path) -> None:
     assert [name for name, _ in begun] == list(SECTIONS)
     assert all(seconds <= 30.0 for _, seconds in begun)
     begun.clear()
-    run_suite(settings, run)  # sections that leave all of their time over
+    run_suite(settings, run)  # sections that use none of their time
     for number, (name, seconds) in enumerate(begun):
         behind = sum(settings.limits[section] for section in SECTIONS[number + 1 :])
         assert settings.limits[name] <= seconds <= cuda_suite.MAX_SECONDS - behind
@@ -112,7 +112,7 @@ def test_without_a_gpu_that_is_one_line(capsys: pytest.CaptureFixture[str], monk
 def test_the_command_runs_sections_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At its smallest: as it is begun on a machine with a GPU, where nothing may be wrong."""
+    """The smallest run, started as on a machine with a GPU."""
     report, folder = tmp_path / "cuda.json", tmp_path / "targets"
     argv = ["--device", "cpu", "--tiny", "--dir", str(folder), "--output-file", str(report)]
     assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "grow, machine"]) == 0
@@ -122,7 +122,7 @@ def test_the_command_runs_sections_in_processes_of_their_own(
     assert all(item["exit"] == "ok" for item in actual["sections"].values())
     assert actual["provenance"]["versions"]["torch"]
     assert (folder / "small-fp32" / "config.json").exists()
-    assert "the figures mean nothing" in capsys.readouterr().err
+    assert "the results mean nothing" in capsys.readouterr().err
     assert run_app(cuda_suite.app, "bench.gpu.suite", [*argv, "--sections", "decode,all"]) == 2
     assert "--sections has 'all'; there are 'machine', 'grow'" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_what_was_asked_for_is_compared(tmp_path: Path) -> None:
 
 
 def test_what_is_timed_alone_runs() -> None:
-    """On the CPU, where it means nothing; weights are read where files have them."""
+    """On the CPU the numbers mean nothing; weights are read where files have them."""
     actual = cuda_machine.alone("cpu", (64, 32), (1, 3), 50)
     assert set(actual) == {"product_seconds", "logits_to_host_seconds"}
     assert {tuple(item) for item in actual["product_seconds"].values()} == {("1", "3")}
@@ -179,10 +179,10 @@ def test_what_is_timed_alone_runs() -> None:
 
 
 @pytest.mark.slow
-def test_on_a_gpu_layers_are_copied_and_told_of(
+def test_on_a_gpu_layers_are_copied_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fake one: nothing of what it measures means anything."""
+    """A fake GPU: the measurements mean nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     install_fake_gpu(monkeypatch)
     monkeypatch.setattr(cuda_machine, "alone", lambda *shapes: {"product_seconds": {}})

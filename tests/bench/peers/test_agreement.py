@@ -1,4 +1,4 @@
-"""Two runs of `specdec-bench peers`: do their ratios agree?"""
+"""Agreement of the ratios of two `specdec-bench peers` runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompt(name: str, seconds: float, n_tokens: int = 5) -> dict[str, Any]:
 
 
 def run(**programs: dict[str, float]) -> dict[str, Any]:
-    """program -> prompt -> seconds of a token."""
+    """program -> prompt -> seconds per token."""
     rows = [
         peer_row(name, 1.0, prompts=[prompt(text, s) for text, s in seconds.items()])
         for name, seconds in programs.items()
@@ -30,7 +30,7 @@ def run(**programs: dict[str, float]) -> dict[str, Any]:
 
 
 def test_programs_are_taken_over_the_prompts_of_both_runs() -> None:
-    """The second run's slow program came to a prompt that is quick for the other one."""
+    """The second run's slow program reached a prompt that is quick for the other one."""
     first = run(slow={"a": 1.0}, quick={"a": 0.5, "b": 0.1})
     again = run(slow={"a": 1.1, "b": 1.1}, quick={"a": 0.5, "b": 0.1})
     (actual,) = agreements(first, again)
@@ -41,7 +41,7 @@ def test_programs_are_taken_over_the_prompts_of_both_runs() -> None:
 
 
 def test_pairs_are_taken_over_the_tokens_of_both_runs() -> None:
-    """In the second run the slow program came further, to where the quick one is quicker."""
+    """In the second run the slow program got further, to where the quick one is quicker."""
     quick = prompt("a", 0.5, 2)
     quick["arrivals"] += [[2.1, 1], [2.2, 1]]
     first, again = (
@@ -90,7 +90,7 @@ def test_the_command(
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare.json"
-    bare.write_text(json.dumps(comparison()))  # of a version that kept no prompts
+    bare.write_text(json.dumps(comparison()))  # from a version without saved prompts
     page = str(tmp_path / "page.html")
     for files in ([bare, bare], [bare]):
         assert main(["report", *map(str, files), "--within", "15", "-o", page]) == 2

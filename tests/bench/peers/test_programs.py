@@ -1,4 +1,4 @@
-"""The programs themselves, in this process, on tiny models: same tokens, right counts."""
+"""The programs themselves, in this process, on tiny models: equal tokens, correct counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = (Prompt("a", "def f(x):", "code"), Prompt("b", "return", "code"))
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights: every guess is right."""
+    """A draft with the target's weights: every guess is right."""
     return save_model(tmp_path_factory.mktemp("programs") / "draft", seed=1)
 
 
@@ -73,9 +73,7 @@ def test_specdec_plain_and_with_a_draft(run: Callable[..., dict[str, Any]], draf
     assert drafted["done"]["peak_rss_bytes"] > 0
 
 
-def test_specdec_is_held_to_what_its_plan_said(
-    run: Callable[..., dict[str, Any]], draft: Path
-) -> None:
+def test_specdec_is_limited_to_its_plan(run: Callable[..., dict[str, Any]], draft: Path) -> None:
     from bench.peers.specdec import program
 
     for spec_type, drafts in (("none", False), ("draft", True)):
@@ -116,7 +114,7 @@ def test_accelerate_from_disk_alone_and_assisted(
     pytest.importorskip("accelerate")
     from bench.peers.accelerate import program
 
-    requested = specdec_tokens(run)
+    expected = specdec_tokens(run)
     size = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
     # The embedding must fit: transformers 5.23 drafts on the device of a model's first weights.
     options = {"cpu_memory_bytes": size * 2 // 3}
@@ -124,7 +122,7 @@ def test_accelerate_from_disk_alone_and_assisted(
     for journal in (alone, assisted):
         assert "error" not in journal
         assert journal["loaded"]["settings"]["disk_modules"] > 0
-        assert [record["token_ids"] for record in journal["prompts"]] == requested
+        assert [record["token_ids"] for record in journal["prompts"]] == expected
     assert [n for _, n in alone["prompts"][0]["arrivals"]] == [1] * 12
     assert len(assisted["prompts"][0]["arrivals"]) < 12
 
@@ -146,7 +144,7 @@ def test_an_assistant_gets_the_targets_rows(tmp_path: Path) -> None:
 def test_airllm_is_driven_as_documented(
     run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A stand-in with AirLLM's interface, over transformers."""
+    """AirLLM is replaced by a stand-in with its interface, over transformers."""
     from bench.peers.airllm import program
 
     seen: dict[str, Any] = {}
@@ -173,7 +171,7 @@ def test_airllm_is_driven_as_documented(
 
 
 def test_airllm_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """Splits first, without a prompt; then it decodes what specdec does."""
+    """The model is split first, without a prompt; AirLLM then decodes specdec's tokens."""
     pytest.importorskip("airllm")
     from bench.peers.airllm import program
 
@@ -182,7 +180,7 @@ def test_airllm_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> No
     assert "error" not in run(program, prompts=(), options=options)
     written = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
     assert written
-    # Few tokens: it collects garbage after every layer, and a test's process has plenty.
+    # Few tokens: it collects garbage after every layer, and the test process has much of it.
     journal = run(program, prompts=PROMPTS[:1], n_tokens=4, options=options)
     assert "error" not in journal
     assert written == {path: path.stat().st_mtime_ns for path in written}
@@ -214,11 +212,11 @@ def test_llama_cpp_alone_and_with_a_draft(
         assert options.items() <= drafted["loaded"]["settings"].items()
         return [[n for _, n in record["arrivals"]] for record in drafted["prompts"]]
 
-    # It is its own draft: every guess is right, and a threshold of 0 lets every one through.
+    # The model is its own draft: every guess is right, and a threshold of 0 accepts all.
     assert arrivals(3, 0.0) == [[1, 4, 4, 4, 4, 4, 3]] * 2
     assert arrivals(16, 0.0) == [[1, 17, 6]] * 2
     assert all(len(arrival) < 24 for arrival in arrivals(16, 0.75))
-    assert arrivals(16, 1.1) == [[1] * 24] * 2  # never sure enough: plain decoding
+    assert arrivals(16, 1.1) == [[1] * 24] * 2  # the threshold is never reached: plain decoding
 
 
 @pytest.mark.gguf
@@ -254,7 +252,7 @@ def test_time_is_shared_among_the_prompts(run: Callable[..., dict[str, Any]]) ->
         journal.decode(decode)
 
     journal = run(program, seconds=0.0)
-    assert journal["prompts"] == []  # no time at all: nothing is begun
+    assert journal["prompts"] == []  # no time left: nothing is started
     journal = run(program, seconds=1e-3, n_tokens=10**9)
     assert journal["prompts"][0]["ended"] == "time"
     journal = run(program, n_tokens=3)

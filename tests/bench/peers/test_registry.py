@@ -1,4 +1,4 @@
-"""`specdec-bench peers` with programs of our own making: every way in which one may end."""
+"""`specdec-bench peers` with fake programs: every way in which one may end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_programs_and_one_that_is_not_there(target: Path) -> None:
     for row in result["peers"]:
         assert set(row) == ROW_KEYS
     assert (slow["exit"], slow["n_prompts"], slow["n_tokens"]) == (OK, 3, 30)
-    assert len(slow["processes"]) == 2  # half before the other, half after
+    assert len(slow["processes"]) == 2  # half before the other program, half after
     assert slow["mean_acceptance_length"] is None
     assert fast["mean_acceptance_length"] == pytest.approx(3.0)
     assert fast["settings"]["threads"] == 1
@@ -168,7 +168,7 @@ def test_the_fastest_amount_of_memory_is_found(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     amounts = list(memory_amounts(GIB))
-    step = dict(zip(amounts, [None, 3, 1, 2], strict=True))  # milliseconds per token; None: a kill
+    step = dict(zip(amounts, [None, 3, 1, 2], strict=True))  # milliseconds per token; None: killed
     peer = Peer("tuned", "none", ("hf",), "", tunes=MEMORY)
     calls = []
 
@@ -199,10 +199,10 @@ def test_the_fastest_amount_of_memory_is_found(
     assert runner.run([Prompt("a", "x")], 1.0).exit == OOM_KILLED
 
 
-def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
+def test_the_fastest_chain_of_draft_tokens_is_found_and_reported(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake is faster the more it may draft: a program of its own, its settings in its task."""
+    """The fake is faster with longer drafts: a separate program, with its settings in its task."""
     seen: list[dict[str, Any]] = []
     start = ProgramRunner._run
 
@@ -228,7 +228,7 @@ def test_the_fastest_chain_of_draft_tokens_is_found_and_told(
         [3.0, 7.0, 16.0, 16.75]
     )
     text = text_of(tables("peers", result))
-    assert "most draft tokens 3 least draft probability 0: 3.00 tok/s; " in text
+    assert "max draft tokens 3 min draft probability 0: 3.00 tok/s; " in text
 
 
 def test_every_process_begins_with_nothing_cached_of_either_model(
@@ -302,7 +302,7 @@ def test_a_draft_that_is_the_target_itself(target: Path, tmp_path: Path) -> None
     assert describe_weights(weights)["draft"] == "self:window=16"
 
 
-def test_names_are_kept_once_and_in_order() -> None:
+def test_names_are_listed_once_and_in_order() -> None:
     assert parse_peers("fast, slow,fast") == ["fast", "slow"]
     with pytest.raises(UsageMistake):
         parse_peers("")

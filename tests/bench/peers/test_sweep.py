@@ -1,4 +1,4 @@
-"""The sweep: every setting once, also after an interruption."""
+"""The sweep runs every setting once, also after an interruption."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_second_start_measures_only_what_is_missing(target: Path, tmp_path: Pa
     settings = all_settings([GIB], [None], [0, None])
     first = list(run_sweep(sweep, settings[:1], file, {}))
     with file.open("a") as out:
-        out.write('{"setting": {"memory_bu')  # a kill in the middle of a line
+        out.write('{"setting": {"memory_bu')  # killed in the middle of a line
     second = list(run_sweep(sweep, settings, file, {}))
     assert [line is None for line in second] == [True, False]
     lines = read_results(file).value["settings"]
@@ -97,10 +97,8 @@ def test_other_models_prompts_and_lengths_are_other_measurements(
     assert len({*keys, *(setting_key(item, setting) for item in itself)}) == 12
 
 
-def test_a_setting_is_what_its_process_is_held_to(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is run: root alone could."""
+def test_a_settings_process_is_limited_to_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run: only root could."""
     for name in ("specdec", "specdec-plain"):
         monkeypatch.setitem(peers.PEERS, name, OUR_PEERS[name])
     actual: list[tuple[Task, Limits]] = []
@@ -124,7 +122,7 @@ def test_a_setting_is_what_its_process_is_held_to(
     assert (task.draft, limits.memory_bytes) == (None, None)
 
 
-def test_texts_are_compared_with_the_first_settings_or_a_reports(
+def test_outputs_are_compared_with_the_first_settings_or_a_reports(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = iter([[1, 2, 3], [1, 2], [1, 9, 3]])
@@ -138,7 +136,7 @@ def test_texts_are_compared_with_the_first_settings_or_a_reports(
     file = tmp_path / "sweep.jsonl"
     lines = list(run_sweep(sweep_of(target), settings[:1], file, {}))
     lines += list(run_sweep(sweep_of(target), settings, file, {}))[1:]
-    assert [line and line["n_equal_texts"] for line in lines] == [1, 1, 0]
+    assert [line and line["n_equal_outputs"] for line in lines] == [1, 1, 0]
     assert lines[2] is not None
     assert lines[2]["first_mismatch"] == {"a": 1}
     report = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""`specdec-bench sweep`: its options, its budgets, what it says."""
+"""`specdec-bench sweep`: options, budgets, output."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_command(capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path
     assert main(argv.split()) == 0
     out, err = capfd.readouterr()
     assert "1.00 GiB, full speed, auto tree: " in err
-    assert "equal texts" in out
+    assert "equal sequences" in out
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["setting"]["memory_budget_bytes"] for line in lines] == [2 * GIB, GIB]
     assert lines[0]["provenance"]["argv"][1] == "sweep"
@@ -92,7 +92,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measured memory and time differ from start to start by a little."""
+    """Measured memory and time vary a little from start to start."""
     jitter = iter((0, 4096, 12345))
 
     def plan_run(model: str, *, memory_budget: int | str, **more: Any) -> Any:
@@ -118,7 +118,7 @@ def test_automatic_budgets_are_those_that_the_file_was_begun_with(
     assert capfd.readouterr().err.count("already there") == 4
     settings = [line["setting"] for line in read_results(file).value["settings"]]
     assert settings == [json.loads(line)["setting"] for line in lines]
-    # Of other models, or with another context, they are planned anew.
+    # For other models, or another context, they are planned anew.
     assert main([*argv.split(), "-o", str(file), "-c", "1024"]) == 0
     assert "already there" not in capfd.readouterr().err
     assert len(read_results(file).value["settings"]) == 12

@@ -1,4 +1,4 @@
-"""Programs that are compared on an interpreter of their own."""
+"""Compared programs run on their own interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload.process.limited import FAILED, OK
 from offload.units import GIB
 
 PACKAGE = "only_there"
-"""A package that the other environment has and ours has not."""
+"""A package in the other environment that ours lacks."""
 PROGRAM = f"""
 import sys
 from bench.peers.program import run_program
@@ -35,7 +35,7 @@ def program(task, journal):
     import {PACKAGE}
     journal.loaded({{"executable": sys.executable, "value": {PACKAGE}.VALUE}})
     def decode(prompt, clock):
-        clock.arrive(1)
+        clock.reach(1)
         return {{"token_ids": [1]}}
     journal.decode(decode)
 
@@ -50,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds PACKAGE and nothing else."""
+    """The interpreter of an environment with PACKAGE and nothing else."""
     folder = tmp_path_factory.mktemp("environment") / "its own"
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/python3*/site-packages")
@@ -80,7 +80,7 @@ def program(folder: Path, text: str) -> str:
 
 def test_what_an_environment_has(other: Path) -> None:
     actual = probe(str(other), (PACKAGE, "torch"))
-    assert actual.path == str(other)  # not what it links to: that is another environment
+    assert actual.path == str(other)  # not its link target: that is another environment
     assert actual.versions == {"python": sys.version.split()[0], "airllm": "4.0.0"}
     assert actual.modules == {PACKAGE}
 
@@ -89,7 +89,7 @@ def test_what_an_environment_has(other: Path) -> None:
 def test_a_folder_that_lies_here_is_no_package(
     other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "airllm").mkdir()  # a clone of its repository, say
+    (tmp_path / "airllm").mkdir()  # a repository clone, say
     monkeypatch.chdir(tmp_path)
     assert probe(str(other), (PACKAGE, "airllm")).modules == {PACKAGE}
 
@@ -152,7 +152,7 @@ def test_a_program_runs_there_and_the_record_says_so(target: Path, other: Path, 
 
 
 def test_another_interpreter_gets_no_package_of_ours(other: Path, tmp_path: Path) -> None:
-    """As where we are installed: pytest lies beside our packages then, and must not be found."""
+    """In an installation pytest lies beside our packages, and must not be found."""
     code = "import importlib.util as u; print([bool(u.find_spec(n)) for n in ('bench', 'pytest')])"
     environment = {**os.environ, **own_packages(tmp_path)}
     done = subprocess.run([other, "-c", code], env=environment, capture_output=True, text=True)
@@ -161,7 +161,7 @@ def test_another_interpreter_gets_no_package_of_ours(other: Path, tmp_path: Path
 
 @pytest.mark.parametrize("module", ["peers.airllm", "peers.accelerate"])
 def test_programs_start_without_any_package(other: Path, tmp_path: Path, module: str) -> None:
-    """Only what a program itself needs may be missing: the journal says so in its words."""
+    """Only the program's own dependencies may be missing: the journal repeats its words."""
     task = {
         "model": "m", "draft": None, "prompts": [], "n_tokens": 1, "seconds": 1.0,
         "memory_bytes": 1, "n_threads": 1, "n_ctx": 1,
@@ -223,7 +223,7 @@ def test_mistakes_are_one_line(
     assert part in err
 
 
-# --- programs that write the weights anew -----------------------------------------------------
+# --- programs that rewrite the weights ------------------------------------------------------------
 
 
 REWRITER = """
@@ -239,7 +239,7 @@ def program(task, journal):
     (place / f"made-{len(found)}").write_text("x")
     journal.loaded({"found": found, "place": str(place), "prompts": len(task.prompts)})
     def decode(prompt, clock):
-        clock.arrive(1)
+        clock.reach(1)
         return {"token_ids": [1]}
     journal.decode(decode)
 
@@ -259,23 +259,23 @@ def rewrite(
     return compare(["rewriter"], [Weights.of(target)], prompts, settings, [])
 
 
-def test_weights_are_written_anew_once_and_beforehand(
+def test_weights_are_rewritten_once_and_beforehand(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = rewrite(target, tmp_path, monkeypatch, "")
     [row] = result["peers"]
     assert (row["exit"], row["n_prompts"], len(row["processes"])) == (OK, 2, 2)
-    # By the last of three processes: what the first two left is still there.
+    # The last of three processes sees the files of the first two.
     assert row["settings"]["found"] == ["made-0", "made-1"]
     assert row["settings"]["prompts"] == 1
     place = Path(row["settings"]["place"])
-    assert place.parent == target.parent  # on the storage that is measured
+    assert place.parent == target.parent  # on the measured storage
     assert not place.exists()
     assert row["rewrite_seconds"] > 0
     assert "wrote the weights anew in" in text_of(tables("peers", result))
 
 
-def test_weights_that_cannot_be_written_anew(
+def test_weights_that_cannot_be_rewritten(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [row] = rewrite(target, tmp_path, monkeypatch, "yes")["peers"]

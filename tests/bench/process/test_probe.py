@@ -1,4 +1,4 @@
-"""The storage probe reads every byte it counts, with nothing of the streamer."""
+"""The storage probe reads every byte it counts, without any streamer code."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ OPEN = os.open
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, bytes]:
-    """What the probe has read, by offset."""
+    """The probe's reads, by offset."""
     seen: dict[int, bytes] = {}
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:
         n_read = PREADV(descriptor, buffers, offset)
-        if len(buffers[0]) > PAGE:  # not the trial read of one page
+        if len(buffers[0]) > PAGE:  # without the trial read of one page
             assert offset not in seen
             seen[offset] = bytes(buffers[0][:n_read])
         return n_read
@@ -86,7 +86,7 @@ def test_a_part_of_a_long_file_from_anywhere(tmp_path: Path, reads: dict[int, by
         assert actual.n_bytes == 5 * BLOCK
         assert len(reads) == 5
         starts.add(next(iter(reads)))
-    assert len(starts) > 1  # by chance equal once in 40**19
+    assert len(starts) > 1  # equal by chance once in 40**19
 
 
 def test_the_default_range_is_large_and_its_buffers_are_counted() -> None:
@@ -124,7 +124,7 @@ def test_a_file_system_that_refuses_only_the_reads(
 
 
 def test_a_file_in_memory(reads: dict[int, bytes]) -> None:
-    """tmpfs refuses O_DIRECT up to Linux 6.5 and takes it from 6.6 on."""
+    """tmpfs refuses O_DIRECT up to Linux 6.5 and accepts it from 6.6 on."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no tmpfs here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -152,12 +152,12 @@ def fail(*_: Any) -> int:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def end_prefetch(*_: Any) -> int:
+def end_early(*_: Any) -> int:
     return 0
 
 
 @pytest.mark.parametrize(
-    ("faulty", "part"), [(fail, "Input/output error"), (end_prefetch, "the file ended at")]
+    ("faulty", "part"), [(fail, "Input/output error"), (end_early, "the file ended at")]
 )
 def test_a_fault_of_a_reader_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., int], part: str

@@ -1,4 +1,4 @@
-"""Files of results: read and told apart, written whole or not at all."""
+"""Result files: read, told apart, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_write_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fill)
-    with pytest.raises(ResultsError, match="name a file where there is room"):
+    with pytest.raises(ResultsError, match="name a file on a disk with free space"):
         write_json({"a": 1}, path)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]

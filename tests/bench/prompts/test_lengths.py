@@ -1,4 +1,4 @@
-"""Prompts that do not fit the context: left out or refused before anything is measured."""
+"""Prompts too long for the context: skipped or refused before any measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT = 64
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token for each byte; made for CONTEXT tokens."""
+    """A target with one token per byte and a context of CONTEXT tokens."""
     folder = tmp_path_factory.mktemp("lengths") / "target"
     return save_model(folder, seed=1, max_position_embeddings=CONTEXT)
 
@@ -59,7 +59,7 @@ def test_a_model_that_specdec_cannot_run_leaves_them_all(tmp_path: Path) -> None
     assert fitting(prompts(10, 5000), tmp_path, None, 10) == (prompts(10, 5000), 0)
 
 
-def test_a_prompt_without_room_is_named(target: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_named(target: Path) -> None:
     refuse_long(prompts(10, CONTEXT - 1), target, None)
     with pytest.raises(UsageMistake, match="--prompts, p64: the prompt has 64 tokens"):
         refuse_long(prompts(10, CONTEXT), target, None)

@@ -1,4 +1,4 @@
-"""Prompt files, good and bad, and the built-in one."""
+"""Valid and invalid prompt files, and the built-in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specdec check --rank`: every candidate is measured or told why not, the best one is named."""
+"""`specdec check --rank`: every candidate is measured or skipped with a reason; one is best."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def argv_of(models: Models, prompts: Path, *drafts: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ranking(models: Models, stranger: Path, prompts: Path) -> Ranking:
-    """Of all kinds of candidates."""
+    """A ranking of all kinds of candidates."""
     return rank_drafts(
         str(models.target),
         [str(models.draft), str(stranger), str(models.other_words)],
@@ -137,7 +137,7 @@ def test_command(
     assert [item.name for item, _ in asked] == [
         *names,
         *names[::-1],
-    ]  # a drift falls on all of them
+    ]  # drift affects all of them equally
     assert [item.prompts for item, _ in asked] == [["def f(x):"]] * 3 + [["ab"]] * 3
     for item, enforce in asked:
         assert enforce
@@ -175,7 +175,7 @@ def test_the_target_has_its_own_vocabulary(
 
 
 def measured(*seconds: float, **more: Any) -> Measured:
-    """Of prompts of 11 tokens that took so long for each after the first."""
+    """Measurements of prompts of 11 tokens with these seconds for each token after the first."""
     stats = [GenerationStats(generated_tokens=11, decode_seconds=10 * s, **more) for s in seconds]
     return Measured(stats=[stat.to_dict() for stat in stats])
 

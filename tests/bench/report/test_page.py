@@ -1,4 +1,4 @@
-"""The report's page, from every kind of results."""
+"""The report page for every kind of results."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_a_page_from_each_kind(
     assert text.count("data:image/png;base64,") == len(pictures)
     for word in words:
         assert word in text
-    # Self-contained, and nothing of a file's text becomes a tag.
+    # Self-contained, and no text of a file becomes a tag.
     assert not re.search(r"(src|href)=\"(?!data:)", text)
     assert "<x>" not in text
     for name in pictures:
         assert (page.parent / f"page-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
+def test_bars_over_other_outputs_say_over_which(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     rows = [peer_row("accelerate", 0.5, n_tokens=9), peer_row("specdec", 1.0)]
     path.write_text(json.dumps({**comparison(), "peers": rows}))
@@ -107,7 +107,7 @@ def test_bars_over_other_texts_say_over_which(tmp_path: Path) -> None:
     assert notes == ["2 prompts, 9 tokens", "2 prompts, 20 tokens"]
 
 
-def test_text_that_is_not_the_targets_own_is_told(tmp_path: Path) -> None:
+def test_output_that_is_not_the_targets_own_is_reported(tmp_path: Path) -> None:
     item = speedup()
     item["speculative"]["is_lossless"] = False
     (tmp_path / "speedup.json").write_text(json.dumps(item))
@@ -124,7 +124,7 @@ def test_text_that_is_not_the_targets_own_is_told(tmp_path: Path) -> None:
 def test_all_kinds_on_one_page(files: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", *map(str, files.values()), "-o", str(page)]) == 0
-    assert page.read_text().count("<details>") == 6  # a picture has no provenance
+    assert page.read_text().count("<details>") == 6  # a picture without provenance
 
 
 def test_files_of_one_name_are_all_on_the_page(files: dict[str, Path], tmp_path: Path) -> None:
@@ -155,18 +155,18 @@ def test_what_is_drawn_of_each_kind(files: dict[str, Path]) -> None:
     assert [bar.tokens_per_second for bar in bars(results["peers"])] == [0.25, None, None, 9.3]
     assert bars(results["peers"])[1].note == "not-run: not installed: <airllm>"
     actual = points(results.values())
-    assert len(actual) == (12 - 2) + 2 + 1  # no point where there was no speed
+    assert len(actual) == (12 - 2) + 2 + 1  # no point without a speed
     slowed = [point for point in actual if point.storage_mbps == 90.0]
     assert {point.storage_bytes_per_second for point in slowed} == {90e6}
     sums = {depth.name: (depth.tried, depth.accepted) for depth in depths(results.values())}
     assert sums["peers: specdec"] == ((9, 6), (6, 3))
     assert sums["sweep: tree: auto"] == ((36,), (30,))
-    assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two rounds at depth 3 say nothing
+    assert sums["speedup: specdec"] == ((10, 8), (8, 4))  # two steps at depth 3 are too few
     assert [depth.name for depth in depths([results["peers"]])] == ["specdec"]
 
 
 def test_files_have_lines_of_their_own(files: dict[str, Path]) -> None:
-    """Their drafts may differ, and one line through both would mean nothing."""
+    """Drafts may differ between files, so one line through both would be meaningless."""
     both = [read_results(files[kind]) for kind in ("speedup", "prediction")]
     assert {point.series for point in points(both[:1])} == {"plain", "speculative"}
     assert {point.series for point in points(both)} == {
@@ -174,7 +174,7 @@ def test_files_have_lines_of_their_own(files: dict[str, Path]) -> None:
     }  # fmt: skip
 
 
-def test_more_lines_than_colours_can_be_told_apart() -> None:
+def test_more_lines_than_colours_are_distinguished() -> None:
     several = [Depths(f"a rather long name of a file, {n}", (9, 9), (8, 7)) for n in range(15)]
     figure = acceptance_by_depth(several, "")
     reach, each = figure.axes
@@ -221,7 +221,7 @@ def test_damaged_results_are_named_and_nothing_is_written(
     page.write_text("mine")
     value = read_results(files[kind]).value
     value = value["settings"][0] if kind == "sweep" else value
-    damaged.write_text(json.dumps(_without_figures(value)))
+    damaged.write_text(json.dumps(_without_values(value)))
     assert main(["report", str(damaged), "-o", str(page)]) == 2
     error = capsys.readouterr().err
     assert f"{damaged} is damaged, or of another version" in error
@@ -230,8 +230,8 @@ def test_damaged_results_are_named_and_nothing_is_written(
     assert len(list(tmp_path.glob("*.png*"))) <= 1
 
 
-def _without_figures(value: dict[str, Any]) -> dict[str, Any]:
-    """The keys that tell the kind of results, with nothing useful behind them."""
+def _without_values(value: dict[str, Any]) -> dict[str, Any]:
+    """Only the keys that identify the kind of results, without useful values."""
     return {key: [{}] if isinstance(item, list) else {} for key, item in value.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tables of results, as the terminal shows them."""
+"""Result tables as printed in the terminal."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_markup_in_a_text_is_text() -> None:
     assert "[red]x[/red]" in text_of([Table("", ("a",), (("[red]x[/red]",),))])
 
 
-def test_equal_texts_and_what_is_not_the_targets_own() -> None:
-    line = {**sweep_line(GIB, None, 16, 2.0), "num_seqs": 3, "n_equal_texts": 2}
+def test_equal_outputs_and_outputs_not_the_targets_own() -> None:
+    line = {**sweep_line(GIB, None, 16, 2.0), "num_seqs": 3, "n_equal_outputs": 2}
     value = {"settings": [line, {**line, "is_lossless": False}, sweep_line(GIB, None, 0, None)]}
     [table] = tables("sweep", value)
     shown = [row[-2] for row in table.rows]

@@ -45,7 +45,7 @@ def test_grown_logits_equal_the_small_models(
 
 @pytest.mark.parametrize("small_tied", [False, True])
 @pytest.mark.parametrize("large_tied", [False, True])
-def test_tying_is_kept_where_it_is_possible(
+def test_tying_is_retained_where_possible(
     tmp_path: Path, small_tied: bool, large_tied: bool
 ) -> None:
     small = save_source(tmp_path / "small", altered(SMALL, tied=small_tied))
@@ -77,11 +77,11 @@ def test_heads_are_cut_to_the_sources_size(source: Path, tmp_path: Path) -> None
 
 @st.composite
 def grown_pairs(draw: st.DrawFn) -> tuple[LlamaShape, LlamaShape]:
-    """A small shape and a larger one that it may or may not fit."""
+    """A small shape and a larger one that may not fit it."""
     kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     grown_kv, grown_group = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     heads, grown_heads = kv * group, grown_kv * grown_group
-    # transformers wants hidden sizes that are multiples of the number of heads.
+    # transformers requires hidden sizes that are multiples of the number of heads.
     d = heads * draw(st.integers(math.ceil(4 / heads), 4))
     f, n = draw(st.integers(4, 24)), draw(st.integers(1, 3))
     small = LlamaShape(d, f, n, heads, kv, 4, 96, tied=draw(st.booleans()))

@@ -1,4 +1,4 @@
-"""Encoded weights decode to what went in, as exactly as the format allows."""
+"""Encoded weights decode to the input, as exactly as the format allows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ gguf = pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 pytestmark = pytest.mark.gguf
 
-# Largest error relative to the largest weight of a block: half a step, or a whole one where the
-# largest weight of the other sign is cut off, and the rounding of the scale.
+# Largest error relative to the largest weight of a block: half a step, or a whole step if the
+# largest weight of the other sign is clipped, plus the rounding of the scale.
 ERRORS = {F32: 0.0, F16: 2**-11, BF16: 2**-8, Q8_0: 1 / 220, Q6_K: 1 / 25}
 ERRORS |= {Q5_0: 1 / 14, Q5_1: 1 / 25, Q5_K: 1 / 14}
 ERRORS |= {Q4_0: 1 / 7, Q4_K: 1 / 8, IQ4_NL: 1 / 7, IQ4_XS: 1 / 7}
@@ -72,5 +72,5 @@ def test_bf16_rounds_as_torch_does() -> None:
     bits = np.random.default_rng(0).integers(0, 0x7F000000, 100_000, dtype=np.uint32)
     bits[:1000] = bits[:1000] & 0xFFFF0000 | 0x8000  # ties
     values = bits.view(np.float32).reshape(-1, 1)
-    requested = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
-    assert (BF16.encode(values).view(np.int16) == requested).all()
+    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
+    assert (BF16.encode(values).view(np.int16) == expected).all()

@@ -1,4 +1,4 @@
-"""A grown GGUF file computes, in llama.cpp, what the small one computes."""
+"""A grown GGUF file computes, in llama.cpp, the logits of the small one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hf_logits_of(folder: Path) -> np.ndarray:
 
 
 def ungrown(source: Path, tmp_path: Path, dtype: str, **changes: object) -> np.ndarray:
-    """Logits of the source as it is, written in the same types."""
+    """Logits of the unchanged source, written in the same types."""
     path = tmp_path / "small.gguf"
     grow_gguf(source, path, altered(SMALL, **changes), dtype=dtype)
     return logits_of(path)
@@ -62,11 +62,11 @@ def ungrown(source: Path, tmp_path: Path, dtype: str, **changes: object) -> np.n
 def test_a_written_source_computes_what_transformers_computes(
     source: Path, tmp_path: Path, dtype: str
 ) -> None:
-    requested = hf_logits_of(source)
+    expected = hf_logits_of(source)
     tolerance = {"fp32": 1e-4, "f16": 1e-2, "bf16": 1e-1}[dtype]
-    assert requested.std() > 0.1  # else equality would say little
+    assert expected.std() > 0.1  # otherwise equality would say little
     np.testing.assert_allclose(
-        ungrown(source, tmp_path, dtype), requested, atol=tolerance * requested.std()
+        ungrown(source, tmp_path, dtype), expected, atol=tolerance * expected.std()
     )
 
 
@@ -75,11 +75,11 @@ def test_a_written_source_computes_what_transformers_computes(
 def test_grown_logits_equal_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape, dtype: str
 ) -> None:
-    requested = ungrown(source, tmp_path, dtype)
+    expected = ungrown(source, tmp_path, dtype)
     report = grow_gguf(source, tmp_path / "grown.gguf", shape, dtype=dtype)
-    # In F16 llama.cpp rounds the activations too, after norms that differ in the last bit.
+    # In F16 llama.cpp also rounds the activations, after norms that differ in the last bit.
     tolerance = 1e-3 if dtype == "fp32" else 1e-2
-    np.testing.assert_allclose(logits_of(report.path), requested, atol=tolerance * requested.std())
+    np.testing.assert_allclose(logits_of(report.path), expected, atol=tolerance * expected.std())
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
@@ -87,27 +87,27 @@ def test_grown_logits_equal_the_small_models(
 def test_quantised_logits_are_nearly_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape, dtype: str
 ) -> None:
-    requested = ungrown(source, tmp_path, dtype)
+    expected = ungrown(source, tmp_path, dtype)
     got = logits_of(grow_gguf(source, tmp_path / "grown.gguf", shape, dtype=dtype).path)
-    error = np.abs(got - requested).max()
-    assert error < 0.15 * requested.std()
-    top = np.sort(requested, axis=1)
+    error = np.abs(got - expected).max()
+    assert error < 0.15 * expected.std()
+    top = np.sort(expected, axis=1)
     sure = top[:, -1] - top[:, -2] > 2 * error
     assert sure.sum() > len(IDS) // 3
-    assert (got.argmax(1) == requested.argmax(1))[sure].all()
+    assert (got.argmax(1) == expected.argmax(1))[sure].all()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "q4_0"])
 def test_a_tied_head_stays_tied_where_it_is_possible(tmp_path: Path, dtype: str) -> None:
     small = save_source_with_tokenizer(tmp_path / "small", altered(SMALL, tied=True))
-    # Of this width the head, which is the embedding too, has the small model's type.
+    # At this width the head, also the embedding, has the small model's type.
     large = altered(LARGE, hidden_size=288, tied=True)
     report = grow_gguf(small, tmp_path / "grown.gguf", large, dtype=dtype)
     names = {tensor.name for tensor in gguf.GGUFReader(report.path).tensors}
     assert "output.weight" not in names
-    requested = ungrown(small, tmp_path, dtype, tied=True)
-    error = np.abs(logits_of(report.path) - requested).max()
-    assert error < (1e-3 if dtype == "fp32" else 0.15) * requested.std()
+    expected = ungrown(small, tmp_path, dtype, tied=True)
+    error = np.abs(logits_of(report.path) - expected).max()
+    assert error < (1e-3 if dtype == "fp32" else 0.15) * expected.std()
 
 
 def test_the_file_holds_what_the_report_says(source: Path, tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_heads_share_blocks_where_zeros_beside_them_stay_zeros(tmp_path: Path) -
     small = altered(SMALL, head_dim=16)
     folder = save_source_with_tokenizer(tmp_path / "small", small)
     large = altered(small, hidden_size=256, n_heads=16, n_kv_heads=8)
-    requested = ungrown(folder, tmp_path, "q8_0", head_dim=16)
+    expected = ungrown(folder, tmp_path, "q8_0", head_dim=16)
     got = logits_of(grow_gguf(folder, tmp_path / "grown.gguf", large, dtype="q8_0").path)
-    assert np.abs(got - requested).max() < 0.15 * requested.std()
+    assert np.abs(got - expected).max() < 0.15 * expected.std()
     apart = save_source_with_tokenizer(tmp_path / "apart", altered(small, n_kv_heads=4))
     with pytest.raises(SynthError, match="do not fill groups of 32, .* exact in Q4_K; choose q4_0"):
         grow_gguf(apart, tmp_path / "grown-k.gguf", large, dtype="q4_k_m")

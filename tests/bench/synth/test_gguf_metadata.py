@@ -1,4 +1,4 @@
-"""Names and tokenizers of a GGUF file that is written from a checkpoint."""
+"""Names and tokenizers of a GGUF file written from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path, old: str, new: str, rule: 
 
 
 @pytest.mark.parametrize(
-    ("name", "model_type", "reported"),
+    ("name", "model_type", "expected"),
     [
         ("model.embed_tokens.weight", "llama", "token_embd.weight"),
         ("model.norm.weight", "llama", "output_norm.weight"),
@@ -54,8 +54,8 @@ def test_other_tokenizers_are_refused(tmp_path: Path, old: str, new: str, rule: 
         ),
     ],
 )
-def test_names_are_llama_cpps(name: str, model_type: str, reported: str) -> None:
-    assert gguf_name(name, model_type, 13) == reported
+def test_names_are_llama_cpps(name: str, model_type: str, expected: str) -> None:
+    assert gguf_name(name, model_type, 13) == expected
 
 
 @pytest.mark.parametrize("name", ["model.layers.13.mlp.up_proj.weight", "visual.proj.weight"])

@@ -1,4 +1,4 @@
-"""Grown checkpoints that are quantised run as other libraries' do, and keep what their bits can."""
+"""Grown quantised checkpoints equal other libraries' results, within their bits' precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bench.synth.layouts import LAYOUTS
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.sizing import choose_shape
 
-# Groups of 128 of the small model are groups of the large one, too; a norm's scale is a half.
+# Groups of 128 weights of the small model also fit the large one; a norm's scale is a half.
 SMALL = LlamaShape(128, 128, 2, 1, 1, 128, 280, tied=False)
 LARGE = LlamaShape(512, 384, 5, 4, 2, 128, 280, tied=False)
 PROMPTS = ([70, 80, 90, 100, 70, 80], [5, 9, 44, 3], [200, 17, 33])
@@ -45,7 +45,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def grown(source: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Quantised, in several files; its bf16 form lies beside it as "plain"."""
+    """A quantised checkpoint in several files; its bf16 form lies beside it as "plain"."""
     folder = tmp_path_factory.mktemp(dtype)
     out = grow(source, folder / "grown", LARGE, dtype=dtype, shard_bytes=1_000_000).path
     dequantise(out, folder / "plain")
@@ -70,7 +70,7 @@ def test_it_computes_what_its_bf16_form_does(grown: Path, monkeypatch: pytest.Mo
 
 
 def test_its_text_is_transformers_on_the_dequantised_weights(grown: Path, tmp_path: Path) -> None:
-    """In float32: in bf16 the two round sums in different places."""
+    """The comparison is in float32: in bf16 the two round sums in different places."""
     from transformers import AutoModelForCausalLM
 
     wide = shutil.copytree(grown, tmp_path / "wide")
@@ -80,7 +80,7 @@ def test_its_text_is_transformers_on_the_dequantised_weights(grown: Path, tmp_pa
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
     greedy = config_of({"eos_token_id": None})
     expected = [generate(plain, greedy, prompt)[0] for prompt in PROMPTS]
-    assert len({token for text in expected for token in text}) > 20  # else it would say little
+    assert len({token for text in expected for token in text}) > 20  # otherwise it would say little
     assert outputs_of(wide) == expected
 
 
@@ -95,19 +95,19 @@ def test_growing_adds_nothing_to_what_rounding_changes(
 
 
 def test_weights_are_as_near_as_their_bits(source: Path, dtype: str, tmp_path: Path) -> None:
-    """fp8 has three bits behind the leading one, so an error of a sixteenth of the weight at most.
-    int4 has steps of the largest of a group / 7.5, so an error of half a step, and of 7.5 / 256 of
-    one each for a scale and a product that are rounded to bf16."""
+    """fp8 has three bits behind the leading one, so the error is at most a sixteenth of the weight.
+    int4 has steps of (largest of a group) / 7.5, so the error is half a step, plus 7.5 / 256 of a
+    step each for the scale and the product, which are rounded to bf16."""
     grow(source, tmp_path / "rounded", SMALL, dtype=dtype)
     dequantise(tmp_path / "rounded", tmp_path / "plain")
-    requested, actual = weights_of(source), weights_of(tmp_path / "plain")
-    assert requested.keys() == actual.keys()
-    for name, weight in requested.items():
+    expected, actual = weights_of(source), weights_of(tmp_path / "plain")
+    assert expected.keys() == actual.keys()
+    for name, weight in expected.items():
         error = (actual[name].float() - weight).abs()
         if "proj" not in name:
             assert torch.equal(actual[name], weight.bfloat16())
         elif dtype == "fp8":
-            # Below the smallest normal number steps stay the same. The last term is bf16's.
+            # Below the smallest normal number the step is constant. The last term is bf16's.
             smallest = weight.abs().max() / 448 * 2**-6
             assert (error <= weight.abs().clamp(min=smallest) * (2**-4 + 2**-8)).all()
         else:
@@ -119,7 +119,7 @@ def test_zeros_stay_zeros(grown: Path) -> None:
     weights = weights_of(grown.parent / "plain")
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         assert not weights[f"model.layers.0.{name}"][SMALL.hidden_size :].any()
-        assert not weights[f"model.layers.1.{name}"].any()  # an added layer's
+        assert not weights[f"model.layers.1.{name}"].any()  # from an added layer
 
 
 def test_the_files_are_as_other_libraries_write_them(grown: Path, dtype: str) -> None:

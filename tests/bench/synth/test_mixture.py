@@ -1,4 +1,4 @@
-"""A grown mixture computes the small one's function, and routes as it does."""
+"""A grown mixture computes the small one's function, with the same routing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bench.synth.shapes import MIXTURES, Experts, LlamaShape, SynthError
 
 SMALL = LlamaShape(32, 48, 2, 4, 4, HEAD_DIM, 280, tied=True, experts=Experts(8, 3, 20))
 LARGE = LlamaShape(96, 48, 5, 16, 8, HEAD_DIM, 300, tied=True, experts=Experts(16, 2, 24))
-# Of widths that K-quants fill, the heads of the small model in a block of their own.
+# Widths that K-quants fill, with the small model's heads in their own block.
 WIDE = LlamaShape(768, 48, 5, 24, 24, 32, 300, tied=True, experts=Experts(8, 3, 256))
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 3, 2, 38, 264, 271]
 
 
 def outputs_of(folder: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits, and which experts each layer takes."""
+    """Return the logits and the experts that each layer uses."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -47,22 +47,22 @@ def test_logits_and_routing_are_the_small_models(
     source: Path, tmp_path: Path, shape: LlamaShape
 ) -> None:
     report = grow(source, tmp_path / "grown", shape, dtype="fp32")
-    (requested, routes), (got, grown_routes) = outputs_of(source), outputs_of(report.path)
-    assert requested.std() > 0.1
-    torch.testing.assert_close(got[:, : SMALL.vocab_size], requested, atol=1e-4, rtol=1e-4)
+    (expected, routes), (got, grown_routes) = outputs_of(source), outputs_of(report.path)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got[:, : SMALL.vocab_size], expected, atol=1e-4, rtol=1e-4)
     places = layer_places(SMALL.n_layers, shape.n_layers)
     for place, layer in places.items():
         assert torch.equal(grown_routes[place].sort(-1).values, routes[layer].sort(-1).values)
-    for route in grown_routes:  # added layers ask for experts as well
+    for route in grown_routes:  # added layers route to experts as well
         assert 3 < len(route.unique()) <= 8
 
 
 def test_the_bytes_of_experts_are_the_shapes_and_their_number_the_sources() -> None:
     small = replace(SMALL, experts=Experts(64, 4, 16))
-    requested = MIXTURES["qwen3-30b-a3b"]
-    shape = requested.with_routing_of(small)
+    expected = MIXTURES["qwen3-30b-a3b"]
+    shape = expected.with_routing_of(small)
     assert shape.experts == Experts(64, 4, 1536)
-    assert shape.parameters == pytest.approx(requested.parameters, rel=0.001)
+    assert shape.parameters == pytest.approx(expected.parameters, rel=0.001)
 
 
 @pytest.mark.parametrize("kind", ["dense to mixture", "mixture to dense"])
@@ -105,26 +105,26 @@ class TestGguf:
     def test_llama_computes_what_transformers_computes(
         self, wide_source: Path, tmp_path: Path
     ) -> None:
-        requested = outputs_of(wide_source)[0].numpy()
+        expected = outputs_of(wide_source)[0].numpy()
         got = gguf_logits_of(wide_source, tmp_path / "grown.gguf", WIDE, "fp32")
-        np.testing.assert_allclose(got, requested, atol=1e-3 * requested.std())
+        np.testing.assert_allclose(got, expected, atol=1e-3 * expected.std())
 
     def test_a_mixture_is_written_as_it_is(self, wide_source: Path, tmp_path: Path) -> None:
         from gguf_logits import gguf_logits
         from pair_gguf import save_gguf
 
         save_gguf(wide_source, tmp_path / "f16.gguf", "small")
-        requested = outputs_of(wide_source)[0].numpy()
+        expected = outputs_of(wide_source)[0].numpy()
         got = gguf_logits(tmp_path / "f16.gguf", IDS)
-        np.testing.assert_allclose(got, requested, atol=0.02 * requested.std())
+        np.testing.assert_allclose(got, expected, atol=0.02 * expected.std())
 
     @pytest.mark.parametrize("dtype", ["q4_k_m", "mxfp4", "q4_0"])
     def test_quantised_experts_add_no_noise(
         self, wide_source: Path, tmp_path: Path, dtype: str
     ) -> None:
-        """What is added to the source multiplies exact zeros: a wider model in the same types has
-        the same logits."""
+        """The added weights multiply exact zeros: a wider model in the same types has the same
+        logits."""
         narrow = altered(WIDE, hidden_size=256, n_heads=8, n_kv_heads=8)
-        requested = gguf_logits_of(wide_source, tmp_path / "narrow.gguf", narrow, dtype)
+        expected = gguf_logits_of(wide_source, tmp_path / "narrow.gguf", narrow, dtype)
         got = gguf_logits_of(wide_source, tmp_path / "wide.gguf", WIDE, dtype)
-        assert np.abs(got - requested).max() < 0.15 * requested.std()
+        assert np.abs(got - expected).max() < 0.15 * expected.std()

@@ -1,4 +1,4 @@
-"""Types and bytes of grown GGUF files are those that llama.cpp's own quantisation gives."""
+"""Types and bytes of grown GGUF files equal those of llama.cpp's own quantisation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(path: Path) -> File:
 def both_modes(
     folder: Path, tmp_path: Path, shape: LlamaShape, dtype: str, with_data: bool = True
 ) -> tuple[Path, Path]:
-    """Written in a type, and written in F32 and quantised by llama.cpp."""
+    """Written directly in a type, and written in F32 and quantised by llama.cpp."""
     own, floats = (
         grow_gguf(folder, tmp_path / f"{name}.gguf", shape, dtype=kind, with_data=with_data).path
         for name, kind in (("own", dtype), ("floats", "fp32"))
@@ -96,8 +96,10 @@ def test_types_are_llama_quantizes(
 
 @pytest.mark.parametrize("dtype", ["q4_k_s", "q4_k_m"])
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
-def test_llama_2_70bs_values_are_kept_better(tmp_path: Path, n_kv_heads: int, dtype: str) -> None:
-    """By its number of layers and its grouped heads, which is how llama.cpp knows it."""
+def test_llama_2_70bs_values_are_stored_more_precisely(
+    tmp_path: Path, n_kv_heads: int, dtype: str
+) -> None:
+    """llama.cpp recognises it by its number of layers and its grouped heads."""
     folder = save_source_with_tokenizer(tmp_path / "small", FLAT)
     shape = altered(FLAT, hidden_size=256, n_layers=80, n_heads=2, n_kv_heads=n_kv_heads)
     own, llama = (read(path) for path in both_modes(folder, tmp_path, shape, dtype, False))
@@ -124,8 +126,8 @@ def test_grown_text_is_that_of_llama_quantizes_file(
 ) -> None:
     from gguf_logits import gguf_logits
 
-    # No more heads: those that share a block with the small model's would change how llama.cpp
-    # rounds its activations, by the same amount as any other text does.
+    # No more heads: sharing a block with the small model's heads changes llama.cpp's rounding of
+    # activations, as much as another text would.
     shape = altered(SMALL, hidden_size=512, intermediate_size=768, n_layers=5)
     own, llama = (gguf_logits(path, IDS) for path in both_modes(source, tmp_path, shape, dtype))
     np.testing.assert_allclose(own, llama, atol=1e-3 * llama.std())
@@ -143,7 +145,7 @@ def test_sizes_are_met_closely(dtype: str, n_bytes: int, tied: bool) -> None:
 
 
 def test_known_shapes_have_the_published_sizes() -> None:
-    """Of llama.cpp's own table for Llama 2 7B: 3.80 GiB, 4.45 GiB, 5.15 GiB."""
+    """Sizes from llama.cpp's own table for Llama 2 7B: 3.80 GiB, 4.45 GiB, 5.15 GiB."""
     gib = {"q4_k_m": 3.80, "q5_k_m": 4.45, "q6_k": 5.15}
     sizes = {d: RECIPES[d].model_bytes(SHAPES["llama-2-7b"]) / 2**30 for d in gib}
     assert sizes == pytest.approx(gib, abs=0.006)

@@ -1,4 +1,4 @@
-"""What cannot be grown is refused before anything is written; nothing half-written stays behind."""
+"""Impossible shapes are refused before anything is written; no partial output stays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_sources_that_are_no_plain_llama_are_refused(
 
 
 @pytest.mark.parametrize("value", ["abc", 0, -3, 2.5, True, [1], 2**40])
-def test_a_figure_that_is_no_size_is_refused(value: object) -> None:
+def test_a_value_that_is_no_size_is_refused(value: object) -> None:
     results = ("num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
     config = {"model_type": "llama", "vocab_size": 10, **dict.fromkeys(results, 4)}
     assert source_shape(config).n_kv_heads == 4

@@ -1,4 +1,4 @@
-"""Shapes of a wished size."""
+"""Shapes for a requested size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_size_that_is_refused_names_one_that_works(
 
 
 def test_a_size_is_not_met_by_another() -> None:
-    """The embedding alone takes more than these 476 MiB; the least model is a sixth larger."""
+    """The embedding alone exceeds these 476 MiB; the smallest model is a sixth larger."""
     with pytest.raises(SynthError, match="cannot reach 476.84 MiB"):
         choose_shape(SMALL, None, 500_000_000, None, LAYOUTS["int4"])
 

@@ -1,4 +1,4 @@
-"""The timeline: lanes that nest, bytes that sum, files that open."""
+"""The timeline: nested lanes, byte sums, files that open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, dict[str, Any]]:
-    """A target and a draft that both stream."""
+    """A run with a target and a draft that both stream."""
     draft = save_model(tmp_path_factory.mktemp("timeline") / "draft", seed=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -137,24 +137,24 @@ def test_chrome_trace(run: tuple[Timeline, dict[str, Any]]) -> None:
     assert all(e["args"]["file"].endswith(".safetensors") for e in reads)
 
 
-def test_the_rounds_shown_are_whole(run: tuple[Timeline, dict[str, Any]]) -> None:
+def test_the_steps_shown_are_whole(run: tuple[Timeline, dict[str, Any]]) -> None:
     timeline, _ = run
     passes = timeline.events(PASS)
-    assert timeline.rounds(0) == (0.0, timeline.seconds)
-    for n_rounds in range(1, len(passes) + 1):
-        began, ended = timeline.rounds(n_rounds)
+    assert timeline.steps(0) == (0.0, timeline.seconds)
+    for n_steps in range(1, len(passes) + 1):
+        began, ended = timeline.steps(n_steps)
         whole = [e for e in passes if began <= e.started and e.ended <= ended]
-        assert len(whole) == n_rounds
+        assert len(whole) == n_steps
         assert not [e for e in passes if e not in whole and e.ended > began and e.started < ended]
 
 
-def test_a_run_without_passes_has_no_rounds() -> None:
+def test_a_run_without_passes_has_no_steps() -> None:
     trace = Trace(10)
     with pytest.raises(TimelineError, match="nothing was recorded"):
         make_timeline(trace)
     trace.add(Event(PREFILL, "prompt", 1.0, 2.0, 1))
     with pytest.raises(TimelineError, match="no decode pass"):
-        make_timeline(trace).rounds(3)
+        make_timeline(trace).steps(3)
 
 
 # --- overlaps ---------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_the_title_says_what_drafted_and_what_is_lossy(
 ) -> None:
     titles: list[str] = []
 
-    def note(timeline: Timeline, path: Path, *, title: str, n_rounds: int) -> str:
+    def note(timeline: Timeline, path: Path, *, title: str, n_steps: int) -> str:
         titles.append(title)
         return ""
 

@@ -1,4 +1,4 @@
-"""The embedded mixture before its training: the target cut into experts, and its losses."""
+"""The embedded mixture before training: the target split into experts, and its losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def target() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
-        intermediate_size=4 * N_EXPERTS,  # grouped products take rows of whole 16 bytes
+        intermediate_size=4 * N_EXPERTS,  # grouped products need rows of whole 16 bytes
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -62,9 +62,9 @@ def test_training_computes_what_transformers_does(target, tmp_path) -> None:
 def test_attention_begins_as_the_targets(target) -> None:
     model = build_mixture(target, seed=1)
     for ours, theirs in zip(model.model.layers, target.model.layers, strict=True):
-        requested = theirs.self_attn.state_dict()
+        expected = theirs.self_attn.state_dict()
         actual = ours.self_attn.state_dict()
-        assert all(torch.equal(actual[name], requested[name]) for name in requested)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_tokens_experts_begin_with_about_the_same_weight(target) -> None:

@@ -45,7 +45,7 @@ def quiet(value):
 
 
 class FakeDistribution:
-    """Only what `licence_of` reads."""
+    """Only the members that `licence_of` reads."""
 
     def __init__(self, **fields: str) -> None:
         self.metadata = Message()
@@ -120,7 +120,7 @@ def test_a_corpus_names_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     corpus: Corpus = collect([tmp_path], cap_bytes=200_000)
     assert [(s.name, s.n_files) for s in corpus.sources] == [
         ("python-stdlib", 1),
-        ("good", 1),  # its copy is a duplicate, tests are skipped
+        ("good", 1),  # a duplicate copy; tests are skipped
     ]
     assert corpus.refused == ["bad 1.0: GPL-3.0-only"]
 
@@ -151,9 +151,9 @@ def test_windows_are_visited_once_an_epoch_and_a_resumed_run_goes_on() -> None:
     assert (first[:, 1:] == first[:, :-1] + 1).all()
     assert len(set((first[:, 0] // 10).tolist())) > 85  # jitter moves some to a neighbour
     seen = sampler.tokens_seen
-    requested = sampler.next_batch(4, 10)
+    expected = sampler.next_batch(4, 10)
     resumed = WindowSampler(stream, seed=3, tokens_seen=seen)
-    assert torch.equal(resumed.next_batch(4, 10), requested)
+    assert torch.equal(resumed.next_batch(4, 10), expected)
 
 
 def test_documents_are_mixed_and_separated(tokenizer) -> None:
@@ -209,7 +209,7 @@ def test_the_projected_embedding_keeps_the_logit_geometry(tokenizer) -> None:
     target = build_model(target_config(tokenizer), seed=0)
     draft = build_model(draft_config(tokenizer), seed=1)
     table = target.get_input_embeddings().weight
-    with torch.no_grad():  # a table of a rank that the draft can hold
+    with torch.no_grad():  # a table of a rank that fits the draft
         table.copy_(torch.randn(len(table), 200) @ torch.randn(200, table.shape[1]) / 20)
     project_embedding(target, draft)
     small = draft.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""How fast copies are, by the clock of a device that copies one byte in a second."""
+"""Copy bandwidth, by the clock of a device that copies one byte per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere, and closing at any time: all memory comes back, and no pass is wrong."""
+"""Ctrl-C anywhere, and closing at any time: all memory is freed, and no pass is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.storage.aligned import ALIGNMENT
 PAGE = ALIGNMENT
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
-    # An interrupt inside of a generator that is being dropped is reported, not raised.
+    # An interrupt in a generator that is being collected is reported, not raised.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 MIXED = [STORAGE, HOST, STORAGE, DEVICE, STORAGE]

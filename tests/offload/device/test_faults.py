@@ -1,4 +1,4 @@
-"""Reads, copies and devices that fail; passes that are given up: nothing wrong is ever computed."""
+"""Failing reads, copies and devices, and aborted passes: nothing wrong is ever computed."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ MIXED = [STORAGE, HOST, STORAGE, DEVICE, STORAGE]
 
 
 def any_run(test: Callable[..., None]) -> Callable[..., None]:
-    """Let hypothesis draw what happens: it takes a factory of folders, and `data`."""
+    """Let hypothesis choose the events: takes a factory of folders, and `data`."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     limits = settings(max_examples=50, deadline=None, suppress_health_check=checks)
     return limits(given(data=st.data())(test))
 
 
 def any_plan(data: st.DataObject, weights: Weights, tiers: Sequence[str]) -> Placement:
-    """Tensors dealt out over `tiers` by turns, through a ring of any depth."""
+    """Distribute tensors over `tiers` in turn, through a ring of any depth."""
     return tiered(weights, lambda i, j: tiers[(i + j) % len(tiers)], data.draw(st.integers(1, 3)))
 
 
 def walk_with_errors(
     streamer: DeviceStreamer, device: FakeDevice, weights, kind: type[Exception], resume: int | None
 ) -> int:
-    """Four passes; where a layer raises `kind`, on from layer `resume`, or the same (None)."""
+    """Run four passes; after an error `kind`, resume at layer `resume`, or at the same (None)."""
     n_errors = 0
     for _ in range(4):
         index = 0
@@ -60,7 +60,7 @@ def walk_with_errors(
 
 
 @pytest.mark.parametrize(
-    "policies", [(Policy.LATE,) * 2, (Policy.PREFETCH,) * 2, (Policy.RANDOM,) * 2]
+    "policies", [(Policy.LATE,) * 2, (Policy.EARLY,) * 2, (Policy.RANDOM,) * 2]
 )
 @pytest.mark.parametrize("resume", [0, None])
 def test_a_transient_error_at_every_read(tmp_path: Path, policies, resume: int | None) -> None:
@@ -92,14 +92,14 @@ def test_a_copy_that_cannot_be_enqueued(tmp_path: Path, policies, resume: int | 
 def test_a_device_that_breaks_gives_no_result(tmp_path: Path, policies, caplog) -> None:
     weights = small_weights(tmp_path)
     plan = tiered(weights, lambda i, j: MIXED[i])
-    n_loading = 2  # the first copies bring what stays on the device
+    n_loading = 2  # the first copies fill the resident device memory
     for breaks_at in range(n_loading, 24, 3):
         device = FakeDevice(*policies, break_at=breaks_at)
         streamer = DeviceStreamer(plan, device, read_bytes=PAGE, n_readers=1)
         with pytest.raises(DeviceBroken):
             run_passes(streamer, device, weights, 4)
         with suppress(DeviceBroken):
-            streamer.restart()  # which has nothing to do where the pass had reached its end
+            streamer.restart()  # a no-op if the pass had reached its end
         with pytest.raises(DeviceBroken):
             run_passes(streamer, device, weights)
         streamer.close()
@@ -133,7 +133,7 @@ def test_a_changed_file_is_noticed_before_the_pass_has_a_result(tmp_path: Path) 
 def test_passes_given_up_anywhere(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """A cancel: the layer's block raises, computations of it enqueued or not; then a new pass."""
+    """Cancel: the layer's block raises, with or without enqueued computations; then a new pass."""
     weights = write_weights(tmp_path_factory.mktemp("w"), uneven_sizes(5, 1))
     plan = any_plan(data, weights, MIXED)
     device = FakeDevice(*data.draw(st.sampled_from(POLICIES)), seed=data.draw(st.integers(0, 99)))
@@ -154,7 +154,7 @@ def test_passes_given_up_anywhere(
 def test_everything_goes_wrong_at_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Short reads and failing ones, failing copies, passes given up; then all is well again."""
+    """Short and failing reads, failing copies, aborted passes; then everything works again."""
     weights = write_weights(tmp_path_factory.mktemp("w"), uneven_sizes(5, 2), n_files=2)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     is_well = threading.Event()
@@ -169,7 +169,7 @@ def test_everything_goes_wrong_at_once(
     device = FakeDevice(*data.draw(st.sampled_from(POLICIES)), seed=rng.randrange(99))
     tiers = data.draw(st.lists(st.sampled_from([STORAGE, STORAGE, HOST, DEVICE]), min_size=5))
     plan = any_plan(data, weights, tiers)
-    is_well.set()  # while what stays is loaded
+    is_well.set()  # while resident weights load
     with streaming(plan, device, storage=FaultyReads(fault).storage) as streamer:
         is_well.clear()
         device.fail_copies = frozenset(rng.sample(range(200), 20))
@@ -181,6 +181,6 @@ def test_everything_goes_wrong_at_once(
                 streamer.restart()
         is_well.set()
         device.fail_copies = frozenset()
-        with suppress(StorageError, RuntimeError):  # what was read ahead meanwhile
+        with suppress(StorageError, RuntimeError):  # read ahead meanwhile
             run_passes(streamer, device, weights)
         run_passes(streamer, device, weights, 2)

@@ -1,4 +1,4 @@
-"""The tests of the device streamer can fail: an engine that leaves out an ordering is found out."""
+"""Mutation tests of the device streamer: an engine without one ordering must be detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoComputeWait(FakeDevice):
 
 
 class NoCopyWait(FakeDevice):
-    """A device slot is overwritten while it is computed with."""
+    """A device slot is overwritten while computations use it."""
 
     def copy_waits(self, event: FakeEvent) -> None:
         pass
@@ -37,7 +37,7 @@ class DeafEvent(FakeEvent):
 
 
 class NoHostWait(FakeDevice):
-    """A pinned slot is read into while it is copied from; and loading does not wait."""
+    """A pinned slot is refilled while it is copied from, and loading does not wait."""
 
     def record_copy(self) -> FakeEvent:
         event = super().record_copy()
@@ -45,8 +45,8 @@ class NoHostWait(FakeDevice):
         return event
 
 
-class PrefetchFence(FakeDevice):
-    """The fence of a device slot is that of the computations of the layer before."""
+class EarlyFence(FakeDevice):
+    """The fence of a device slot is that of the previous layer's computations."""
 
     last: FakeEvent | None = None
 
@@ -70,10 +70,10 @@ def has_seen_wrong_bytes(act: Callable[[], None]) -> bool:
         (NoComputeWait, STORAGE),
         (NoCopyWait, HOST),
         (NoCopyWait, STORAGE),
-        (PrefetchFence, HOST),
-        (PrefetchFence, STORAGE),
-        (NoHostWait, STORAGE),  # what is pinned for good is never overwritten
-        (NoHostWait, DEVICE),  # while it is loaded
+        (EarlyFence, HOST),
+        (EarlyFence, STORAGE),
+        (NoHostWait, STORAGE),  # permanently pinned memory is never overwritten
+        (NoHostWait, DEVICE),  # during loading
     ],
 )
 def test_a_missing_order_is_seen(tmp_path: Path, mutant: type[FakeDevice], tier: str) -> None:
@@ -91,7 +91,7 @@ def test_a_missing_order_is_seen(tmp_path: Path, mutant: type[FakeDevice], tier:
 def test_a_fence_left_out_of_a_restart_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass is left in mid-layer, its computation still to run, and the slot is taken back."""
+    """A pass ends in mid-layer, with its computation pending, and the slot is reclaimed."""
     weights = write_weights(tmp_path, [[9000], [5000], [12_000]])
 
     def leave_and_go_on(device: FakeDevice) -> None:
@@ -102,7 +102,7 @@ def test_a_fence_left_out_of_a_restart_is_seen(
             streamer.restart()
             run_passes(streamer, device, weights, 2)
 
-    leave_and_go_on(FakeDevice(Policy.PREFETCH, Policy.LATE))
+    leave_and_go_on(FakeDevice(Policy.EARLY, Policy.LATE))
     free = SlotRing._free
 
     def free_without_fence(ring: SlotRing, slot: Slot) -> None:
@@ -111,4 +111,4 @@ def test_a_fence_left_out_of_a_restart_is_seen(
         slot.fence = fence
 
     monkeypatch.setattr(SlotRing, "_free", free_without_fence)
-    assert has_seen_wrong_bytes(lambda: leave_and_go_on(FakeDevice(Policy.PREFETCH, Policy.LATE)))
+    assert has_seen_wrong_bytes(lambda: leave_and_go_on(FakeDevice(Policy.EARLY, Policy.LATE)))

@@ -95,9 +95,9 @@ def test_copies_and_computations_overlap(
 
 
 def test_the_next_pass_begins_with_copied_layers(tmp_path: Path) -> None:
-    """While the host drafts, the slots fill again; after that a pass stalls that much less."""
+    """Slots fill again while the host drafts; the next pass stalls that much less."""
     weights = write_weights(tmp_path, [[4096]] * 6, padding=0)
-    device = FakeDevice(Policy.PREFETCH, Policy.PREFETCH)
+    device = FakeDevice(Policy.EARLY, Policy.EARLY)
     with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
         run_passes(streamer, device, weights)
         while streamer.stats.bytes_copied < 8 * 4096:
@@ -124,7 +124,7 @@ def test_resident_layers_hide_copies(tmp_path: Path) -> None:
 
 
 def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path) -> None:
-    """Else a cancel would come when the whole pass is enqueued, and wait for all of it."""
+    """Otherwise a cancel would come after the whole pass is enqueued, and wait for all of it."""
     weights = write_weights(tmp_path, [[4096]] * 8, padding=0)
     device = FakeDevice()  # which has computed nothing yet
     with streaming(tiered(weights, lambda i, j: HOST), device) as streamer:
@@ -136,7 +136,7 @@ def test_little_is_enqueued_ahead_of_the_device(tmp_path: Path) -> None:
                 assert n_enqueued <= N_DEVICE_SLOTS
 
 
-# --- figures and limits ---------------------------------------------------------------------------
+# --- metrics and limits ---------------------------------------------------------------------------
 
 
 def test_memory_is_as_planned_and_taken_once(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_memory_is_as_planned_and_taken_once(tmp_path: Path) -> None:
         del device.allocate_device, device.allocate_pinned
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_metrics(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[9000], [5000], [12_000], [300], [8000]])
     plan = tiered(weights, lambda i, j: MIXED[i])
     device = FakeDevice()
@@ -159,7 +159,7 @@ def test_figures(tmp_path: Path) -> None:
         run_passes(streamer, device, weights, 3)
         stats = streamer.stats
         assert stats.passes == 3
-        # What the ring had copied ahead when the last pass ended comes on top.
+        # Copies that the ring made ahead at the end of the last pass come on top.
         assert 3 * plan.moved_bytes <= stats.bytes_copied <= 4 * plan.moved_bytes
         assert 3 * plan.streamed_bytes <= stats.bytes_read <= 5 * plan.streamed_bytes
         assert stats.copy_stall_seconds > 0

@@ -1,4 +1,4 @@
-"""A cache of experts over a real file: what it hands out are the file's bytes, whatever happens."""
+"""A cache of experts over a real file always returns the file's bytes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from offload.storage.direct_io import DirectFile, StorageError
 from offload.trace import recording
 
 N_LAYERS, N_EXPERTS = 3, 6
-SIZES = (5000, 3001, 9000)  # gate, up and down: neighbours, aligned nowhere
+SIZES = (5000, 3001, 9000)  # gate, up and down: adjacent, unaligned
 
 
 class Written:
-    """A file of experts, each behind a gap, and what every tensor of it is."""
+    """A file of experts, each behind a gap, and the contents of every tensor."""
 
     def __init__(self, path: Path) -> None:
         rng = np.random.default_rng(0)
@@ -97,8 +97,8 @@ def test_neighbouring_tensors_are_one_read(written) -> None:
     assert all(len(layout.extents) == 1 for layer in written.layers for layout in layer.layouts)
 
 
-def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
-    expert_cache = written.expert_cache(9)  # half of all
+def test_expert_hit_rates_are_cached_for_the_next_plan(written) -> None:
+    expert_cache = written.expert_cache(9)  # half of all experts
     assert expected_decay(written.layers) == ASSUMED_DECAY
     keep_decay(expert_cache, ExpertStats(n_asked_full=10, n_hits_full=9))  # too few to tell
     assert expected_decay(written.layers) == ASSUMED_DECAY
@@ -108,7 +108,7 @@ def test_how_often_experts_are_found_is_kept_for_the_next_plan(written) -> None:
     keep_decay(written.expert_cache(18), ExpertStats(n_asked_full=4000, n_hits_full=4000))
     assert expected_decay(written.layers) == pytest.approx(
         2 * math.log(4)
-    )  # all held: nothing to learn
+    )  # all are cached: nothing to learn
 
 
 def test_it_is_not_that_of_another_file_in_its_place(written) -> None:
@@ -128,8 +128,8 @@ def test_what_is_counted_for_it_begins_when_the_cache_is_full(written, cache) ->
     assert (cache.stats.n_asked_full, cache.stats.n_hits_full) == (2, 2)
 
 
-def test_passes_of_several_rows_are_not_counted_for_it(written, cache) -> None:
-    """They share experts, and those are there most of all: what is left is missed more often."""
+def test_passes_of_several_tokens_are_not_counted_for_it(written, cache) -> None:
+    """Such passes share experts, which are mostly cached: the remaining ones miss more often."""
     for layer in (0, 1, 1):
         check(cache, written, layer, [0, 1])
     before = cache.stats.n_asked_full
@@ -175,7 +175,7 @@ class FailingFile(DirectFile):
 def test_what_a_failed_read_raised_keeps_no_memory(written) -> None:
     FailingFile.n_reads = 0
     cache = ExpertCache(written.expert_cache(4), storage=FailingFile, n_readers=1)
-    gc.disable()  # which would find the memory sooner or later
+    gc.disable()  # the collector would find the memory sooner or later
     try:
         with pytest.raises(StorageError, match="I/O error"):
             list(cache.fetch(0, [0, 1, 2]))
@@ -187,7 +187,7 @@ def test_what_a_failed_read_raised_keeps_no_memory(written) -> None:
         gc.enable()
 
 
-def test_a_read_that_failed_is_told_and_read_again(written) -> None:
+def test_a_failed_read_is_reported_and_repeated(written) -> None:
     FailingFile.n_reads = 0
     cache = ExpertCache(written.expert_cache(4), storage=FailingFile, n_readers=1)
     with pytest.raises(StorageError, match="I/O error"):
@@ -219,8 +219,8 @@ def hanging(written: Written) -> Iterator[ExpertCache]:
     made.close()
 
 
-def test_a_visit_ends_while_its_reads_hang(written, hanging) -> None:
-    """The next one waits for them, for their slots, and ends as well."""
+def test_an_access_ends_while_its_reads_hang(written, hanging) -> None:
+    """The next access waits for the reads and their slots, and ends as well."""
 
     def cancel() -> None:
         raise KeyError("cancelled")
@@ -257,7 +257,7 @@ def test_reads_that_were_given_up_count(written, hanging) -> None:
     assert (hanging.stats.bytes_read, hanging.stats.n_hits) == (sum(reads), 2)
 
 
-def test_closing_in_the_middle_of_a_visit_ends_it_in_one_line(written) -> None:
+def test_closing_during_an_access_ends_it_in_one_line(written) -> None:
     cache = ExpertCache(written.expert_cache(1))
     fetched = cache.fetch(0, [0, 1])
     next(fetched)
@@ -283,11 +283,11 @@ def test_a_read_that_never_returns_does_not_block_closing(
         next(fetched)
     monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
-    assert "does not return; its memory is not given back" in caplog.text
+    assert "does not return; its memory is not freed" in caplog.text
 
 
 class SlowFile(DirectFile):
-    """Reads take longer than what waits looks up."""
+    """A file whose reads take longer than the waiter's polling interval."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         import time

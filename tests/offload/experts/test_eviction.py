@@ -1,4 +1,4 @@
-"""Which expert makes room: rules replayed over traces of routing, beside the best possible."""
+"""Expert eviction: rules replayed over traces of routing, beside the optimum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N_LAYERS, N_EXPERTS, N_USED = 4, 16, 4
 
 
 def routed(n_passes: int = 120, seed: int = 0) -> list[Access]:
-    """Some experts are asked for more often, and those of the last pass more often than others."""
+    """Route with some experts more popular, and those of the last pass more likely."""
     rng = np.random.default_rng(seed)
     liked = rng.dirichlet(np.full(N_EXPERTS, 0.5), N_LAYERS) + 1e-3
     last: dict[int, tuple[int, ...]] = {}
@@ -38,13 +38,13 @@ def test_a_cache_of_all_experts_misses_each_once(rule) -> None:
     trace = routed()
     different = {(layer, expert) for layer, experts in trace for expert in experts}
     n_asked = len(trace) * N_USED
-    requested = 1 - len(different) / n_asked
-    assert replay(trace, N_LAYERS * N_EXPERTS, rule) == pytest.approx(requested)
-    assert belady(trace, N_LAYERS * N_EXPERTS) == pytest.approx(requested)
+    expected = 1 - len(different) / n_asked
+    assert replay(trace, N_LAYERS * N_EXPERTS, rule) == pytest.approx(expected)
+    assert belady(trace, N_LAYERS * N_EXPERTS) == pytest.approx(expected)
 
 
 def test_recency_alone_finds_nothing_below_what_a_pass_asks_for() -> None:
-    """The cliff: a pass gives away what the next one asks for, just before it does."""
+    """The cliff: each pass evicts the experts that the next one needs, just before it does."""
     same = [(layer, tuple(range(N_USED))) for _ in range(50) for layer in range(N_LAYERS)]
     n_slots = N_LAYERS * N_USED - N_USED
     assert replay(same, n_slots, least_recently_used) == 0.0

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: it is untrusted, and what is wrong gives one clear error."""
+"""Checkpoint files are untrusted: every defect gives one clear error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.safetensors import read_header_and_metadata
 
-# --- what works --------------------------------------------------------------------------------
+# --- valid checkpoints ----------------------------------------------------------------------------
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_bf16_and_packed_types(tmp_path: Path) -> None:
 
 
 def write_shards(folder: Path, **listed: str) -> None:
-    """x and y in two shards; `listed` overrides or adds entries of the weight map."""
+    """Write x and y in two shards; `listed` overrides or adds entries of the weight map."""
     save_file({"x": np.zeros(3, dtype=np.float32)}, folder / "m-1.safetensors")
     save_file({"y": np.ones(5, dtype=np.float32)}, folder / "m-2.safetensors")
     weight_map = {"x": "m-1.safetensors", "y": "m-2.safetensors", **listed}
@@ -102,7 +102,7 @@ def test_a_hugging_face_cache(tmp_path: Path, shared: bool) -> None:
     assert list(WeightIndex.from_directory(link)) == ["x"]
 
 
-# --- which files -------------------------------------------------------------------------------
+# --- file selection -------------------------------------------------------------------------------
 
 
 def test_no_directory_and_no_weights(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
 
 
 def test_an_index_names_files_and_the_last_file_counts(tmp_path: Path) -> None:
-    """As for transformers: wherever the index places a tensor, or where it places none."""
+    """The last file counts, as in transformers, wherever the index places a tensor, if at all."""
     write_shards(tmp_path, y="m-1.safetensors", z="m-2.safetensors")
     index = WeightIndex.from_directory(tmp_path)
     assert {name: r.path.name for name, r in index.items()} == {

@@ -1,4 +1,4 @@
-"""Whether two tensors are the same is read from the files, piece by piece."""
+"""Equality of two tensors is read from the files, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random damage is read or refused; what passes is what the gguf package and llama.cpp read."""
+"""Random damage is read or refused; accepted files read as by the gguf package and llama.cpp."""
 
 from __future__ import annotations
 

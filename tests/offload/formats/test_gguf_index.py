@@ -25,7 +25,7 @@ def refused(path: Path, match: str) -> None:
 
 
 def rewrite(path: Path, part: dict, **split: tuple[str, object]) -> None:
-    """Overwrite one split with other split figures (None drops one)."""
+    """Overwrite one split with other split metadata (None drops a key)."""
     keys = {f"split.{key.replace('__', '.')}": item for key, item in split.items() if item}
     path.unlink(missing_ok=True)
     path.write_bytes(gb.make_file(keys, part))
@@ -102,7 +102,7 @@ def test_a_split_of_another_name(tmp_path: Path) -> None:
     refused(paths[0], "model-00002-of-00003.gguf is split number 3 by its header")
 
 
-def test_split_figures_that_disagree(tmp_path: Path) -> None:
+def test_split_metadata_that_disagree(tmp_path: Path) -> None:
     paths = gb.write_splits(tmp_path, META, PARTS)
     number, total = ("u16", 1), ("i32", 5)
     rewrite(paths[1], PARTS[1], no=number, count=("u16", 2), tensors__count=total)

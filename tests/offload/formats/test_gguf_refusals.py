@@ -1,4 +1,4 @@
-"""GGUF files are untrusted: everything wrong about one gives one clear error.
+"""GGUF files are untrusted: every defect gives one clear error.
 
 The cases of llama.cpp's test-gguf, in its order, and more.
 """
@@ -121,7 +121,7 @@ def test_tensor_offsets(tmp_path: Path) -> None:
     refused(tmp_path, two(32), "'b' at 32, where it overlaps")
     refused(tmp_path, two(96), "'b' at 96, after a hole that begins at 64")
     assert len(read(tmp_path, two(64)).tensors) == 2
-    # The file's alignment is larger than what its offsets were made with.
+    # The file's alignment is larger than that used for its offsets.
     keys = {"general.alignment": ("u32", 64)}
     tensors = {"a": ("I8", (3,)), "b": ("I8", (3,))}
     refused(tmp_path, gb.make_file(keys, tensors, alignment=32), "'b' at 32, which is not aligned")

@@ -1,4 +1,4 @@
-"""Tensors written and read in place: whole files or none, and nothing but what was written."""
+"""Tensors written and read in place: whole files or none, and only the written bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_changes_stay_in_the_process(path: Path) -> None:
 
 
 def test_it_is_private_and_alone(path: Path) -> None:
-    assert path.stat().st_mode & 0o077 == 0  # it holds what somebody wrote
+    assert path.stat().st_mode & 0o077 == 0  # it has somebody's data
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -136,7 +136,7 @@ def test_a_shorter_file_is_refused(path: Path, n_bytes: int) -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 100, -1])
 def test_a_file_that_is_cut_after_it_was_read(path: Path, n_bytes: int) -> None:
-    """Its pages are gone: to look at them would end the process."""
+    """The file's pages are gone: touching them would end the process."""
     file = read_mapped(path)
     file.check_unchanged()
     os.truncate(path, n_bytes % path.stat().st_size)
@@ -149,7 +149,7 @@ CUT = "import os, sys; os.truncate(sys.argv[1], int(sys.argv[2]))"
 
 @pytest.mark.parametrize("n_bytes", [0, 100])
 def test_who_cuts_a_file_waits_while_its_tensors_are_used(path: Path, n_bytes: int) -> None:
-    """At every step of reading them: before, between, and behind the last one."""
+    """Every step of reading is covered: before, between, and behind the last one."""
     file = read_mapped(path)
     with ExitStack() as running:
         with file.unchanged():

@@ -1,4 +1,4 @@
-"""Metadata of packed tensors is read with distrust."""
+"""Metadata of packed tensors is untrusted."""
 
 from __future__ import annotations
 

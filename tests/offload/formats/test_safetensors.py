@@ -1,4 +1,4 @@
-"""One safetensors header: whatever is in it, it is accepted whole or refused in one line."""
+"""A safetensors header, whatever its content, is accepted whole or refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in files without a name: read as they were written, and never to be found."""
+"""Tensors in unnamed files: read as they were written, and inaccessible by name."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_room_is_an_error_at_once(tmp_path: Path) -> None:
+def test_no_space_is_an_error_at_once(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # of this whole process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # for this whole process
     try:
         with pytest.raises(OSError, match="File too large"):
             UnnamedFile(tmp_path, TENSORS, fill)

@@ -1,4 +1,4 @@
-"""Pages move without a loss, and mappings are found whatever else is mapped."""
+"""Pages move without loss, and mappings are found whatever else is mapped."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ MADV_DONTFORK = 10
 
 
 @pytest.fixture
-def capacity() -> object:
-    """64 MiB of reserved address space, aligned to 2 MiB."""
+def region() -> object:
+    """Reserve 64 MiB of address space, aligned to 2 MiB."""
     base = reserve(64 * MIB + HUGE)
     yield -(-base // HUGE) * HUGE
     unmap(base, 64 * MIB + HUGE)
 
 
-def test_zeros_take_no_memory_until_something_is_written(capacity: int) -> None:
-    commit(capacity, 8 * HUGE)
-    give_back_zeros(capacity + 100, 4 * HUGE)  # the pages wholly inside of it
-    inside = [(capacity, 8 * HUGE)]
+def test_zeros_take_no_memory_until_something_is_written(region: int) -> None:
+    commit(region, 8 * HUGE)
+    give_back_zeros(region + 100, 4 * HUGE)  # the pages wholly inside
+    inside = [(region, 8 * HUGE)]
     assert memory_in(inside) <= 4 * HUGE + 2 * PAGE_BYTES
-    bytes_there = view(capacity, 8 * HUGE)
+    bytes_there = view(region, 8 * HUGE)
     bytes_there[HUGE] = 7
     assert memory_in(inside) <= 4 * HUGE + 3 * PAGE_BYTES
     assert bytes(bytes_there[HUGE : HUGE + 3]) == b"\x07\0\0"
 
 
-# --- mappings ------------------------------------------------------------------------------
+# --- mappings -------------------------------------------------------------------------------------
 
 
 @needs_whole_pages
@@ -96,7 +96,7 @@ def test_a_mapping_without_its_first_page_and_in_several_parts(tmp_path: Path) -
     path.write_bytes(bytes(20 * PAGE_BYTES))
     address, size = map_file(path)
     try:
-        libc.munmap(address, PAGE_BYTES)  # the hole is where the kernel would put a new page
+        libc.munmap(address, PAGE_BYTES)  # the kernel would put a new page into the hole
         rest = MappedRange(address + PAGE_BYTES, size - PAGE_BYTES, PAGE_BYTES)
         assert find_mapping(path) == [rest]
         libc.madvise(address + 4 * PAGE_BYTES, PAGE_BYTES, MADV_DONTFORK)  # another VMA
@@ -127,7 +127,7 @@ def test_files_that_cannot_be_mapped(tmp_path: Path, make) -> None:
         find_mapping(tmp_path / "file")
 
 
-# --- moving --------------------------------------------------------------------------------
+# --- moving ---------------------------------------------------------------------------------------
 
 
 def test_this_system_can_move_pages() -> None:
@@ -143,8 +143,8 @@ def test_a_system_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.errno == errno.EINVAL
 
 
-def test_huge_pages_stay_huge(capacity: int) -> None:
-    source, target, size = capacity, capacity + 32 * MIB, 8 * HUGE
+def test_huge_pages_stay_huge(region: int) -> None:
+    source, target, size = region, region + 32 * MIB, 8 * HUGE
     commit(source, size)
     if memory_in([(source, size)], "AnonHugePages") < size:
         pytest.skip("no huge pages to be had")
@@ -163,16 +163,16 @@ def test_huge_pages_stay_huge(capacity: int) -> None:
 
 
 @needs_populated_memory
-def test_committed_memory_is_small_pages_where_asked(capacity: int) -> None:
-    commit(capacity, 3 * HUGE, huge=False)
-    assert memory_in([(capacity, 3 * HUGE)]) == 3 * HUGE
-    assert memory_in([(capacity, 3 * HUGE)], "AnonHugePages") == 0
-    commit(capacity + 16 * MIB + PAGE_BYTES, 2 * HUGE)  # one of them is whole
-    assert memory_in([(capacity + 16 * MIB, 8 * MIB)]) == 2 * HUGE
+def test_committed_memory_is_small_pages_where_asked(region: int) -> None:
+    commit(region, 3 * HUGE, huge=False)
+    assert memory_in([(region, 3 * HUGE)]) == 3 * HUGE
+    assert memory_in([(region, 3 * HUGE)], "AnonHugePages") == 0
+    commit(region + 16 * MIB + PAGE_BYTES, 2 * HUGE)  # one of them is whole
+    assert memory_in([(region + 16 * MIB, 8 * MIB)]) == 2 * HUGE
 
 
 def attempt_as_before_6_17(move: Move) -> bool:
-    """One VMA at a time, and a failed call may have unmapped the target."""
+    """Move one VMA at a time; a failed call may have unmapped the target."""
     vmas = address_space._read_maps()
     borders = {vma.start for vma in vmas if move.source < vma.start < move.source + move.n_bytes}
     if borders:
@@ -186,13 +186,13 @@ def attempt_as_before_6_17(move: Move) -> bool:
 @pytest.mark.parametrize("old_kernel", [False, True])
 @pytest.mark.parametrize("n_borders", [0, 1, 3])
 def test_a_range_of_several_vmas_moves_as_a_whole(
-    capacity: int, n_borders: int, old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    region: int, n_borders: int, old_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if old_kernel:
         monkeypatch.setattr(address_space, "_attempt", attempt_as_before_6_17)
     n_pages = 16
     size = n_pages * PAGE_BYTES
-    source, target = capacity, capacity + 32 * MIB
+    source, target = region, region + 32 * MIB
     commit(source, size)
     content = os.urandom(size)
     view(source, size)[:] = content
@@ -209,17 +209,17 @@ def test_a_range_of_several_vmas_moves_as_a_whole(
     assert ctypes.string_at(source, size) == content
 
 
-def test_moves_that_are_refused(capacity: int) -> None:
-    commit(capacity, PAGE_BYTES)
-    for source, target in ((capacity, capacity + 1), (capacity + 1, capacity + MIB)):
+def test_moves_that_are_refused(region: int) -> None:
+    commit(region, PAGE_BYTES)
+    for source, target in ((region, region + 1), (region + 1, region + MIB)):
         with pytest.raises(AddressSpaceError, match="errno 22"):
             move_pages([Move(source, target, PAGE_BYTES)], [])
     hole = reserve(4 * PAGE_BYTES)
     unmap(hole, 4 * PAGE_BYTES)
     done: list[Move] = []
-    good = Move(capacity, capacity + MIB, PAGE_BYTES)
+    good = Move(region, region + MIB, PAGE_BYTES)
     with pytest.raises(AddressSpaceError, match="mapped at|errno 14"):
-        move_pages([good, Move(hole, capacity + 2 * MIB, 4 * PAGE_BYTES)], done)
+        move_pages([good, Move(hole, region + 2 * MIB, 4 * PAGE_BYTES)], done)
     assert done == [good]
     with pytest.raises(AddressSpaceError, match="mmap of .* Cannot allocate memory") as caught:
         reserve(1 << 60)
@@ -227,13 +227,13 @@ def test_moves_that_are_refused(capacity: int) -> None:
 
 
 def test_what_took_the_targets_place_is_not_overwritten(
-    capacity: int, monkeypatch: pytest.MonkeyPatch
+    region: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel refuses, and before the second attempt the target belongs to somebody else."""
-    commit(capacity, 2 * PAGE_BYTES)
-    libc.madvise(capacity, PAGE_BYTES, MADV_DONTFORK)
-    commit(capacity + MIB, 2 * PAGE_BYTES)
-    view(capacity + MIB, 1)[0] = 7
+    """The kernel refuses, and before the second attempt another mapping takes the target."""
+    commit(region, 2 * PAGE_BYTES)
+    libc.madvise(region, PAGE_BYTES, MADV_DONTFORK)
+    commit(region + MIB, 2 * PAGE_BYTES)
+    view(region + MIB, 1)[0] = 7
 
     def refuse(move: Move) -> bool:
         ctypes.set_errno(errno.EFAULT)
@@ -241,5 +241,5 @@ def test_what_took_the_targets_place_is_not_overwritten(
 
     monkeypatch.setattr(address_space, "_attempt", refuse)
     with pytest.raises(AddressSpaceError, match="was taken"):
-        move_pages([Move(capacity, capacity + MIB, 2 * PAGE_BYTES)], [])
-    assert view(capacity + MIB, 1)[0] == 7
+        move_pages([Move(region, region + MIB, 2 * PAGE_BYTES)], [])
+    assert view(region + MIB, 1)[0] == 7

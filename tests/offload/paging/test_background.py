@@ -1,4 +1,4 @@
-"""A mapped model's resident pages are there before a layer, or what belongs to none, is used."""
+"""A mapped model's resident and non-layer pages are loaded before they are used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def touches(record: TensorRecord, start: int, end: int) -> bool:
 @pytest.mark.parametrize("non_layer", range(N_LAYERS))
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_is_needed_is_there(tmp_path: Path, non_layer: int, stays: bool) -> None:
-    """Tensors of no layer lie between any two layers, and share pages with both. Those that stay
-    mapped share pages with what is put in the place of the mapping."""
+    """Non-layer tensors lie between any two layers and share pages with both. Tensors that stay
+    mapped share pages with those that replace the mapping."""
     weights = write_weights(tmp_path, [[50_000, 3000]] * N_LAYERS, resident=lambda i, j: i > 1)
     layers = [layer for i, layer in enumerate(weights.layers) if i != non_layer]
     rest = weights.layers[non_layer].tensors

@@ -1,4 +1,4 @@
-"""What missing experts take is measured once, with the caches themselves."""
+"""The time of missing experts is measured once, with the caches themselves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from offload.units import MIB
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 16, 4
 SIZE = 60_001
-"""Of each of an expert's two tensors: aligned nowhere, so that neighbours share pages."""
+"""Sizes of an expert's two tensors: unaligned, so that neighbours share pages."""
 EXPERT_BYTES = 2 * SIZE
 
 
 @pytest.fixture
 def layers(tmp_path: Path) -> tuple[LayerExperts | None, ...]:
-    """Stacked as in a GGUF file; the first layer has none."""
+    """Layers stacked as in a GGUF file; the first layer has none."""
     path, offset = tmp_path / "experts.bin", 5
     made: list[LayerExperts | None] = [None]
     for layer in range(N_LAYERS):
@@ -54,14 +54,14 @@ def layers(tmp_path: Path) -> tuple[LayerExperts | None, ...]:
 
 @pytest.fixture(params=["paged", "slots"])
 def kind(request: pytest.FixtureRequest, layers) -> tuple[LayerExperts | None, ...]:
-    """The same experts, of both kinds of cache."""
+    """Either kind of cache, over the same experts."""
     at_once = request.param == "paged"
     return tuple(None if x is None else replace(x, is_at_once=at_once) for x in layers)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Short measurements, on a machine without others, that count as long enough."""
+    """Measure briefly on an otherwise idle machine, and count it as long enough."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(expert_speed, "_SECONDS", 0.05)
     monkeypatch.setattr(expert_speed, "_WARM_UP_SECONDS", 0.01)
@@ -74,19 +74,19 @@ def cached() -> list[Path]:
 
 
 def test_the_clock_counts_the_bytes_that_were_missing(kind, monkeypatch) -> None:
-    """On a clock that a visit moves by 2 s, half of a token's experts are missing at a time."""
+    """Each access moves the clock by 2 s; half of a token's experts miss at a time."""
     ticks = itertools.count(0, 2)
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(expert_speed, "time", clock)
     monkeypatch.setattr(expert_speed, "_SECONDS", 400.0)
     actual = missing_seconds_per_byte(kind)
-    # 4 slots of 48 experts: a tenth of those that are asked for may be there by chance.
+    # 4 slots of 48 experts: a tenth of the requested ones may hit by chance.
     assert 2 / (2 * EXPERT_BYTES) <= actual < 1.5 * 2 / (2 * EXPERT_BYTES)
 
 
 @needs_own_memory
 def test_a_real_measurement_gives_everything_back(kind) -> None:
-    missing_seconds_per_byte(kind)  # what is loaded on first use
+    missing_seconds_per_byte(kind)  # memory loaded on first use
     before = process_memory().rss_bytes
     for path in cached():
         path.unlink()
@@ -104,7 +104,7 @@ def test_each_kind_is_measured_once(layers, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"measured_at": 1e12}', "[1]"])
-def test_a_corrupt_figure_is_measured_anew(layers, text: str) -> None:
+def test_a_corrupt_measurement_is_repeated(layers, text: str) -> None:
     missing_seconds_per_byte(layers)
     (path,) = cached()
     whole = path.read_text()
@@ -114,7 +114,7 @@ def test_a_corrupt_figure_is_measured_anew(layers, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1.0", "0.0", "NaN", "true", '"1"'])
-def test_no_other_figure_is_believed(layers, value: str) -> None:
+def test_no_other_value_is_accepted(layers, value: str) -> None:
     missing_seconds_per_byte(layers)
     (path,) = cached()
     began = path.read_text().split('"seconds_per_byte"')[0]
@@ -122,13 +122,13 @@ def test_no_other_figure_is_believed(layers, value: str) -> None:
     assert 0 < missing_seconds_per_byte(layers) < 1
 
 
-def test_what_a_limit_on_reading_makes_of_it_is_not_kept(layers, monkeypatch) -> None:
+def test_timings_under_a_read_limit_are_not_cached(layers, monkeypatch) -> None:
     monkeypatch.setattr(expert_speed, "read_limit_in_force", lambda path: 1000)
     assert missing_seconds_per_byte(layers) > 0
     assert cached() == []
 
 
-def test_a_failed_read_is_told(kind, monkeypatch) -> None:
+def test_a_failed_read_is_reported(kind, monkeypatch) -> None:
     def fault(call: int, length: int) -> None:
         raise StorageError("gone")
 

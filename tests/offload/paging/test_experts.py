@@ -1,4 +1,4 @@
-"""Pages of experts over a real file that is mapped: those asked for are there, and no others."""
+"""Expert pages over a real mapped file: the requested ones are loaded, and no others."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from offload.units import format_bytes
 
 N_LAYERS, N_EXPERTS = 3, 12
 SIZES = (9000, 3001, 3 * PAGE_BYTES)
-"""Of an expert's tensors: they share pages, are less than one, or are whole pages."""
+"""Tensor sizes of an expert: shared pages, less than one page, or whole pages."""
 
 
 class Mixture:
-    """A mapped file; every tensor has the experts of a layer one after the other."""
+    """A mapped file in which every tensor has the experts of a layer one after the other."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Mixture:
         self.mappings = {path: find_mapping(path)}
         self.own = outside(self.layers).untouched
 
-    def capacity(self, n_slots: int) -> ExpertCachePlan:
+    def plan(self, n_slots: int) -> ExpertCachePlan:
         return ExpertCachePlan(self.layers, n_slots)
 
     def check(self, layer: int, experts: list[int]) -> None:
@@ -73,17 +73,17 @@ class Mixture:
                 assert actual == self.content[record.offset : record.offset + record.n_bytes]
 
     def n_bytes_there(self) -> int:
-        """Memory of the experts' own pages."""
+        """Return the memory of the experts' own pages."""
         return memory_in([(self.address, self.size)])
 
     def is_there(self, layer: int, expert: int) -> bool:
-        """Whether the inner page of its last tensor is."""
+        """Return whether the inner page of its last tensor is loaded."""
         record = self.layers[layer].tensors[expert][2]
         return is_readable(self.address + record.offset + PAGE_BYTES)
 
 
 def there(mixture: Mixture) -> list[tuple[int, int]]:
-    """(layer, expert) of those that can be computed with."""
+    """Return (layer, expert) of the usable experts."""
     return [(i, e) for i in range(N_LAYERS) for e in range(N_EXPERTS) if mixture.is_there(i, e)]
 
 
@@ -96,13 +96,13 @@ def mixture(tmp_path: Path) -> Iterator[Mixture]:
 
 @pytest.fixture
 def paged(mixture: Mixture) -> Iterator[PagedExperts]:
-    made = PagedExperts(mixture.capacity(14), mixture.mappings)
+    made = PagedExperts(mixture.plan(14), mixture.mappings)
     yield made
     made.close()
 
 
 def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixture, paged) -> None:
-    rng, limit = np.random.default_rng(1), mixture.capacity(14).n_bytes
+    rng, limit = np.random.default_rng(1), mixture.plan(14).n_bytes
     for step in range(30):
         experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False).tolist()
         paged.fetch(step % N_LAYERS, experts)
@@ -129,7 +129,7 @@ def test_a_read_that_fails_leaves_nothing_behind(mixture) -> None:
         if is_broken and call % 3 == 0:
             raise OSError(5, "Input/output error")
 
-    paged = PagedExperts(mixture.capacity(14), mixture.mappings, storage=FaultyReads(fault).storage)
+    paged = PagedExperts(mixture.plan(14), mixture.mappings, storage=FaultyReads(fault).storage)
     try:
         paged.fetch(0, [1, 4])
         before, is_broken = mixture.n_bytes_there(), True
@@ -148,14 +148,14 @@ def test_a_read_that_fails_leaves_nothing_behind(mixture) -> None:
 @pytest.fixture
 def hanging(mixture: Mixture) -> Iterator[PagedExperts]:
     HangingFile.let_go.clear()
-    made = PagedExperts(mixture.capacity(14), mixture.mappings, storage=HangingFile)
+    made = PagedExperts(mixture.plan(14), mixture.mappings, storage=HangingFile)
     yield made
     HangingFile.let_go.set()
     made.close()
 
 
-def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
-    """The next one waits for them, for their pages, and ends as well."""
+def test_an_access_ends_while_its_reads_hang(mixture, hanging) -> None:
+    """The next access waits for the reads and their pages, and ends as well."""
 
     def end() -> None:
         raise KeyboardInterrupt
@@ -167,7 +167,7 @@ def test_a_visit_ends_while_its_reads_hang(mixture, hanging) -> None:
     hanging.fetch(2, [5])
     mixture.check(2, [5])
     assert there(mixture) == [(2, 5)]
-    assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - hanging.unread_bytes
+    assert mixture.n_bytes_there() == mixture.plan(14).n_bytes - hanging.unread_bytes
 
 
 def test_reads_that_were_given_up_count(mixture, hanging) -> None:
@@ -181,10 +181,10 @@ def test_reads_that_were_given_up_count(mixture, hanging) -> None:
     assert hanging.stats.bytes_read == 2 * mixture.n_bytes_there()
 
 
-def test_closing_while_reads_are_begun_ends_a_visit_in_one_line(
+def test_closing_while_reads_start_ends_an_access_in_one_line(
     mixture, paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread closes the model then."""
+    """Another thread closes the model at that moment."""
     move = experts_file._move
 
     def closing(*args: list[Fetched]) -> None:
@@ -206,7 +206,7 @@ def test_a_read_that_never_returns_does_not_block_closing(
         hanging.fetch(0, [1], end)
     monkeypatch.setattr(readers_file, "JOIN_SECONDS", 0.01)
     hanging.close()
-    assert "does not return; its memory is not given back" in caplog.text
+    assert "does not return; its memory is not freed" in caplog.text
 
 
 def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
@@ -218,8 +218,8 @@ def test_a_file_that_was_changed_is_noticed(mixture, paged) -> None:
 
 
 def test_too_little_memory_for_a_layer_is_said(mixture) -> None:
-    """And so is the memory that is enough."""
-    little, enough = mixture.capacity(2), mixture.capacity(N_EXPERTS)
+    """The message also has the sufficient amount of memory."""
+    little, enough = mixture.plan(2), mixture.plan(N_EXPERTS)
     paged = PagedExperts(little, mixture.mappings)
     lacking = format_bytes(enough.n_bytes - little.n_bytes)
     try:
@@ -241,7 +241,7 @@ def test_files_are_closed_where_pages_cannot_be_prepared(
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(experts_file, "reserve", refuse)
     with pytest.raises(AddressSpaceError) as raised:
-        PagedExperts(mixture.capacity(14), mixture.mappings)
+        PagedExperts(mixture.plan(14), mixture.mappings)
     assert raised.value.errno == errno.ENOMEM
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -250,7 +250,7 @@ def test_files_are_closed_where_pages_cannot_be_prepared(
 def test_too_many_mappings_are_a_lack_of_memory(
     mixture, paged, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whether pages are made usable, moved or given back."""
+    """The limit may be hit while pages are made usable, moved or freed."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AddressSpaceError("mprotect failed", errno.ENOMEM)
@@ -259,14 +259,14 @@ def test_too_many_mappings_are_a_lack_of_memory(
     monkeypatch.setattr(experts_file, call, refuse)
     with pytest.raises(MemoryError, match="vm.max_map_count"):
         paged.fetch(1, range(N_EXPERTS))
-    if call == "reserve":  # nothing is taken before it could be given back
+    if call == "reserve":  # nothing is allocated that could not be freed
         with pytest.raises(MemoryError, match="vm.max_map_count"):
             paged.fetch(0, range(N_EXPERTS))
     monkeypatch.undo()
     for layer in (2, 1, 0):
         paged.fetch(layer, range(N_EXPERTS))
         mixture.check(layer, list(range(N_EXPERTS)))
-        assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - paged.unread_bytes
+        assert mixture.n_bytes_there() == mixture.plan(14).n_bytes - paged.unread_bytes
 
 
 def test_of_many_mappings_no_more_are_made_by_moving(
@@ -279,7 +279,7 @@ def test_of_many_mappings_no_more_are_made_by_moving(
         paged.fetch(layer, range(N_EXPERTS))
         mixture.check(layer, list(range(N_EXPERTS)))
     assert moved == []
-    assert mixture.n_bytes_there() == mixture.capacity(14).n_bytes - paged.unread_bytes
+    assert mixture.n_bytes_there() == mixture.plan(14).n_bytes - paged.unread_bytes
 
 
 def test_pages_of_experts_that_go_become_those_of_experts_that_come(
@@ -316,7 +316,7 @@ def test_the_edges_and_what_lies_between_are_the_whole(mixture) -> None:
 
 
 def test_tables_of_pages_are_counted(mixture) -> None:
-    """Ours as they are, and the kernel's: 8 bytes a page on x86-64 and arm64."""
+    """Our own tables, and the kernel's: 8 bytes a page on x86-64 and arm64."""
     spans = [(span, first) for layer in mixture.layers for span, first in tensors_of(layer)]
     regions = [Region(span, first.n_bytes, 0) for span, first in spans]
     tables = sum(r.n_users.nbytes + r.is_border[1:].nbytes + 8 * len(r.n_users) for r in regions)

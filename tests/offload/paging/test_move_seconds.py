@@ -1,4 +1,4 @@
-"""What moving pages takes is measured on memory of its own, which it gives back."""
+"""The time of moving pages is measured on temporary memory, which is freed afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _address_space_bytes() -> int:
 @needs_own_memory
 def test_it_is_measured_and_nothing_stays_behind() -> None:
     measure = move_seconds_per_byte.__wrapped__
-    measure()  # whatever a first use maps for good
+    measure()  # mappings of a first use that stay
     before = _address_space_bytes()
     assert measure() > 0
     assert _address_space_bytes() <= before

@@ -1,4 +1,4 @@
-"""Layers come to their addresses with the file's bytes, and cost no memory.
+"""Layers come to their addresses with the file's bytes, and use no additional memory.
 
 What the pager shares with the streamer (the ring, the readers) is tested there.
 """
@@ -100,7 +100,7 @@ def test_thousands_of_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_both_ways_of_reading(tmp_path: Path, direct: bool) -> None:
+def test_both_read_modes(tmp_path: Path, direct: bool) -> None:
     weights = write_weights(
         tmp_path, uneven_sizes(5, 1, limit=60_000), n_files=2, resident=lambda i, j: i == 1
     )
@@ -164,7 +164,7 @@ def test_larger_system_pages(tmp_path: Path, page: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(aligned, "PAGE_BYTES", page)
     weights = write_weights(tmp_path, uneven_sizes(6, 3, 300_000), resident=lambda i, j: j == 1)
     with mapped(weights) as files:
-        # The tail of the last page: a mapping covers it where pages are so large.
+        # The tail of the last page: a mapping covers it on systems with large pages.
         files.mappings = {
             path: [MappedRange(m.address, -(-m.n_bytes // page) * page, m.file_offset)]
             for path, (m,) in files.mappings.items()
@@ -180,7 +180,7 @@ def test_larger_system_pages(tmp_path: Path, page: int, monkeypatch: pytest.Monk
             assert part.file_offset % page == part.n_bytes % page == 0
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_metrics(tmp_path: Path) -> None:
     with (
         mapped(page_weights(tmp_path)) as files,
         Pager(files.layers, [], files.mappings, 1, read_bytes=PAGE) as pager,

@@ -1,4 +1,4 @@
-"""What the pager touches of a mapping, what it leaves alone, and what is closed."""
+"""The parts of a mapping that the pager changes or leaves alone, and calls after closing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_neighbours_share_pages_with_what_stays(tmp_path: Path) -> None:
             assert ctypes.string_at(address + len(content), size - len(content)).count(0) == (
                 size - len(content)
             )
-            # Pages that hold nothing else than `head` and `tail` are still the file's.
+            # Pages with nothing but `head` and `tail` are still the file's.
             backed = bytes_in([(address, size)], "Shared_Clean")
             backed += bytes_in([(address, size)], "Private_Clean")
             assert backed >= PAGE
@@ -56,7 +56,7 @@ def test_neighbours_share_pages_with_what_stays(tmp_path: Path) -> None:
 
 
 def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between two tensors of a layer is read along: padding, the layer's own tensors."""
+    """Gaps between two tensors of a layer are read along: padding, or the layer's own tensors."""
     path = tmp_path / "f"
     scale = PAGE // 4096
     records, _ = one_file(path, [scale * n for n in (50_000, 20_000, 50_000, 20_000, 50_000)])
@@ -72,7 +72,7 @@ def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_parts(whole) == 1
     assert n_parts(whole, resident=[gap]) == 2
     assert n_parts(whole, untouched=[gap]) == 2
-    assert n_parts(whole, resident=[between]) == 2  # also somebody else's: it must stay
+    assert n_parts(whole, resident=[between]) == 2  # another mapping: it must stay
     bare = LayerWeights((first, second, third))
     assert n_parts(bare) == 1
     assert n_parts(bare, untouched=[between, gap]) == 3

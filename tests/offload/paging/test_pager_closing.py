@@ -1,4 +1,4 @@
-"""Waiting for a layer, closing meanwhile, and what is left afterwards."""
+"""Waiting for a layer, closing meanwhile, and the state afterwards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_closing_gives_all_memory_back_and_leaves_no_trap(tmp_path: Path, is_in:
             pager.enter(0)
         pager.leave(0)
         pager.restart()
-    # The owner has unmapped the file; what is mapped there now is none of the pager's business.
+    # The owner has unmapped the file; the pager must not touch a mapping there.
     with mapped(weights) as files:
         pager.close()
         del pager
@@ -86,7 +86,7 @@ def test_a_read_that_never_returns_does_not_block_closing(
             pager.close()
         assert "does not return" in caplog.text
         files.check_absent(0)
-    gate.opened.set()  # it returns after all, into memory that is still there
+    gate.opened.set()  # the late read writes to memory that still exists
     for thread in reader_threads():
         thread.join()
 

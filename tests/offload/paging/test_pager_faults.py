@@ -141,7 +141,7 @@ def test_short_and_interrupted_reads_change_nothing(tmp_path: Path, seed: int) -
 
 
 class WatchedReads:
-    """Reads that fail now and then, and note those that go where they must not."""
+    """Reads that fail now and then, and record forbidden targets."""
 
     def __init__(self, rng: random.Random) -> None:
         self.pager: Pager | None = None
@@ -156,7 +156,7 @@ class WatchedReads:
                     continue
                 start = acquired.taken.slot.buffer.address
                 if start <= address < start + self.pager.ring_bytes // self.pager.n_slots:
-                    self.wrong.append(f"layer {acquired.index} is lent and read over")
+                    self.wrong.append(f"layer {acquired.index} is acquired and overwritten")
             if self._rng.random() < 0.05:
                 raise OSError(errno.EIO, "Input/output error")
         try:
@@ -167,8 +167,8 @@ class WatchedReads:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_readers_write_only_into_slots_that_are_not_lent(tmp_path: Path, seed: int) -> None:
-    """Under restarts, errors and nesting, no read goes to memory whose pages are elsewhere."""
+def test_readers_write_only_into_slots_that_are_not_acquired(tmp_path: Path, seed: int) -> None:
+    """Through restarts, errors and nesting, no read targets memory whose pages are elsewhere."""
     rng = random.Random(seed)
     reads = WatchedReads(rng)
     storage = partial(DirectFile, read_at=reads)
@@ -207,7 +207,7 @@ def test_a_file_cut_or_changed_while_running(tmp_path: Path) -> None:
     ):
         files.run_passes(pager, 2)
         os.utime(path, ns=(1, 1))
-        for _ in range(2):  # it does not heal by itself
+        for _ in range(2):  # the error is persistent
             with pytest.raises(StorageError, match="changed while in use"):
                 files.run_passes(pager)
         assert pager.stats.passes == 2
@@ -226,7 +226,7 @@ def test_resident_tensors_that_cannot_be_read(tmp_path: Path) -> None:
         ) as pager:
             with pytest.raises(StorageError, match="Input/output error"):
                 files.run_passes(pager)
-            files.run_passes(pager)  # what was missing is read now
+            files.run_passes(pager)  # missing bytes are read now
         assert bytes_in(files.ranges.values()) == 0
         for layer in files.layers:
             assert not is_readable(files.address(layer.tensors[0]))

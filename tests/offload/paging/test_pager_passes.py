@@ -1,4 +1,4 @@
-"""Passes that are given up, at any moment, lose no page."""
+"""Aborted passes, at any moment, lose no page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", range(6))
-def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) -> None:
+def test_an_aborted_pass_restarts(tmp_path: Path, n_slots: int, stop: int) -> None:
     weights = write_weights(
         tmp_path, uneven_sizes(6, stop, limit=60_000), resident=lambda i, j: i in (0, 3)
     )
@@ -33,7 +33,7 @@ def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) ->
         assert pager.stats.passes == 4 if stop else 2
 
 
-def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
+def test_a_restart_releases_acquired_slots(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, uneven_sizes(5, 3, limit=60_000))
     with (
         mapped(weights) as files,

@@ -1,4 +1,4 @@
-"""Layers that stay at their addresses after their use: the right bytes, and no page too many."""
+"""Layers pinned at their addresses after use: correct bytes, and no excess pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 @settings(
     max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
-def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots) -> None:
+def test_every_layer_has_its_bytes_whatever_is_pinned(weights, operations, n_slots) -> None:
     with (
         mapped(weights) as files,
         Pager(files.layers, [], files.mappings, n_slots, read_bytes=PAGE, poison=True) as pager,
@@ -50,21 +50,21 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
                 pager.restart()
             assert pager.num_pinned <= num_to_pin
             for index in range(N_LAYERS):
-                if index not in pager._walk.pinned and not pager._acquired:
+                if index not in pager._cursor.pinned and not pager._acquired:
                     files.check_absent(index)
         files.run_passes(pager, 2)
         assert pager.num_pinned == num_to_pin
-        for index in pager._walk.pinned:
+        for index in pager._cursor.pinned:
             files.check(index)
 
 
-def test_held_layers_take_a_slot_each(weights: Weights) -> None:
-    """At their addresses or in the ring, there are so many pages and no more."""
+def test_pinned_layers_take_a_slot_each(weights: Weights) -> None:
+    """The number of pages stays the same, at the layers' addresses or in the ring."""
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
         files.run_passes(pager, 2)
         pager.pin_layers(2)
         files.run_passes(pager, 2)
-        pinned = [(m.address, len(m.view)) for m in pager._walk.pinned.values()]
+        pinned = [(m.address, len(m.view)) for m in pager._cursor.pinned.values()]
 
         def n_bytes() -> int:
             return bytes_in([*slot_ranges(pager), *pinned, *files.ranges.values()])
@@ -77,7 +77,7 @@ def test_held_layers_take_a_slot_each(weights: Weights) -> None:
 
 
 @needs_address_limit
-def test_without_address_space_none_is_held(tmp_path: Path) -> None:
+def test_without_address_space_none_is_pinned(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
         files.run_passes(pager)

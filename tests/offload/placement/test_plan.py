@@ -1,4 +1,4 @@
-"""The plan keeps to its memory, says what it really takes, and leaves little to read."""
+"""Plans stay within their memory, report their true use, and leave little to read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.units import MIB
 
 
 def llama(n_layers: int, width: int = 3072, hidden: int = 8192, kv: int = 1024) -> list:
-    """Layers of bf16 matrices in one imaginary file, ordered by name as real checkpoints are."""
+    """Layers of bf16 matrices in one imaginary file, ordered by name as in real checkpoints."""
     sizes = {
         "input_layernorm": width,
         "mlp.down_proj": width * hidden,
@@ -47,7 +47,7 @@ def total_bytes(layers: list[LayerWeights]) -> int:
 
 
 def check(plan: Placement, layers: list[LayerWeights], available: int) -> None:
-    """What must hold for every plan."""
+    """Check the invariants of every plan."""
     assert plan.host_bytes <= available
     assert [p.tensors for p in plan.layers] == [layer.tensors for layer in layers]
     streamed = sum(r.n_bytes for layer in plan.layers for r in layer.streamed)
@@ -58,7 +58,7 @@ def check(plan: Placement, layers: list[LayerWeights], available: int) -> None:
     assert plan.n_slots <= plan.n_streamed_layers
 
 
-# --- one layer ---------------------------------------------------------------------------------
+# --- one layer ------------------------------------------------------------------------------------
 
 
 def record(name: str, offset: int, n_bytes: int, path: str = "m") -> TensorRecord:
@@ -108,7 +108,7 @@ def test_a_layer_checks_its_names() -> None:
     assert len(layer.with_resident(()).streamed) == 2
 
 
-# --- whole plans -------------------------------------------------------------------------------
+# --- whole plans ----------------------------------------------------------------------------------
 
 
 def test_everything_resident_when_it_fits() -> None:
@@ -130,7 +130,7 @@ def test_the_reference_case_beats_pinning_whole_layers() -> None:
     n_whole = (available - 3 * per_layer) // per_layer
     assert plan.n_slots == 3
     assert plan.streamed_bytes < 0.92 * (28 - n_whole) * per_layer
-    # No split can stream fewer: with x of each layer streamed, 28 (1 - x) + 3 x layers are held.
+    # No split streams less: with x of each layer streamed, 28 (1 - x) + 3 x layers are resident.
     bound = (total_bytes(layers) - available) / (1 - 3 / 28)
     assert plan.streamed_bytes < 1.02 * bound
     assert plan.host_bytes > 0.99 * available
@@ -177,7 +177,7 @@ def test_the_smallest_budget_is_named_and_works(n_slots: int | None) -> None:
         plan_placement(layers, smallest - 1, n_slots=n_slots)
 
 
-def test_a_given_depth_is_kept() -> None:
+def test_a_given_depth_is_respected() -> None:
     layers = llama(28)
     for depth in (1, 2, 4):
         assert plan_placement(layers, 2 * 10**9, n_slots=depth).n_slots == depth

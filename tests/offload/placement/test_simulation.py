@@ -1,4 +1,4 @@
-"""The ring, simulated: exact cases, an oracle that counts ticks, bounds, monotonicity."""
+"""The simulated ring: exact cases, an oracle that counts ticks, bounds, monotonicity."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def uniform(n_layers: int, read: float, compute: float) -> list[LayerWork]:
     ("layers", "n_slots", "seconds", "stall"),
     [
         (uniform(4, 3, 2), 1, 20, 12),  # one slot: nothing overlaps
-        (uniform(4, 3, 2), 2, 12, 4),  # reading is the slower one
-        (uniform(4, 2, 3), 2, 12, 0),  # computing is
+        (uniform(4, 3, 2), 2, 12, 4),  # reading is slower
+        (uniform(4, 2, 3), 2, 12, 0),  # computing is slower
         (uniform(4, 0, 3), 2, 12, 0),  # nothing streams
         ([LayerWork(4, 1), LayerWork(0, 3)], 1, 5, 1),  # the resident layer hides a read
         ([LayerWork(4, 1), LayerWork(4, 1), LayerWork(0, 6)], 2, 8, 0),
-        # Neither of the two: each big read waits for its slot, which a big computation holds.
+        # Neither: each big read waits for its slot, which a big computation uses.
         ([LayerWork(4, 0), LayerWork(0, 4), LayerWork(0, 0)], 1, 4, 0),
         ([LayerWork(5, 1), LayerWork(1, 5)], 1, 12, 6),
     ],
@@ -60,28 +60,28 @@ def test_the_head_counts_in_the_pass_and_hides_reads_too():
 
 def test_what_runs_at_the_same_time_slows_each_other():
     both = Overlap(read=1.5, compute=2.0)
-    # One slot: reading and computing never meet, except in the gap.
+    # One slot: reading and computing never overlap, except in the gap.
     assert simulate_passes(uniform(4, 3, 2), 1, overlap=both).seconds == 20
-    # Resident layers beside one read: all of the read's 1.5 * 4 seconds, 3 of computing done in
-    # them, the other 2 alone.
+    # Resident layers beside one read: all of the read's 1.5 * 4 seconds, 3 of computing during
+    # it, the other 2 alone.
     layers = [LayerWork(4, 0), LayerWork(0, 5)]
     assert simulate_passes(layers, 1, overlap=both).seconds == pytest.approx(8)
-    # Always both: whichever takes longer, slowed.
+    # Always both: the slower one, slowed further.
     long = simulate_passes(uniform(4, 1, 10), 4, overlap=both)
     assert long.seconds == pytest.approx(4 * 10 + 4 * 1.5 * (1 - 1 / 2.0))
 
 
 def ticking(layers: list[LayerWork], n_slots: int, gap: int, n_passes: int) -> list[int]:
-    """When each pass begins: reader and consumer do one second of work at each tick."""
+    """Return when each pass begins: reader and consumer do one second of work per tick."""
     work = [*layers, LayerWork(0, gap)]
     reads = [int(layer.read_seconds) for layer in layers if layer.read_seconds]
     n_slots = min(n_slots, len(reads))
-    n_read = n_released = read_done = 0  # tickets read; slots given back; seconds of the next one
+    n_read = n_released = read_done = 0  # layers read; slots freed; seconds of the next one
     begins: list[int] = []
     position = n_taken = done = clock = 0
     while len(begins) <= n_passes:
         moved = True
-        while moved:  # whatever takes no time
+        while moved:  # steps that take no time
             moved = False
             layer = work[position]
             needs = n_taken + (1 if layer.read_seconds else 0)
@@ -117,7 +117,7 @@ def test_the_same_as_a_machine_that_ticks(layers, n_slots, gap):
     if not any(layer.compute_seconds for layer in layers) and not gap:
         gap = 1
     times = simulate_passes(layers, n_slots, gap_seconds=gap)
-    n_passes = 60  # many times the largest cycle that is likely
+    n_passes = 60  # many times the largest likely cycle
     begins = ticking(layers, n_slots, gap, 2 * n_passes)
     mean = (begins[-1] - begins[n_passes]) / n_passes
     assert times.cycle_seconds == pytest.approx(mean, abs=6 / n_passes)
@@ -223,7 +223,7 @@ def test_small_tiers_by_hand(layers, slots, seconds, stall):
 @settings(max_examples=150, deadline=None)
 @given(layers=TIERED_LAYERS, n_slots=st.integers(1, 4), gap=st.integers(0, 9))
 def test_without_storage_a_device_ring_is_like_one_that_files_are_read_to(layers, n_slots, gap):
-    """Copies then do what reads do there."""
+    """Copies then take the role of reads."""
     copied = simulate_passes(
         [moved(0, item.copy_seconds, item.compute_seconds) for item in layers],
         0,

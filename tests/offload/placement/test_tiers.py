@@ -1,4 +1,4 @@
-"""Plans over three tiers keep to both memories, and leave little to copy and to read."""
+"""Plans over three tiers fit both memories, and leave little to copy and to read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(n_layers: int, unit_bytes: int, start: int = 1_000) -> list[LayerWeigh
 
 
 def check(plan: Placement, layers: list[LayerWeights], host: int, device: int) -> None:
-    """What must hold for every plan."""
+    """Check the invariants of every plan."""
     assert plan.device_bytes <= device
     assert plan.host_bytes <= host
     assert [layer.tensors for layer in plan.layers] == [layer.tensors for layer in layers]
@@ -82,7 +82,7 @@ def test_with_host_memory_enough_nothing_is_read_from_storage():
 
 
 def test_both_memories_are_used_up():
-    """Of 2.5 GiB half a GiB is on the device and 1 GiB pinned: the rest is read, in each pass."""
+    """Half a GiB of 2.5 GiB is on the device and 1 GiB pinned: the rest is read, in each pass."""
     layers = model(40, 4 * MIB)
     plan = plan_tiers(layers, GIB, GIB // 2)
     check(plan, layers, GIB, GIB // 2)

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system: what stays would be counted as the process's base."""
+"""Freed memory returns to the system: otherwise it would count as the process's base."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="calls of glibc")
 
-# Blocks that are freed below one that stays: the heap cannot shrink from its end.
-KEPT = """
+# Blocks freed below one that stays: the heap cannot shrink from its end.
+RETAINED = """
 from offload.process.memory import process_memory
 from offload.process.allocator import free_large_blocks_at_once, give_back_freed
 {before}
@@ -28,7 +28,7 @@ print(filled - process_memory().rss_bytes)
 
 
 def freed_bytes(**parts: object) -> int:
-    code = KEPT.format(**{"before": "", "after": "", **parts})
+    code = RETAINED.format(**{"before": "", "after": "", **parts})
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     return int(run.stdout)
 

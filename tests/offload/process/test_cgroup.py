@@ -1,4 +1,4 @@
-"""Memory cgroups: real ones where that is allowed, simulated trees for the other version."""
+"""Memory cgroups: real ones where permitted, simulated trees for the other version."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _why_not() -> str:
 needs_cgroup = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "available")
 
 
-# --- real ones ---------------------------------------------------------------------------------
+# --- real cgroups ---------------------------------------------------------------------------------
 
 
 @needs_cgroup
-def test_figures_and_removal() -> None:
+def test_metrics_and_removal() -> None:
     before = _our_cgroups()
     with MemoryCgroup.create(100 * MIB) as group:
         argv = [sys.executable, "-c", "import sys; sys.stdin.read(); x = bytearray(30 << 20)"]
@@ -49,7 +49,7 @@ def _our_cgroups() -> list[Path]:
     return sorted(group.path.parent.glob("specdec-*"))
 
 
-# --- simulated ones ----------------------------------------------------------------------------
+# --- simulated cgroups ----------------------------------------------------------------------------
 
 
 def _fake_v1(root: Path) -> Path:
@@ -89,7 +89,7 @@ def test_v1_writes_the_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_bytes", [2**63, 2**64, 2**70])
 def test_a_limit_beyond_all_memory_is_none(tmp_path: Path, n_bytes: int) -> None:
-    """The kernel wraps at 2**64: that limit would be 0, and everything inside be killed."""
+    """The kernel wraps at 2**64: that limit would be 0, and kill everything inside."""
     _fake_v1(tmp_path)
     group = MemoryCgroup.create(n_bytes, proc=tmp_path / "proc")
     assert (group.path / "memory.limit_in_bytes").read_text() == f"{2**63 - mmap.PAGESIZE}\n"
@@ -103,7 +103,7 @@ def test_what_dead_processes_left_is_swept_away(tmp_path: Path) -> None:
     ours, foreign = parent / f"specdec-{os.getpid()}-01234567", parent / "specdec-notes"
     for path in (stale, busy, ours, foreign):
         path.mkdir()
-    (busy / "process").touch()  # cannot be removed, as a cgroup that holds one
+    (busy / "process").touch()  # cannot be removed, as a cgroup with a child
     group = MemoryCgroup.create(100 * MIB, proc=tmp_path / "proc")
     assert set(parent.iterdir()) == {busy, ours, foreign, group.path}
 

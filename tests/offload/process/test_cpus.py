@@ -1,4 +1,4 @@
-"""A quota of processor time counts as so many processors; trees are simulated, but for the last."""
+"""A CPU quota counts as that many processors; trees are simulated, except for the last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(root: Path, version: int, files: dict[str, str]) -> Path:
-    """A /proc of a process in the cgroup /job/inner; `files` are below the mount."""
+    """Simulate /proc of a process in the cgroup /job/inner; `files` are below the mount."""
     mount = root / "cgroups"
     kind = "cgroup cgroup rw,cpu,cpuacct" if version == 1 else "cgroup2 cgroup2 rw"
     entry = "4:cpu,cpuacct:/job/inner" if version == 1 else "0::/job/inner"
@@ -98,7 +98,7 @@ def test_a_quota_that_is_in_force() -> None:
 
 
 class Machine:
-    """Four processors, their clock, and what others compute on them."""
+    """Four processors, their clock, and the load of other programs."""
 
     def __init__(self, usable: int = 4) -> None:
         self.seconds, self.seconds_of_other_processes, self.usable = 0.0, 100.0, usable
@@ -116,21 +116,21 @@ def test_processors_that_others_compute_on_are_not_free() -> None:
     machine = Machine()
     assert machine.n_cpus_after(1.0, 0.0) == 4
     assert machine.n_cpus_after(1.0, 1.2) == 3
-    assert machine.n_cpus_after(1.0, 3.9) == 1  # one at least
+    assert machine.n_cpus_after(1.0, 3.9) == 1  # at least one
     assert machine.n_cpus_after(1.0, 0.4) == 4  # noticed again
 
 
 def test_no_more_than_the_process_may_use() -> None:
     machine = Machine(usable=2)
     assert machine.n_cpus_after(1.0, 1.0) == 2
-    machine.usable = 1  # a quota that is set later
+    machine.usable = 1  # a quota set later
     assert machine.n_cpus_after(1.0, 0.0) == 1
 
 
 def test_a_moment_tells_nothing() -> None:
     machine = Machine()
     assert machine.n_cpus_after(0.1, 4.0) == 4
-    assert machine.n_cpus_after(0.9, 4.0) == 1  # what happened in that moment counts then
+    assert machine.n_cpus_after(0.9, 4.0) == 1  # the load at that moment counts then
 
 
 @pytest.mark.parametrize(

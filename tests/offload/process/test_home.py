@@ -1,4 +1,4 @@
-"""What lies in a home folder, of a user who has none."""
+"""Files in the home folder, for a user without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes inside limits: how they end, and what they took."""
+"""Processes inside limits: their exit, and their usage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_late_program_and_its_children_are_killed(tmp_path: Path) -> None:
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
         "print(child.pid, flush=True); time.sleep(60)"
     )
-    for seconds in (1.5, 6.0, 24.0):  # an emulated interpreter takes seconds to begin
+    for seconds in (1.5, 6.0, 24.0):  # an emulated interpreter takes seconds to start
         assert run(tmp_path, script, seconds=seconds).exit == TIMED_OUT
         if (tmp_path / "log").read_text():
             break
@@ -88,7 +88,7 @@ def test_nothing_outlives_a_terminated_benchmark(tmp_path: Path) -> None:
 
 
 @needs_cgroup
-def test_the_kernels_kill_is_told_from_others(tmp_path: Path) -> None:
+def test_the_kernels_kill_is_distinguished_from_others(tmp_path: Path) -> None:
     outcome = run(tmp_path, "x = bytearray(300 << 20)", limit=100 * MIB)
     assert (outcome.exit, outcome.code, outcome.oom_kills) == (OOM_KILLED, 137, 1)
     assert outcome.cgroup_peak_bytes is not None
@@ -132,7 +132,7 @@ def test_without_a_log_the_terminal_is_shared(capfd: pytest.CaptureFixture[str])
 
 @needs_cgroup
 def test_without_a_log_signals_are_passed_on() -> None:
-    # A process of its own, because pytest has the signal handlers here.
+    # A subprocess, because pytest owns the signal handlers here.
     script = (
         "import sys; from offload.process.limited import Limits, run_limited; "
         "child = 'import signal, sys; print(1, flush=True); signal.sigwait([signal.SIGTERM]); "
@@ -194,7 +194,7 @@ def test_ctrl_c_comes_once_wherever_standard_input_is() -> None:
 
 @needs_cgroup
 def test_nothing_is_left_in_the_cgroup(tmp_path: Path) -> None:
-    """Not even what has made itself a session of its own."""
+    """Even a process with its own session is killed."""
     script = (
         "import subprocess, sys; child = subprocess.Popen("
         "[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
@@ -239,7 +239,7 @@ def test_a_systemd_user_session_is_the_last_resort(
         with pytest.raises(CgroupUnavailable, match="no rights"):
             run_limited(command, limits)
         return
-    with pytest.raises(CgroupUnavailable, match="no rights"):  # it cannot limit reads
+    with pytest.raises(CgroupUnavailable, match="no rights"):  # without the ability to limit reads
         run_limited(command, Limits(100 * MIB, reads=ReadLimit(tmp_path, 90_000_000)))
     assert run_limited(command, limits).code == 5
     last = (tmp_path / "log").read_text().splitlines()[-1]

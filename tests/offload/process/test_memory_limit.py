@@ -1,4 +1,4 @@
-"""The limit that counts is the smallest among the process's own cgroups; trees are simulated."""
+"""The smallest limit among the process's own cgroups counts; trees are simulated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_v1_the_parent_may_be_the_tighter_one(machine: Machine) -> None:
 
 
 def test_v1_limit_with_swap_and_of_hidden_parents_count(machine: Machine) -> None:
-    machine.mount(v1="/docker/abc")  # a container that sees its own part only
+    machine.mount(v1="/docker/abc")  # a container that sees only its own part
     machine.cgroup("4:memory:/docker/abc")
     machine.write("cg/memory/memory.limit_in_bytes", 8 * GIB)
     machine.write("cg/memory/memory.memsw.limit_in_bytes", 7 * GIB)
@@ -158,7 +158,7 @@ def test_process_memory_parses_status(tmp_path: Path) -> None:
     assert memory.peak_rss_bytes == 9 * 1024
 
 
-def test_the_peak_can_start_anew() -> None:
+def test_the_peak_can_be_reset() -> None:
     mapped = mmap.mmap(-1, 64 * MIB)
     mapped.write(b"x" * (64 * MIB))
     high = process_memory().peak_rss_bytes

@@ -1,4 +1,4 @@
-"""OpenMP's threads spin for a bounded time, unless the user wants another one."""
+"""OpenMP's threads spin for a bounded time, unless the user sets another one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LOADS = {
 
 @pytest.mark.parametrize("library", LOADS)
 def test_each_librarys_libgomp_was_loaded_with_its_number(library: str) -> None:
-    """libgomp itself tells, as it starts."""
+    """libgomp reports the number itself at its start."""
     if not library.startswith("torch"):
         pytest.importorskip("llama_cpp")
     code, n_spins = LOADS[library]
@@ -61,7 +61,7 @@ def test_each_librarys_libgomp_was_loaded_with_its_number(library: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    reported = [line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
-    if not reported:
+    messages = [line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    if not messages:
         pytest.skip("the OpenMP that this library came with is not libgomp")
-    assert reported[0].split("=")[1].strip() == f"'{n_spins}'"
+    assert messages[0].split("=")[1].strip() == f"'{n_spins}'"

@@ -1,4 +1,4 @@
-"""What other programs take of the processors."""
+"""CPU use by other programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from offload.process import other_processes
 from offload.process.other_processes import beside_other_processes
 
-COUNT = other_processes.seconds_of_other_processes  # tests get another one
+COUNT = other_processes.seconds_of_other_processes  # tests get a fresh one
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Handlers for the time of a block."""
+"""Temporary signal handlers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_block_has_its_own_handler_and_puts_the_others_back() -> None:
 
 
 def test_what_is_ignored_stays_ignored() -> None:
-    """As it is under nohup."""
+    """Programs started by nohup ignore SIGHUP."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with handling((signal.SIGUSR1,), lambda number, frame: None):

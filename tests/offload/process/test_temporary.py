@@ -12,7 +12,7 @@ from offload.process.temporary import file_system, temporary_folder
 
 
 def mount(root: Path, folder: Path, kind: str) -> Path:
-    """A /proc that tells of one file system."""
+    """Simulate a /proc that lists one file system."""
     number = folder.stat().st_dev
     (root / "self").mkdir(parents=True)
     line = f"30 1 {os.major(number)}:{os.minor(number)} / {folder} rw shared:1 - {kind} none rw\n"

@@ -15,7 +15,7 @@ from offload.process.limited import run_limited
 from offload.units import MIB
 
 ROOT = Path(__file__).resolve().parents[3]
-# Tells that it runs, and keeps the pipe open for as long as it lives.
+# Report that it runs, and keep the pipe open for as long as it lives.
 WAIT = "print('x', end='', flush=True); import time; time.sleep(600)"
 TIED = f"""
 import subprocess, sys
@@ -34,7 +34,7 @@ run_child("waiting_module", [], None)
 
 
 def kill_parent_of(script: str) -> int:
-    """Returns the parent's id when the child is gone as well: its end of the pipe is closed."""
+    """Return the parent's id once the child is gone as well: its end of the pipe is closed."""
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.read(1) == b"x"
@@ -60,7 +60,7 @@ def test_an_enforced_child_and_its_cgroup_go() -> None:
         pytest.skip(str(error))
     before.remove()
     creator = kill_parent_of(IN_CGROUP)
-    (stale,) = before.path.parent.glob(f"specdec-{creator}-*")  # nobody was there to remove it
+    (stale,) = before.path.parent.glob(f"specdec-{creator}-*")  # its parent could not remove it
     deadline = time.monotonic() + 30
     while stale.exists() and time.monotonic() < deadline:  # it is busy until the child is reaped
         MemoryCgroup.create(64 * MIB).remove()

@@ -1,4 +1,4 @@
-"""Weights that stay are read while the first pass goes on: nothing is used before it is there."""
+"""Resident weights are read during the first pass: none is used before it is loaded."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def all_resident(weights: Weights) -> Weights:
 
 
 def n_reads(weights: Weights) -> int:
-    """Of one load with a pass."""
+    """Return the number of reads of one load with a pass."""
     counting = FaultyReads()
     with streamer(weights, counting) as walked:
         weights.run_passes(walked)
     return counting.n_calls
 
 
-# --- what is needed when -------------------------------------------------------------------------
+# --- order of need --------------------------------------------------------------------------------
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[tuple[TensorRecord, int]]:
-    """Tensors of one file in any order of layers, with gaps; of layer -1 are those of no layer."""
+    """Tensors of one file in any order of layers, with gaps; layer -1 has the non-layer ones."""
     actual, offset = [], draw(st.integers(0, 100))
     for number in range(draw(st.integers(1, 12))):
         n_bytes = draw(st.sampled_from([0, 1, 4096, 5000, 20_000]))
@@ -89,7 +89,7 @@ def test_no_piece_comes_after_a_layer_that_needs_it(actual, read_bytes) -> None:
                 assert slot_turn <= max(layer, 0)
 
 
-# --- the first pass ------------------------------------------------------------------------------
+# --- the first pass -------------------------------------------------------------------------------
 
 
 def test_a_layer_is_there_before_those_after_it_are_read(weights: Weights) -> None:
@@ -118,7 +118,7 @@ def test_they_are_read_once(weights: Weights) -> None:
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_a_read_that_fails_is_made_again(tmp_path_factory, data) -> None:
-    """Whatever fails, and however often: no pass has wrong bytes, and one ends well at last."""
+    """Any read may fail, any number of times: no pass has wrong bytes, and one finally succeeds."""
     sizes = uneven_sizes(4, data.draw(st.integers(0, 5)), limit=20_000)
     weights = write_weights(
         tmp_path_factory.mktemp("weights"), sizes, resident=lambda i, j: (i + j) % 2 == 0
@@ -132,7 +132,7 @@ def test_a_read_that_fails_is_made_again(tmp_path_factory, data) -> None:
     with streamer(weights, FaultyReads(fault)) as walked:
         for n_left in range(len(failing), -1, -1):
             if n_left == 0:
-                failing.clear()  # what was read ahead may have failed already
+                failing.clear()  # the read-ahead may have failed already
             try:
                 weights.run_passes(walked)
             except StorageError:
@@ -168,7 +168,7 @@ def test_what_the_caller_raises_ends_the_wait(weights: Weights) -> None:
         weights.run_passes(walked, 2)
 
 
-# --- the end -------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 def test_closing_in_the_middle(weights: Weights) -> None:

@@ -30,7 +30,7 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Measurements are counted, take no time and count as long enough."""
+    """Count measurements, which take no time and count as long enough."""
     made: list[int] = []
 
     def stream(
@@ -51,11 +51,11 @@ def test_a_real_measurement(weights: Path, tmp_path: Path) -> None:
     assert actual.storage_bytes_per_second > 0
     assert (actual.read_bytes, actual.n_readers) == (64 * 1024, 2)
     assert actual.device == weights.stat().st_dev
-    assert not (tmp_path / "cache").exists()  # too short a measurement to remember
+    assert not (tmp_path / "cache").exists()  # the measurement is too short to cache
 
 
 def test_what_the_page_cache_has_is_not_measured(weights: Path, tmp_path: Path) -> None:
-    """A file system may read through it whatever is asked."""
+    """A file system may read through the page cache regardless of the flag."""
     with weights.open("rb") as file:
         os.fsync(file.fileno())
         file.read()
@@ -82,7 +82,7 @@ def test_measured_once(weights: Path, tmp_path: Path, measurements: list[int]) -
     assert len(list((tmp_path / "cache").iterdir())) == 2  # and no temporary file
 
 
-def test_what_was_measured_beside_other_programs_is_not_kept(
+def test_measurements_beside_other_programs_are_not_cached(
     weights: Path, tmp_path: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count()
@@ -105,7 +105,7 @@ def test_a_corrupt_cache_is_ignored(
     cache.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert measure_storage(weights, cache_dir=tmp_path / "cache").storage_bytes_per_second == 2000
     assert len(measurements) == 2
-    assert DeviceProfile(**json.loads(cache.read_text()))  # it was mended
+    assert DeviceProfile(**json.loads(cache.read_text()))  # it recovered
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_cache_follows_the_environment(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     measure_storage(weights)
     assert list((tmp_path / "xdg" / "specdec").iterdir())
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says the specification
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says to ignore it
     measure_storage(weights)
     assert list((tmp_path / "home" / ".cache" / "specdec").iterdir())
 
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written(
         caplog.clear()
         measure_storage(weights, cache_dir=blocked)
         assert caplog.messages == [
-            f"the measured storage speed is not kept: {blocked}: File exists; "
+            f"the measured storage speed is not cached: {blocked}: File exists; "
             "set XDG_CACHE_HOME to a folder that can be written"
         ]
     assert len(measurements) == 2

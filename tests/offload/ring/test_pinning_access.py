@@ -1,4 +1,4 @@
-"""Layers that stay in memory after their use: the right bytes, fewer reads, and back again."""
+"""Layers pinned in memory after use: correct bytes, fewer reads, and unpinning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Seven layers, one of which is resident as a whole and one in part."""
+    """Seven layers, one of which is wholly resident and one in part."""
     folder = tmp_path_factory.mktemp("weights")
     sizes = [[*layer, 9000] for layer in uneven_sizes(N_LAYERS, 5, limit=60_000)]
     last = max(map(len, sizes)) - 1
@@ -36,7 +36,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 @settings(
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
-def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots) -> None:
+def test_every_layer_has_its_bytes_whatever_is_pinned(weights, operations, n_slots) -> None:
     n_streamed = sum(1 for layer in weights.layers if layer.streamed)
     with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, poison=True) as streamer:
         num_to_pin = 0
@@ -54,13 +54,13 @@ def test_whatever_is_held_every_layer_has_its_bytes(weights, operations, n_slots
 
 
 @pytest.mark.parametrize("num_pinned", [0, 1, 3])
-def test_what_is_held_is_not_read_again(weights, num_pinned) -> None:
+def test_pinned_layers_are_not_read_again(weights, num_pinned) -> None:
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
         weights.run_passes(streamer)
         assert streamer.pin_layers(num_pinned) == num_pinned
         weights.run_passes(streamer)
         assert streamer.num_pinned == num_pinned
-        pinned = list(streamer._walk.pinned)
+        pinned = list(streamer._cursor.pinned)
         streamer.restart()
         n_passes, before = 5, streamer.stats.bytes_read
         weights.run_passes(streamer, n_passes)
@@ -72,14 +72,14 @@ def test_what_is_held_is_not_read_again(weights, num_pinned) -> None:
         assert n_read <= n_passes * sum(layers) + 2 * max(layers)
 
 
-def test_layers_are_held_in_even_distances() -> None:
+def test_layers_are_pinned_at_even_distances() -> None:
     order = ReadOrder(12, 2)
     assert order.chosen(3) == {2, 6, 10}
     assert len(order.chosen(99)) == order.max_pinned == 10
 
 
 def test_the_slots_have_something_to_do(weights) -> None:
-    """As many layers stream as there are slots: none is under way twice."""
+    """As many layers stream as there are slots: none is read twice at a time."""
     with WeightStreamer(weights.layers, 5, read_bytes=PAGE) as streamer:
         assert streamer.pin_layers(99) == 1
         weights.run_passes(streamer, 3)
@@ -88,7 +88,7 @@ def test_the_slots_have_something_to_do(weights) -> None:
         weights.run_passes(streamer, 2)
 
 
-def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
+def test_fewer_are_pinned_if_memory_is_short(weights, monkeypatch) -> None:
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE, poison=True) as streamer:
         n_left = 1
 
@@ -107,7 +107,7 @@ def test_where_memory_is_short_fewer_are_held(weights, monkeypatch) -> None:
 
 
 @needs_address_limit
-def test_without_address_space_none_is_held(tmp_path: Path) -> None:
+def test_without_address_space_none_is_pinned(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[3_000_000]] * 5)
     with WeightStreamer(weights.layers, 2) as streamer:
         weights.run_passes(streamer)
@@ -121,7 +121,7 @@ def test_without_address_space_none_is_held(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_layer_may_be_collected_by_a_reader(tmp_path: Path, monkeypatch) -> None:
-    """In the midst of asking for the next layer: what is held takes no lock that it has."""
+    """The collector runs while a reader asks for the next layer: freeing must not take its lock."""
     weights = write_weights(tmp_path, [[9000]] * 5)
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE) as streamer:
         streamer.pin_layers(3)
@@ -156,7 +156,7 @@ def test_the_memory_is_given_back(weights: Weights, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(streamer, "_new_slot", lambda: made.append(make()) or made[-1])
         streamer.pin_layers(3)
         weights.run_passes(streamer, 2)
-        pinned = list(streamer._walk.pinned.values())
+        pinned = list(streamer._cursor.pinned.values())
         streamer.pin_layers(1)
         assert [is_closed(memory) for memory in pinned] == [False, True, True]
         weights.run_passes(streamer, 2)
@@ -168,7 +168,7 @@ def is_closed(memory: object) -> bool:
 
 
 def test_an_error_in_a_layer_keeps_it(weights: Weights) -> None:
-    """What arrived is right, whatever became of the computation."""
+    """The bytes are correct, whatever happened to the computation."""
     with WeightStreamer(weights.layers, 2, read_bytes=PAGE, poison=True) as streamer:
         streamer.pin_layers(3)
         for index in range(N_LAYERS):

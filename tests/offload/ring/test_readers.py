@@ -1,4 +1,4 @@
-"""Threads that cannot be started: what was made for them is given back."""
+"""Threads that fail to start: their resources are released."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from offload.ring.streamer import WeightStreamer
 
 pytestmark = [pytest.mark.usefixtures("no_thread_is_left"), needs_address_limit]
 
-_NO_STACK_BYTES = 2**46  # more than there is room for: the system starts no such thread
+_NO_STACK_BYTES = 2**46  # more memory than exists: the system starts no such thread
 
 
 @pytest.fixture(params=["specdec-reader-0", "specdec-reader-2", "specdec-copier"])
 def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system cannot start the thread of this name."""
+    """Make the system refuse to start the thread of this name."""
     start = threading.Thread.start
 
     def start_or_fail(thread: threading.Thread) -> None:

@@ -58,10 +58,10 @@ def test_readers_go_on_to_the_next_layer_without_a_barrier(ring: SlotRing) -> No
 
 def test_a_restart_waits_for_old_reads_into_the_slot(ring: SlotRing) -> None:
     old = take(ring)
-    ring.restart(10)  # ticket 10 needs the slot that `old` still writes to
+    ring.restart(10)  # read 10 needs the slot that `old` still writes to
     assert ring.acquire_for_read(wait=False) is None
     ring.publish(old, BLOCK)
-    assert ring.slots[0].state is SlotState.FREE  # the old piece does not count
+    assert ring.slots[0].state is SlotState.FREE  # the old chunk does not count
     fill(ring)
     assert ring.wait_ready(10).read_number == 10
 
@@ -80,7 +80,7 @@ def test_the_earliest_error_comes_in_its_turn(ring: SlotRing) -> None:
     assert ring.acquire_for_read(wait=False) is None  # the ring stands still
     ring.publish(works[0], BLOCK)
     ring.publish(works[1], BLOCK)
-    ring.release(ring.wait_ready(0), 0)  # layer 0 is all right
+    ring.release(ring.wait_ready(0), 0)  # layer 0 is intact
     with pytest.raises(OSError, match="of layer 1"):
         ring.wait_ready(1)
     ring.restart(21)
@@ -100,7 +100,7 @@ def test_a_late_release_touches_nothing(ring: SlotRing) -> None:
 
 
 def test_a_late_exchange_touches_nothing(ring: SlotRing) -> None:
-    """A layer that was to stay in memory, of a pass that was given up meanwhile."""
+    """A layer was to be pinned, and its pass was aborted meanwhile."""
     fill(ring)
     slot = ring.wait_ready(0)
     ring.restart(2)
@@ -111,7 +111,7 @@ def test_a_late_exchange_touches_nothing(ring: SlotRing) -> None:
     assert (slot.state, slot.buffer) == (SlotState.IN_USE, pinnable)
     assert ring.exchange(slot, 2, other) is pinnable
     assert (slot.state, slot.buffer) == (SlotState.FREE, other)
-    assert ring.exchange(slot, 2, pinnable) is None  # again: it is not lent any more
+    assert ring.exchange(slot, 2, pinnable) is None  # again: it is already released
     pinnable.close()
 
 
@@ -140,7 +140,7 @@ def test_busy_time_is_counted_once(ring: SlotRing, monkeypatch: pytest.MonkeyPat
 
 
 class CountedFences:
-    """Makes fences, numbered."""
+    """Make numbered fences."""
 
     def __init__(self) -> None:
         self.made: list[CountedFence] = []
@@ -164,7 +164,7 @@ def fenced() -> Iterator[tuple[SlotRing, CountedFences]]:
     ring.free_buffers()
 
 
-def test_a_slot_that_was_lent_is_freed_behind_a_fence(fenced) -> None:
+def test_an_acquired_slot_is_freed_behind_a_fence(fenced) -> None:
     ring, fences = fenced
     for read_number in range(5):
         fill(ring)
@@ -173,24 +173,24 @@ def test_a_slot_that_was_lent_is_freed_behind_a_fence(fenced) -> None:
         assert earlier is (fences.made[read_number - 2] if read_number >= 2 else None)
         ring.release(slot, read_number)
         assert slot.fence is fences.made[-1] is not earlier
-        ring.release(slot, read_number)  # again: it is not lent any more
+        ring.release(slot, read_number)  # again: it is already released
         assert len(fences.made) == read_number + 1
 
 
-def test_a_restart_fences_what_is_lent_and_only_that(fenced) -> None:
+def test_a_restart_fences_acquired_slots_only(fenced) -> None:
     ring, fences = fenced
     fill(ring)
-    fill(ring)  # ready, but nobody has used it
+    fill(ring)  # ready, but unused
     pinnable = ring.wait_ready(0)
     ring.restart(10)
     assert pinnable.fence is fences.made[0]
     assert [slot.fence for slot in ring.slots if slot is not pinnable] == [None]
     ring.restart(20)
     assert len(fences.made) == 1
-    assert take(ring).slot.fence is pinnable.fence  # ticket 20 goes where ticket 0 was
+    assert take(ring).slot.fence is pinnable.fence  # read 20 takes the slot of read 0
 
 
-def test_a_fence_that_cannot_be_made_leaves_the_slot_lent(fenced) -> None:
+def test_a_failed_fence_leaves_the_slot_acquired(fenced) -> None:
     """An interrupt comes at the worst moment: the restart after it makes the fence."""
     ring, fences = fenced
     fill(ring)

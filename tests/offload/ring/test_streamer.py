@@ -1,4 +1,4 @@
-"""The streamer hands out the right bytes of every layer, and counts what it read."""
+"""The streamer returns the correct bytes of every layer, and counts its reads."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
                 pass
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_metrics(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, [[PAGE * 4], [PAGE * 8]], padding=0)
     with WeightStreamer(weights.layers, 1, read_bytes=PAGE) as streamer:
         weights.run_passes(streamer, 2)

@@ -1,4 +1,4 @@
-"""Storage that fails: every error surfaces once, and no wrong bytes come through."""
+"""Failing storage: every error surfaces once, and no wrong bytes get through."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_overwriting_is_noticed_by_the_end_of_the_pass(tmp_path: Path) -> None:
         weights.run_passes(streamer, 2)
         path = tmp_path / "shard-0.bin"
         os.utime(path, ns=(1, 1))
-        for _ in range(2):  # it does not heal by itself
+        for _ in range(2):  # the error is persistent
             with pytest.raises(StorageError, match="changed while in use"):
                 weights.run_passes(streamer)
         assert streamer.stats.passes == 2

@@ -1,4 +1,4 @@
-"""Passes that are given up, waiting, and the end: the next pass begins anew."""
+"""Aborted passes, waiting, and closing: the next pass starts afresh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", range(6))
-def test_an_aborted_pass_begins_anew(tmp_path: Path, n_slots: int, stop: int) -> None:
+def test_an_aborted_pass_restarts(tmp_path: Path, n_slots: int, stop: int) -> None:
     weights = write_weights(tmp_path, uneven_sizes(6, stop), resident=lambda i, j: i in (0, 3))
     with WeightStreamer(weights.layers, n_slots, read_bytes=PAGE, poison=True) as streamer:
         for explicit in (False, True):
@@ -55,10 +55,10 @@ def test_an_exception_in_the_with_block_releases_the_slot(tmp_path: Path) -> Non
         weights.run_passes(streamer, 2)
 
 
-def test_a_restart_takes_back_what_is_lent(tmp_path: Path) -> None:
+def test_a_restart_releases_acquired_slots(tmp_path: Path) -> None:
     weights = write_weights(tmp_path, uneven_sizes(5, 3))
     with WeightStreamer(weights.layers, 2) as streamer:
-        pinnable = streamer.layer(0)  # never left, as after a KeyboardInterrupt between two lines
+        pinnable = streamer.layer(0)  # never released, as after an interrupt between two lines
         pinnable.__enter__()
         streamer.restart()
         weights.run_passes(streamer, 2)
@@ -148,7 +148,7 @@ def test_a_read_that_never_returns_does_not_block_closing(
     streamer = WeightStreamer(weights.layers, 2, storage=gate.storage)
     gate.reached.wait()
     streamer.close()
-    gate.opened.set()  # it returns after all, into memory that is still there
+    gate.opened.set()  # the late read writes to memory that still exists
     for thread in reader_threads():
         thread.join()
 
@@ -167,7 +167,7 @@ def test_a_forgotten_streamer_ends_its_threads(tmp_path: Path) -> None:
 def test_a_close_while_the_files_are_checked_is_no_fault_of_the_files(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, 2) as streamer:
-        supply = streamer._walk._supply
+        supply = streamer._cursor._supply
         assert supply is not None
         check = supply.check_unchanged
 

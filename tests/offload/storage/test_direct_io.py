@@ -1,4 +1,4 @@
-"""Checked reads around the page cache."""
+"""Checked reads that bypass the page cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_all(file: DirectFile, n_bytes: int) -> bytes:
     return bytes(buffer.view[:n_read])
 
 
-# --- reads -------------------------------------------------------------------------------------
+# --- reads ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_bytes", SIZES)
@@ -183,7 +183,7 @@ def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
     assert n_open_files() == before
 
 
-# --- without O_DIRECT --------------------------------------------------------------------------
+# --- without O_DIRECT -----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
@@ -238,12 +238,12 @@ def test_other_errors_of_the_probe_are_errors(
 
 
 _MIDDLE = 100_003 // 2 // ALIGNMENT
-"""The page of a file of so many bytes that is read first."""
+"""The page that is read first of a file of this size."""
 
 
 @pytest.fixture
 def _ignored_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system that accepts O_DIRECT and reads through the page cache."""
+    """Simulate a file system that accepts O_DIRECT and reads through the page cache."""
     real_open = os.open
 
     def ignore(name: object, flags: int, *rest: int) -> int:
@@ -253,7 +253,7 @@ def _ignored_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, n_bytes: int) -> tuple[Path, bytes]:
-    """A file that is on the disk and not in the page cache."""
+    """Write a file that is on the disk and not in the page cache."""
     path, content = make_file(folder, n_bytes)
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -272,7 +272,7 @@ def cached_pages(path: Path) -> list[int]:
     return actual
 
 
-def test_a_direct_file_is_told_from_one_that_is_not(tmp_path: Path) -> None:
+def test_a_direct_file_is_distinguished_from_others(tmp_path: Path) -> None:
     path, _ = written(tmp_path, 100_003)
     file = DirectFile(path)
     assert file.direct == (not cached_pages(path))
@@ -289,7 +289,7 @@ def test_a_flag_that_is_ignored_is_found_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> Iterator[Path]:
-    """A file of which somebody maps and uses the page that is looked at."""
+    """A file with the inspected page mapped and used by somebody."""
     path, _ = written(tmp_path, 100_003)
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
         pages.madvise(mmap.MADV_RANDOM)

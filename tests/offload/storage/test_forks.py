@@ -1,4 +1,4 @@
-"""A process that is forked while layers stream: it takes no memory of the ring, and ends.
+"""A process forked while layers stream: it takes no memory of the ring, and ends.
 
 The ring's addresses are taken in the child, too: what it maps itself must not come to lie there,
 because collecting the model unmaps them.
@@ -25,13 +25,13 @@ from offload.ring.streamer import WeightStreamer
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forking with threads
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # for forking with threads
 ]
 
 
 @contextmanager
 def forked() -> Iterator[int]:
-    """Id of a child that waits for the end of the block."""
+    """Return the id of a child that waits for the end of the block."""
     waits, ends = os.pipe()
     child = os.fork()
     if child == 0:
@@ -47,7 +47,7 @@ def forked() -> Iterator[int]:
 
 
 def kilobytes(process: int, address: int) -> int | None:
-    """What is in memory of the mapping at an address; None where nothing is mapped."""
+    """Return the resident size of the mapping at an address; None if nothing is mapped."""
     is_there = False
     for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -62,7 +62,7 @@ def test_a_child_does_not_get_the_streamers_slots(tmp_path: Path) -> None:
     weights = small_weights(tmp_path)
     with WeightStreamer(weights.layers, 2, n_readers=2) as streamer:
         weights.run_passes(streamer, 1)
-        ring = streamer._walk._ring
+        ring = streamer._cursor._ring
         assert ring is not None
         with forked() as child:
             for slot in ring.slots:
@@ -97,7 +97,7 @@ from streaming import small_weights
 from offload.ring.streamer import WeightStreamer
 
 streamer = WeightStreamer(small_weights(Path(sys.argv[1])).layers, 2)
-lock = streamer._walk._ring.lock
+lock = streamer._cursor._ring.lock
 is_held, may_go = threading.Event(), threading.Event()
 def hold():
     with lock:
@@ -157,7 +157,7 @@ def test_a_child_ends_whatever_a_reader_held_when_it_was_forked(tmp_path: Path) 
 
 
 def run_program(program: str, folder: Path) -> str:
-    """How it failed, if it did."""
+    """Return its error, if any."""
     root = Path(__file__).parents[3]
     paths = (folder, root / "tests" / "helpers", root)
     command = [sys.executable, "-c", program, *map(str, paths)]

@@ -1,4 +1,4 @@
-"""Letting the page cache forget what others read, and what a few bytes of a file brought along."""
+"""Dropping pages that others read, or that a read of a few bytes brought along."""
 
 from __future__ import annotations
 

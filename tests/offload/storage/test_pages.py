@@ -1,4 +1,4 @@
-"""Memory and page cache go by the system's pages, which are larger than blocks on some arm64."""
+"""Memory and page cache use the system's pages, larger than blocks on some arm64 systems."""
 
 from __future__ import annotations
 
@@ -42,25 +42,21 @@ def test_buffers_take_whole_pages(page: int, n_bytes: int) -> None:
 def test_all_pages_of_a_range_are_dropped(
     page: int, offset: int, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reported: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     monkeypatch.setattr(mmap, "PAGESIZE", page)
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, start, n, advice: reported.append((start, n))
-    )
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, advice: calls.append((start, n)))
     drop_cached(3, offset, n_bytes)
-    ((start, n_dropped),) = reported
-    assert start % page == n_dropped % page == 0  # a part of a page stays where it is
+    ((start, n_dropped),) = calls
+    assert start % page == n_dropped % page == 0  # a partial page stays in place
     assert start <= offset < start + page
     assert start + n_dropped - page < offset + n_bytes <= start + n_dropped
 
 
 def test_without_a_length_all_behind_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, start, n, advice: reported.append((start, n))
-    )
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, advice: calls.append((start, n)))
     drop_cached(3)
-    assert reported == [(0, 0)]
+    assert calls == [(0, 0)]
 
 
 @page_sizes
@@ -68,7 +64,7 @@ def test_without_a_length_all_behind_is_dropped(monkeypatch: pytest.MonkeyPatch)
 def test_the_kernel_is_asked_of_whole_pages(
     page: int, offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mincore(2) refuses other addresses, which would be taken for a page that is there."""
+    """mincore(2) refuses other addresses, which would count as a cached page."""
     asked: list[int] = []
     monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", page)
     libc = SimpleNamespace(mincore=lambda address, n, actual: asked.append(address) or 0)
@@ -86,7 +82,7 @@ def test_the_kernel_is_asked_of_whole_pages(
     st.sampled_from([512, 4096, 9000]),
 )
 def test_memory_is_committed_wherever_a_part_begins(offset: int, n_bytes: int, step: int) -> None:
-    """Parts that are read into one page by two readers: neither takes the other's bytes."""
+    """Two readers fill parts of one page: neither overwrites the other's bytes."""
     buffer = aligned.AlignedBuffer(6 * PAGE_BYTES, is_committed=False)
     bytes_there = np.frombuffer(buffer.view, np.uint8)
     bytes_there[:] = 7
@@ -102,7 +98,7 @@ def test_memory_is_committed_wherever_a_part_begins(offset: int, n_bytes: int, s
 def test_an_older_kernel_is_given_no_more_than_the_part(
     offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without MADV_POPULATE_WRITE memory is written to, where nobody else's bytes lie."""
+    """Without MADV_POPULATE_WRITE memory is written to, so it must not contain other bytes."""
     monkeypatch.setattr(aligned, "_MADV_POPULATE_WRITE", 12345)
     buffer = aligned.AlignedBuffer(4 * PAGE_BYTES, is_committed=False)
     bytes_there = np.frombuffer(buffer.view, np.uint8)

@@ -47,13 +47,13 @@ def committed(request: pytest.FixtureRequest) -> Callable[[], None]:
 @pytest.fixture(params=[True, False], ids=["kernel", "old kernel"])
 def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(aligned, "_MADV_POPULATE_WRITE", 9999)  # no such advice
+        monkeypatch.setattr(aligned, "_MADV_POPULATE_WRITE", 9999)  # the advice is unknown
 
 
 @needs_advice
 @pytest.mark.usefixtures("_populates")
 def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
-    """One look that began before may fall in between, whoever holds the interpreter lock."""
+    """One earlier poll may fall in between, whoever holds the interpreter lock."""
     seen: set[int] = set()
     is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Limits on reading: real ones where that is allowed, simulated trees for the rest."""
+"""Read limits: real ones where permitted, simulated trees for the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _why_not() -> str:
 needs_throttle = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "available")
 
 
-# --- real ones ---------------------------------------------------------------------------------
+# --- real limits ----------------------------------------------------------------------------------
 
 
 @needs_throttle
@@ -50,7 +50,7 @@ def test_a_program_runs_under_the_limit_and_knows_it(capfd: pytest.CaptureFixtur
     argv = [sys.executable, "-c", TELL, str(here)]
     assert run_limited(argv, Limits(200 * MIB, reads=reads), env).exit == OK
     assert capfd.readouterr().out.strip() == str(123 * MIB)
-    assert read_limit_in_force(here) != 123 * MIB  # this process is as it was
+    assert read_limit_in_force(here) != 123 * MIB  # this process is unlimited again
 
 
 @needs_throttle
@@ -62,7 +62,7 @@ def test_the_limit_goes_with_the_program() -> None:
     assert not group.path.exists()
 
 
-# --- simulated ones ----------------------------------------------------------------------------
+# --- simulated limits -----------------------------------------------------------------------------
 
 DEVICE = block_device(Path(__file__))
 needs_device = pytest.mark.skipif(DEVICE is None, reason="the tests are on no block device")
@@ -170,7 +170,7 @@ def test_a_limit_is_positive(bps: int) -> None:
         ReadLimit(Path("x"), bps)
 
 
-def test_a_measurement_under_a_limit_is_neither_remembered_nor_answered_from_memory(
+def test_a_measurement_under_a_limit_neither_writes_nor_reads_the_disk_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = tmp_path / "weights"

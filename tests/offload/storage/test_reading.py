@@ -14,7 +14,7 @@ from offload.storage.reading import ResidentWeights, load_resident, resident_foo
 
 pytestmark = [
     pytest.mark.usefixtures("no_thread_is_left"),
-    # An interrupt inside of what is being dropped is reported, not raised.
+    # An interrupt in an object that is being collected is reported, not raised.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -1,4 +1,4 @@
-"""What is not finished never stays beside its destination."""
+"""Unfinished output never stays beside its destination."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
         argv,
         cwd=ROOT,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # it may be ignored here
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # the signal may be ignored here
     )
     while not any(tmp_path.glob(".grown.partial-*/*.safetensors")):
         assert process.poll() is None
@@ -42,7 +42,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
 
 
 def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
-    """Before room is looked for: it may be the whole disk. What is another's or runs is spared."""
+    """Removal precedes the space check: it may be the whole disk. Other or running files stay."""
     source = save_source(tmp_path / "small", SMALL)
     dead, alive = id_of_a_dead_process(), os.getppid()
     for left in (f".grown.partial-{dead}", f".grown.partial-{alive}", f".other.partial-{dead}"):

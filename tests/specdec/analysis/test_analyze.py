@@ -1,4 +1,4 @@
-"""The roofline: known counts, exact properties, and what binds."""
+"""The roofline: known counts, exact properties, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dense(role: str, n_in: int, n_out: int, number_format: str = "F16") -> Matri
 def decoder(
     hidden: int = HIDDEN, heads: int = HEADS, ffn: int = FEED_FORWARD, n_layers: int = LAYERS
 ) -> ModelShape:
-    """Llama-2-7B as the known values count it: with two feed-forward matrices."""
+    """Llama-2-7B with two feed-forward matrices, as in the published counts."""
     matrices = (
         *(dense(QKV, hidden, hidden) for _ in range(3)),
         dense(OUTPUT, hidden, hidden),
@@ -69,7 +69,7 @@ SMALL = decoder(hidden=64, heads=4, ffn=128, n_layers=3)
 DEVICE = DeviceSpec("d", 1e9, 2e10, {"F16": 5e11}, 8 * 10**9)
 
 
-# --- known values -----------------------------------------------------------------------------
+# --- known values ---------------------------------------------------------------------------------
 
 
 def test_known_intensities() -> None:
@@ -103,7 +103,7 @@ def test_counts_of_products() -> None:
     }
 
 
-# --- properties of the counts -----------------------------------------------------------------
+# --- properties of the counts ---------------------------------------------------------------------
 
 
 @given(st.integers(1, 40), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 40)))
@@ -171,7 +171,7 @@ def test_flops_by_format_sum_to_all() -> None:
 
 
 def a_mixture() -> ModelShape:
-    """Three layers whose feed-forward matrices are of eight experts, two of them used."""
+    """Three layers whose feed-forward matrices have eight experts, two of them used."""
     layer = SMALL.layers[0]
     matrices = tuple(of_experts(m) if m.role == FFN else m for m in layer.matrices)
     n_bytes = (
@@ -223,7 +223,7 @@ def test_experts_have_whole_slots_beside_what_the_process_takes() -> None:
     assert actual.experts.hit_rate == pytest.approx(1 - math.exp(-5.5 * 6 / 24))
 
 
-# --- where bytes lie --------------------------------------------------------------------------
+# --- location of the bytes ------------------------------------------------------------------------
 
 
 def with_memory(n_bytes: int) -> DeviceSpec:
@@ -256,7 +256,7 @@ def test_a_gpu_is_filled_first_then_the_host() -> None:
     assert placement.streamed_bytes == SMALL.layer_bytes - 90_000
 
 
-# --- what binds -------------------------------------------------------------------------------
+# --- bottleneck -----------------------------------------------------------------------------------
 
 
 def bound(device: DeviceSpec, n_tokens: int = 1, context: int = 64) -> str:
@@ -292,7 +292,7 @@ def test_a_pass_takes_its_slowest_tier_at_least(
     assert cost.seconds <= sum(cost.tier_seconds(tier) for tier in TIERS) * (1 + 1e-9)
     assert cost.bandwidth_seconds <= cost.seconds * (1 + 1e-9)
     assert sum(cost.share(operator) for operator in cost.operators) == pytest.approx(1.0)
-    # What is streamed takes its bytes over the bandwidth (SMALL has no vectors).
+    # Streaming takes bytes over bandwidth (SMALL has no vectors).
     assert cost.tier_seconds(STORAGE) == pytest.approx(placement.streamed_bytes / storage)
 
 

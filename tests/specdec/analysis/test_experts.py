@@ -1,4 +1,4 @@
-"""What `specdec analyze` says of a mixture of experts."""
+"""`specdec analyze` of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("gguf")
 pytestmark = pytest.mark.gguf
 
 
-def test_a_mixture_is_told_with_its_hit_rates(tmp_path: Path) -> None:
+def test_a_mixture_is_reported_with_its_hit_rates(tmp_path: Path) -> None:
     path = save_tiny_gguf("qwen3moe", tmp_path / "m.gguf")
     actual = analyze(path, on="ufs-3.1", memory_budget="8GiB", threads=1)
     lines = actual.text().splitlines()

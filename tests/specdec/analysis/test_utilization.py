@@ -44,7 +44,7 @@ def test_the_flops_of_a_token_are_those_that_torch_counts(model: Path, context: 
     assert flops.of_tokens(7, context) == 7 * counted
 
 
-def test_a_model_whose_headers_do_not_tell_has_no_figure(tmp_path: Path) -> None:
+def test_a_model_without_sizes_in_its_headers_has_no_size(tmp_path: Path) -> None:
     assert model_flops(tmp_path, BackendOptions(), ModelCompute(CURVE, 0)) is None
 
 
@@ -56,7 +56,7 @@ def test_utilization_is_of_the_peak_and_0_where_that_is_not_known() -> None:
 
 
 def test_rejected_tokens_do_not_count() -> None:
-    """Plain and speculative decoding of one text need the same FLOPs, whatever was drafted."""
+    """Plain and speculative decoding of one output need the same FLOPs, whatever was drafted."""
     with specdec.load("pair:target", "pair:draft", memory_budget="4GiB") as llm:
         plain = llm.generate([1, 2, 3], max_tokens=12, speculative=False, ignore_eos=True).stats
         spec = llm.generate([1, 2, 3], max_tokens=12, ignore_eos=True).stats

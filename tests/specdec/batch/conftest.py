@@ -1,4 +1,4 @@
-"""A file of eight prompts, and where their answers go."""
+"""A file of eight prompts, and the paths of the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines answered by a tiny model: records of both formats, and errors that are one line's own."""
+"""Lines answered by a tiny model: records of both formats, and per-line errors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_chat_is_answered_in_openais_format(llm: LLM) -> None:
 def test_what_ends_an_answer_of_a_conversation_ends_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the server has it: a chat format's own stop sequences."""
+    """A chat format's own stop sequences end the answer, as in the server."""
     messages = [{"role": "user", "content": "hi"}]
     text = llm.generate(messages, max_tokens=6).text
     form = replace(llm.tokenizer.chat_format, stop=(text[2:4],))
@@ -162,7 +162,7 @@ def test_a_request_that_is_no_pair_is_refused_alone(llm: LLM) -> None:
     assert "must be (prompt, sampling parameters)" in str(actual[0])
 
 
-def test_requests_are_drawn_as_there_is_room(llm: LLM) -> None:
+def test_requests_are_drawn_as_capacity_permits(llm: LLM) -> None:
     n_drawn = 0
 
     def endless() -> Iterator[tuple[str, SamplingParams]]:
@@ -184,7 +184,7 @@ def test_many_requests_in_a_row_that_cannot_be_answered_do_not_end_the_others(ll
     assert [index for index in actual if not isinstance(actual[index], PromptError)] == [50, 101]
 
 
-def test_what_was_answered_is_not_held(llm: LLM) -> None:
+def test_answered_requests_are_freed(llm: LLM) -> None:
     requests = (("abc", SamplingParams(max_tokens=1)) for _ in range(60))
     for index, _ in llm.generate_each(requests):
         if index == 50:
@@ -194,7 +194,7 @@ def test_what_was_answered_is_not_held(llm: LLM) -> None:
 
 
 def test_what_concerns_all_requests_is_raised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a record it would be that of every line to come."""
+    """As a record it would repeat for every later line."""
 
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the disk is gone")

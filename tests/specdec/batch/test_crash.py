@@ -1,4 +1,4 @@
-"""The real command on a real model, killed by SIGKILL wherever it is."""
+"""The real command on a real model, killed by SIGKILL at any point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N_LINES, N_KILLS = 60, 3
 
 
 def write_requests(path: Path) -> Path:
-    """Greedy and sampled ones of both formats, and some that are none."""
+    """Write greedy and sampled requests of both formats, and some invalid ones."""
     with open(path, "w") as file:
         for index in range(N_LINES):
             if index % 20 == 7:

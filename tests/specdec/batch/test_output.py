@@ -1,4 +1,4 @@
-"""The output of a batch: its order, its file, and others that write beside it."""
+"""The output of a batch: its order, its file, and concurrent writers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from batches import Killed, Machine, files_in, mixed, partial_of, run, whole, wr
 from specdec.batch.journal import FINISHED, MADE_IN
 from specdec.batch.lines import BatchError, Line
 
-# --- a run -----------------------------------------------------------------------------------
+# --- one run --------------------------------------------------------------------------------------
 
 
 def test_records_are_in_the_order_of_the_input(source: Path, out: Path) -> None:
-    measurements = run(source, out, Machine(mixed))
+    metrics = run(source, out, Machine(mixed))
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["line"] for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert out.read_bytes() == whole(source)
     assert (
-        measurements.n_lines,
-        measurements.n_answered,
-        measurements.n_before,
-        measurements.n_errors,
+        metrics.n_lines,
+        metrics.n_answered,
+        metrics.n_before,
+        metrics.n_errors,
     ) == (8, 8, 0, 1)
-    assert (measurements.n_prompt_tokens, measurements.n_generated_tokens) == (16, 24)
+    assert (metrics.n_prompt_tokens, metrics.n_generated_tokens) == (16, 24)
 
 
 def test_records_are_in_the_order_in_which_they_were_finished(source: Path, out: Path) -> None:
@@ -51,10 +51,10 @@ def test_an_input_without_lines_is_refused(tmp_path: Path, out: Path, text: str)
     source = tmp_path / "empty.jsonl"
     source.write_text(text, encoding="utf-8")
     n_bytes = len(text.encode())
-    reported = (
+    message = (
         rf"empty\.jsonl has no line to answer in its {n_bytes} bytes: give a file with a request"
     )
-    with pytest.raises(BatchError, match=reported):
+    with pytest.raises(BatchError, match=message):
         run(source, out)
     assert files_in(out.parent) == {"empty.jsonl"}
 
@@ -69,7 +69,7 @@ def test_the_output_does_not_appear_before_its_end(source: Path, out: Path) -> N
     assert out.exists()
 
 
-# --- other files -----------------------------------------------------------------------------
+# --- other files ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_database_of_another_program_is_left_alone(source: Path, out: Path) ->
 
 
 def test_a_damaged_journal_is_refused(source: Path, out: Path) -> None:
-    """Cut anywhere, or with a page of something else in it."""
+    """The journal is cut anywhere, or contains a foreign page."""
     with pytest.raises(Killed):
         run(source, out, Machine(n_before_kill=7))
     full = partial_of(out).read_bytes()
@@ -124,7 +124,7 @@ def test_the_input_is_no_output(source: Path) -> None:
     for path in (source, link):
         with pytest.raises(BatchError, match="is the input"):
             run(source, path)
-    for ending in MADE_IN:  # what the output is made in
+    for ending in MADE_IN:  # a temporary file of the output
         named = write_prompts(source.with_name("out.jsonl" + ending), 3)
         before = named.read_bytes()
         with pytest.raises(BatchError, match="is the input"):
@@ -142,7 +142,7 @@ def test_a_link_stays_one(source: Path, out: Path) -> None:
     assert out.read_bytes() == whole(source)
 
 
-# --- others on the machine -------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------
 
 
 def test_two_processes_do_not_write_to_one_output(source: Path, out: Path) -> None:
@@ -157,7 +157,7 @@ def test_two_processes_do_not_write_to_one_output(source: Path, out: Path) -> No
 
 @contextmanager
 def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """Writes beyond it fail, as on a full disk."""
+    """Writes beyond the limit fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
@@ -171,7 +171,7 @@ def file_size_limit(n_bytes: int) -> Iterator[None]:
 def test_a_full_disk_at_any_byte(source: Path, out: Path) -> None:
     expected = whole(source)
     for n_bytes in range(1, 70_000, 3001):
-        said = "cannot write .* make room"
+        said = "cannot write .* free .*disk space"
         with file_size_limit(n_bytes), pytest.raises(BatchError, match=said):
             run(source, out)
         left = partial_of(out)
@@ -181,16 +181,16 @@ def test_a_full_disk_at_any_byte(source: Path, out: Path) -> None:
         out.unlink()
 
 
-def test_no_room_for_the_output(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where room is given late (a network's disk, say), a write succeeds and its sync does not."""
+def test_no_space_for_the_output(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With late allocation (a network's disk, say) a write succeeds and its sync fails."""
 
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    reported = r"out\.jsonl\.whole: No space left on device; all answers are in"
+    message = r"out\.jsonl\.whole: No space left on device; all answers are in"
     real = os.fsync
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(BatchError, match=reported):
+    with pytest.raises(BatchError, match=message):
         run(source, out)
     monkeypatch.setattr("os.fsync", real)
     assert files_in(source.parent) == {"in.jsonl", partial_of(out).name}

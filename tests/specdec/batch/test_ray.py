@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
-# --- a worker, without Ray --------------------------------------------------------------------
+# --- one worker, without Ray ----------------------------------------------------------------------
 
 
 def test_a_worker_asks_for_lines_and_says_answers(model: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_worker_that_cannot_answer_says_why(model: Path) -> None:
 # --- options ----------------------------------------------------------------------------------
 
 
-def test_ray_that_is_not_installed_is_told(
+def test_missing_ray_is_reported(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -100,7 +100,7 @@ def test_an_address_where_nobody_answers(
 def test_a_cluster_that_ended_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's note of its address stays where it was killed."""
+    """Ray's note of the address stays after the cluster was killed."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert _running_cluster() is None
@@ -120,7 +120,7 @@ def test_a_cluster_that_ended_is_not_waited_for(
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # or Ray would leave one in ~/.ray
+    monkeypatch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # Ray would leave one in ~/.ray
     path = tmp_path / "in.jsonl"
     with open(path, "w") as file:
         for index in range(60):
@@ -136,7 +136,7 @@ def argv(source: Path, model: Path, out: str, *more: str) -> list[str]:
 
 @contextmanager
 def on_ray(source: Path, model: Path, out: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`specdec batch` on two workers, with all that it started gone at the end."""
+    """Run `specdec batch` on two workers, and end everything that it started."""
     process = start(argv(source, model, out, "--ray", "auto", "--workers", "2"))
     try:
         yield process
@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_loses_nothing(source: Path, model: Path) -> Non
     first, *rest = err.decode().splitlines()
     assert first.startswith("specdec: note: a worker on ")
     assert first.endswith("lines are given out again")
-    assert len(rest) == 2  # lines with errors, figures
+    assert len(rest) == 2  # lines with errors, results
     assert source.with_name("out.jsonl").read_bytes() == expected
     assert not partial.exists()
 

@@ -1,4 +1,4 @@
-"""What a line asks for, and what is said of one that asks for nothing."""
+"""Requests parsed from lines, and errors of lines without a request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def openai(url: str = CHAT, **body: Any) -> dict[str, Any]:
     return {"custom_id": "one", "method": "POST", "url": url, "body": {"model": "gpt", **body}}
 
 
-# --- what is understood ----------------------------------------------------------------------
+# --- accepted -------------------------------------------------------------------------------------
 
 
 def test_a_plain_prompt_has_the_defaults_of_the_run() -> None:
@@ -88,8 +88,8 @@ def test_a_completion_of_openais() -> None:
 
 def test_a_format_of_openais_is_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    reported = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    request = read(openai(response_format=reported, logprobs=False))
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    request = read(openai(response_format=response_format, logprobs=False))
     assert json.loads(str(request.params.json_schema)) == schema
     assert read(openai(response_format={"type": "json_object"})).params.json_object
     assert read(openai(response_format={"type": "text"})).params.constraint is None
@@ -103,7 +103,7 @@ def test_parts_of_text_are_one_text() -> None:
 
 
 def test_a_message_may_have_no_content() -> None:
-    """As one of an answer that called tools has none; the server takes it, too."""
+    """An answer that called tools has none; the server accepts it, too."""
     for message in ({"role": "developer"}, {"role": "system", "content": None}):
         request = read(openai(messages=[message]))
         assert request.prompt == [{"role": "system", "content": ""}]
@@ -112,8 +112,8 @@ def test_a_message_may_have_no_content() -> None:
 
 
 def test_a_schema_may_be_missing() -> None:
-    reported = {"type": "json_schema", "json_schema": {"name": "n"}}
-    assert read(openai(response_format=reported)).params.json_object
+    response_format = {"type": "json_schema", "json_schema": {"name": "n"}}
+    assert read(openai(response_format=response_format)).params.json_object
 
 
 def test_seeds_are_of_the_run_and_of_the_line() -> None:
@@ -125,7 +125,7 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
     assert read({"prompt": "x", "seed": 4}, Rules("m", {}, 9)).params.seed == 4
 
 
-# --- what is refused, by name -----------------------------------------------------------------
+# --- refused, by name -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
             ("json_schema.schema",),
         ),
         (openai(response_format=3), ("response_format is 3",)),
-        (openai(response_format={"type": "json_object"}, regex="a"), ("keeps to one of them",)),
+        (openai(response_format={"type": "json_object"}, regex="a"), ("may have one of them",)),
         ({"prompt": "x", "regex": "("}, ("regex cannot be kept to",)),
         (openai(COMPLETIONS, messages=HI), ('"messages"',)),
         (openai(COMPLETIONS, logprobs=True), ("logprobs is True",)),
@@ -221,7 +221,7 @@ def test_an_unpaired_surrogate_is_repeated_as_it_came() -> None:
     assert json.loads(record)["id"] == "\ud800"
 
 
-# --- whatever comes ---------------------------------------------------------------------------
+# --- anything -------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from(
     "prompt messages model temperature top_p top_k min_p n seed stop logprobs max_tokens metadata "

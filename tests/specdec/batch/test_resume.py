@@ -1,4 +1,4 @@
-"""A batch that was broken off: no line lost, none answered twice, the same output."""
+"""An interrupted batch: no line lost, none answered twice, the same output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.batch.lines import BatchError, Line
 
 
 def kill_after(seconds: float, work: Callable[[], object]) -> None:
-    """Do it in a fork that gets SIGKILL then, unless it has come to its end."""
+    """Run it in a fork that is killed by SIGKILL after a delay, unless it has finished."""
     child = get_context("fork").Process(target=work)
     child.start()
     child.join(seconds)
@@ -34,7 +34,7 @@ def killed_at_the_sixth(lines: Iterable[Line]) -> Iterator[Line]:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- a kill ----------------------------------------------------------------------------------
+# --- kills ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -46,8 +46,8 @@ def test_an_end_after_any_line(source: Path, out: Path, n_before: int, order: st
             run(source, out, first, order)
         assert not out.exists()
         assert partial_of(out).exists() == (n_before > 0)
-    measurements = run(source, out, second, order)
-    assert measurements.n_before == (n_before if n_before < 8 else 0)
+    metrics = run(source, out, second, order)
+    assert metrics.n_before == (n_before if n_before < 8 else 0)
     assert sorted(first.numbers + second.numbers)[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
     records = out.read_bytes().splitlines(keepends=True)
     expected = whole(source, order).splitlines(keepends=True)
@@ -79,7 +79,7 @@ def test_a_kill_between_the_output_and_the_end_of_the_partial_file(
 def test_kills_at_any_moment(
     tmp_path_factory: pytest.TempPathFactory, delays: list[float], chance: random.Random
 ) -> None:
-    """SIGKILL while a process opens the journal, writes a record, finishes, or is done."""
+    """SIGKILL comes while a process opens the journal, writes a record, finishes, or is done."""
     directory = tmp_path_factory.mktemp("kills")
     source, out = write_prompts(directory / "in.jsonl", 20), directory / "out.jsonl"
 
@@ -94,8 +94,8 @@ def test_kills_at_any_moment(
     for delay in delays:
         kill_after(delay, lambda: run(source, out, Machine(shuffled)))
     machine = Machine(shuffled)
-    measurements = run(source, out, machine)
-    assert len(machine.numbers) == 20 - measurements.n_before
+    metrics = run(source, out, machine)
+    assert len(machine.numbers) == 20 - metrics.n_before
     assert out.read_bytes() == whole(source)
     assert files_in(directory) == {"in.jsonl", "out.jsonl", "undisturbed.jsonl"}
 
@@ -109,7 +109,7 @@ def test_a_killed_process_loses_no_answer(source: Path, out: Path) -> None:
 
 
 def test_a_log_without_its_database_is_nothing(source: Path, out: Path) -> None:
-    """As where OUT.partial is removed to begin anew, and the log of a killed process stays."""
+    """OUT.partial was removed to start over, and the log of a killed process is still there."""
     kill_after(60, lambda: run(source, out, Machine(killed_at_the_sixth), temperature=1))
     partial_of(out).unlink()
     assert files_in(source.parent) == {"in.jsonl", "out.jsonl.partial-wal"}
@@ -120,7 +120,7 @@ def test_a_log_without_its_database_is_nothing(source: Path, out: Path) -> None:
 
 
 def test_an_output_with_lines_missing_does_not_appear(source: Path, out: Path) -> None:
-    """As when the input was cut while it was answered."""
+    """The input was truncated while it was answered."""
     with pytest.raises(BatchError, match="5 of 8 lines"):
         run(source, out, Machine(lambda lines: islice(lines, 5)))
     assert not out.exists()
@@ -128,16 +128,16 @@ def test_an_output_with_lines_missing_does_not_appear(source: Path, out: Path) -
     assert out.read_bytes() == whole(source)
 
 
-# --- an output of another batch --------------------------------------------------------------
+# --- output of another batch ----------------------------------------------------------------------
 
 
 def test_the_same_command_again_has_nothing_to_do(source: Path, out: Path) -> None:
     run(source, out)
     before = out.read_bytes()
     machine = Machine()
-    measurements = run(source, out, machine)
+    metrics = run(source, out, machine)
     assert machine.numbers == []
-    assert (measurements.n_answered, measurements.n_before) == (8, 8)
+    assert (metrics.n_answered, metrics.n_before) == (8, 8)
     assert out.read_bytes() == before
     assert not partial_of(out).exists()
 

@@ -1,4 +1,4 @@
-"""The command line: names, streams, what each command shows."""
+"""The command line: names, streams, output of each command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-# --- the interface --------------------------------------------------------------------------
+# --- interface ------------------------------------------------------------------------------------
 
 
 def help_of(capsys: pytest.CaptureFixture[str], command: str) -> str:
@@ -48,8 +48,8 @@ def test_option_names_are_an_interface(
     own = {"run": ["-p", "--prompt", "-f", "--file", "--json"], "chat": [], "plan": ["--json"]}
     for command, more in own.items():
         words = set(help_of(capsys, command).replace(",", " ").split())
-        requested = {*loading, *more, *(() if command == "plan" else sampling)}
-        assert requested <= words, requested - words
+        expected = {*loading, *more, *(() if command == "plan" else sampling)}
+        assert expected <= words, expected - words
         assert not words & {"--temp", "--n-predict", "--repeat-penalty"}  # accepted, not shown
 
 
@@ -77,7 +77,7 @@ def test_llama_cpp_spellings() -> None:
     assert expand_aliases(untouched) == untouched
 
 
-# --- a run ----------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def test_text_on_stdout_perf_line_on_stderr(
@@ -114,7 +114,7 @@ def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str], models: 
     assert set(promised.split()) <= set(value["stats"])
 
 
-def test_every_way_of_drafting_gives_the_same_text(
+def test_every_draft_option_gives_the_same_output(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
     sampled = ["-p", "ab", "-n", "8", "--temperature", "0.8", "--seed", "3", "--json"]
@@ -187,7 +187,7 @@ def test_chat_without_a_template_ends_before_the_next_question(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model that was given a plain transcript may go on with what the user says next."""
+    """A model given a plain transcript may continue with the user's next message."""
     stops: list[object] = []
     chat_params = Session.chat_params
 
@@ -224,7 +224,7 @@ def test_chat_answers_until_the_end_of_input(
     assert err.count("note: the answer was cut after --max-tokens 3 tokens") == 2
 
 
-def test_a_text_that_the_context_cuts_off_is_told(
+def test_an_output_cut_by_the_context_is_reported(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
     argv = models.run_argv("-p", "hello", "-n", "99", "-c", "16", "--spec-type", "none")
@@ -237,7 +237,7 @@ def test_a_text_that_the_context_cuts_off_is_told(
     )
 
 
-# --- progress -------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -246,7 +246,7 @@ class Terminal(io.StringIO):
 
 
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stderr from here on; not a fixture, since pytest puts its own back before the test."""
+    """Replace stderr from here on; not a fixture, since pytest restores its own before the test."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")

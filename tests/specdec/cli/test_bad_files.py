@@ -1,4 +1,4 @@
-"""Files of a model that cannot be used: one clear line that names the file, whatever is in it."""
+"""Unusable model files: one clear line that names the file, whatever its content."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "generation settings that are cut": (
         _write("generation_config.json", '{"eos_token_id": '),
-        ("generation_config.json", "mend it or remove it"),
+        ("generation_config.json", "fix it or remove it"),
     ),
     "generation settings of another kind": (
         _write("generation_config.json", "[]"),
-        ("generation_config.json", "mend it or remove it"),
+        ("generation_config.json", "fix it or remove it"),
     ),
     "an end that is no token": (
         _write("generation_config.json", '{"eos_token_id": "x"}'),
@@ -112,10 +112,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damage_is_named(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage, reported = DAMAGES[name]
+    damage, message = DAMAGES[name]
     damage(model)
     before = {path: path.read_bytes() for path in model.iterdir()}
-    expect_error(capsys, ["run", "-m", str(model), "-p", "x", "-n", "2"], *reported)
+    expect_error(capsys, ["run", "-m", str(model), "-p", "x", "-n", "2"], *message)
     assert {path: path.read_bytes() for path in model.iterdir()} == before
 
 
@@ -144,7 +144,7 @@ def test_changed_bytes_are_taken_or_refused_in_one_line(
     n_replaced: int,
     data: bytes,
 ) -> None:
-    """Anywhere in a file, or in the header of the weights."""
+    """The changes are anywhere in a file, or in the header of the weights."""
     model = shutil.copytree(saved, tmp_path_factory.mktemp("changed") / "model")
     path = model / name
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A draft without room, in commands and in Python: the target runs alone, and one note says so."""
+"""A draft without memory, in commands and in Python: the target runs alone, with one note."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specdec.run_options import RunOptions
 
 CTX = 4096
 LARGE_CACHE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-"""16 KiB for each token of the context, and next to no weights."""
+"""KV cache of 16 KiB per context token, and next to no weights."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_command_says_it_once_and_runs(
     assert main(argv(command, pair, budget, *more[command])) == 0
     out, err = capsys.readouterr()
     (note,) = (line for line in (out + err).splitlines() if "the draft is left out" in line)
-    assert "has no room for it; the smallest with it is " in note
+    assert "has no memory for it; the smallest with it is " in note
     assert f"without it {budget // 2**20} MiB" in note
 
 
@@ -104,7 +104,7 @@ def test_another_vocabulary_stays_an_error(
 @pytest.mark.parametrize(
     "options", [{}, {"acceptance": "rejection", "draft_window": 3000, "draft_device": "cpu"}]
 )
-def test_in_python_the_text_is_the_targets_own(
+def test_in_python_the_output_is_the_targets_own(
     options: dict[str, Any], pair: tuple[str, str], budget: int
 ) -> None:
     with specdec.load(*pair, memory_budget=budget, ctx_size=CTX, **options) as llm:

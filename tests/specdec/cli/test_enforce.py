@@ -1,4 +1,4 @@
-"""What `--enforce` starts, and what is said when the kernel kills it."""
+"""The process that `--enforce` starts, and the message when the kernel kills it."""
 
 from __future__ import annotations
 

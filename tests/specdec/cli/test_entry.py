@@ -1,4 +1,4 @@
-"""Ctrl-C before the command line is there, of either command."""
+"""Ctrl-C before the command line is loaded, for both commands."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_the_end_of_the_process_searches_no_garbage(entry: str) -> None:
 
 
 def test_what_runs_a_model_is_imported_for_good() -> None:
-    """Searching torch's and transformers' objects for garbage takes a third of a second, and
-    importing what no run uses a tenth of all imports."""
+    """Garbage collection of torch's and transformers' objects takes a third of a second, and unused
+    imports take a tenth of all import time."""
     code = (
         "import gc, sys\n"
         "from specdec.cli.libraries import import_for_good\n"

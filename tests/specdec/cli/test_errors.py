@@ -1,4 +1,4 @@
-"""Bad input on the command line: one clear line and exit code 2, whatever is wrong."""
+"""Invalid input on the command line: always one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_prompt_from_a_pipe_that_does_not_block_is_read_to_its_end() -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    text = b"a" * 100_000  # more than the pipe holds: a read that does not wait gets a part
+    text = b"a" * 100_000  # more than the pipe holds: a non-blocking read gets a part
     thread = threading.Thread(target=_write_and_close, args=(writer, text))
     with os.fdopen(reader, "rb") as stream:
         thread.start()
@@ -96,11 +96,11 @@ def _write_and_close(descriptor: int, text: bytes) -> None:
 def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec.cli.commands import serve
 
-    reported: list[bool] = []
+    calls: list[bool] = []
 
     class Serving:
         def __init__(self, *_: object, is_debug: bool) -> None:
-            reported.append(is_debug)
+            calls.append(is_debug)
 
         def run(self) -> int:
             return 0
@@ -109,4 +109,4 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
     for value in ("1", "0"):
         monkeypatch.setenv("SPECDEC_DEBUG", value)
         assert main(["serve", "-m", "pair:target"]) == 0
-    assert reported == [True, False]
+    assert calls == [True, False]

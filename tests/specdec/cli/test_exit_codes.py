@@ -1,4 +1,4 @@
-"""How a command ends, and that docs/cli.md says so."""
+"""Exit codes of commands, as documented in docs/cli.md."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def chat(model: Path) -> int:
 def test_all_codes_are_documented() -> None:
     page = (DOCS / "cli.md").read_text()
     section = page[page.index("\n## Output and exit codes\n") : page.index("\n## specdec run\n")]
-    reported = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
     ours = {0, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, KILLED}
-    assert reported == ours | {OF_PYTHON, OF_SIGTERM}
+    assert documented == ours | {OF_PYTHON, OF_SIGTERM}
 
 
 def test_ctrl_c_at_the_prompt_ends_the_conversation(

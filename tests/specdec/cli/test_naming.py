@@ -1,4 +1,4 @@
-"""Errors name options as they are typed, and leave everything else as it is."""
+"""Errors name options as typed, and keep all other text."""
 
 from __future__ import annotations
 

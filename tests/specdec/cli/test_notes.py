@@ -1,4 +1,4 @@
-"""Mistakes that are told before anything heavy is imported, and options without effect."""
+"""User errors reported before heavy imports, and notes on options without effect."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_
     assert capsys.readouterr().err == (
         "specdec: note: --io-threads has no effect: nothing of the target streams\n"
     )
-    os.truncate(path, 2**31)  # what follows the tensors is nobody's, but mapped all the same
+    os.truncate(path, 2**31)  # bytes after the tensors belong to none, but are mapped all the same
     assert main(argv) == 0
     err = capsys.readouterr().err
     assert err.startswith("specdec: note: --load-mode mmap maps 2.00 GiB of weights, more than")
@@ -119,7 +119,7 @@ def test_a_full_stdout_is_named() -> None:
         ("bench demo --keep", "specdec-bench"),
     ],
 )
-def test_a_closed_stdout_is_told_before_anything_else(command: str, name: str) -> None:
+def test_a_closed_stdout_is_reported_first(command: str, name: str) -> None:
     run = run_in_shell(f"-m {command} >&-")
     assert run.returncode == 2
     assert run.stderr == f"{name}: error: stdout is closed: send it to a file, or to /dev/null\n"
@@ -142,7 +142,7 @@ def run_in_shell(words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_libraries_hints_are_not_shown(models: Models, tmp_path: Path) -> None:
-    """transformers tells of a prompt above the tokenizer's own figure on stderr."""
+    """transformers warns on stderr about prompts above the tokenizer's own limit."""
     model = shutil.copytree(models.target, tmp_path / "model")
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 4}))

@@ -1,4 +1,4 @@
-"""The tables of options in docs/ say of each field what the field itself says."""
+"""The option tables in docs/ repeat the help text of each field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all tables in a page."""
+    """Return the cells of all tables in a page."""
     lines = re.findall(r"^\| (.*) \|$", text.replace("\\|", "/"), re.MULTILINE)
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
@@ -40,7 +40,7 @@ def test_options_of_the_server_are_in_its_table(field: dataclasses.Field) -> Non
     page = (DOCS / "server.md").read_text()
     flag = "`--" + field.name.replace("_", "-") + "`"
     (cells,) = (cells for cells in rows(page) if flag in re.findall("`[^`]*`", cells[0]))
-    reported = field.metadata[Option]
-    shown = reported.shown_default
-    if flag != "`--api-key-file`":  # in one row with the key itself
+    option = field.metadata[Option]
+    shown = option.shown_default
+    if flag != "`--api-key-file`":  # in the same row as the key itself
         assert cells[-1] == (shown if isinstance(shown, str) else str(field.default))

@@ -1,4 +1,4 @@
-"""The command line in a process of its own: signals, pipes, memory limits."""
+"""The command line in a subprocess: signals, pipes, memory limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Models, save_models, start, start_interpreter, wait_for_text
+from command_line import Models, save_models, start, start_interpreter, wait_for_output
 from tiny_pair import save_model
 
 from offload.process.cgroup import CgroupUnavailable, MemoryCgroup
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_ctrl_c_in_the_middle_of_a_generation(models: Models) -> None:
     process = start(models.run_argv(*LONG))
-    wait_for_text(process)
+    wait_for_output(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -34,8 +34,8 @@ def test_ctrl_c_in_the_middle_of_a_generation(models: Models) -> None:
 def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain decoding, so that all the time is in passes; readers that were not told to stop and
-    joined would keep the process alive."""
+    """Plain decoding spends all its time in passes; readers that were not stopped and joined would
+    keep the process alive."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
     target = save_model(tmp_path / "target", seed=2, **sizes)  # 50 MB
     temporary = tmp_path / "temporary"
@@ -43,11 +43,11 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     monkeypatch.setenv("TMPDIR", str(temporary))
     argv = ["-m", str(target), "--threads", "1", "-c", "4096", "--spec-type", "none"]
     assert main(["plan", *argv, "--json"]) == 0
-    # Room for a few layers beside the ring at most: the others stream.
+    # Memory for at most a few layers besides the ring: the others stream.
     budget = json.loads(capsys.readouterr().out)["smallest_budget_bytes"] + 16 * MIB
     before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
     process = start_interpreter(["run", *argv, "--memory-budget", f"{budget}B", *LONG])
-    wait_for_text(process)
+    wait_for_output(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -58,7 +58,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
 
 def test_a_reader_that_goes_away(models: Models) -> None:
     process = start_interpreter(models.run_argv(*LONG))
-    wait_for_text(process)
+    wait_for_output(process)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -79,7 +79,7 @@ def test_enforced_run(models: Models) -> None:
     require_cgroup()
     argv = models.run_argv("-p", "a", "-n", "4", "--json", "--memory-budget", "1.1GB", "--enforce")
     out, err = start(argv).communicate(timeout=240)
-    # No whole number of pages: the kernel steps the limit down, and the run goes by the limit.
+    # Not a whole number of pages: the kernel rounds the limit down, and the run uses the limit.
     assert 1_100_000_000 - 4096 < json.loads(out)["stats"]["memory_budget_bytes"] <= 1.1e9, err
     assert err == b""
 
@@ -87,7 +87,7 @@ def test_enforced_run(models: Models) -> None:
 def test_sigterm_leaves_no_child_behind(models: Models) -> None:
     require_cgroup()
     process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))
-    wait_for_text(process)
+    wait_for_output(process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)  # the child's end closes the pipes
     assert process.returncode == 143
@@ -97,7 +97,7 @@ def test_sigterm_leaves_no_child_behind(models: Models) -> None:
 def test_ctrl_c_in_an_enforced_run(models: Models) -> None:
     require_cgroup()
     process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))
-    wait_for_text(process)
+    wait_for_output(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

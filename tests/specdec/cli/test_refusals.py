@@ -1,4 +1,4 @@
-"""What is wrong on the command line: one clear line and exit code 2, whatever it is.
+"""Errors on the command line: one clear line and exit code 2, for every option.
 
 One table of mistakes for all options; that any other value is refused as clearly is a property.
 """
@@ -85,7 +85,10 @@ BEFORE_A_MODEL: list[tuple[str, str]] = [
      "self:window=512 names its window already: leave out --draft-window"),
     ("--load-mode x", "--load-mode is 'x', must be one of"),
     ("--cache-type-k x", "--cache-type-k is 'x', must be one of"),
-    ("--regex a --grammar {file}", "--regex and --grammar {file} are given, but a text keeps"),
+    (
+        "--regex a --grammar {file}",
+        "--regex and --grammar {file} are given, but a request may have",
+    ),
     ("--json-schema {file}", "--json-schema {file} is [1], must be an object"),
     ("--json-schema /none/schema", "/none/schema"),
     ("--logprobs 1", "--json"),
@@ -94,21 +97,21 @@ BEFORE_A_MODEL: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("options", "reported"), BEFORE_A_MODEL, ids=[item for item, _ in BEFORE_A_MODEL]
+    ("options", "message"), BEFORE_A_MODEL, ids=[item for item, _ in BEFORE_A_MODEL]
 )
 def test_a_mistake_in_the_options_of_a_run(
-    options: str, reported: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By the option's name as it is typed, before a model is looked for: that may be a download."""
-    file = tmp_path / "num_beams is 1"  # the name of a field in a text is no option
+    """The message names the option as typed, before the model is looked for, which may download."""
+    file = tmp_path / "num_beams is 1"  # a field's name inside a text is not an option
     file.write_text("[1]")
     argv = [word.replace("{file}", str(file)) for word in shlex.split(options)]
-    said = reported.replace("{file}", str(file))
+    said = message.replace("{file}", str(file))
     expect_error(capsys, ["run", "-m", "no/such/model", "-p", "x", *argv], said)
 
 
 @pytest.mark.parametrize(
-    ("options", "reported"),
+    ("options", "message"),
     [
         ("", "no prompt was given"),
         ("-p ''", "the prompt is empty: give some text"),
@@ -122,14 +125,14 @@ def test_a_mistake_in_the_options_of_a_run(
     ],
 )
 def test_a_mistake_that_the_model_shows(
-    options: str, reported: str, capsys: pytest.CaptureFixture[str], models: Models
+    options: str, message: str, capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:
     argv = shlex.split(options.format(other=models.other_words))
-    expect_error(capsys, ["run", "-m", str(models.target), *argv], reported)
+    expect_error(capsys, ["run", "-m", str(models.target), *argv], message)
 
 
 @pytest.mark.parametrize(
-    ("argv", "reported"),
+    ("argv", "message"),
     [
         ("bogus", "bogus"),
         ("run -p a", "--model"),
@@ -177,19 +180,19 @@ def test_a_mistake_that_the_model_shows(
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_options_of_a_command(
-    argv: str, reported: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    argv: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "config.json").write_text("{")
     os.mkfifo(tmp_path / "pipe.json")
     words = argv.format(damaged=damaged, pipe=tmp_path / "pipe").split()
-    expect_error(capsys, words, reported)
+    expect_error(capsys, words, message)
     assert main(words) == 2
-    assert "/pair/" not in capsys.readouterr().err  # an embedded model has the name it was given
+    assert "/pair/" not in capsys.readouterr().err  # an embedded model keeps its given name
 
 
-def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+def test_user_errors_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     refused = [
         (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),
         (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
@@ -197,26 +200,26 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
         (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),
         (["-m", "pair:target", "-p", "a", "--spec-type", "draft"], "give --draft-model (-md)"),
     ]
-    reported = run_without_torch("specdec.cli.app", *(["run", *argv] for argv, _ in refused))
-    for line, (_, part) in zip(reported, refused, strict=True):
+    messages = run_without_torch("specdec.cli.app", *(["run", *argv] for argv, _ in refused))
+    for line, (_, part) in zip(messages, refused, strict=True):
         assert part in line
     options = ("--log", "--output-file")
-    reported = run_without_torch(
+    messages = run_without_torch(
         "bench.__main__",
         *(["speedup", "-m", "pair:target", option, str(tmp_path)] for option in options),
     )
-    for line, option in zip(reported, options, strict=True):
+    for line, option in zip(messages, options, strict=True):
         assert f"{option} {tmp_path}: Is a directory" in line
 
 
 NAMES = sorted(
-    "--" + (reported.long or name).replace("_", "-").removeprefix("--")
+    "--" + (option.long or name).replace("_", "-").removeprefix("--")
     for kind in (RunOptions, SamplingParams)
-    for name, reported in options_of(kind).items()
-    if reported.panel and name != "model"
+    for name, option in options_of(kind).items()
+    if option.panel and name != "model"
 )
 VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
-"""What a shell can hand over."""
+"""Any string that a shell can pass."""
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -233,7 +236,7 @@ def test_any_value_of_any_option_is_taken_or_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Without a model all of them end so; a value that is taken leaves the model's name to tell."""
+    """Without a model every run ends in an error; a valid value leaves the model to report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.getbasetemp())
         assert main(["run", "-m", "no/such/model", "-p", "x", f"{name}={value}"]) == 2

@@ -1,4 +1,4 @@
-"""Options from SPECDEC_* variables and from a file; completion in a shell."""
+"""Options from SPECDEC_* variables and from a file; shell completion."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from specdec.cli.app import main
 from specdec.cli.commands import check
 
 SERVE = ["serve", "-m", "pair:target"]
-"""Refused before anything is loaded, with the host in the message."""
+"""An option refused before anything is loaded, with the host in the message."""
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user's file is looked for."""
+    """Set the folder of the user's settings file."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "specdec").mkdir()
     return tmp_path / "specdec"
 
 
 def host(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The host that the command has taken."""
+    """Return the host that the command uses."""
     assert main([*argv]) == 2
     return capsys.readouterr().err.partition("host is ")[2].partition(",")[0]
 
@@ -92,7 +92,7 @@ def test_changed_bytes_of_a_file_are_taken_or_refused_in_one_line(
 ) -> None:
     changed = KNOWN[:at] + data + KNOWN[at + n_replaced :]
     (own_folder / "config.toml").write_bytes(changed)
-    expect_error(capsys, [*SERVE, "--host", "10.0.0.1"])  # of the file, or of the host
+    expect_error(capsys, [*SERVE, "--host", "10.0.0.1"])  # in the file, or in the host
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +104,10 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(
 ) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     main(["--config", str(tmp_path / "pipe.toml"), "run", "-m", "/nowhere", "-p", "a"])
-    assert "/nowhere" in capsys.readouterr().err  # it is as an empty file
+    assert "/nowhere" in capsys.readouterr().err  # it counts as an empty file
 
 
-def test_a_shell_is_told_what_may_come(
+def test_a_shell_gets_completions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("_SPECDEC_COMPLETE", "complete_bash")
@@ -117,10 +117,10 @@ def test_a_shell_is_told_what_may_come(
     assert capsys.readouterr().out.split() == ["--memory-budget"]
 
 
-def test_a_ranking_is_told_all_of_them(
+def test_a_ranking_gets_all_of_them(
     own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`check --rank` becomes another program, which reads neither variables nor the file."""
+    """`check --rank` starts another program, which reads neither variables nor the file."""
     file = tmp_path / "other.toml"
     file.write_text('model = "pair:target"\n[check]\nexact = "off"\nn-prompts = 2\n')
     monkeypatch.setenv("SPECDEC_MEMORY_BUDGET", "1GiB")
@@ -146,7 +146,7 @@ def test_a_ranking_is_told_all_of_them(
 def test_a_user_without_a_home_has_no_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container under a number that /etc/passwd does not have."""
+    """A container may run under a user id that is missing in /etc/passwd."""
 
     def nobody(_number: int) -> None:
         raise KeyError
@@ -161,7 +161,7 @@ def test_a_user_without_a_home_has_no_file(
 def test_a_home_that_is_shut_has_no_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `sudo -u` leaves HOME with some settings."""
+    """`sudo -u` may keep an inaccessible HOME."""
 
     def shut(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))

@@ -1,4 +1,4 @@
-"""What -q and -v change on stderr; stdout is the same."""
+"""Effects of -q and -v on stderr; stdout is the same."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_quiet_leaves_notes_and_verbose_shows_the_plan(
     assert same == text
     assert "tok/s" in verbose
     assert "target KV cache" in verbose
-    _, after = run(capsys)  # of the next command as ever
+    _, after = run(capsys)  # the next command is unaffected
     assert "tok/s" in after
     assert "target KV cache" not in after
 
 
-def test_errors_are_told_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-m", "no/such-model.gguf", "-p", "x", "-q"]) == 2
     assert "no such model" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Devices: presets, profiles from files, and what this machine fills in."""
+"""Devices: presets, profiles from files, and values measured on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = {
 
 
 class Machine:
-    """Known figures, and which of them were asked for."""
+    """Known measurements, with a record of those requested."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -117,13 +117,13 @@ def test_a_pass_is_bound_by_memory_first_and_by_arithmetic_then() -> None:
     [
         ("{", "no JSON"),
         ("[1]", "no JSON object"),
-        ({}, "no figure"),
+        ({}, "no value"),
         ({**WHOLE, "storage_bytes_per_second": 0}, "above 0"),
         ({**WHOLE, "storage_bytes_per_second": True}, "above 0"),
         ({**WHOLE, "storage_bytes_per_second": "fast"}, "above 0"),
         ('{"storage_bytes_per_second": Infinity}', "above 0"),
         ('{"storage_bytes_per_second": NaN}', "above 0"),
-        ({**WHOLE, "storage_bytes_per_second": 10**400}, "above 0"),  # no float can hold it
+        ({**WHOLE, "storage_bytes_per_second": 10**400}, "above 0"),  # too large for any float
         ({**WHOLE, "dram_bytes_per_second": -1}, "dram_bytes_per_second is -1"),
         ({**WHOLE, "memory_bytes": 0}, "memory_bytes is 0"),
         ({**WHOLE, "memory_bytes": 2.5}, "memory_bytes is 2.5"),
@@ -131,7 +131,7 @@ def test_a_pass_is_bound_by_memory_first_and_by_arithmetic_then() -> None:
         ({**WHOLE, "flops_per_second": {}}, "object of number formats"),
         ({**WHOLE, "flops_per_second": 5}, "object of number formats"),
         ({**WHOLE, "flops_per_second": {"BF16": 0}}, "flops_per_second of BF16"),
-        ({**WHOLE, "storage_speed": 5}, "unknown figure 'storage_speed'"),
+        ({**WHOLE, "storage_speed": 5}, "unknown value 'storage_speed'"),
         ({**WHOLE, "vram_bytes": 5}, "both vram_bytes and pcie"),
         ({**WHOLE, "name": ""}, "name must be"),
         ({**WHOLE, "name": "a\nb"}, "name must be"),
@@ -179,9 +179,9 @@ def test_what_profile_prints_is_a_device(
     machine = Machine()
     device = complete(find_device(write(tmp_path, printed)), machine)
     assert machine.asked == []
-    measurements = json.loads(printed)
-    assert device.storage_bytes_per_second == measurements["storage_bytes_per_second"]
-    assert device.flops("F32") == measurements["flops_per_second"]["F32"] > 0
+    profile = json.loads(printed)
+    assert device.storage_bytes_per_second == profile["storage_bytes_per_second"]
+    assert device.flops("F32") == profile["flops_per_second"]["F32"] > 0
     assert main(["profile", "-m", str(model)]) == 0
     assert "GFLOP/s in F32" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Candidates: the formula, the target's own filters, and what its noise is worth."""
+"""Candidates: the formula, the target's own filters, and the gain by the target's noise."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_likeliest_are_found_in_stripes(n_tokens, width, n_banned, seed) -> 
     assert all(len(set(row)) == width for row in actual.tolist())
 
 
-def test_noise_is_kept_for_the_positions_in_use_only() -> None:
+def test_noise_is_cached_for_the_positions_in_use_only() -> None:
     rows = NoiseRows()
     noise = TargetNoise(3, 0.7, VOCAB, rows)
     first = noise.at(5)
@@ -132,8 +132,8 @@ def test_noise_is_kept_for_the_positions_in_use_only() -> None:
     assert len(rows) == MAX_NOISE_POSITIONS
 
 
-def test_texts_share_the_room_for_their_noise() -> None:
-    """Else a list of prompts would take 32 rows of the vocabulary for each of them."""
+def test_sequences_share_the_memory_for_their_noise() -> None:
+    """Otherwise a list of prompts would take 32 rows of the vocabulary for each of them."""
     rows = NoiseRows(7)
     sequences = [TargetNoise(seed, 0.7, VOCAB, rows) for seed in range(5)]
     for position in range(20):
@@ -143,7 +143,7 @@ def test_texts_share_the_room_for_their_noise() -> None:
     assert len(rows) == 7
 
 
-# --- what it is worth, on the embedded pair -----------------------------------------------------
+# --- gain on the embedded pair --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def pair():
 
 
 def test_the_targets_noise_raises_acceptance(pair) -> None:
-    """And the text is plain decoding's with the same seed, whatever the drafter looked at."""
+    """The output still equals plain decoding with the same seed, whatever the drafter used."""
     target, draft = pair
     tokenizer = Tokenizer.from_pretrained(pair_path("pair:target"))
     spec, n = SpecConfig(num_draft_tokens=8, draft_depth=8), 32
@@ -175,10 +175,10 @@ def test_the_targets_noise_raises_acceptance(pair) -> None:
             own(target).rollback(0)
             drafter.reset()
             made = make_controller(target, drafter, params, spec=spec)
-            text = [made.start(ids)]
-            while len(text) < n:
-                text += made.step(n - len(text)).token_ids
+            token_ids = [made.start(ids)]
+            while len(token_ids) < n:
+                token_ids += made.step(n - len(token_ids)).token_ids
                 passes[name] += 1
             if name == "coupled" and seed == 0:
-                assert text == run(target, ids, n, params=params)
+                assert token_ids == run(target, ids, n, params=params)
     assert passes["coupled"] < 0.9 * passes["blind"], passes

@@ -1,4 +1,4 @@
-"""The frontier of a growing tree against a search from scratch for every level."""
+"""The frontier of a growing tree, against a search from scratch at every level."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WIDTH = 3
 
 
 def candidates_of(node: GrownNode, seed: int) -> list[tuple[int, float]]:
-    """What a draft would say after a node: the same whenever it is asked."""
+    """The draft's candidates after a node: equal at every call."""
     key = [seed, node.position, node.token_id, int(-1e6 * node.path_log_prob)]
     chances = np.sort(-np.random.default_rng(key).exponential(1.0, WIDTH + 1))[::-1]
     return [(token, float(chance)) for token, chance in enumerate(chances)]
 
 
 def promising(tree: GrownTree, depth: int, n_best: int | None) -> list[GrownNode]:
-    """By the definition: the best ones that were not run, where a child could be better still."""
+    """By definition: the best nodes not yet run, where a child could be better still."""
     best = list(islice(tree.best_first(depth, WIDTH), n_best))
     is_full = n_best is not None and len(best) == n_best
     worst = best[-1][1].path_log_prob if is_full else -np.inf
@@ -66,7 +66,7 @@ def test_levels_are_those_of_a_search_from_scratch(seed, depth, n_best, width, n
             tree.run(node, n_run, candidates_of(node, seed))
             frontier.add(node)
     else:
-        return  # a tree without a bound of its nodes grows on
+        return  # a tree without a node limit grows on
     assert promising(tree, depth, n_best) == []
 
 
@@ -79,7 +79,7 @@ def test_likely_nodes_are_run_without_the_unlikely() -> None:
 
 
 def test_a_large_tree_takes_few_levels() -> None:
-    """1 024 nodes in hardly more levels than 256."""
+    """A tree of 1 024 nodes has hardly more levels than one of 256."""
     runs = {}
     for n_nodes in (256, 1024):
         tree = GrownTree(0, 0, [])
@@ -95,7 +95,7 @@ def test_a_large_tree_takes_few_levels() -> None:
 
 @pytest.mark.parametrize("n_best", [200, None])
 def test_of_a_wide_tree_only_what_is_looked_at_becomes_nodes(n_best: int | None) -> None:
-    """Of 1 024 candidates after each of 200 nodes: they would be hundreds of megabytes."""
+    """1 024 candidates after each of 200 nodes would be hundreds of megabytes."""
     chances = -np.log(2.0) - 0.01 * np.arange(1024)
     candidates = list(enumerate(chances.tolist()))
     tree = GrownTree(0, 0, candidates)
@@ -114,7 +114,7 @@ def test_of_a_wide_tree_only_what_is_looked_at_becomes_nodes(n_best: int | None)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), width=st.none() | st.integers(1, 9))
 def test_children_come_likeliest_first(data: st.DataObject, width: int | None) -> None:
-    """Candidates of the draft count before those that came from elsewhere, before it or after."""
+    """The draft's candidates precede those of other drafters, added before or after."""
     chance = st.floats(-9.0, 0.0)
     before = data.draw(st.dictionaries(st.integers(0, 9), chance, max_size=3))
     offered = data.draw(st.dictionaries(st.integers(0, 9), chance, max_size=5))
@@ -138,5 +138,5 @@ def test_children_come_likeliest_first(data: st.DataObject, width: int | None) -
 def test_candidates_that_were_not_looked_at_yet_are_not_lost() -> None:
     node = GrownNode(0, 0, 0.0, 0.0)
     node.candidate_tree([(1, -0.1), (2, -0.2)])
-    with pytest.raises(AssertionError, match="said once"):
+    with pytest.raises(AssertionError, match="set once"):
         node.candidate_tree([(3, -0.1)])

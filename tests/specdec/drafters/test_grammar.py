@@ -1,4 +1,4 @@
-"""Drafting within a grammar: only what may follow, and what must follow for nothing."""
+"""Drafting within a grammar: only permitted tokens, and forced tokens without a draft run."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def draft(folder: Path) -> Iterator[TorchBackend]:
 
 @pytest.fixture(scope="module")
 def letters(folder: Path) -> Tokenizer:
-    """A token for each byte."""
+    """A tokenizer with one token per byte."""
     return Tokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def begin(letters: Tokenizer):
-    """begin(constraint): the state before a text without a prompt, but for one token."""
+    """begin(constraint): the state before an output, with a prompt of one token."""
     compiler = GrammarCompiler(cache(letters.grammar_tokenizer))
     return lambda constraint=SCHEMA: compiler.begin(constraint, 1, (EOS,))
 
@@ -85,19 +85,19 @@ def test_where_there_is_a_choice_nothing_is_proposed(begin, letters: Tokenizer) 
 
 
 def test_other_proposals_lose_what_may_not_follow(begin, letters: Tokenizer) -> None:
-    """n-grams of a prompt that has another person in it."""
-    text = [7, *letters.encode('{"occupation": "actor", "age": 300, "likes": [true]} {"occ')]
+    """n-grams of a prompt with another person in it."""
+    token_ids = [7, *letters.encode('{"occupation": "actor", "age": 300, "likes": [true]} {"occ')]
     state = GrammarCompiler(letters.grammar_tokenizer).begin(
-        SCHEMA, len(text) - len(letters.encode('{"occ')), (EOS,)
+        SCHEMA, len(token_ids) - len(letters.encode('{"occ')), (EOS,)
     )
     limits = TreeLimits(max_nodes=40, max_depth=40, width=2)
-    whole = NgramDrafter().propose(text, limits)
-    cached = within_grammar(NgramDrafter(), state).propose(text, limits)
+    whole = NgramDrafter().propose(token_ids, limits)
+    cached = within_grammar(NgramDrafter(), state).propose(token_ids, limits)
     assert letters.decode(whole.token_ids[1:]).startswith('upation": "actor"')
     longest = max(proposed(cached), key=len)
     assert letters.decode(longest) == 'upation": "a'
     for tokens in proposed(cached):
-        assert state.allows([*text, *tokens[:-1]], tokens[-1])
+        assert state.allows([*token_ids, *tokens[:-1]], tokens[-1])
 
 
 def test_without_a_grammar_a_drafter_stays_as_it_is() -> None:
@@ -107,7 +107,7 @@ def test_without_a_grammar_a_drafter_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_are_those_that_may_follow(begin, letters: Tokenizer, temperature) -> None:
-    """Filters of the request choose among them; a row that nothing may follow has none."""
+    """Filters of the request choose among them; a row without permitted tokens has none."""
     params = SamplingParams(temperature=temperature, top_k=2 if temperature else 0, seed=1)
     sampler = Sampler(params, n_tokens=VOCAB, prompt_length=1, grammar=begin())
     ranker = CandidateRanker.for_target(sampler, VOCAB)
@@ -132,7 +132,7 @@ def test_a_model_reads_a_forced_stretch_in_one_run(begin, draft, letters: Tokeni
         assert state.allows([7, *tokens[:-1]], tokens[-1])
 
 
-def test_every_proposal_of_a_text_keeps_to_the_grammar(begin, draft, folder: Path) -> None:
+def test_every_proposal_of_a_sequence_follows_the_grammar(begin, draft, folder: Path) -> None:
     spec = SpecConfig(num_draft_tokens=12, tree_width=3)
     with TorchBackend.resident(folder, max_context=256) as target:
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""One tree out of several proposals: merged node by node, within the limits, sources kept."""
+"""One tree from several proposals: merged node by node, within the limits, sources recorded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CHAIN = TreeLimits(max_nodes=8, max_depth=8, width=1)
 
 
 def branches(tree: DraftTree) -> set[tuple[int, ...]]:
-    """The tokens from below the root to every leaf."""
+    """Return the tokens from below the root to every leaf."""
     return {tree.tokens_on_path(i) for i in range(1, len(tree)) if not tree.children(i)}
 
 
 def by_tokens(tree: DraftTree) -> dict[tuple[int, ...], int]:
-    """Tokens from the root -> node."""
+    """Return a map from tokens below the root to nodes."""
     return {tree.tokens_on_path(i): i for i in range(1, len(tree))}
 
 
@@ -74,7 +74,7 @@ class Proposing(Drafter):
 @settings(deadline=None)
 @given(trees("draft"), trees("ngram"), st.integers(1, 3), st.integers(0, 9))
 def test_limits_hold_for_the_union(a: DraftTree, b: DraftTree, width: int, n: int) -> None:
-    """The most probable children of each node, and of what is left the most probable nodes."""
+    """Keep the most probable children of each node, and of these the most probable nodes."""
     limits = TreeLimits(n, 8, width)
     tree = MergedDrafter([Proposing(a), Proposing(b)]).propose([9], limits)
     union = merge_trees([a, b])
@@ -91,7 +91,7 @@ def test_limits_hold_for_the_union(a: DraftTree, b: DraftTree, width: int, n: in
 
 
 class Noting(Drafter):
-    """Keeps what another drafter proposed last."""
+    """Record the last proposal of another drafter."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -112,7 +112,7 @@ class Noting(Drafter):
 def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
     n_nodes: int, width: int, depth: int, temperature: float
 ) -> None:
-    """Counted anew from what the n-gram drafter itself proposed, whoever else did."""
+    """Recounted from the n-gram drafter's own proposals, whoever else proposed the same."""
     vocab, n_tokens, prompt = 3, 120, [1, 2, 0, 1, 2]
     rows = table_rows(vocab, seed=5, concentration=0.3)
     periodic = lambda prefix: rows(tuple(prefix[-2:]))  # noqa: E731
@@ -146,7 +146,7 @@ def test_ngram_hits_are_the_accepted_tokens_that_the_ngram_proposed(
         assert n_alone > 0
 
 
-def test_a_cut_round_counts_the_hits_that_reached_the_caller() -> None:
+def test_a_cut_step_counts_the_hits_that_reached_the_caller() -> None:
     recorder, tree, node = StatsRecorder(), DraftTree(0), 0
     for token, source in ((1, "ngram"), (2, "draft"), (3, ("draft", "ngram")), (4, "ngram")):
         node = tree.add(node, token, -0.1, source)

@@ -1,4 +1,4 @@
-"""The tree that a draft model grows, against its own probabilities worked out one by one."""
+"""The tree grown by a draft model, against its own probabilities computed one by one."""
 
 import math
 
@@ -32,7 +32,7 @@ def drafter(backend):
 
 
 def log_probs(backend, tokens):
-    """log q of the next token after `tokens`, from a fresh prefill."""
+    """Return log q of the next token after `tokens`, from a fresh prefill."""
     row = own(backend).prefill(tokens).astype(np.float64)
     own(backend).rollback(0)
     return row - np.logaddexp.reduce(row)
@@ -49,7 +49,7 @@ def test_log_probs_are_the_drafts_own(backend, drafter):
 
 
 def test_it_is_the_best_tree_of_its_size(backend, drafter):
-    """With room for all beams, the nodes kept are the most probable of the full tree."""
+    """With enough memory for all beams, the nodes are the most probable of the full tree."""
     tree = drafter.propose(CONTEXT, TreeLimits(10, 2, 96))
     drafter.reset()
     first = log_probs(backend, CONTEXT)
@@ -71,23 +71,23 @@ def test_bounds(drafter):
 
 
 def test_accepted_nodes_keep_their_kv(backend, drafter):
-    """After a step only what the draft never ran is computed, and the next tree is the same."""
+    """After a step only tokens new to the draft are computed, and the next tree is the same."""
     tree = drafter.propose(CONTEXT, TreeLimits(24, 6, 2))
     deepest = max(range(len(tree)), key=lambda i: tree.depths[i])
     path = tree.path(deepest)
     drafter.observe(Acceptance(path, 50, is_bonus=True), tree)
-    # The prompt, the pending token and the accepted nodes; the last may never have been run.
-    assert len(CONTEXT) + len(path) - 2 <= drafter._text.n_committed <= len(CONTEXT) + len(path) - 1
+    # The prompt, the pending token and the accepted nodes; the last may never have run.
+    assert len(CONTEXT) + len(path) - 2 <= drafter._kv.n_committed <= len(CONTEXT) + len(path) - 1
     context = [*CONTEXT, *tree.tokens_on_path(deepest), 50]
     continued = drafter.propose(context, TreeLimits(24, 6, 2))
-    assert drafter._text.n_committed == len(context)
+    assert drafter._kv.n_committed == len(context)
     drafter.reset()
     fresh = drafter.propose(context, TreeLimits(24, 6, 2))
     assert continued.token_ids == fresh.token_ids
     assert np.allclose(continued.log_probs, fresh.log_probs, atol=1e-4)
 
 
-def test_what_it_lacks_of_a_text_is_what_it_computes_next(backend):
+def test_only_missing_tokens_are_computed_next(backend):
     window = DraftWindow(n_recent=64)
     for drafter in (ModelDrafter(backend, 96), ModelDrafter(backend, 96, window=window)):
         drafter.reset()
@@ -95,23 +95,23 @@ def test_what_it_lacks_of_a_text_is_what_it_computes_next(backend):
         assert merged.n_lacking(CONTEXT) == len(CONTEXT)
         tree = merged.propose(CONTEXT, TreeLimits(24, 6, 2))
         drafter.observe(Acceptance((0,), 50, is_bonus=True), tree)
-        context = [*CONTEXT, 50, 51, 52]  # two steps more, in which it rested
-        n_computed = drafter._text.n_committed
-        # A window may jump with the next token, and half of it is computed anew.
+        context = [*CONTEXT, 50, 51, 52]  # two more steps without the draft
+        n_computed = drafter._kv.n_committed
+        # A window may jump with the next token, and half of it is recomputed.
         expected = len(context) - (n_computed if drafter._window.n_recent is None else 0)
         assert merged.n_lacking(context) == expected
         drafter.propose(context, TreeLimits(24, 6, 2))
-        assert drafter._text.n_committed - n_computed <= expected
+        assert drafter._kv.n_committed - n_computed <= expected
         drafter.reset()
 
 
 def test_accepted_tokens_of_another_drafter(backend, drafter):
-    """Where another drafter's branch was accepted, only the common part is kept."""
+    """If another drafter's branch was accepted, only the common part stays cached."""
     tree = drafter.propose(CONTEXT, TreeLimits(24, 6, 2))
     missing = next(t for t in range(96) if t not in tree.children(0))
     foreign = tree.add(0, missing, -0.5, "ngram")
     drafter.observe(Acceptance((0, foreign), 7, is_bonus=True), tree)
-    assert drafter._text.n_committed == len(CONTEXT)
+    assert drafter._kv.n_committed == len(CONTEXT)
 
 
 def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
@@ -129,4 +129,4 @@ def test_it_runs_no_more_nodes_than_the_backend_can_hold(backend, monkeypatch):
     tree = drafter.propose(CONTEXT, TreeLimits(40, 8, 4))
     drafter.reset()
     assert sum(n_run) == 5
-    assert tree.n_drafted > 5  # children of the nodes that were run
+    assert tree.n_drafted > 5  # children of the nodes that have run

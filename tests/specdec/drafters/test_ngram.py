@@ -17,12 +17,12 @@ CHAIN = TreeLimits(max_nodes=8, max_depth=8, width=1)
 
 
 def branches(tree: DraftTree) -> set[tuple[int, ...]]:
-    """The tokens from below the root to every leaf."""
+    """Return the tokens from below the root to every leaf."""
     return {tree.tokens_on_path(i) for i in range(1, len(tree)) if not tree.children(i)}
 
 
 def true_continuation(tree: DraftTree, tokens: list[int]) -> Acceptance:
-    """The outcome of a step in which the target says `tokens`."""
+    """Return the outcome of a step in which the target emits `tokens`."""
     return match_walk(tree, lambda node: tokens[tree.depths[node]])
 
 
@@ -112,7 +112,7 @@ def test_a_period_is_continued_beyond_the_end() -> None:
     assert tree.token_ids[1:] == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_context_that_is_no_extension_starts_anew() -> None:
+def test_context_that_is_no_extension_starts_afresh() -> None:
     drafter = NgramDrafter()
     drafter.propose([1, 2, 3, 1, 2], LIMITS)
     assert drafter.propose([5, 6, 1, 2], LIMITS).n_drafted == 0
@@ -153,16 +153,16 @@ def test_observing_a_merged_or_cut_tree_learns_from_the_tokens() -> None:
 def test_repetitive_text_is_drafted_well() -> None:
     rng = np.random.default_rng(0)
     phrase = rng.integers(0, 1000, size=40).tolist()
-    text = [*phrase, 5000, *phrase, 5001, *phrase]
+    token_ids = [*phrase, 5000, *phrase, 5001, *phrase]
     drafter, done, passes = NgramDrafter(), 50, 0
-    while done < len(text):
-        tree = drafter.propose(text[:done], LIMITS)
-        rest = [*text[done:], *[7] * 20]
+    while done < len(token_ids):
+        tree = drafter.propose(token_ids[:done], LIMITS)
+        rest = [*token_ids[done:], *[7] * 20]
         outcome = true_continuation(tree, rest)
         drafter.observe(outcome, tree)
         done += outcome.n_accepted + 1
         passes += 1
-    assert (len(text) - 50) / passes > 4.0
+    assert (len(token_ids) - 50) / passes > 4.0
 
 
 def test_misuse_is_an_error() -> None:
@@ -173,7 +173,7 @@ def test_misuse_is_an_error() -> None:
 
 
 def test_a_long_run_of_hits_leaves_some_doubt() -> None:
-    """Thousands of hits round the estimate to 1, whose doubt has no finite logarithm."""
+    """Thousands of hits round the estimate to 1; its uncertainty has no finite logarithm."""
     drafter = NgramDrafter()
     context = [1, 2, 3, 4] * 20
     for _ in range(3000):

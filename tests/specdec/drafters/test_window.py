@@ -37,7 +37,7 @@ def test_the_view(n_recent: int, n_tokens: int) -> None:
 
 @given(n_recent=st.integers(2, 40), n_tokens=st.integers(50, 200))
 def test_each_token_is_computed_about_twice(n_recent: int, n_tokens: int) -> None:
-    """The view grows by the new token, or begins anew, half a window after the last time."""
+    """The window grows by the new token, or restarts half a window after the last time."""
     window, before, num_tokens, n_jumps = DraftWindow(n_recent), [], 0, 0
     for n in range(1, n_tokens + 1):
         view = window.view(range(n))
@@ -105,18 +105,18 @@ def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> 
     assert sum(n_run for n_run, _ in pinned) < 3 * len(result.token_ids)
 
 
-def test_a_window_as_long_as_the_text_changes_nothing(target: Path, draft: Path) -> None:
+def test_a_window_as_long_as_the_sequence_changes_nothing(target: Path, draft: Path) -> None:
     results = []
     for window in (None, 250):
         with specdec.load(target, draft, draft_window=window, **OPTIONS) as llm:
             assert llm.session.draft_window.n_recent in (None, 250)
             results.append(llm.generate("def f(x):", **LONG))
-    measurements = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
-    assert len(measurements) == 1
+    counts = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
+    assert len(counts) == 1
 
 
 def drafted_after(llm: specdec.api.LLM, n_tokens: int) -> int:
-    """Draft tokens of a text that is already longer than `n_tokens`."""
+    """Return the draft tokens of a sequence that is already longer than `n_tokens`."""
     prompt = list(range(10, 80)) * 4
     assert len(prompt) > n_tokens
     return llm.generate(
@@ -124,7 +124,9 @@ def drafted_after(llm: specdec.api.LLM, n_tokens: int) -> int:
     ).stats.drafted_tokens
 
 
-def test_a_draft_with_a_shorter_context_serves_a_longer_text(target: Path, tmp_path: Path) -> None:
+def test_a_draft_with_a_shorter_context_serves_a_longer_sequence(
+    target: Path, tmp_path: Path
+) -> None:
     short = save_model(tmp_path, seed=0, num_hidden_layers=1, max_position_embeddings=64)
     with specdec.load(target, short, **OPTIONS) as llm:
         assert drafted_after(llm, 64) > 0

@@ -24,13 +24,13 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_llm(request: Any, small_target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     if request.param == "streamed":
         force_streaming(monkeypatch)
-    # Room for beams: without it there is that of the tree that was planned, by measured figures.
+    # Capacity for beams: otherwise it is that of the planned tree, by measured speeds.
     with specdec.load(small_target, ctx_size=256, num_beams=3) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The pair of `many_texts`, for sequences alone."""
+    """The pair of `many_sequences`, for sequences alone."""
     with load(tmp_path_factory) as llm:
         yield llm

@@ -1,4 +1,4 @@
-"""Beam search against transformers' own, and on llama.cpp's cache against rows computed anew."""
+"""Beam search against transformers' own, and on llama.cpp's cache against recomputed rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from specdec.sampling.beam_search import best_continuations
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
 
-VOCAB = 96  # of the tiny checkpoints
+VOCAB = 96  # for the tiny checkpoints
 PAD = 1
 
 
 @pytest.fixture(scope="module", params=range(3))
 def pair(request, checkpoint_factory):
-    """The same random model here and there."""
+    """The same random model in both libraries."""
     folder = checkpoint_factory("llama", seed=request.param)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with TorchBackend.resident(folder) as backend:
@@ -61,13 +61,13 @@ def expected_beams(model, config: GenerationConfig, prompt: list[int]):
 
 def assert_same_beams(ours, model, config: GenerationConfig, prompt: list[int]) -> None:
     sequences, scores = expected_beams(model, config, prompt)
-    # A place that no finished sequence took holds the bare prompt there and is left out here.
+    # A place without a finished sequence has the bare prompt there, and is left out here.
     sequences = [s for s, score in zip(sequences, scores, strict=True) if score > -1e8]
     assert len(ours) == len(sequences)
-    for (actual, score), requested, requested_score in zip(ours, sequences, scores, strict=False):
+    for (actual, score), expected, requested_score in zip(ours, sequences, scores, strict=False):
         n_tokens = len(actual.token_ids)
-        assert list(actual.token_ids) == requested[:n_tokens]
-        assert set(requested[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
+        assert list(actual.token_ids) == expected[:n_tokens]
+        assert set(expected[n_tokens:]) <= {PAD, -1}  # the latter without an EOS
         assert score == pytest.approx(requested_score, rel=1e-4, abs=1e-4)
 
 
@@ -85,7 +85,7 @@ def test_sequences_and_scores_equal_those_of_generate(seed, pair):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_beam_sampling_equals_generate_with_the_same_draws(seed, pair, monkeypatch):
-    """torch.multinomial draws with our noise: all else of the strategy must then agree."""
+    """torch.multinomial draws with our noise: the rest of the strategy must then agree."""
     backend, model = pair
     rng = np.random.default_rng(100 + seed)
     options = random_config(rng)
@@ -111,8 +111,8 @@ def test_beam_sampling_equals_generate_with_the_same_draws(seed, pair, monkeypat
 @pytest.mark.gguf
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_gguf_beams_equal_those_computed_anew(family, is_streamed, tmp_path):
-    """The tree of a llama.cpp cache against one prompt for every row."""
+def test_gguf_beams_equal_recomputed_ones(family, is_streamed, tmp_path):
+    """A llama.cpp cache of trees is compared with one prompt for every row."""
     pytest.importorskip("llama_cpp")
     from backends.gguf.model import load_gguf_model
     from backends.llama.backend import LlamaBackend

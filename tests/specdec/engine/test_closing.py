@@ -25,9 +25,9 @@ from specdec.engine.stream import GenerationStream
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # for forking with threads
 def test_a_fork_is_refused_and_leaves_the_model_to_its_parent(small_llm: LLM) -> None:
-    """The threads that read and compute are not in it: it would wait for them for ever."""
+    """The fork lacks the reading and computing threads: it would wait for them forever."""
     before = small_llm.generate(PROMPT, max_tokens=6).token_ids
     child = os.fork()
     if child == 0:
@@ -111,15 +111,15 @@ def test_closing_in_the_middle_of_a_pass(small_llm: LLM, monkeypatch: pytest.Mon
 
 
 def test_closing_inside_a_generation(small_llm: LLM) -> None:
-    """From a logits processor, say: nobody can be waited for."""
+    """A logits processor closes the model: nobody can be waited for."""
     processor = Pinned(then=small_llm.close)
     processor.may_go_on.set()
     with pytest.raises(ModelClosed):
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
 
 
-def test_a_generation_that_failed_is_let_go(small_llm: LLM) -> None:
-    """Its error's traceback leads to the stream, and so to the model."""
+def test_a_failed_generation_is_freed(small_llm: LLM) -> None:
+    """The error's traceback leads to the stream, and so to the model."""
 
     def fail(ids: Any, scores: Any) -> Any:
         raise ValueError("no")
@@ -145,7 +145,7 @@ def test_a_read_that_failed_keeps_no_memory_of_experts(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ExpertReaders, "_read", lose)
     gc.collect()
-    gc.disable()  # which would find them sooner or later
+    gc.disable()  # the collector would find them sooner or later
     try:
         with pytest.raises(StorageError, match="the disk is gone"):
             llm.generate("def area(", max_tokens=4)
@@ -156,12 +156,12 @@ def test_a_read_that_failed_keeps_no_memory_of_experts(monkeypatch: pytest.Monke
 
 
 class Left(BaseException):
-    """What a signal handler raises to leave."""
+    """Raised by a signal handler to leave."""
 
 
 @pytest.fixture
 def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
-    """Sets a handler of SIGALRM for the time of the test."""
+    """Install a handler of SIGALRM for the time of the test."""
     before = signal.getsignal(signal.SIGALRM)
     yield lambda handle: signal.signal(signal.SIGALRM, handle)
     signal.signal(signal.SIGALRM, before)
@@ -171,7 +171,7 @@ def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
 def test_closing_in_a_signal_handler(
     small_llm: LLM, on_alarm: Any, error: type[Left] | None
 ) -> None:
-    """In the main thread, which waits for a chunk; another one computes."""
+    """The main thread waits for a chunk while another one computes."""
     pinned: list[int] = []
     main = threading.main_thread().ident or 0
 
@@ -202,7 +202,7 @@ def test_closing_in_a_signal_handler(
 
 
 def test_closing_in_a_signal_handler_at_any_place(small_target: Path) -> None:
-    """Between any two steps of the caller, also where it waits for nothing yet."""
+    """The signal comes between any two steps of the caller, also while it waits for nothing yet."""
     n_places = 0
     for first in range(1, 100_000, 41):
         llm = specdec.load(small_target, ctx_size=256, spec_type="none")

@@ -1,4 +1,4 @@
-"""Constrained output: always what was asked for, and equal to plain constrained decoding."""
+"""Constrained output is always valid, and equal to plain constrained decoding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def mute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """Loaded without anything that drafts."""
+    """A model loaded without a drafter."""
     target = save_model(tmp_path_factory.mktemp("target"), seed=0)
     with specdec.load(target, ctx_size=256, spec_type="none") as loaded:
         yield loaded
@@ -56,7 +56,7 @@ SPECS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("sampling", [GREEDY, *({**SAMPLED, "seed": i} for i in range(4))])
-def test_every_way_to_draft_gives_plain_constrained_decoding(
+def test_every_drafter_gives_plain_constrained_decoding(
     llm: LLM, spec: SpecConfig, sampling: dict[str, Any]
 ) -> None:
     options = {**sampling, "json_schema": PERSON, "max_tokens": 200}
@@ -101,7 +101,7 @@ def test_the_lossy_rule_keeps_to_it(llm: LLM) -> None:
 
 
 def test_a_drafter_of_ones_own_changes_nothing(llm: LLM) -> None:
-    """Its tokens break the grammar nearly always."""
+    """The drafter's tokens break the grammar nearly always."""
     options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.0}
     plain = llm.generate(PROMPT, speculative=False, seed=5, **options)
     actual = llm.generate(PROMPT, drafter=RandomDrafter(VOCAB), seed=5, **options)
@@ -170,7 +170,7 @@ def test_keywords_of_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> 
 def test_a_constraint_is_never_dropped_in_silence() -> None:
     from specdec.sampling.sampler import Sampler
 
-    with pytest.raises(ValueError, match="keeps to regex"):
+    with pytest.raises(ValueError, match="state was given for regex"):
         Sampler(SamplingParams(regex="a"), n_tokens=9)
 
 
@@ -193,14 +193,14 @@ def test_any_object(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 17])
-def test_a_limit_cuts_the_text(llm: LLM, n: int) -> None:
+def test_a_limit_cuts_the_output(llm: LLM, n: int) -> None:
     whole = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200)
     cut = llm.generate(PROMPT, json_schema=PERSON, max_tokens=n)
     assert cut.token_ids == whole.token_ids[:n]
     assert cut.finish_reason == "length"
 
 
-def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+def test_a_stop_string_ends_the_output(llm: LLM) -> None:
     actual = llm.generate(PROMPT, json_schema=PERSON, max_tokens=200, stop=", ")
     assert actual.finish_reason == "stop"
     assert actual.text in ('{"occupation": "astronaut"', '{"occupation": "astronomer"')
@@ -215,20 +215,20 @@ def test_several_sequences_each_keep_to_it(llm: LLM) -> None:
         assert alone.token_ids == output.token_ids
 
 
-def test_a_finished_text_ends_whatever_processors_say(llm: LLM) -> None:
-    """`min_tokens` bans the end of a text, which is all that may follow here."""
+def test_a_finished_output_ends_whatever_processors_say(llm: LLM) -> None:
+    """`min_tokens` bans the end-of-sequence token, the only one permitted here."""
     actual = llm.generate("x", regex="abc", min_tokens=9, max_tokens=20)
     assert actual.text == "abc"
     assert actual.token_ids[-1] == EOS
 
 
-def test_no_processor_brings_back_what_may_not_follow(llm: LLM) -> None:
-    """remove_invalid_values makes a number of the mask's -inf."""
+def test_no_processor_restores_a_forbidden_token(llm: LLM) -> None:
+    """remove_invalid_values turns the mask's -inf into a number."""
     options: dict[str, Any] = {"temperature": 2.0, "seed": 1, "remove_invalid_values": True}
     assert llm.generate("x", regex="[ab]{20}", max_tokens=30, **options).finish_reason == "stop"
 
 
-def test_an_impossible_text_is_an_error_and_no_other_text(llm: LLM) -> None:
+def test_an_impossible_output_is_an_error_and_no_other_output(llm: LLM) -> None:
     from specdec.sampling.processors import SamplingError
 
     (letter,) = llm.tokenizer.encode("b")
@@ -243,12 +243,12 @@ def test_mistakes_are_found_before_anything_is_computed(llm: LLM) -> None:
         llm.stream("x", regex="abc", eos_token_ids=())
 
 
-def test_other_tokens_may_end_the_text(llm: LLM) -> None:
+def test_other_tokens_may_end_the_sequence(llm: LLM) -> None:
     actual = llm.generate("x", regex="abc", eos_token_ids=(0,))
     assert (actual.text, actual.token_ids[-1], actual.finish_reason) == ("abc", 0, "stop")
 
 
-def test_without_drafts_a_pass_brings_one_token(mute: LLM) -> None:
+def test_without_drafts_a_pass_yields_one_token(mute: LLM) -> None:
     actual = mute.generate(PROMPT, json_schema=PERSON, max_tokens=200)
     assert conforms(json.loads(actual.text), PERSON)
     assert actual.stats.passes == len(actual.token_ids) - 1

@@ -1,4 +1,4 @@
-"""Runs with both models on a device: the text is the one that the host computes.
+"""Runs with both models on a device: the output equals that of the host.
 
 The device is the fake one; with the mark `cuda` the same runs on a GPU.
 """
@@ -36,14 +36,14 @@ REQUESTS = {
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """Makes a new one: every model has its own."""
+    """Make a new engine: every model has its own."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy goes by measured times, which no two runs share: here every look at the clock takes
-    a second."""
+    """Replace the clock, since a policy uses measured times, which no two runs share: every call
+    takes a second."""
 
     def policy(*args: Any) -> DraftPolicy:
         return DraftPolicy(*args, clock=count(0.0).__next__)
@@ -53,7 +53,7 @@ def _same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("drafting", ["model", "random", "lenient"])
-def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factory) -> None:
+def test_the_output_is_the_hosts(drafting, request_name, engine, checkpoint_factory) -> None:
     params = REQUESTS[request_name]
     is_lossy = drafting == "lenient"
     spec = replace(SPEC, accept_threshold=0.05 if is_lossy else None)
@@ -67,13 +67,13 @@ def test_the_text_is_the_hosts(drafting, request_name, engine, checkpoint_factor
         if is_lossy and not isinstance(item, CpuEngine):
             pytest.skip("a lossy text depends on the tree, and so on the last bits of its chances")
         if drafting == "random":
-            text = run(target, PROMPT, 24, RandomDrafter(VOCAB), params, spec=SPEC)
+            token_ids = run(target, PROMPT, 24, RandomDrafter(VOCAB), params, spec=SPEC)
             expected = run(plain, PROMPT, 24, params=params)
         else:
-            text = run(target, PROMPT, 24, drafter(draft, params), params, spec=spec)
+            token_ids = run(target, PROMPT, 24, drafter(draft, params), params, spec=spec)
             host = drafter(plain_draft, params) if is_lossy else None
             expected = run(plain, PROMPT, 24, host, params, spec=spec)
-    assert text == expected
+    assert token_ids == expected
 
 
 def drafter(draft: Backend, params: SamplingParams) -> ModelDrafter:
@@ -83,7 +83,7 @@ def drafter(draft: Backend, params: SamplingParams) -> ModelDrafter:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
-    """Drawn from the same rows with the same random numbers."""
+    """Chains are drawn from the same rows with the same random numbers."""
     spec = SpecConfig(("draft",), num_draft_tokens=5, acceptance=rule)
     params = SamplingParams(temperature=0.9, seed=4)
     target_path, draft_path = (checkpoint_factory("llama", seed=seed) for seed in (0, 1))

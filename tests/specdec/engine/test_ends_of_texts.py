@@ -1,4 +1,4 @@
-"""Ends of a text: the model's tokens, those of a conversation's turn, limits, which are told."""
+"""Ends of an output: the model's tokens, those of a chat turn, reported limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import PLAIN, ChatFormat
 
 TALK = [{"role": "user", "content": "hi"}]
-PAD, EOS = 0, 2  # of the tokenizer
+PAD, EOS = 0, 2  # in the tokenizer
 CONFIG_END, GENERATION_ENDS = 100, (101, 102)
 NO_END = 103
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<pad>\n{% endfor %}<s>"
@@ -47,8 +47,8 @@ def only(token: int, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("token", [PAD, EOS, CONFIG_END, *GENERATION_ENDS, NO_END])
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_what_ends_a_text(llm: LLM, token: int, is_chat: bool) -> None:
-    """A turn: whatever the files name, or the template writes. A text: as transformers has it."""
+def test_ends_of_an_output(llm: LLM, token: int, is_chat: bool) -> None:
+    """A turn ends by the files or the template; a completion as in transformers."""
     result = llm.generate(TALK if is_chat else "hi", **only(token))
     ends = {PAD, EOS, CONFIG_END, *GENERATION_ENDS} if is_chat else set(GENERATION_ENDS)
     assert result.finish_reason == ("stop" if token in ends else "length")
@@ -76,7 +76,7 @@ def test_the_end_follows_the_chat_format(llm: LLM) -> None:
         llm.tokenizer.chat_format = own
 
 
-def test_a_cut_by_the_context_is_told(llm: LLM, folder: Path) -> None:
+def test_a_cut_by_the_context_is_reported(llm: LLM, folder: Path) -> None:
     long = only(NO_END, max_tokens=1000)
     prompt = [5, 6, 7]
     output = llm.generate(prompt, **long).outputs[0]
@@ -85,11 +85,11 @@ def test_a_cut_by_the_context_is_told(llm: LLM, folder: Path) -> None:
         "the text was cut where the context of 32 tokens (--ctx-size; the model has 64) was full, "
         "3 of them the prompt's: shorten that or raise --ctx-size"
     )
-    # Where another figure cuts it, or it ends by itself, there is nothing to say.
+    # If another limit cuts it, or it ends by itself, there is no note.
     assert llm.generate(prompt, **only(NO_END, max_tokens=29)).outputs[0].finish_note is None
     assert llm.generate(prompt, **only(GENERATION_ENDS[0], max_tokens=99)).outputs[0].note == {}
     with specdec.load(folder, spec_type="none") as whole:
         note = whole.generate(prompt, **long).outputs[0].finish_note
     assert note is not None
-    assert "64 tokens (the most that the model was made for)" in note
+    assert "64 tokens (the model's maximum)" in note
     assert note.endswith("shorten that")

@@ -1,4 +1,4 @@
-"""A GGUF model that is closed in a signal handler, inside of its own generation.
+"""A GGUF model closed in a signal handler, inside its own generation.
 
 In a process of its own: what would go wrong is a crash in llama.cpp.
 """
@@ -30,7 +30,7 @@ model, then = sys.argv[1:]
 with pytest.MonkeyPatch.context() as patch:
     force_streaming(patch)
     llm = specdec.load(model, ctx_size=256, spec_type="none", threads=1)
-assert llm.plan.residency.n_streamed_layers > 0
+assert llm.plan.placement.n_streamed_layers > 0
 passes, held = [], []
 decode = llm.target._decode_streamed
 

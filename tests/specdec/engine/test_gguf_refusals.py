@@ -32,7 +32,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp's vocabulary loader must not see these files."""
+    """Ensure that llama.cpp's vocabulary loader never sees these files."""
 
     def refuse(path: Path) -> None:
         if "good" not in path.name:
@@ -47,7 +47,7 @@ def no_llama(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(good: Path, folder: Path, key: str, value: int) -> Path:
-    """The same file with another number of 32 bits."""
+    """Return the same file with another number of 32 bits."""
     data, name = bytearray(good.read_bytes()), f"llama.{key}".encode()
     at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4
     data[at : at + 4] = struct.pack("<I", value)
@@ -69,7 +69,7 @@ def commands(path: Path, good: Path, folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("key", "value", "reason"), HOSTILE)
-def test_figures_without_sense(
+def test_values_without_sense(
     good: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

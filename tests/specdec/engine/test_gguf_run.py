@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_tokens=32)
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """440 MB of float32."""
+    """A model with 440 MB of float32 weights."""
     from bench.commands.app import main
 
     path = tmp_path_factory.mktemp("grown") / "model.gguf"
@@ -44,7 +44,7 @@ def ids(model: str | Path, draft: str | None, *samplings: SamplingParams, **opti
 
 @pytest.fixture(scope="module")
 def plain(grown: Path) -> dict[SamplingParams, tuple[int, ...]]:
-    """What the target says by itself, mapped from its file."""
+    """The target's own output, mapped from its file."""
     sequences = ids(grown, None, GREEDY, SAMPLED, load_mode="mmap", spec_type="none")
     return dict(zip((GREEDY, SAMPLED), sequences, strict=True))
 
@@ -94,8 +94,8 @@ def test_a_mixture_of_experts_runs(tmp_path):
         assert len(llm.generate([3, 17, 5], max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
-def test_a_mixture_whose_experts_are_not_told_apart_is_read_whole(tmp_path):
-    """All are used by every token."""
+def test_a_mixture_without_separate_experts_is_read_whole(tmp_path):
+    """Every token uses all experts of such a model."""
     model = save_tiny_gguf("mixtral", tmp_path / "model.gguf", n_experts=2)
     with specdec.load(model, ctx_size=64, spec_type="ngram") as llm:
         (warning,) = llm.plan.warnings
@@ -139,9 +139,9 @@ def test_the_backend_has_the_cache_that_was_planned(grown):
 def test_a_refused_budget_names_the_caches_that_would_do_with_less(
     grown, present, smaller, monkeypatch
 ):
-    # What the process takes by itself is not the same twice, to a MiB or two.
+    # The process's own memory varies by a MiB or two.
     monkeypatch.setattr("specdec.planning.plan.measure_base", lambda: 100 * MIB)
-    # It is a small model.
+    # The model is small.
     monkeypatch.setattr("specdec.planning.memory.memory_plan._SMALLEST_STEP_BYTES", 64 * KIB)
 
     def plan(budget: str, cache_type: str) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in a generation, pressed once or twice: the next generation is the same text."""
+"""Ctrl-C anywhere in a generation, once or twice: the next generation has the same output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import specdec
 from specdec.api import LLM
 from specdec.metrics.stats import GenerationStats
 
-# An interrupt inside of a generator that is being dropped is reported, not raised.
+# An interrupt in a generator that is being collected is reported, not raised.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 FOLDERS = ("specdec", "backends", "offload")
 PROMPT = list(range(10, 30))

@@ -1,4 +1,4 @@
-"""Figures of the machine that passes contradict are not kept."""
+"""Machine measurements contradicted by passes are not cached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specdec.metrics.stats import MeasuredPass
         (1.7, 20, True, False),
     ],
 )
-def test_figures_are_kept_while_passes_take_what_was_planned(
+def test_measurements_stay_cached_while_passes_take_as_planned(
     small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     times_planned: float, n_passes: int, has_pinned: bool, is_retained: bool,
 ) -> None:  # fmt: skip
@@ -32,9 +32,9 @@ def test_figures_are_kept_while_passes_take_what_was_planned(
     disk_cache.save_cached_figure(figure, {}, "a figure")
     with specdec.load(small_target, ctx_size=64) as llm:
         planned = llm.plan.cost_model.seconds(4)
-        # Held while they ran, whatever is held when the last one of them is over.
+        # Pinned while they ran, whatever is pinned after the last one.
         passes = [MeasuredPass(4, times_planned * planned, has_pinned=has_pinned)] * n_passes
-        llm.session._check_figures(
+        llm.session._check_pass_times(
             [*passes, MeasuredPass(4, 100 * planned, is_drafting_ahead=True)]
         )
     assert figure.exists() == is_retained

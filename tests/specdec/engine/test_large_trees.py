@@ -1,4 +1,4 @@
-"""Trees of 1 024 nodes: as lossless as small ones, in few levels, without quadratic work."""
+"""Trees of 1 024 nodes: lossless as small ones, in few levels, without quadratic work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft(checkpoint_factory):
 
 
 class Counting(ModelDrafter):
-    """Notes the trees that it proposed."""
+    """Record the proposed trees."""
 
     def propose(self, context_ids, limits):
         tree = super().propose(context_ids, limits)
@@ -41,7 +41,7 @@ class Counting(ModelDrafter):
         return tree
 
 
-def test_greedy_text_is_the_targets_own(target, draft) -> None:
+def test_greedy_output_is_the_targets_own(target, draft) -> None:
     plain = run(target, PROMPT, 12)
     drafter = Counting(draft, 96, ranker=CandidateRanker(96, sharpness=8.0))
     assert run(target, PROMPT, 12, drafter, spec=SPEC) == plain
@@ -53,7 +53,7 @@ def test_a_random_tree_of_that_size(target) -> None:
 
 
 def test_every_node_has_the_logits_of_its_own_path(target, draft) -> None:
-    """A thousand rows in chunks: a few of them against the chain that leads there."""
+    """A thousand rows in chunks: some of them against the chain of their path."""
     drafter = Counting(draft, 96, ranker=CandidateRanker(96, sharpness=8.0))
     own(draft).rollback(0)
     tree = drafter.propose(PROMPT, TreeLimits(1023, 12, 8))
@@ -74,7 +74,7 @@ def test_every_node_has_the_logits_of_its_own_path(target, draft) -> None:
 
 
 def test_the_table_of_nodes_at_that_size() -> None:
-    """A chain of 1 024 sees itself and all above, and can be committed as a whole."""
+    """A chain of 1 024 nodes sees itself and all above, and can be committed as a whole."""
     table = NodeTable()
     table.add([PREFIX, *range(1023)], [5] * 1024)
     assert (table.visible() == np.tri(1024, dtype=bool)).all()

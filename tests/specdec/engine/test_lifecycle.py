@@ -1,4 +1,4 @@
-"""Generations in several threads, cancels, and figures that are one's own."""
+"""Generations in several threads, cancels, and per-generation metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_second_thread_waits_for_the_pass_and_disturbs_nothing(small_llm: LLM)
 
 
 def test_one_stream_in_two_threads(small_llm: LLM) -> None:
-    """Every chunk comes to one of them."""
+    """Every chunk goes to one of them."""
     stream = small_llm.stream(PROMPT, max_tokens=40)
     readers = [Reader(stream) for _ in range(2)]
     for reader in readers:
@@ -55,7 +55,7 @@ def test_one_stream_in_two_threads(small_llm: LLM) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_stream_is_cancelled_by_another_thread(small_llm: LLM, beams: int) -> None:
-    """Between two passes: what was there already is the result."""
+    """A cancel between two passes keeps the tokens generated so far."""
     options = {"max_tokens": 40, "num_beams": beams, "cache_prompt": False}
     expected = small_llm.generate(PROMPT, **options).token_ids
     processor = Pinned()
@@ -83,7 +83,7 @@ def test_a_stream_is_cancelled_by_another_thread(small_llm: LLM, beams: int) -> 
 def test_a_cancel_by_another_thread_ends_a_pass_that_would_not_end(
     small_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its storage hangs."""
+    """The pass's storage hangs."""
     force_streaming(monkeypatch)
     storage = HangingStorage(monkeypatch)
     with specdec.load(small_target, ctx_size=256) as llm:
@@ -117,7 +117,7 @@ def test_a_cancel_inside_of_the_generation_ends_it_with_the_pass(small_llm: LLM)
 
 
 def test_cancels_at_any_time(small_llm: LLM) -> None:
-    """The reader's loop ends, never in an error, and the next generation is as ever."""
+    """The reader's loop ends, never in an error, and the next generation is unaffected."""
     expected = small_llm.generate(PROMPT, max_tokens=30).token_ids
     rng = random.Random(0)
     for _ in range(12):
@@ -142,11 +142,11 @@ def test_a_users_error_stays_the_users(small_llm: LLM) -> None:
 def test_statistics_begin_with_the_first_chunk(
     small_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream made early does not count what another generation read meanwhile."""
+    """A stream made early does not count reads of another generation before it starts."""
     force_streaming(monkeypatch)
     with specdec.load(small_target, ctx_size=256, spec_type="none") as llm:
-        weight_prefetch = llm.stream(PROMPT, max_tokens=4)
+        early = llm.stream(PROMPT, max_tokens=4)
         other = llm.generate(PROMPT, max_tokens=60).stats
-        assert weight_prefetch.result.stats.bytes_streamed == 0
-        list(weight_prefetch)
-        assert 0 < weight_prefetch.result.stats.bytes_streamed < other.bytes_streamed / 4
+        assert early.result.stats.bytes_streamed == 0
+        list(early)
+        assert 0 < early.result.stats.bytes_streamed < other.bytes_streamed / 4

@@ -1,4 +1,4 @@
-"""Passes use the processors that other programs leave free, and the text stays the same."""
+"""Passes use the processors that other programs leave free; the output stays the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many threads each pass had, of either library."""
+    """Record the number of threads of each pass, for either library."""
     actual: list[int] = []
     run_model, decode = hf_backend.run_model, LlamaContext.decode
 
@@ -78,7 +78,7 @@ def test_threads_follow_the_load_between_passes(
         actual = llm.generate(PROMPT, max_tokens=20, logprobs=3)
     assert set(threads_of_passes) == {1, 2}
     assert actual.token_ids == expected.token_ids
-    assert actual.logprobs == expected.logprobs  # floats, to the bit
+    assert actual.logprobs == expected.logprobs  # floats, compared by bits
 
 
 def test_threads_that_were_asked_for_stay(

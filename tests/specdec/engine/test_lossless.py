@@ -76,7 +76,7 @@ def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
 
 
 def test_a_perfect_draft_is_accepted_whole(target, twin):
-    """The draft's own KV is right, too: with itself as draft every step is accepted to the end."""
+    """The draft's own KV is correct, too: with itself as draft every step is fully accepted."""
     spec = SpecConfig(num_draft_tokens=4, tree_width=1, draft_depth=4)
     for prompt in prompts(10):
         own(target).rollback(0)
@@ -89,7 +89,7 @@ def test_a_perfect_draft_is_accepted_whole(target, twin):
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, None])
-def test_rounds_end_where_the_draft_goes_wrong(wrong_at, target):
+def test_steps_end_at_the_first_wrong_draft_token(wrong_at, target):
     prompt = prompts(1)[0]
     plain = run(target, prompt, N_TOKENS)
     drafter = ScriptedDrafter(prompt + plain, 96, wrong_at)
@@ -98,16 +98,18 @@ def test_rounds_end_where_the_draft_goes_wrong(wrong_at, target):
 
 
 @pytest.fixture(scope="module")
-def distinct_text(target):
-    """A prompt whose text begins with nine tokens of which none repeats."""
+def prompt_of_distinct_output(target):
+    """A prompt whose output begins with nine distinct tokens."""
     sequences = ((prompt, run(target, prompt, N_TOKENS)) for prompt in prompts(50))
     return next((prompt, text) for prompt, text in sequences if len(set(text[:9])) == 9)
 
 
 @pytest.mark.parametrize("offset", range(8))
-def test_end_of_sequence_at_every_offset_of_an_accepted_run(offset, target, distinct_text):
-    """Whatever token ends the text, none after it is emitted."""
-    prompt, plain = distinct_text
+def test_end_of_sequence_at_every_offset_of_an_accepted_run(
+    offset, target, prompt_of_distinct_output
+):
+    """No token follows the end-of-sequence token, whichever it is."""
+    prompt, plain = prompt_of_distinct_output
     drafter = ScriptedDrafter(prompt + plain, 96)
     eos = plain[1 + offset]
     assert run(target, prompt, N_TOKENS, drafter, eos=[eos]) == plain[: 2 + offset]
@@ -165,7 +167,7 @@ def test_a_rule_for_chains_accepts_itself_and_stays_in_range(rule, target, twin)
     controller = make_controller(target, drafter, params, spec=spec, rng=rng)
     controller.start([5, 6, 7])
     accepted = [controller.step(50).acceptance.n_accepted for _ in range(8)]
-    assert accepted == [4] * 8  # p and q are equal to the bit
+    assert accepted == [4] * 8  # p and q are bit-equal
 
 
 def test_a_cancel_inside_a_pass_leaves_the_prefix(target, monkeypatch):

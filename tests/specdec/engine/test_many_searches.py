@@ -1,4 +1,4 @@
-"""Beam searches beside each other and beside sequences: each is what it is alone."""
+"""Beam searches beside each other and beside sequences: each equals itself alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = SamplingParams(max_tokens=30, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """With room for the longest prompt and its beams: five blocks of 64 tokens."""
+    """A model with memory for the longest prompt and its beams: five blocks of 64 tokens."""
     target = save_model(tmp_path_factory.mktemp("target"), seed=0)
     with specdec.load(target, ctx_size=256, num_beams=3, beam_span=8, parallel=4) as loaded:
         yield loaded
@@ -39,7 +39,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...
 def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.engine._running
     assert not llm.session.engine.scheduler.running
-    assert not llm.session.sequences._in_use
+    assert not llm.session.prefix_cache._in_use
 
 
 def test_searches_of_many_threads(llm: LLM) -> None:
@@ -53,7 +53,7 @@ def test_searches_of_many_threads(llm: LLM) -> None:
     check_nothing_left(llm)
 
 
-def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM) -> None:
+def test_sequences_that_fill_the_cache_are_preempted_for_a_search_and_swapped_in(llm: LLM) -> None:
     prompts = [[token, 9] for token in (80, 81)]
     expected = [alone(llm, prompt, TEXT) for prompt in prompts]
     beams = alone(llm, LONG[::-1], SEARCH)
@@ -62,7 +62,7 @@ def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM
     with Stepping(llm) as steps:
         for stream in streams:
             steps.next(stream)
-        assert len(llm.session.sequences._in_use) == 2
+        assert len(llm.session.prefix_cache._in_use) == 2
         search.start()
     assert [chunk.token_ids for chunk in search] == [beams]
     for stream, tokens in zip(streams, expected, strict=True):
@@ -71,7 +71,7 @@ def test_texts_that_fill_the_cache_make_room_for_a_search_and_come_back(llm: LLM
     check_nothing_left(llm)
 
 
-def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
+def test_a_search_is_prefilled_in_chunks_beside_a_streamed_sequence(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = LONG[100:200]
@@ -85,7 +85,7 @@ def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
     assert [chunk.token_ids for chunk in search] == [beams]
     after = llm.stats
     assert after.prefill_tokens - before.prefill_tokens == len(prompt)
-    # Six rows make a pass half as long again as one row; every other pass is the text's.
+    # Six rows make a pass half as long again as one; every other pass is the sequence's.
     n_chunks = math.ceil(len(prompt) / 6)
     assert after.passes - before.passes >= n_chunks + SEARCH.max_tokens - 1
     for chunk in beside:
@@ -94,7 +94,7 @@ def test_a_search_enters_in_chunks_beside_a_text_that_is_read_along(
     check_nothing_left(llm)
 
 
-def test_a_text_waits_where_a_search_has_the_room(llm: LLM) -> None:
+def test_a_sequence_waits_while_a_search_has_the_capacity(llm: LLM) -> None:
     prompts = [[token, 9] for token in (80, 81)]
     expected = [alone(llm, prompt, TEXT) for prompt in prompts]
     beams = alone(llm, LONG[::-1], SEARCH)
@@ -116,10 +116,10 @@ def test_a_text_waits_where_a_search_has_the_room(llm: LLM) -> None:
 
 
 def test_a_cancel_does_not_cut_a_pass_of_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that shares its passes with a search."""
+    """The cancelled sequence shares its passes with a search."""
     expected = alone(llm, LONG[:60], SEARCH)
-    text, search = llm.stream([80, 81], TEXT), llm.stream(LONG[:60], SEARCH)
-    cancelling = threading.Thread(target=text.cancel)
+    sequence, search = llm.stream([80, 81], TEXT), llm.stream(LONG[:60], SEARCH)
+    cancelling = threading.Thread(target=sequence.cancel)
     cut: list[str] = []
     in_that_pass: list[str] = []
     run = llm.target.forward
@@ -132,7 +132,7 @@ def test_a_cancel_does_not_cut_a_pass_of_others(llm: LLM, monkeypatch: pytest.Mo
         return run(batch)
 
     with Stepping(llm) as steps:
-        steps.next(text)
+        steps.next(sequence)
         search.start()
         monkeypatch.setattr(llm.target, "forward", noted)
         monkeypatch.setattr(llm.target, "request_cancel", lambda: cut.append("cut"))
@@ -157,10 +157,10 @@ def test_the_search_of_the_larger_priority_goes_first(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_beams_that_hold_all_live_nodes_end_no_text(
+def test_beams_that_hold_all_live_nodes_end_no_sequence(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    """Texts wait until a node each is left for them."""
+    """Sequences wait until one node each is left for them."""
     target = save_model(tmp_path_factory.mktemp("target"), seed=0)
     size: dict[str, Any] = {"ctx_size": 256, "kv_tokens": 1000, "num_beams": 7, "beam_span": 2}
     with specdec.load(target, parallel=4, num_draft_tokens=0, **size) as llm:

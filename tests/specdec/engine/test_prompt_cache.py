@@ -1,4 +1,4 @@
-"""KV caches that outlive the process: the next one goes on as the same one would have."""
+"""KV caches that outlive the process: the next one continues as the same one would have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     target: Path
     draft: Path
     rest: tuple[Path, Path]
-    """Models of the same shape: only the weights' values differ."""
+    """Models of the same shape with different weights."""
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
@@ -53,7 +53,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> Iterator[LLM]:
-    """One that all tests use: they begin with empty caches, or do not care."""
+    """One model for all tests: they start from empty caches, or do not depend on them."""
     with specdec.load(pair.target, pair.draft, **OPTIONS) as loaded:
         yield loaded
 
@@ -74,7 +74,7 @@ def opened(pair: Pair) -> Opened:
 
 @pytest.fixture(scope="module")
 def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a generation that ended; not to be changed."""
+    """The saved file of a generation that ended; not to be changed."""
     path = tmp_path_factory.mktemp("cache") / "prompt.safetensors"
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     PromptCache(path, opened.target, opened.draft).save(*cached(llm))
@@ -82,7 +82,7 @@ def file(llm: LLM, opened: Opened, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def cached(llm: LLM) -> tuple[Any, Any]:
-    return llm.session.sequences, llm.session.draft_prefix_cache
+    return llm.session.prefix_cache, llm.session.draft_prefix_cache
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def copy(file: Path, tmp_path: Path) -> Path:
 
 def check_same(result: GenerationResult, other: GenerationResult) -> None:
     assert result.token_ids == other.token_ids
-    assert result.logprobs == other.logprobs  # of the same logits, bit for bit
+    assert result.logprobs == other.logprobs  # equal logits, bit for bit
     for name in ("reused_prompt_tokens", "drafted_tokens", "accepted_tokens", "passes"):
         assert getattr(result.stats, name) == getattr(other.stats, name)
 
@@ -103,10 +103,12 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
     with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as other:
-        assert other.session.sequences.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        assert (
+            other.session.prefix_cache.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
+        )
         check_same(other.generate([*PROMPT, 7], **ASKED), expected)
     with specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS) as other:
-        assert list(other.session.sequences.newest.committed_ids) == [
+        assert list(other.session.prefix_cache.newest.committed_ids) == [
             *PROMPT,
             7,
             *expected.token_ids[:-1],
@@ -140,8 +142,8 @@ def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy:
 
 
 @pytest.mark.parametrize("kind", ["drafted ahead", "beams"])
-def test_a_text_that_still_runs_goes_on(pair: Pair, tmp_path: Path, kind: str) -> None:
-    """Saving drops live nodes: those of its drafter, or its beams, are not touched."""
+def test_a_running_sequence_continues(pair: Pair, tmp_path: Path, kind: str) -> None:
+    """Saving drops live nodes without disturbing its drafter or its beams."""
     path = tmp_path / "prompt.safetensors"
     asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     if kind == "beams":
@@ -174,10 +176,10 @@ def test_another_target_is_refused(opened: Opened, file: Path) -> None:
         PromptCache(file, opened.rest[0], None)
 
 
-def test_another_draft_begins_anew(llm: LLM, opened: Opened, file: Path) -> None:
+def test_another_draft_starts_afresh(llm: LLM, opened: Opened, file: Path) -> None:
     llm.session.forget_prompt()
     PromptCache(file, opened.target, opened.rest[1]).restore(*cached(llm))
-    assert llm.session.sequences.newest.n_committed == 35
+    assert llm.session.prefix_cache.newest.n_committed == 35
     assert llm.session.draft_prefix_cache.newest is None
     result = llm.generate(PROMPT, **ASKED)
     assert result.stats.reused_prompt_tokens == len(PROMPT) - 1
@@ -189,7 +191,7 @@ def test_a_context_that_is_too_short(
     llm.session.forget_prompt()
     monkeypatch.setattr(llm.target, "max_context", 32)
     with pytest.raises(PromptCacheError, match=r"35 tokens do not fit .* of 32 \(raise --ctx-size"):
-        PromptCache(file, opened.target, None).restore(llm.session.sequences, None)
+        PromptCache(file, opened.target, None).restore(llm.session.prefix_cache, None)
 
 
 Forge = Callable[[dict[str, TensorShape], dict[str, bytes]], None]
@@ -243,13 +245,13 @@ def one_more(shapes: dict[str, TensorShape], data: dict[str, bytes]) -> None:
 def test_forged_files_are_refused(
     llm: LLM, opened: Opened, file: Path, tmp_path: Path, forge: Forge
 ) -> None:
-    """With a good checksum and the right model's fingerprint."""
+    """The checksum is correct, and the fingerprint is the right model's."""
     llm.session.forget_prompt()
     rewrite(file, tmp_path / "forged", forge)
     prompt_cache = PromptCache(tmp_path / "forged", opened.target, opened.draft)
     with pytest.raises(PromptCacheError, match="forged cannot be used: .*: remove it"):
         prompt_cache.restore(*cached(llm))
-    assert llm.session.sequences.newest is None
+    assert llm.session.prefix_cache.newest is None
 
 
 def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Path) -> None:
@@ -258,7 +260,7 @@ def test_a_file_that_is_cut_while_models_load(llm: LLM, opened: Opened, copy: Pa
     os.truncate(copy, 0)
     with pytest.raises(PromptCacheError, match="was changed since it was read: remove it"):
         prompt_cache.restore(*cached(llm))
-    assert llm.session.sequences.newest is None
+    assert llm.session.prefix_cache.newest is None
 
 
 def rewrite(file: Path, forged: Path, forge: Forge) -> None:
@@ -275,7 +277,7 @@ def rewrite(file: Path, forged: Path, forge: Forge) -> None:
 
 
 def test_heads_of_another_shape(tmp_path: Path) -> None:
-    """As many numbers as the model's: told at the latest when they meet the model's own."""
+    """The count of numbers equals the model's: detected at the latest against the model's shape."""
     path, forged = tmp_path / "file", tmp_path / "forged"
     target = save_model(tmp_path / "target", seed=0)
 
@@ -291,7 +293,7 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         rewrite(path, forged, forge)
         llm.session.forget_prompt()
         PromptCache(forged, open_model(target, AS_TARGET), None).restore(
-            llm.session.sequences, None
+            llm.session.prefix_cache, None
         )
         with pytest.raises(SpecdecError, match="remove the prompt cache file"):
             llm.generate(PROMPT, **ASKED)
@@ -300,7 +302,7 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
 
 @pytest.mark.gguf
 def test_a_sliding_window_on_llama_cpp(tmp_path: Path) -> None:
-    """What llama.cpp saves of it is of no use to another prompt; as a draft it is left out."""
+    """llama.cpp's saved window is useless to another prompt; for a draft it is left out."""
     pytest.importorskip("llama_cpp")
     sliding = save_tiny_gguf("gemma2", tmp_path / "model.gguf")
     path = tmp_path / "file"
@@ -336,7 +338,7 @@ def test_on_the_command_line(
 
 
 def test_devices_and_fifos_are_no_files(tmp_path: Path) -> None:
-    """The advice is not to remove them."""
+    """The message must not advise to remove them."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/null")
     for path in ("/dev/null", tmp_path / "fifo", tmp_path / "link"):

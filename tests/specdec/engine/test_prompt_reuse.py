@@ -1,4 +1,4 @@
-"""A prompt that begins like the text before it: the KV of what they share is kept, and only that.
+"""A prompt that begins like an earlier sequence: exactly the KV of the shared prefix is reused.
 
 Every result is compared with that of a second model, which computes each prompt anew.
 """
@@ -29,7 +29,7 @@ OPTIONS = {"ctx_size": 96, "num_draft_tokens": 6, "draft_depth": 3}
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, LLM]]:
-    """(one that is used again and again, one that forgets); mistral has a sliding window."""
+    """(a model used again and again, a model that forgets); mistral has a sliding window."""
     target = save_tiny_checkpoint(request.param, tmp_path_factory.mktemp("target"), vocab_size=259)
     save_tokenizer(target)
     draft = save_model(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1)
@@ -38,13 +38,13 @@ def models(
 
 
 def check(llm: LLM, fresh: LLM, prompt: list[int], **options: object) -> int:
-    """The same tokens with the same probabilities; how many tokens were reused."""
+    """Check for equal tokens and probabilities; return how many tokens were reused."""
     options = {"logprobs": True, "max_tokens": 8, "ignore_eos": True, **options}
     result = llm.generate(prompt, **options)
     options["speculative"] = False
     expected = fresh.generate(prompt, cache_prompt=False, **options)
     assert result.token_ids == expected.token_ids
-    assert result.logprobs == expected.logprobs  # of the same logits, bit for bit
+    assert result.logprobs == expected.logprobs  # equal logits, bit for bit
     assert expected.stats.reused_prompt_tokens == 0
     return result.stats.reused_prompt_tokens
 
@@ -72,7 +72,7 @@ def test_any_history_of_prompts(
             for _ in range(data.draw(st.integers(0, 3))):
                 next(stream)
             stream.cancel()
-        cached = [list(text.committed_ids) for text in llm.session.sequences.cached]
+        cached = [list(sequence.committed_ids) for sequence in llm.session.prefix_cache.cached]
         n_reused = check(llm, fresh, prompt, speculative=speculative, **options)
         assert n_reused == max((common_length(pinned, prompt[:-1]) for pinned in cached), default=0)
 
@@ -100,7 +100,7 @@ def test_the_draft_keeps_its_own(models: tuple[LLM, LLM], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(llm.draft, "forward", noted)
     llm.generate([201, *TEXT, 6, 7], max_tokens=4)
-    assert max(runs) <= 2 + 4 + 1  # the words of the first answer differ from the new prompt
+    assert max(runs) <= 2 + 4 + 1  # the first answer's words differ from the new prompt
 
 
 def test_switched_off(models: tuple[LLM, LLM]) -> None:
@@ -112,17 +112,17 @@ def test_switched_off(models: tuple[LLM, LLM]) -> None:
 
 
 def check_caches(llm: LLM) -> None:
-    """What is kept can be gone on with."""
-    for sequences in (llm.session.sequences, llm.session.draft_prefix_cache):
-        for text in sequences.cached:  # type: ignore[union-attr]
-            pinned = list(text.committed_ids)
-            text.prefill([11])
-            assert list(text.committed_ids) == [*pinned, 11]
-            text.rollback(len(pinned))
+    """Check that cached prefixes can be continued."""
+    for sequences in (llm.session.prefix_cache, llm.session.draft_prefix_cache):
+        for sequence in sequences.cached:  # type: ignore[union-attr]
+            pinned = list(sequence.committed_ids)
+            sequence.prefill([11])
+            assert list(sequence.committed_ids) == [*pinned, 11]
+            sequence.rollback(len(pinned))
 
 
 def test_interrupts_anywhere(models: tuple[LLM, LLM]) -> None:
-    """Whatever was cut short, what is believed to be in the caches is what is in them."""
+    """After any interrupt, the caches contain exactly the tokens on record."""
     llm, fresh = models
     n_interrupted = 0
     for first in range(1, 100_000, 17):

@@ -30,7 +30,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 BEAM_SAMPLED = {"temperature": 0.2, "top_k": 6, "num_beams": 2, "max_new_tokens": 3}
 N_DRAWS = 400
-REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler passes always
+REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler always passes
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -48,8 +48,8 @@ def test_sampled_strategies_have_generates_distribution(name, reference_model, r
     rows = {(): first_row(resident.target)}
     for seed in range(N_DRAWS):
         pair = draw_pair(resident.target, params.replace(seed=seed), rows)
-        counts[pair] += 1  # KeyError: a pair that cannot be
-        if seed % 100 == 0:  # that is what a generation does with the same seed
+        counts[pair] += 1  # KeyError: an impossible pair
+        if seed % 100 == 0:  # as a generation does with the same seed
             assert resident.generate(PROMPT, params, seed=seed).token_ids == pair
     likely = sorted(chances, key=lambda pair: -chances[pair])
     likely = [pair for pair in likely if chances[pair] * N_DRAWS >= 5]
@@ -64,7 +64,7 @@ def test_sampled_strategies_have_generates_distribution(name, reference_model, r
 
 
 def test_beam_sampling_has_generates_distribution(reference_model, resident):
-    """The better of two beams, as often as of transformers, which draws its own in a batch."""
+    """The better of two beams is as frequent as in transformers, which draws in a batch."""
     config = config_of({"do_sample": True, "eos_token_id": [], **BEAM_SAMPLED})
     torch.manual_seed(0)
     drawn = reference_model.generate(torch.tensor([PROMPT] * 2000), generation_config=config)
@@ -91,7 +91,7 @@ def first_row(target) -> np.ndarray:
 
 
 def draw_pair(target, params: SamplingParams, rows: dict) -> tuple[int, ...]:
-    """Two tokens; rows of logits are computed once for each prefix."""
+    """Draw two tokens; rows of logits are computed once for each prefix."""
     sampler = Sampler(params, n_tokens=VOCAB, prompt_length=len(PROMPT))
     tokens: tuple[int, ...] = ()
     while len(tokens) < 2:

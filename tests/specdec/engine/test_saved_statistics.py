@@ -1,4 +1,4 @@
-"""What the steps of a pair have taught is there when the pair is loaded again."""
+"""Acceptance statistics of a pair are available when the pair is loaded again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_is_written_once_when_the_model_is_closed(small_target: Path, folder: Path) -> None:
     with specdec.load(small_target, ctx_size=128) as llm:
-        text = llm.generate(PROMPT, max_tokens=24).token_ids
+        token_ids = llm.generate(PROMPT, max_tokens=24).token_ids
         known = llm.session.acceptance_statistics.cached()
         assert not list(folder.iterdir())
     (file,) = folder.iterdir()
@@ -29,7 +29,7 @@ def test_it_is_written_once_when_the_model_is_closed(small_target: Path, folder:
     with specdec.load(small_target, ctx_size=128) as llm:
         actual = llm.session.acceptance_statistics.cached()
         assert actual["mode_statistics"].keys() == known["mode_statistics"].keys()
-        assert llm.generate(PROMPT, max_tokens=24).token_ids == text
+        assert llm.generate(PROMPT, max_tokens=24).token_ids == token_ids
     assert file.read_bytes() != file_of_the_first
     file.unlink()
     llm.close()
@@ -53,9 +53,9 @@ def test_another_model_is_another_pair(small_target: Path, tmp_path_factory, fol
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"version": 1}', b"\xff" * 99])
 def test_a_broken_file_is_ignored(small_target: Path, folder: Path, content: bytes) -> None:
     with specdec.load(small_target, ctx_size=128) as llm:
-        text = llm.generate(PROMPT, max_tokens=24).token_ids
+        token_ids = llm.generate(PROMPT, max_tokens=24).token_ids
     (file,) = folder.iterdir()
     file.write_bytes(content)
     with specdec.load(small_target, ctx_size=128) as llm:
-        assert llm.generate(PROMPT, max_tokens=24).token_ids == text
+        assert llm.generate(PROMPT, max_tokens=24).token_ids == token_ids
     assert file.read_bytes() != content

@@ -1,4 +1,4 @@
-"""The target as its own draft: the same weights, a KV cache of its own, a window of the context."""
+"""The target as its own draft: shared weights, its own KV cache, a window of the context."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_siblings_in_two_threads(backend: Backend) -> None:
     assert all(np.array_equal(item, expected) for item in actual)
 
 
-def test_with_the_whole_text_in_its_window_it_is_always_right(model: Path) -> None:
+def test_a_window_over_the_whole_sequence_is_always_right(model: Path) -> None:
     with specdec.load(model, "self:window=180", **OPTIONS) as llm:
         result = llm.generate(PROMPT, max_tokens=60, ignore_eos=True)
         plain = llm.generate(PROMPT, max_tokens=60, ignore_eos=True, speculative=False)

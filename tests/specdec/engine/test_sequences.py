@@ -22,7 +22,7 @@ def test_several_sequences_are_those_of_neighbouring_seeds(resident):
 
 
 def test_the_prompt_of_several_sequences_is_computed_once(resident, monkeypatch):
-    """But for its last token, whose row every sequence chooses its first token by."""
+    """The exception is its last token, whose row gives every sequence its first token."""
     computed = []
     run, prompt = resident.target.forward, list(range(5, 45))
 
@@ -88,10 +88,10 @@ def test_a_beams_score_follows_from_its_logprobs(resident):
         assert output.top_logprobs is None
 
 
-def test_beams_that_drift_apart_too_far_are_told_the_remedy(reference_target):
+def test_beams_that_drift_apart_too_far_get_the_remedy(reference_target):
     size = {"ctx_size": 64, "num_beams": 4, "beam_span": 1, "parallel": 1}
     with specdec.load(reference_target, spec_type=(), **size) as llm:
-        with pytest.raises(specdec.SpecdecError, match=r"room for 4: .*beam_span") as caught:
+        with pytest.raises(specdec.SpecdecError, match=r"memory for 4: .*beam_span") as caught:
             llm.generate(PROMPT, num_beams=4, max_tokens=40)
         assert "\n" not in str(caught.value)
         assert len(llm.generate(PROMPT, max_tokens=4).token_ids) == 4  # still usable
@@ -124,7 +124,7 @@ def test_memory_for_beams_is_planned(reference_target):
         reference_target, spec_type=(), ctx_size=256, num_beams=40, beam_span=24
     )
     before, after = dict(plain.parts), dict(beams.parts)
-    # In blocks of 64: 256 + 40 * 24 tokens of 256 + 1, and rows that passes are filled up with.
+    # In blocks of 64: 256 + 40 * 24 tokens of 256 + 1, and padding rows of passes.
     assert after["target KV cache"] == 20 / 5 * before["target KV cache"]
     assert after["target activations"] > before["target activations"]
 

@@ -96,7 +96,7 @@ def test_forced_bos_token_of_a_prompt_of_one_token(reference_model, resident):
 
 @pytest.mark.parametrize("beams", [{}, BEAMS], ids=["greedy", "beams"])
 def test_stop_strings_equal_generate(beams, reference_model, resident):
-    """transformers looks for them in the prompt's end, too; here they are in the new text only."""
+    """transformers also looks for them in the prompt's end; here only the new text counts."""
     letters = {t: resident.tokenizer.decode([t]) for t in range(resident.tokenizer.n_tokens)}
     odd = [t for t, text in letters.items() if not (text.isprintable() and text.isascii())]
     options = {"suppress_tokens": [*odd, *(t for t, text in letters.items() if not text)]}

@@ -1,4 +1,4 @@
-"""As many threads compute and read as were asked for."""
+"""Exactly the requested number of threads compute and read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = {"ctx_size": 64, "num_draft_tokens": 4}
 
 @pytest.fixture(params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
 def model(request: Any, tmp_path: Path) -> Path:
-    """With layers that are larger than a page."""
+    """A model whose layers are larger than a page."""
     if request.param == "torch":
         return save_model(tmp_path / "model", seed=0)
     pytest.importorskip("llama_cpp")
@@ -34,7 +34,7 @@ def test_readers(model: Path, n_threads: int, monkeypatch: pytest.MonkeyPatch) -
     before = set(reader_threads())
     with specdec.load(model, io_threads=n_threads, spec_type="none", **SIZE) as llm:
         assert llm.plan.placement.n_streamed_layers > 0
-        own = set(reader_threads()) - before  # beside those that load what stays in memory
+        own = set(reader_threads()) - before  # besides those that load resident weights
         assert sum(item.name.startswith("specdec-reader") for item in own) == n_threads
 
 
@@ -48,7 +48,7 @@ def test_torchs_threads(tmp_path: Path) -> None:
 
 @pytest.mark.gguf
 def test_llama_cpps_threads(tmp_path: Path) -> None:
-    """Of the target and of the draft."""
+    """llama.cpp's threads of the target and of the draft."""
     llama_cpp = pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, model, threads=3, **SIZE) as llm:
@@ -58,8 +58,8 @@ def test_llama_cpps_threads(tmp_path: Path) -> None:
 
 
 def test_no_model_is_built_beside_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shape is asked for behind the first text, or by who looks at one that is not over. While
-    transformers builds, torch's default dtype is another one: passes computed with that."""
+    """The shape is built after the first output, or for callers who read it before. While
+    transformers builds, torch's default dtype is changed: passes would compute with it."""
     asked: list[bool] = []
     monkeypatch.setattr(session_file, "model_flops", lambda *_: asked.append(True))
     with specdec.load(save_model(tmp_path / "model", seed=0), spec_type="none", **SIZE) as llm:

@@ -1,4 +1,4 @@
-"""What is kept of constraints has a size: clients write them."""
+"""The cache of constraints is bounded: clients write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.grammar.constraint import Constraint
 
 
 def made() -> tuple[Cached[str], list[str]]:
-    """At most three, and the first letters of those that were made, in order."""
+    """A cache of at most three, and the first letters of those compiled, in order."""
     letters: list[str] = []
 
     def make(constraint: Constraint, suffix: str = "") -> str:
@@ -30,7 +30,7 @@ def ask(values: Cached[str], sequences: str, n_characters: int = 1) -> None:
         assert values(Constraint("regex", letter * n_characters)) == letter
 
 
-def test_the_ones_that_were_asked_for_last_are_kept() -> None:
+def test_the_most_recently_used_stay_cached() -> None:
     values, letters = made()
     ask(values, "abcaadabc")
     assert "".join(letters) == "abcdbc"
@@ -43,7 +43,7 @@ def test_everything_that_was_given_counts() -> None:
     assert letters == ["a1", "a2"]
 
 
-def test_errors_are_not_kept() -> None:
+def test_errors_are_not_cached() -> None:
     values, letters = made()
     for _ in range(2):
         with pytest.raises(ValueError, match="bad"):
@@ -51,13 +51,13 @@ def test_errors_are_not_kept() -> None:
     assert (len(letters), len(values)) == (2, 0)
 
 
-def test_long_texts_go_sooner() -> None:
+def test_long_constraints_are_evicted_sooner() -> None:
     values, letters = made()
     ask(values, "abacba", cached.MAX_CHARACTERS // 2)
     assert "".join(letters) == "abcba"
 
 
-def test_a_text_that_is_longer_than_all_is_made_once_for_its_request() -> None:
+def test_a_constraint_larger_than_the_cache_is_made_once_for_its_request() -> None:
     values, letters = made()
     ask(values, "ab")
     ask(values, "xxx", cached.MAX_CHARACTERS + 1)
@@ -67,8 +67,10 @@ def test_a_text_that_is_longer_than_all_is_made_once_for_its_request() -> None:
 
 
 @pytest.mark.parametrize("keeper", [trial._PASSED, constraint._GRAMMARS])
-def test_clients_texts_are_let_go(keeper: Cached[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 and 32 of a mebibyte each were kept as long as the server ran."""
+def test_clients_constraints_are_freed(
+    keeper: Cached[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 and 32 of a mebibyte each used to stay as long as the server ran."""
     monkeypatch.setattr(keeper, "_make", lambda constraint: constraint.text[:1])
     asked = []
     for letter in "abcdef":
@@ -78,5 +80,5 @@ def test_clients_texts_are_let_go(keeper: Cached[str], monkeypatch: pytest.Monke
         del item
     gc.collect()
     assert [item() is not None for item in asked] == [False] * 4 + [True] * 2
-    keeper(Constraint("regex", "x" * (4 << 20)))  # what other tests made goes, too
+    keeper(Constraint("regex", "x" * (4 << 20)))  # other tests' constraints are evicted, too
     assert len(keeper) == 1

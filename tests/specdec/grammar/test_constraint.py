@@ -1,4 +1,4 @@
-"""What may be asked for, and how what may not is refused."""
+"""Valid constraints, and refusals of invalid ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "part"), REFUSED, ids=[part for _, part in REFUSED])
-def test_what_cannot_be_kept_to_is_refused_in_one_line(options: dict[str, Any], part: str) -> None:
+def test_limits_that_cannot_be_enforced_are_refused_in_one_line(
+    options: dict[str, Any], part: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**options)
     assert part in str(caught.value)
@@ -62,7 +64,7 @@ def test_names_that_cannot_be_counted_twice_may_be_counted(schema: dict[str, Any
     assert SamplingParams(json_schema=schema).constraint is not None
 
 
-def test_a_schema_is_kept_as_its_text_so_that_parameters_stay_hashable() -> None:
+def test_a_schema_is_stored_as_text_so_that_parameters_stay_hashable() -> None:
     as_object = SamplingParams(json_schema=PERSON)
     as_text = SamplingParams(json_schema=json.dumps(PERSON, indent=2))
     assert as_object == as_text
@@ -75,7 +77,7 @@ def test_an_empty_expression_is_one_and_no_option_at_all_is_none() -> None:
     assert SamplingParams(json_object=False).constraint is None
 
 
-def test_both_ways_to_write_a_grammar() -> None:
+def test_both_grammar_notations() -> None:
     assert SamplingParams(grammar='start: "a" | "b"').constraint is not None
     assert SamplingParams(grammar='root ::= "a" | "b"').constraint is not None
 

@@ -56,7 +56,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufToke
 
 
 def random_tokens(tokenizer: GgufTokenizer, seed: int) -> list[int]:
-    """Tokens drawn among those that may follow, each as likely as any other, to the end."""
+    """Draw permitted tokens uniformly until the end."""
     compiler, rng = GrammarCompiler(tokenizer.grammar_tokenizer), np.random.default_rng(seed)
     state = compiler.begin(CONSTRAINT, 0, tokenizer.eos_token_ids)
     text: list[int] = []
@@ -69,7 +69,7 @@ def random_tokens(tokenizer: GgufTokenizer, seed: int) -> list[int]:
 def test_a_random_text_of_sentencepiece_tokens_conforms(
     sentencepiece: GgufTokenizer, seed: int
 ) -> None:
-    """Nothing without a text is in it: the unused token is called like a word that may follow."""
+    """No token without text occurs: the unused one is named like a permitted word."""
     text = random_tokens(sentencepiece, seed)
     assert UNUSED_ID not in text
     assert conforms(json.loads(sentencepiece.decode(text)), PERSON)

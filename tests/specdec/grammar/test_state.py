@@ -1,4 +1,4 @@
-"""The tokens that may follow are a function of those before, whatever was asked in between."""
+"""Permitted tokens depend only on those before, whatever was queried in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONSTRAINTS = [
 
 @cache
 def words() -> Tokenizer:
-    """4096 byte-pair tokens: most sequences can be written in many ways."""
+    """A vocabulary of 4096 byte-pair tokens: most strings have many tokenizations."""
     return Tokenizer.from_pretrained(pair_path("pair:target"))
 
 
@@ -54,8 +54,10 @@ def allowed(state: GrammarState, text: list[int]) -> list[int]:
 @pytest.mark.parametrize("constraint", CONSTRAINTS, ids=[item.kind for item in CONSTRAINTS])
 @given(data=st.data())
 @settings(max_examples=25)
-def test_the_mask_does_not_depend_on_the_way(constraint: Constraint, data: st.DataObject) -> None:
-    """Back and forth between random sequences that keep to the grammar and some that do not."""
+def test_the_mask_does_not_depend_on_the_history(
+    constraint: Constraint, data: st.DataObject
+) -> None:
+    """Move back and forth between random valid and some invalid sequences."""
     moved, sequences = begin(constraint), [[]]
     for _ in range(12):
         text = data.draw(st.sampled_from(sequences))
@@ -84,7 +86,7 @@ def test_forced_tokens_are_those_that_alone_may_follow(
         text.append(data.draw(st.sampled_from(mask)))
 
 
-def test_the_end_is_forced_where_one_token_ends_a_text() -> None:
+def test_the_end_is_forced_if_one_token_ends_a_sequence() -> None:
     (eos,) = words().eos_token_ids
     text = words().encode('{"occupation": "astronomer", "age": 7, "likes": [')
     state = begin(CONSTRAINTS[0])
@@ -116,7 +118,7 @@ def test_json_is_written_as_json_dumps_does_unless_the_schema_says_otherwise() -
     assert keeps(own, loose)
 
 
-def test_a_fork_goes_its_own_way() -> None:
+def test_a_fork_diverges() -> None:
     state = begin(CONSTRAINTS[2])
     start = words().encode("def")
     expected = allowed(state, start)
@@ -134,7 +136,7 @@ def test_a_row_may_have_fewer_or_more_tokens_than_the_tokenizer() -> None:
     assert state.forced(PROMPT, highest) == forced[: forced.index(highest)]
 
 
-def test_a_model_that_cannot_end_a_text_is_refused() -> None:
+def test_a_model_without_an_end_of_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         compiler().begin(CONSTRAINTS[0], 0, ())
 
@@ -165,5 +167,5 @@ ESCAPES: list[tuple[dict[str, Any], str, bool]] = [
 def test_a_name_is_no_other_one_in_other_letters(
     schema: dict[str, Any], text: str, may_be: bool
 ) -> None:
-    """A reader of JSON takes \\u0061 for the letter a, and its value for that of a property."""
+    """A JSON reader takes \\u0061 for the letter a, and its value for that of a property."""
     assert keeps(schema, text) == may_be

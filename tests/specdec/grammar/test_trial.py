@@ -1,4 +1,4 @@
-"""Grammars of strangers are tried in a process of their own."""
+"""Untrusted grammars are compiled in a subprocess."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.grammar.trial import check_cost
 def test_the_working_directory_lends_no_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a folder of downloaded files, one of which would be run."""
+    """The working directory may have downloaded files, one of which would be run."""
     (tmp_path / "json.py").write_text("open('ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     check_cost(Constraint("json_schema", '{"title": "a folder of downloads"}'))

@@ -1,4 +1,4 @@
-"""The figures of all generations together: sums of theirs, and what the passes really were."""
+"""Engine metrics: sums over all generations, and the actual passes."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def test_all_together_are_the_sum_of_each(tmp_path: Path, monkeypatch: pytest.Mo
         assert actual.sequence_passes == sum(item.passes for item in each)
         assert actual.passes == len(num_tokens), "passes that sequences share count once"
         assert actual.batch_tokens == sum(num_tokens)
-        n_of_second = 2  # sequence of the last prompt, which is too short to wait for
+        n_of_second = 2  # output of the last prompt, too short to wait for
         n_computed = actual.prompt_tokens - actual.reused_prompt_tokens + n_of_second
         assert actual.prefill_tokens == n_computed
         assert actual.tokens_per_pass == actual.generated_tokens / len(num_tokens)
         assert (actual.sequences_running, actual.sequences_waiting) == (0, 0)
         assert actual.memory_budget_bytes == llm.plan.budget_bytes
-    assert llm.stats.generated_tokens == actual.generated_tokens  # also of a closed model
+    assert llm.stats.generated_tokens == actual.generated_tokens  # also for a closed model
 
 
-def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
+def test_kv_that_sequences_share_is_in_use_once(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=1024) as llm:
         text = llm.target.new_sequence()
         text.prefill(PROMPT)
@@ -77,7 +77,7 @@ def test_kv_that_texts_share_is_in_use_once(tmp_path: Path) -> None:
         assert llm.target.kv_use == (0, 0)
 
 
-def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
+def test_preempted_sequences_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
         llm.session.engine.scheduler.kv.cost = CostModel(0.0, 0.0, 1.0)  # files are quicker
         llm.generate([[20, 21], [30, 31], [40, 41]], max_tokens=180, ignore_eos=True)
@@ -89,7 +89,7 @@ def test_texts_that_are_set_aside_are_counted(tmp_path: Path) -> None:
         assert actual.generated_tokens == 3 * 180
 
 
-def test_texts_that_run_and_wait_are_told(tmp_path: Path) -> None:
+def test_running_and_waiting_sequences_are_reported(tmp_path: Path) -> None:
     with load(tmp_path, parallel=1) as llm:
         streams = [llm.stream([5 + i], **OPTIONS) for i in range(3)]
         with Stepping(llm) as steps:
@@ -112,7 +112,7 @@ def test_beams_count_their_passes(tmp_path: Path) -> None:
         assert {time.num_tokens for time in result.stats.pass_times} == {2}
 
 
-def test_what_a_beam_search_waited_is_told(tmp_path: Path) -> None:
+def test_the_wait_of_a_beam_search_is_reported(tmp_path: Path) -> None:
     with load(tmp_path, num_beams=2) as llm:
         result = llm.generate([5, 6, 7], num_beams=2, max_tokens=5, ignore_eos=True)
         assert 0.0 < result.stats.queue_seconds < result.stats.time_to_first_token
@@ -132,7 +132,7 @@ def test_the_sum_of_several_machines() -> None:
 
 
 @pytest.mark.gguf
-def test_cells_that_texts_share_are_in_use_once(tmp_path: Path) -> None:
+def test_cells_that_sequences_share_are_in_use_once(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, ctx_size=128, kv_tokens=256) as llm:

@@ -35,7 +35,7 @@ def chain(n: int, source: str = "draft") -> DraftTree:
 
 
 def recorded() -> GenerationStats:
-    """Prefill 2 s; steps of 4, 1 and 3 tokens that take 1 s, 1 s and 2 s."""
+    """Prefill of 2 s; steps of 4, 1 and 3 tokens that take 1 s, 1 s and 2 s."""
     clock = Clock()
     recorder = StatsRecorder(prompt_tokens=5, clock=clock)
     clock.now += 2.0
@@ -53,7 +53,7 @@ def recorded() -> GenerationStats:
     return recorder.stats()
 
 
-def test_figures_of_a_generation() -> None:
+def test_metrics_of_a_generation() -> None:
     stats = recorded()
     assert stats.generated_tokens == 1 + 4 + 1 + 3
     assert stats.passes == 3
@@ -89,7 +89,7 @@ def test_a_guess_beyond_the_length_is_not_wrong() -> None:
 def run_pass(recorder: StatsRecorder, clock: Clock, seconds: float, num_tokens: int = 4) -> None:
     with recorder.verifying(num_tokens):
         clock.now += seconds
-    recorder.record_outcome(was_ahead=True)  # no drafting beside it: neither hit nor miss
+    recorder.record_outcome(was_ahead=True)  # without parallel drafting: neither hit nor miss
 
 
 def run_pass_beside(
@@ -101,7 +101,7 @@ def run_pass_beside(
     num_tokens: int = 4,
     is_hit: bool = True,
 ) -> None:
-    """Drafting begins half a second into the pass."""
+    """Start drafting half a second into the pass."""
     began = clock.now
     with recorder.verifying(num_tokens, is_drafting_ahead=True):
         clock.now += seconds
@@ -118,7 +118,7 @@ def test_drafting_ahead() -> None:
     with recorder.drafting():
         clock.now += 0.125
     run_pass_beside(recorder, clock, 2.0, 1.0)
-    run_pass_beside(recorder, clock, 2.0, 3.0, is_hit=False)  # goes on after the pass
+    run_pass_beside(recorder, clock, 2.0, 3.0, is_hit=False)  # continues after the pass
     run_pass(recorder, clock, 2.0)
     stats = recorder.stats()
     assert (stats.draft_ahead_hits, stats.draft_ahead_misses) == (1, 1)
@@ -156,7 +156,7 @@ def test_slowdown_is_0_where_it_is_unknown(is_beside: bool) -> None:
 
 
 def test_every_token_after_the_first_comes_from_a_pass() -> None:
-    """Unless a step is cut: generated − 1 = passes × mean acceptance length."""
+    """Except for a cut step: generated − 1 = passes × mean acceptance length."""
     stats = recorded()
     assert stats.generated_tokens - 1 == pytest.approx(stats.passes * stats.mean_acceptance_length)
 
@@ -186,13 +186,13 @@ def test_only_the_first_token() -> None:
     assert stats.decode_seconds == 0.0
 
 
-def test_a_round_cut_by_a_stop_string() -> None:
+def test_a_step_cut_by_a_stop_string() -> None:
     recorder = StatsRecorder()
     recorder.record_first_token()
     recorder.record_step(chain(3), Acceptance((0, 1, 2, 3), 9, is_bonus=True), n_emitted=2)
     stats = recorder.stats()
     assert stats.generated_tokens == 3
-    assert stats.accepted_tokens == 2  # what a stop string cut off never reached the caller
+    assert stats.accepted_tokens == 2  # text cut off by a stop string never reached the caller
     assert stats.bonus_tokens == 0
 
 
@@ -220,7 +220,7 @@ def test_percentile_is_the_nearest_rank(values: list, fraction: float, expected:
     assert percentile(values, fraction) == expected
 
 
-def test_times_of_passes_in_order_beside_the_plain_figures() -> None:
+def test_times_of_passes_in_order_beside_the_plain_metrics() -> None:
     clock = Clock()
     recorder = StatsRecorder(clock=clock)
     run_pass(recorder, clock, 1.0)

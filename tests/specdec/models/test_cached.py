@@ -1,4 +1,4 @@
-"""Models of the hub's cache: drafts that are found there, and removing them."""
+"""Models of the hub's cache: drafts found there, and removing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.models.names import ModelNotFound, resolve_model
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of a user who has nothing else."""
+    """An empty cache of a user without other models."""
     monkeypatch.setenv("HOME", str(tmp_path))
     cache = tmp_path / "hub"
     cache.mkdir()
@@ -30,7 +30,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def add(hub: Path, name: str, model: Path) -> None:
-    """As the hub's client lays it out: blobs are linked to by snapshots."""
+    """Add a file as the hub's client does: snapshots link to blobs."""
     repo = hub / f"models--{name.replace('/', '--')}"
     shutil.copytree(model, repo / "blobs")
     snapshot = repo / "snapshots" / ("0" * 40)
@@ -51,7 +51,7 @@ def test_the_embedded_draft_drafts_for_the_embedded_target(
 
 
 def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
-    """A repository of several was listed by a name that -m refused for that."""
+    """A repository of several used to be listed by a name that -m refused."""
     model = hub.parent / "several"
     model.mkdir()
     parts = [f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
@@ -109,7 +109,7 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "reported"),
+    ("answer", "code", "expected"),
     [
         ("n\n", 0, "me/draft is kept"),
         ("\n", 0, "me/draft is kept"),
@@ -122,12 +122,12 @@ def test_rm_asks(
     capsys: pytest.CaptureFixture[str],
     answer: str,
     code: int,
-    reported: str,
+    expected: str,
 ) -> None:
     add(hub, "me/draft", resolve_model("pair:draft"))
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert main(["rm", "me/draft"]) == code
-    assert reported in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert [model.name for model in local_models()] == ["me/draft"]
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["rm", "me/draft"]) == 0

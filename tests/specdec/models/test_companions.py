@@ -1,4 +1,4 @@
-"""Files that stand beside models and are none: in folders, caches and the list of drafts."""
+"""Files beside models that are no models: in folders, caches and the list of drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.models.local_models import local_models
 from specdec.models.names import ModelNotFound, resolve_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode()
-ONE = {"some.weight": ("F32", (4,))}
+SINGLE = {"some.weight": ("F32", (4,))}
 NEXTN = {"block_count": ("u32", 3), "nextn_predict_layers": ("u32", 1)}
 
 
@@ -28,12 +28,12 @@ def of(architecture: str, kind: str = "model", **keys: tuple[str, Any]) -> dict[
 
 
 COMPANIONS: dict[str, bytes] = {
-    "mmproj-F16.gguf": gb.make_file({"general.architecture": ("str", "clip")}, ONE),
-    "mmproj-model-F16.gguf": gb.make_file({"general.type": ("str", "mmproj")}, ONE),
-    "lora-F16.gguf": gb.make_file(of("llama", "adapter"), ONE),
-    "imatrix-F16.gguf": gb.make_file({"general.type": ("str", "imatrix")}, ONE),
+    "mmproj-F16.gguf": gb.make_file({"general.architecture": ("str", "clip")}, SINGLE),
+    "mmproj-model-F16.gguf": gb.make_file({"general.type": ("str", "mmproj")}, SINGLE),
+    "lora-F16.gguf": gb.make_file(of("llama", "adapter"), SINGLE),
+    "imatrix-F16.gguf": gb.make_file({"general.type": ("str", "imatrix")}, SINGLE),
     "vocab-F16.gguf": gb.make_file(of("llama"), {}),
-    "eagle3-F16.gguf": gb.make_file(of("eagle3"), ONE),
+    "eagle3-F16.gguf": gb.make_file(of("eagle3"), SINGLE),
     "mtp-F16.gguf": gb.make_file(of("glm4", **NEXTN), {"blk.2.nextn.enorm.weight": ("F32", (4,))}),
     "embed-F16.gguf": gb.make_file(of("qwen3", pooling_type=("u32", 3)), gb.model_tensors()),
     "not-fetched-F16.gguf": POINTER,
@@ -43,7 +43,7 @@ MODEL = gb.make_file(gb.model_metadata(), gb.model_tensors())
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Home of a user who has nothing, with an empty cache of the hub."""
+    """The home of a user without models, with an empty hub cache."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("OLLAMA_MODELS", "XDG_CACHE_HOME", "LLAMA_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -99,7 +99,7 @@ def test_several_models_are_ambiguous_without_the_companions(home: Path) -> None
 
 
 @pytest.mark.parametrize("name", COMPANIONS)
-def test_companions_without_a_model_are_told_as_what_they_are(home: Path, name: str) -> None:
+def test_companions_without_a_model_are_reported_by_kind(home: Path, name: str) -> None:
     files = {name: COMPANIONS[name], f"other-{name}": COMPANIONS[name]}
     with pytest.raises(ModelNotFound, match="no language model, but 2 other GGUF .* is a"):
         resolve_model(fill(home / "both", files))
@@ -157,7 +157,7 @@ def test_a_checkpoint_whose_weights_were_not_fetched_is_not_listed(home: Path) -
 
 
 @pytest.mark.parametrize("kind", ["diffusers", "adapter"])
-def test_a_folder_without_a_config_is_told_as_what_it_is(home: Path, kind: str) -> None:
+def test_a_folder_without_a_config_is_reported_by_kind(home: Path, kind: str) -> None:
     with pytest.raises(ModelNotFound, match=f"mine is an? .*{kind.removesuffix('s')}"):
         resolve_model(fill(home / "mine", FOLDERS[kind]))
 
@@ -197,7 +197,7 @@ def test_ollamas_models(home: Path) -> None:
     (embedder,) = add_to_ollama(home, "embedder", COMPANIONS["embed-F16.gguf"])
     assert [item.name for item in local_models()] == ["ollama:seeing:latest"]
     assert resolve_model("ollama:seeing") == model
-    assert resolve_model("ollama:embedder") == embedder  # and is refused by name
+    assert resolve_model("ollama:embedder") == embedder  # refused by name
 
 
 def test_drafts_are_no_companions(home: Path, caplog: pytest.LogCaptureFixture) -> None:

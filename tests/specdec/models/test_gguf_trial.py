@@ -1,4 +1,4 @@
-"""GGUF models that llama.cpp ends the process over, under all commands: one line, exit code 2.
+"""GGUF models that make llama.cpp abort, under all commands: one line, exit code 2.
 
 Every command runs in a process of its own, which may end in any way.
 """
@@ -59,8 +59,8 @@ def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", some_slow(EACH_PLACE, REST))
-def test_what_is_broken_in_one_way(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
-    """Each place in llama.cpp that ends a process under all commands, other ways there once."""
+def test_a_single_defect(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
+    """One defect per abort in llama.cpp runs under all commands, the others under one."""
     path = BROKEN[name].write(tmp_path / "broken.gguf")
     tried = all_commands(path, tmp_path)
     for argv in tried if name in EACH_PLACE else tried[:1]:
@@ -109,7 +109,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(trial.LlamaError, match=r"bad\.gguf.*cannot find tokenizer merges"):
         trial.try_model(bad)
     moved = load_gguf_model(BROKEN["bpe without merges"].write(tmp_path / "moved.gguf"))
-    with pytest.raises(AssertionError, match="asked again"):  # what was said names another file
+    with pytest.raises(AssertionError, match="asked again"):  # the output names another file
         trial.try_model(moved)
     for rubbish in ("", "[]", '{"refusal": 1}', '{"refusal": ""}', '{"refusal": "x", "path": 1}'):
         for cached in cache_folder().glob("gguf-*.json"):
@@ -126,7 +126,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("raise MemoryError('nothing left')", "could not be tried: .*nothing left"),
     ],
 )
-def test_a_process_that_was_lost_is_told_of(
+def test_a_lost_process_is_reported(
     code: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

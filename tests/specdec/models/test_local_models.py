@@ -1,4 +1,4 @@
-"""Models that other programs have left on the machine."""
+"""Models downloaded by other programs on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.models.names import ModelNotFound, resolve_model
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a user who has nothing."""
+    """The home of a user without models."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("OLLAMA_MODELS", "XDG_CACHE_HOME", "LLAMA_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -95,7 +95,7 @@ def test_folders_of_programs_and_ones_own(home: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_embedded_draft_fits_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is what `-md auto` would take, and was not in the list."""
+    """`-md auto` would choose it, though it was missing in the list."""
     for target, is_listed in (("pair:target", True), ("pair:draft", False)):
         assert main(["models", "--fits", target, "--json"]) == 0
         actual = json.loads(capsys.readouterr().out)["models"]

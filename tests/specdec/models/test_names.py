@@ -1,4 +1,4 @@
-"""From a name to a directory or a GGUF file."""
+"""Resolution of a name to a directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_hub_id_with_a_part_of_the_file_name(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_a_hub_id_of_a_model_in_a_folder_of_its_repository(tmp_path: Path) -> None:
-    """As those have it whose files are split: it was downloaded, and then not found."""
+    """Repositories with split files have folders: the file was downloaded, and then not found."""
     folder = tmp_path / "models--someone--tiny-GGUF" / "snapshots" / ("0" * 40) / "Q6_K"
     folder.mkdir()
     for number in (1, 2):
@@ -138,7 +138,7 @@ def test_a_hub_id_of_a_model_in_a_folder_of_its_repository(tmp_path: Path) -> No
     [("a/b", True), ("a/b:Q4_0", True), ("a/b:tiny-Q4_0.gguf", True), ("a/b.gguf", False)],
 )
 def test_what_is_a_hub_id(name: str, is_one: bool) -> None:
-    """`specdec pull` of a file by its whole name fetched it, and said that it was there before."""
+    """`specdec pull` of a full file name fetched it, and reported that it was already there."""
     assert is_hub_id(name) is is_one
 
 

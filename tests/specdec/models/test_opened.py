@@ -1,4 +1,4 @@
-"""What is noticed about a model when its headers and its tokenizer are read."""
+"""Warnings from reading a model's headers and its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specdec.models.opened import open_model
     ("num_tokens", "is_said"),
     [(VOCAB, False), (VOCAB + 25, False), (VOCAB + 30, True), (4096, True)],
 )
-def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_told(
+def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_tokens: int, is_said: bool
 ) -> None:
-    """Of another model, perhaps; a few rows of padding are usual."""
+    """The tokenizer may be another model's; a few padding rows are usual."""
     model = save_model(tmp_path / "model", seed=1, vocab_size=num_tokens)
     with caplog.at_level(logging.WARNING, "specdec"):
         open_model(model, BackendOptions())
@@ -46,8 +46,8 @@ BESIDE_WEIGHTS = (
 
 
 @pytest.mark.parametrize("name", BESIDE_WEIGHTS)
-def test_a_git_lfs_pointer_is_told_whatever_file_it_stands_for(tmp_path: Path, name: str) -> None:
-    """Of a chat template transformers would take the pointer's text."""
+def test_a_git_lfs_pointer_is_reported_for_any_file(tmp_path: Path, name: str) -> None:
+    """transformers would use the pointer's text as a chat template."""
     model = save_model(tmp_path / "model", seed=1)
     (model / name).parent.mkdir(exist_ok=True)
     (model / name).write_text(

@@ -1,4 +1,4 @@
-"""Where a copy goes: nothing half-written is left there, whatever ends it."""
+"""The destination of a copy: no partial output stays, whatever ends it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from specdec.packing.pack import pack
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_room_is_looked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(PackError, match="1.00 MiB free: make room"):
+    with pytest.raises(PackError, match="1.00 MiB free: free some space"):
         pack(plain, tmp_path / "packed")
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
 
 
-def test_room_is_looked_for_where_a_link_leads(
+def test_space_is_checked_where_a_link_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here there is none, and there it suffices for the weights but not for all files."""
+    """The link's own disk is full; the target has space for the weights, but not for all files."""
     plain = save_packable("llama", tmp_path / "plain")
     (tmp_path / "there" / "disk").mkdir(parents=True)
     (tmp_path / "packed").symlink_to(tmp_path / "there" / "disk")
@@ -47,7 +47,7 @@ def test_room_is_looked_for_where_a_link_leads(
     monkeypatch.setattr(packing.shutil, "disk_usage", free)
     with (plain / "LICENSE").open("wb") as file:
         file.truncate(8 << 20)
-    with pytest.raises(PackError, match="there has 20.00 MiB free: make room"):
+    with pytest.raises(PackError, match="there has 20.00 MiB free: free some space"):
         pack(plain, tmp_path / "packed")
     (plain / "LICENSE").unlink()
     pack(plain, tmp_path / "packed")
@@ -83,7 +83,7 @@ def test_every_file_and_folder_reaches_the_disk(
 
 
 def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were there before stay, and what is in them."""
+    """Existing folders stay, with their content."""
     plain = save_packable("llama", tmp_path / "plain")
     (tmp_path / "mine").mkdir()
 
@@ -100,7 +100,7 @@ def test_folders_made_for_it_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def folders_that_cannot_be(tmp_path: Path) -> dict[str, Path]:
-    """By what is said of them."""
+    """Invalid folders, by their messages."""
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
@@ -150,7 +150,9 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert (tmp_path / "disk" / "config.json").is_file()
 
 
-def test_what_does_not_come_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_after_packing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     from backends.packed import writer
 
@@ -169,7 +171,7 @@ def test_what_does_not_come_back_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     out = tmp_path / "packed"
-    # The first tensor that is compared waits for the signal.
+    # The first compared tensor waits for the signal.
     code = (
         "import sys, time\n"
         "from backends.packed import writer\n"
@@ -177,7 +179,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
         "def wait(*_):\n"
         "    print('here', flush=True)\n"
         "    time.sleep(3)\n"
-        "writer._OneTensor._written = wait\n"
+        "writer._TensorWriter._written = wait\n"
         f"sys.exit(main(['pack', '-m', {str(plain)!r}, '-o', {str(out)!r}]))\n"
     )
     process = subprocess.Popen(

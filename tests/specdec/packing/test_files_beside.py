@@ -1,4 +1,4 @@
-"""What comes along with the weights, and links among it."""
+"""Files copied along with the weights, and links among them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_describes_the_weights_comes_along(tmp_path: Path) -> None:
 
 
 def as_the_hub_caches_it(plain: Path, cache: Path) -> Path:
-    """The snapshot: links into the blobs."""
+    """Lay out the snapshot with links into the blobs."""
     snapshot, blobs = cache / "models--me--it" / "snapshots" / "1", cache / "models--me--it/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

@@ -1,4 +1,4 @@
-"""A packed copy computes what its source does, to the bit, and is a model like any other."""
+"""A packed copy equals its source to the bit, and is a model like any other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
 
 
 def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> None:
-    """F32 embeddings, of fewer bytes than the bf16 matrices before those are packed alone."""
+    """F32 embeddings take fewer bytes than the plain bf16 matrices, more than the packed."""
     plain = save_packable("llama", tmp_path / "plain", vocab_size=390)
     change_tensors(plain, lambda name, x: x if "layers" in name else x.float())
     pack(plain, tmp_path / "packed")
@@ -56,7 +56,7 @@ def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> N
 def test_a_packed_model_is_a_model_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    """The embedded target, which streams: text, session and fingerprint."""
+    """The embedded target streams: output, session and fingerprint are compared."""
     monkeypatch.setattr(decoder, "PIECE_BYTES", piece_bytes)
     report = pack(pair_path("pair:target"), tmp_path / "packed")
     assert report.n_bytes < 0.79 * report.source_bytes
@@ -104,7 +104,7 @@ def test_matrices_of_too_many_exponents_stay_as_they_are(tmp_path: Path) -> None
 def test_exponents_that_no_sample_has_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor that was begun with is written as it is."""
+    """Such a tensor is written unpacked, though packing had begun."""
     from backends.packed import writer
 
     monkeypatch.setattr(writer, "_SAMPLES", 1)
@@ -139,7 +139,7 @@ def test_the_plan_knows_packed_sizes_and_the_buffer(tmp_path: Path) -> None:
 
 
 def test_decoding_counts_as_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per stored byte there is a third more to multiply with, and decoding beside it."""
+    """Each stored byte has a third more to multiply with, plus the decoding."""
     from backends.contract.curve import ComputeCurve
     from backends.hf import source as hf_source
 
@@ -157,7 +157,7 @@ def test_decoding_counts_as_arithmetic(tmp_path: Path, monkeypatch: pytest.Monke
     assert packed.non_layer_seconds(8) == plain.non_layer_seconds(8)
 
 
-def test_decoding_takes_as_long_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_takes_as_long_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.packed import timing
 
     monkeypatch.setattr(timing, "_SHAPE", (128, 512))
@@ -168,7 +168,7 @@ def test_decoding_takes_as_long_for_any_rows(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_last_piece_of_a_packed_matrix_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """168 rows of 64 weights are decoded and multiplied with 128 at a time: 40 are left."""
+    """168 rows of 64 weights are decoded and multiplied 128 at a time: 40 are left."""
     from backends.hf.model import load_hf_model
     from backends.hf.products import products_of
 

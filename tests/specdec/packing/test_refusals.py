@@ -1,4 +1,4 @@
-"""What is not packed, and packed files that are not what they say."""
+"""Models that are not packed, and packed files with wrong metadata."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
 def test_mixtures_and_quantised_ones_are_known_by_their_model_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither headers nor config tell, as other versions may write them."""
+    """Neither headers nor config tell, as other versions may write them."""
     monkeypatch.setattr(packing, "check_source", lambda _: None)
     mixture = save_tiny_checkpoint("mixtral", tmp_path / "mixture")
     with pytest.raises(PackError, match="is a mixture of experts"):
@@ -80,7 +80,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 
 def change_metadata(path: Path, change: dict[str, Any]) -> None:
-    """Of every packed tensor in the file, which stays as long."""
+    """Change the metadata of every packed tensor in the file, keeping its length."""
     raw = path.read_bytes()
     n = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + n])

@@ -32,22 +32,22 @@ def test_logits_equal_the_checkpoints(name: str) -> None:
     folder = pair_path(name.removesuffix(".gguf"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        requested = model(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(gguf_logits(path, ids), requested, atol=1e-2 * requested.std())
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(gguf_logits(path, ids), expected, atol=1e-2 * expected.std())
 
 
 def test_the_files_are_made_from_the_checkpoints(tmp_path: Path) -> None:
-    """A pair that is trained anew needs new ones: `python -m tests.helpers.pair_gguf`."""
+    """A newly trained pair needs new files: `python -m tests.helpers.pair_gguf`."""
     from pair_gguf import write_pair
 
     for made in write_pair(tmp_path):
         new, ours = (gguf.GGUFReader(path) for path in (made, pair_path(f"pair:{made.name}")))
         assert contents(new) == contents(ours)
-        tensors, requested = ({t.name: t for t in reader.tensors} for reader in (new, ours))
-        assert tensors.keys() == requested.keys()
+        tensors, expected = ({t.name: t for t in reader.tensors} for reader in (new, ours))
+        assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
-            assert tensor.tensor_type == requested[name].tensor_type
-            np.testing.assert_array_equal(tensor.data, requested[name].data, name)
+            assert tensor.tensor_type == expected[name].tensor_type
+            np.testing.assert_array_equal(tensor.data, expected[name].data, name)
 
 
 def contents(reader: gguf.GGUFReader) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What the planner adds to a draft model's passes: its drafter's own work."""
+"""The planner's cost of a drafter's own work besides the draft model's passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--exact: what plans and results say of it, and where it is refused."""
+"""The --exact option: in plans and results, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture
 def _odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No checkpoint is exact here."""
+    """Make no checkpoint exact here."""
     monkeypatch.setattr(HfSource, "exactness", ODD)
 
 
@@ -80,7 +80,7 @@ def test_a_result_says_whether_it_is_exact(
 
 
 @pytest.mark.usefixtures("_odd")
-def test_a_run_that_cannot_be_exact_is_told(
+def test_a_run_that_cannot_be_exact_is_reported(
     models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = models.run_argv("-p", "ab", "-n", "4", "--json")
@@ -100,7 +100,7 @@ def test_demanded_with_a_rule_that_chooses_other_tokens_it_is_refused(
 ) -> None:
     argv = models.run_argv("-p", "ab", "-n", "4", "--exact", "on", *rule)
     expect_error(capsys, argv, "--exact is 'on', but with", rule[-1], "use 'auto'")
-    assert main([*argv, "--num-draft-tokens", "0"]) == 0  # the rule decides about drafts alone
+    assert main([*argv, "--num-draft-tokens", "0"]) == 0  # the rule affects drafts only
 
 
 def test_other_values_are_refused(models: Models, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Plans of mixtures: dense weights first, and a cache of experts in what they leave."""
+"""Plans of mixtures: dense weights first, and an expert cache in the remaining memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_experts_are_no_part_of_the_layers(source) -> None:
     assert [(len(x.tensors), len(x.tensors[0]), x.n_used) for x in experts] == [(12, 3, 3)] * 3
 
 
-def test_all_experts_are_held_where_there_is_room(placement_planner) -> None:
+def test_all_experts_are_resident_if_they_fit(placement_planner) -> None:
     placement = placement_planner.place(placement_planner.all_bytes, 0)
     assert placement.experts is not None
     assert placement.experts.holds_all
@@ -68,7 +68,7 @@ def test_the_cache_has_what_dense_weights_leave(placement_planner, source) -> No
         assert placement.n_moving_layers == 3
 
 
-def test_the_least_is_a_ring_and_the_experts_of_one_row(placement_planner, source) -> None:
+def test_the_minimum_is_a_ring_and_the_experts_of_one_token(placement_planner, source) -> None:
     minimum = placement_planner.min_bytes(0)
     placement = placement_planner.place(minimum, 0)
     assert placement.experts is not None
@@ -77,7 +77,7 @@ def test_the_least_is_a_ring_and_the_experts_of_one_row(placement_planner, sourc
 
 
 def test_a_larger_cache_reads_less_and_is_faster(placement_planner, source) -> None:
-    """Storage of 1 MB/s: reads are all that counts."""
+    """Storage of 1 MB/s: only reads count."""
     item, seconds, read = slot_bytes(source.experts), [], []
     for n_missing in (30, 20, 10, 0):
         placement = placement_planner.place(placement_planner.all_bytes - n_missing * item, 0)
@@ -117,7 +117,7 @@ def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> Non
 
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_a_node_costs_the_experts_that_it_adds(placement_planner, num_seqs: int) -> None:
-    """Also in a pass that sequences share. Storage of 1 MB/s: reads are all that counts."""
+    """The same holds in a pass that sequences share. Storage of 1 MB/s: only reads count."""
     item = slot_bytes(placement_planner.source.experts)
     placement = placement_planner.place(placement_planner.all_bytes - 20 * item, 0)
     assert placement.experts is not None
@@ -126,10 +126,10 @@ def test_a_node_costs_the_experts_that_it_adds(placement_planner, num_seqs: int)
     def read_seconds(num_tokens: int) -> float:
         return sum(placement.experts.read_bytes(i, num_tokens) for i in range(3)) / 1e6
 
-    added = (read_seconds(16) - read_seconds(1)) / 15  # a plan's cost is a line
+    added = (read_seconds(16) - read_seconds(1)) / 15  # the plan's cost is linear
     tree = DraftTree(0)
     tree.add(0, 1, 0.0)
-    for share in (0.9, 1.1):  # of its probability is what the node costs
+    for share in (0.9, 1.1):  # its probability times this is the node's cost
         sure, hopeless = (
             CandidateTree(tree, np.array([1.0, p]), share * 0.5 / added) for p in (0.5, 0.0)
         )
@@ -147,7 +147,7 @@ def test_what_a_pass_is_expected_to_miss(source) -> None:
     assert expert_cache.hit_rate == pytest.approx(1 - math.exp(-2.75))
     one_layer = 3 * experts.n_bytes / 12 * (1 - expert_cache.hit_rate)
     assert expert_cache.bytes_per_token == pytest.approx(3 * one_layer)
-    # Neighbours share hardly anything that the cache has not; but no pass misses more than it asks.
+    # Neighbours share hardly any uncached expert; but no pass misses more than it uses.
     assert expert_cache.read_bytes(0, 8) == pytest.approx(one_layer * 8**0.93)
     assert ExpertCachePlan(source.experts, 1).read_bytes(0, 4) == experts.used_bytes(4)
     assert "18 of 36 experts in memory" in expert_line(expert_cache)
@@ -156,7 +156,7 @@ def test_what_a_pass_is_expected_to_miss(source) -> None:
 
 @pytest.fixture
 def with_tokenizer(tmp_path: Path) -> Path:
-    """With the embedded pair's vocabulary, so that its draft drafts for it."""
+    """Use the embedded pair's vocabulary, so that its draft fits."""
     pair = resolve_model("pair:target")
     directory = save_tiny_checkpoint("qwen3-moe", tmp_path, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -178,7 +178,7 @@ def test_a_gpu_is_refused_in_one_line(source) -> None:
         on_gpu(source)
 
 
-def test_a_draft_changes_nothing_of_a_mixtures_text(with_tokenizer: Path) -> None:
+def test_a_draft_does_not_change_a_mixtures_output(with_tokenizer: Path) -> None:
     sequences = []
     for draft in (None, "pair:draft"):
         with specdec.load(with_tokenizer, draft, memory_budget="2GiB", exact="on") as llm:

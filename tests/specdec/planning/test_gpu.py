@@ -1,4 +1,4 @@
-"""Which GPU a run uses: the rules, and the one-line refusals."""
+"""The GPU of a run: rules, and one-line refusals."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_all_that_is_free_is_taken_or_what_was_asked_for():
 
 
 def test_the_budget_is_the_whole_processs(monkeypatch):
-    """Another model of it has 5 GiB: all of the budget but those is left for this one."""
-    memory = CudaMemory("Test GPU", 8 * GIB, GIB, pinned_bytes=5 * GIB)
+    """Another model of the process has 5 GiB: the rest of the budget is left for this one."""
+    memory = CudaMemory("Test GPU", 8 * GIB, GIB, used_bytes=5 * GIB)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
     actual = find_gpu(options(device="cuda"), pair())
     assert (actual.vram_bytes, actual.base_bytes) == (6 * GIB, 5 * GIB + 512 * MIB)
@@ -109,7 +109,7 @@ def test_a_target_that_drafts_for_itself_does_so_where_it_is():
         find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
 
 
-def test_bf16_on_a_card_without_it_is_told(monkeypatch):
+def test_bf16_on_a_card_without_it_is_reported(monkeypatch):
     memory = CudaMemory("Old GPU", 8 * GIB, 6 * GIB, computes_bf16=False)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)
     asked = options(device="cuda", draft=None, ctx_size=64)

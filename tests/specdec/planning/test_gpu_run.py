@@ -1,4 +1,4 @@
-"""Runs on a GPU, from options to text: on a fake one here, and on a real one where there is one."""
+"""GPU runs, from options to output: on a fake GPU, and on a real one if present."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_model(root / "target", seed=1), save_model(root / "draft", seed=1)
 
 
-FIXED = {"num_draft_tokens": 4}  # the policy may find that drafting does not pay, and it does not
+FIXED = {"num_draft_tokens": 4}  # the policy may find that drafting does not pay, as is true here
 
 
 def generate(target: Path, draft: Path | None, **options: Any) -> specdec.GenerationResult:
@@ -50,7 +50,7 @@ def test_the_tokens_are_those_of_the_cpu(models, monkeypatch, draft_device):
     assert stats.bytes_copied_to_device >= stats.bytes_streamed
     assert (stats.vram_peak_bytes, stats.vram_budget_bytes) == (PEAK_BYTES, 2 * 2**30)
     assert stats.accepted_tokens > 0
-    # CUDA's own context is not torch's to limit.
+    # CUDA's own context is outside torch's limit.
     assert set(limits) == {2 * 2**30 - 512 * 2**20}
     assert len(limits) == {"cpu": 1, "cuda": 2}.get(draft_device, len(limits))
 
@@ -82,7 +82,7 @@ def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
     ],
     ids=["sequences", "logprobs", "beams", "window", "filters"],
 )
-def test_every_way_of_generating_gives_the_cpus_tokens(
+def test_every_generation_mode_gives_the_cpus_tokens(
     models, monkeypatch, draft_device, loaded, asked
 ):
     def outputs(**options):
@@ -97,10 +97,10 @@ def test_every_way_of_generating_gives_the_cpus_tokens(
 
 
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
-def test_a_text_goes_on_from_its_file_and_after_a_cancel(
+def test_a_sequence_continues_from_its_file_and_after_a_cancel(
     models, monkeypatch, tmp_path, draft_device
 ):
-    """The file that a GPU wrote is as good as the CPU's, where that is not to be exact."""
+    """A file written by a GPU also works on the CPU, unless that must be exact."""
     install_fake_gpu(monkeypatch)
     force_tiers(monkeypatch)
     saving = {"ctx_size": 128, "prompt_cache_file": tmp_path / "kv", **FIXED}

@@ -1,5 +1,5 @@
-"""A draft that was offered and has no room is left out, with one note; one that was demanded is
-refused. Whatever it is that takes the room."""
+"""A draft that was suggested and does not fit is left out, with one note; one that was required is
+refused. Any kind of memory may be short."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEMANDED = {"spec_type": "draft,ngram"}
 
 
 class Paper(PaperModel):
-    """A model of these activations, logits included, and rows of a vocabulary."""
+    """A model with these activations, logits included, and rows of a vocabulary."""
 
     def __init__(self, name: str, *sizes: int, scratch: int = 20 * MIB, **more: Any) -> None:
         super().__init__(name, *sizes, curve=CURVE, can_use_gpu=True, **more)
@@ -45,13 +45,13 @@ TARGET = Paper("t", 20, 4 * MIB, kv_bytes_per_token=1000)
 
 @dataclass(frozen=True)
 class Case:
-    """A draft, and what it is to be planned with."""
+    """A draft, and its planning options."""
 
     draft: PaperModel
     options: dict[str, Any] = field(default_factory=dict)
     ledger: str = "memory"
     gpu: tuple[str, ...] = ()
-    """Devices that a draft beside a GPU may run on; empty: there is none."""
+    """Devices that a draft beside a GPU may run on; empty: none."""
 
 
 def draft(n_layers: int = 2, tensor_bytes: int = MIB, kv: int = 100, **more: Any) -> Paper:
@@ -112,7 +112,7 @@ def memory_planner(case: Case, vram_bytes: int = 0, **more: Any) -> MemoryPlanne
 
 
 def too_little(case: Case) -> tuple[int, int]:
-    """(memory, VRAM) in which the target alone has room, and no draft."""
+    """(memory, VRAM) with enough for the target alone, and for no draft."""
     vram = memory_planner(case, PLENTY).smallest_alone.vram_bytes if "cuda" in case.gpu else PLENTY
     if case.ledger == "VRAM":
         return PLENTY, vram
@@ -120,7 +120,7 @@ def too_little(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_offered_draft_is_left_out_with_one_note_that_names_the_figures(name: str) -> None:
+def test_a_suggested_draft_is_left_out_with_one_note_that_names_the_sizes(name: str) -> None:
     case = CASES[name]
     total, vram = too_little(case)
     plan, own = plan_case(case, total, vram), memory_planner(case, vram)
@@ -162,7 +162,7 @@ def test_with_the_budget_that_the_note_names_the_draft_is_planned(name: str) -> 
     assert not plan.notes
 
 
-def test_what_has_no_room_for_the_target_either_is_refused_and_both_budgets_are_named() -> None:
+def test_budgets_too_small_for_the_target_are_refused_and_both_named() -> None:
     case = CASES["weights"]
     with pytest.raises(BudgetExceeded) as refused:
         plan_case(case, 400 * MIB)
@@ -187,14 +187,14 @@ def test_a_plan_with_a_draft_says_what_is_enough_without_it() -> None:
     st.integers(0, 900),
     st.sampled_from([{}, {"num_draft_tokens": 16}, {"acceptance": "rejection"}, {"parallel": 32}]),
 )
-def test_an_offered_draft_is_never_why_a_run_is_refused(
+def test_a_suggested_draft_is_never_why_a_run_is_refused(
     sizes: tuple[int, int, int], scratch: int, more_mib: int, options: dict[str, Any]
 ) -> None:
     case = Case(draft(sizes[0], sizes[1] * MIB, sizes[2], scratch=scratch), options)
     total = memory_planner(case).smallest_alone.host_bytes + more_mib * MIB
     plan = plan_case(case, total)
     assert len(plan.notes) == (1 if plan.chosen.draft is None else 0)
-    if any("no room" in note for note in plan.notes):
+    if any("no memory for it" in note for note in plan.notes):
         with pytest.raises(BudgetExceeded):
             plan_case(case, total, **DEMANDED)
 
@@ -212,7 +212,7 @@ def test_a_target_that_streams_does_not_draft_for_itself() -> None:
     plan = plan_for_itself(600 * MIB)
     assert plan.draft_placement is None
     (note,) = plan.notes
-    assert note.startswith("the draft is left out: t is not held in memory")
+    assert note.startswith("the draft is left out: t does not fit in memory")
     assert plan_for_itself(2 * GIB).draft_placement is not None
     with pytest.raises(ConfigError, match="read once for each level of a tree"):
         plan_for_itself(600 * MIB, **DEMANDED)

@@ -1,4 +1,4 @@
-"""Seconds of a pass, from bytes, bandwidth and arithmetic."""
+"""Seconds of a pass, by bytes, bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(
 
 
 def linear(fixed_seconds: float, seconds_per_row: float) -> ComputeCurve:
-    """Of the whole model."""
+    """Linear cost of the whole model."""
     n_bytes = LAYER_BYTES + HEAD_BYTES
     return ComputeCurve.linear(fixed_seconds / n_bytes, seconds_per_row / n_bytes)
 
@@ -40,7 +40,7 @@ def test_a_streamed_pass_takes_as_long_as_its_reads():
     assert item.times(1).stall_seconds == pytest.approx(streamed / 1e9 - 0.0011)
 
 
-def test_many_rows_take_as_long_as_their_arithmetic():
+def test_many_tokens_take_as_long_as_their_arithmetic():
     item = model(40 * MIB, linear(0.1, 0.1))
     assert item.seconds(100) == pytest.approx(10.1)
     assert item.times(100).stall_seconds == pytest.approx(0.0, abs=1e-9)
@@ -51,7 +51,7 @@ def test_reads_that_slow_the_arithmetic_count_while_they_run():
     slowed = ComputeCurve((1,), (1 / n_bytes,), (2 / n_bytes,))
     item = model(40 * MIB, slowed)
     read_seconds = item.placement.streamed_bytes / 1e9
-    # Of the second of arithmetic, half of the reading's time is lost.
+    # Reading takes half of its time from the second of arithmetic.
     assert item.seconds(1) == pytest.approx(1 + read_seconds / 2, rel=1e-3)
 
 
@@ -69,8 +69,8 @@ def test_the_cost_for_the_policy_is_near_the_simulation(available, fixed, per_ro
 
 
 @pytest.mark.parametrize("max_seconds", [0.12, 0.25, 1.0])
-def test_what_only_the_largest_passes_take_is_not_held_against_smaller_ones(max_seconds: float):
-    """Reads hide 64 rows; of 128 the arithmetic takes `most_seconds`."""
+def test_costs_of_the_largest_passes_do_not_count_for_smaller_ones(max_seconds: float):
+    """Reads hide 64 rows; the arithmetic of 128 takes `max_seconds`."""
     n_bytes = LAYER_BYTES + HEAD_BYTES
     measurements = tuple(seconds / n_bytes for seconds in (0.01, 0.02, 0.05, max_seconds))
     item = model(40 * MIB, ComputeCurve((1, 16, 64, 128), measurements, measurements))

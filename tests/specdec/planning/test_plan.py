@@ -1,4 +1,4 @@
-"""What a plan does with a draft that takes more than it brings."""
+"""Plans with a draft that costs more than it gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `specdec plan` prints, and whether its smallest budget holds."""
+"""The output of `specdec plan`, and runs within its smallest budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CURVE = ComputeCurve.linear(0.1 / (18 * MIB), 0.01 / (18 * MIB))
 
 
 def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: object) -> RunPlan:
-    """A target of 8 MiB on storage of 10 MiB/s."""
+    """Plan a target of 8 MiB on storage of 10 MiB/s."""
     divisions = [
         MemoryPlan(
             MemoryBudget(2 * GIB, GIB, 0),
@@ -70,12 +70,12 @@ def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_why_the_chosen_row_is_not_the_first_one_is_said() -> None:
+def test_the_reason_why_the_first_row_is_not_chosen_is_shown() -> None:
     plan = make_plan(6 * MIB)
     ranked = sorted(plan.alternatives, key=lambda item: -item.tokens_per_second)
     for chosen in ranked:
         text = "\n".join(replace(plan, chosen=chosen).lines())
-        assert ("room for larger trees may cost 1 %" in text) == (chosen is not ranked[0])
+        assert ("capacity for larger trees may cost 1 %" in text) == (chosen is not ranked[0])
 
 
 def test_the_json_holds_what_was_weighed() -> None:
@@ -90,7 +90,7 @@ def test_the_json_holds_what_was_weighed() -> None:
     assert plan.lines()[-1] == "warning: beware"
 
 
-def test_what_holds_no_model_is_a_figure_of_its_own() -> None:
+def test_memory_without_a_model_is_a_separate_metric() -> None:
     plan = make_plan(6 * MIB)
     budget = plan.chosen.memory_plan.budget
     pinned = [
@@ -122,7 +122,7 @@ def test_the_smallest_budget_is_accepted_later_in_the_same_process(
         assert llm.plan.budget_bytes == smallest
 
 
-def test_a_context_longer_than_the_models_is_cut_and_told(tmp_path: Path) -> None:
+def test_a_context_longer_than_the_models_is_cut_with_a_note(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", seed=1)
     short = specdec.plan_run(model, ctx_size=256)
     assert short.notes == ()
@@ -131,7 +131,7 @@ def test_a_context_longer_than_the_models_is_cut_and_told(tmp_path: Path) -> Non
     assert cut.notes == (f"a context of 1000000 is cut to the model's {cut.ctx_size}",)
 
 
-def test_several_texts_share_what_a_pass_reads() -> None:
+def test_several_sequences_share_the_reads_of_a_pass() -> None:
     plan = make_plan(6 * MIB)
     many = plan_together(plan, 16, 8)
     assert many.plain_tokens_per_second == many.tokens_per_second == 16 / plan.pass_seconds(16)
@@ -156,6 +156,6 @@ def test_several_machines_are_several_times_one() -> None:
     assert actual.storage_bytes_per_second == 4 * rate
     first, second = actual.lines()
     assert f"{actual.tokens_per_second:.2f} tokens/s together" in first
-    assert "a single text is no faster" in first
+    assert "a single sequence is no faster" in first
     assert f"a network disk that all of them read would have to give {4 * rate / 1e9:.2f}" in second
     assert len(Machines(4, make_plan(GIB)).lines()) == 1  # nothing is read

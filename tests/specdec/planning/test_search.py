@@ -1,4 +1,4 @@
-"""What the planner weighs, and that it takes the fastest."""
+"""The planner compares alternatives, and takes the fastest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from specdec.policy.assumptions import (
 from specdec.run_options import RunOptions
 
 FREE = ComputeCurve.linear(1e-12, 1e-15)
-"""Of a machine whose arithmetic costs next to nothing."""
+"""Curve of a machine whose arithmetic costs next to nothing."""
 
 
 BASE_BYTES = 300 * MIB
-"""Of a process of its own: what this one takes depends on the tests that ran before."""
+"""Base memory of a fresh process: this one's depends on earlier tests."""
 
 
 def weigh(
@@ -53,7 +53,7 @@ BIG = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000)  # 3.1 GiB
 SMALL_DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100)
 
 
-def test_where_rows_are_free_there_is_room_for_the_largest_tree():
+def test_memory_is_planned_for_the_largest_tree_if_tokens_are_free():
     chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
     assert chosen.memory_plan.n_drafted == 128
     assert chosen in weighed
@@ -64,7 +64,7 @@ def test_where_rows_are_free_there_is_room_for_the_largest_tree():
     assert chosen.target.placement.n_slots > 0
 
 
-def test_where_rows_cost_a_pass_the_tree_is_small():
+def test_the_tree_is_small_if_tokens_are_costly():
     slow = ComputeCurve.linear(1e-10, 2e-10)
     chosen, _ = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=slow)
     assert chosen.n_tree <= 8
@@ -80,8 +80,8 @@ def test_nothing_weighed_is_much_faster_than_what_is_chosen():
 
 
 @pytest.mark.parametrize("total_mib", [3824, 3840, 3856, 3872])
-def test_room_costs_little_while_unused_memory_holds_layers(total_mib: int):
-    """Where the target nearly fits, a layer more or less is much of what is read."""
+def test_capacity_costs_little_while_unused_memory_holds_layers(total_mib: int):
+    """When the target nearly fits, one layer more or less is much of the reads."""
     draft = PaperModel("d", 4, 8 * MIB, kv_bytes_per_token=100_000)
     curve = ComputeCurve.linear(1e-10, 2e-12)
     chosen, weighed = weigh(BIG, draft, total_mib * MIB, compute=curve, storage=2e8)
@@ -89,7 +89,7 @@ def test_room_costs_little_while_unused_memory_holds_layers(total_mib: int):
     assert chosen.speeds[1] >= 0.99 * minimum.speeds[1]
 
 
-def test_no_division_is_listed_twice():
+def test_no_memory_plan_is_listed_twice():
     _, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB)
     names = [item.name for item in weighed]
     assert len(names) == len(set(names))
@@ -119,7 +119,7 @@ def speed_alone(weighed: list[Alternative]) -> float:
     return plain.tokens_per_second
 
 
-def test_a_draft_that_costs_more_than_it_brings_is_left_out():
+def test_a_draft_that_costs_more_than_it_gains_is_left_out():
     chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB)
     with_draft = [item for item in weighed if item.draft is not None]
     best = max(item.tokens_per_second for item in with_draft)
@@ -129,7 +129,7 @@ def test_a_draft_that_costs_more_than_it_brings_is_left_out():
     assert len({item.name for item in weighed}) == len(weighed)
 
 
-def test_a_draft_that_costs_little_memory_is_kept_even_where_drafting_should_not_pay():
+def test_a_draft_that_costs_little_memory_is_retained_even_if_drafting_should_not_pay():
     rows_cost_most = ComputeCurve.linear(1e-10, 5e-9)
     chosen, weighed = weigh(BIG, SMALL_DRAFT, 2 * GIB, compute=rows_cost_most)
     assert speed_alone(weighed) > 1.05 * chosen.tokens_per_second, "drafting should not pay"
@@ -142,13 +142,13 @@ def test_a_draft_that_costs_little_memory_is_kept_even_where_drafting_should_not
     [{"spec_type": "draft,ngram"}, {"spec_type": "draft"}, {"num_draft_tokens": 16}]
     + [{"acceptance": "rejection"}],
 )
-def test_a_draft_that_the_user_fixed_is_kept(fixed: dict[str, object]) -> None:
+def test_a_draft_that_the_user_fixed_is_retained(fixed: dict[str, object]) -> None:
     chosen, weighed = weigh(BIG, LARGE_DRAFT, 2 * GIB, **fixed)
     assert chosen.draft is not None
     assert speed_alone(weighed) > 1.05 * chosen.tokens_per_second
 
 
-def test_a_draft_is_kept_where_the_target_has_no_use_for_its_memory():
+def test_a_draft_is_retained_if_the_target_has_no_use_for_its_memory():
     slow = ComputeCurve.linear(1e-10, 2e-10)
     target = PaperModel("t", 4, 40 * MIB)
     chosen, weighed = weigh(target, PaperModel("d", 4, 39 * MIB), 2 * GIB, compute=slow)
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget():
 
 
 @given(st.integers(0, 300), st.integers(0, 40))
-def test_larger_trees_are_assumed_to_bring_more(n_drafted, depth):
+def test_larger_trees_are_assumed_to_gain_more(n_drafted, depth):
     tokens = expected_tokens(n_drafted, depth)
     assert 1.0 <= tokens <= ASSUMED_TOKENS_PER_PASS[-1][1]
     assert tokens <= 1 + min(n_drafted, depth)
@@ -194,7 +194,7 @@ def test_the_assumption_is_as_measured_where_levels_abound():
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_the_levels_of_the_likeliest_tree(width: int):
-    """Against all nodes of that many levels, sorted."""
+    """All nodes with that many levels are sorted for comparison."""
     right = ASSUMED_LEVEL_ACCEPTANCE
     ranks = [right * (1 - right) ** rank for rank in range(width)]
     level, actual = [1.0], []
@@ -219,7 +219,7 @@ def test_levels_that_take_long_are_fewer():
 
 @given(st.integers(1, 300), st.integers(1, 8), st.floats(1e-3, 100.0))
 def test_levels_are_enough_for_a_number_that_the_user_fixed(n: int, width: int, level: float):
-    """However long a level takes; up to the deepest."""
+    """Levels do not depend on their duration; they go up to the deepest."""
     spec = SpecConfig(num_draft_tokens=n, tree_width=width)
     depth = best_depth(spec, 32, 1.0, level)
     expert_cache = sum(width**k for k in range(1, depth + 1))

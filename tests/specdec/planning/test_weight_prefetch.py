@@ -1,4 +1,4 @@
-"""The next start reads what the last one had in memory, while libraries are imported."""
+"""The next start prefetches the last one's resident weights while libraries are imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_pair import save_model
 
-from offload.ring.weight_prefetch import RequestedWeights, WeightPrefetch, Weights
+from offload.ring.weight_prefetch import WeightPrefetch, Weights, WeightSelection
 from offload.units import MIB
 from specdec.api import load
 from specdec.engine.session import Session
@@ -37,17 +37,17 @@ def model(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each start took what was read early."""
+    """Return whether each start used the prefetched weights."""
     actual: list[bool] = []
     genuine = WeightPrefetch.take
 
-    def take(self: WeightPrefetch, requested: RequestedWeights) -> Weights | None:
-        weights = genuine(self, requested)
+    def take(self: WeightPrefetch, selection: WeightSelection) -> Weights | None:
+        weights = genuine(self, selection)
         actual.append(weights is not None)
         return weights
 
     monkeypatch.setattr(WeightPrefetch, "take", take)
-    # In a process that runs tests what is freed comes and goes by more than in one of its own.
+    # In a test process free memory fluctuates more than in a fresh one.
     monkeypatch.setattr(weight_prefetch, "_SAME_BASE_BYTES", 256 * MIB)
     return actual
 
@@ -102,7 +102,7 @@ def test_a_broken_record_is_no_record(model: Path, cache: Path, taken: list[bool
         record.write_text(content)
         assert text(model) == first
         assert taken == []
-    assert text(model) == first  # written anew
+    assert text(model) == first  # rewritten
     assert taken == [True]
 
 

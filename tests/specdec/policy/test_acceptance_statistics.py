@@ -1,4 +1,4 @@
-"""What a pair's steps have taught goes to the next process, and a broken file does not."""
+"""Acceptance statistics of a pair pass to the next process, and a broken file is ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh(scenario: Scenario, cached: Any = None) -> AcceptanceStatistics:
 
 
 def learnt(scenario: Scenario, n_tokens: int = 200) -> Any:
-    """What the file has after a text."""
+    """The file's content after a generation."""
     acceptance_statistics = fresh(scenario)
     simulate(replace(scenario, seed=77), SpecConfig(), n_tokens, acceptance_statistics)
     return json.loads(json.dumps(acceptance_statistics.cached()))
@@ -43,7 +43,7 @@ def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() ->
     assert other.run_seconds == pytest.approx(acceptance_statistics.run_seconds)
 
 
-def test_what_is_kept_counts_little_against_what_is_measured() -> None:
+def test_cached_statistics_count_little_against_measurements() -> None:
     acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 32)
     for _ in range(50):
         acceptance_statistics.cost.observe(17, 1.0)
@@ -53,7 +53,7 @@ def test_what_is_kept_counts_little_against_what_is_measured() -> None:
     assert again.cost.seconds(17) > 2.3
 
 
-def test_a_text_that_is_known_changes_nothing_by_being_kept_twice() -> None:
+def test_caching_a_prefix_twice_changes_nothing() -> None:
     cached = learnt(SCENARIO)
     assert (
         fresh(SCENARIO, cached).cached()["mode_statistics"].keys()
@@ -70,7 +70,7 @@ JSON = st.recursive(
 
 @given(st.data())
 def test_a_broken_file_is_ignored(data: st.DataObject) -> None:
-    """Any part of it replaced by anything."""
+    """Any part of the file is replaced by anything."""
     cached = learnt_once()
     place: Any = cached
     while True:
@@ -98,13 +98,13 @@ def test_anything_else_is_no_experience(cached: Any) -> None:
 
 
 def test_another_version_is_not_used() -> None:
-    """Such as the one before, which had measured drafting ahead."""
+    """The previous version, for example, measured parallel drafting."""
     cached = {**learnt_once(), "version": 3, "ahead": [[1.0, 0.1]] * 3}
     assert fresh(SCENARIO, cached).cached() == fresh(SCENARIO).cached()
 
 
 @pytest.mark.parametrize("chain", [[8.0, 9.0], [8.0, -1.0], [0.0, 0.0]])
-def test_a_broken_share_of_chains_is_learnt_anew(chain: list[float]) -> None:
+def test_a_broken_share_of_chains_is_learnt_again(chain: list[float]) -> None:
     cached = learnt_once()
     for mode_statistics in cached["mode_statistics"].values():
         mode_statistics["chain"] = chain
@@ -126,7 +126,7 @@ def test_it_is_bounded() -> None:
 
 
 def first_steps(scenario: Scenario, seed: int, cached: Any, n_steps: int = 4) -> tuple[int, int]:
-    """(tokens of the first steps, tokens of fixed trees of 64 nodes in the same places)."""
+    """Return (tokens of the first steps, tokens of fixed trees of 64 nodes in the same places)."""
     item = replace(scenario, seed=seed)
     outcome = simulate(item, SpecConfig(), 120, fresh(scenario, cached))
     fixed = 0
@@ -139,7 +139,7 @@ def first_steps(scenario: Scenario, seed: int, cached: Any, n_steps: int = 4) ->
 
 
 @pytest.mark.parametrize("name", ["streamed, greedy", "streamed, sampled"])
-def test_the_first_rounds_bring_what_a_fixed_tree_of_64_nodes_brings(name: str) -> None:
+def test_the_first_steps_gain_as_much_as_a_fixed_tree_of_64_nodes(name: str) -> None:
     scenario = SIX[name]
     cached = learnt(scenario, 400)
     for known, share in ((cached, 0.95), (None, 0.85)):

@@ -1,4 +1,4 @@
-"""Probabilities of acceptance: q until something is seen, then what is seen."""
+"""Acceptance probabilities: q until there is evidence, then the observed rate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_probabilities_fall_along_every_path_whatever_was_seen(seen, tree: Draft
 
 @pytest.mark.parametrize(("sharpness", "bias"), [(0.5, -1.0), (1.5, 1.0), (0.3, -3.0)])
 def test_a_wrong_draft_is_corrected(sharpness: float, bias: float) -> None:
-    """Chains whose truth is known: predictions of new ones are right on average, at each depth."""
+    """Chains of known truth: predictions for new ones are right on average, at each depth."""
     rng = np.random.default_rng(3)
     calibration = Calibration()
     predicted, happened = np.zeros(3), np.zeros(3)
@@ -81,13 +81,13 @@ def test_a_wrong_draft_is_corrected(sharpness: float, bias: float) -> None:
 
 def test_nodes_that_were_not_reached_teach_nothing() -> None:
     calibration, tree = Calibration(), chain(0.9, 0.9, 0.9)
-    calibration.observe(tree, [7])  # only the first one was looked at
+    calibration.observe(tree, [7])  # only the first one was verified
     only_first = Calibration()
     only_first.observe(chain(0.9), [7])
     assert list(calibration.path_probabilities(tree)) == list(only_first.path_probabilities(tree))
 
 
-def test_sources_are_learnt_apart_and_old_lessons_fade() -> None:
+def test_sources_have_separate_statistics_and_old_ones_fade() -> None:
     calibration = Calibration()
     for _ in range(300):
         calibration.observe(chain(0.8), [7])
@@ -110,16 +110,16 @@ def test_survival_of_chains_is_their_share() -> None:
 
 def test_levels_are_worth_what_such_ones_gained() -> None:
     levels = level_yield()
-    assert worthwhile_level(levels, 0.3) == pytest.approx(0.3)  # as the draft says
-    assert worthwhile_level(levels, 7.0) == 1.0  # which no level of a tree is below
+    assert worthwhile_level(levels, 0.3) == pytest.approx(0.3)  # as predicted by the draft
+    assert worthwhile_level(levels, 7.0) == 1.0  # below the lowest level of a tree
     for _ in range(40):
         note_levels(levels, np.array([0.9, 0.6, 0.3]), np.array([0.45, 0.3, 0.15]))
-        note_levels(levels, np.array([]), np.array([]))  # a tree of one level teaches nothing
+        note_levels(levels, np.array([]), np.array([]))  # a tree of one level is no evidence
     assert worthwhile_level(levels, 0.3) == pytest.approx(0.6, rel=0.01)
 
 
 def test_each_bucket_is_learnt_for_itself() -> None:
-    """What likely nodes show says nothing of unlikely ones."""
+    """Likely nodes are no evidence about unlikely ones."""
     calibration = Calibration()
     for _ in range(60):
         calibration.observe(chain(0.8), [7])

@@ -23,7 +23,7 @@ def cost() -> CostModel:
     return CostModel(READ, FIXED, PER_TOKEN)
 
 
-# --- the plan ------------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------
 
 
 @given(costs, st.integers(1, 100_000))
@@ -43,7 +43,7 @@ def test_in_memory_few_tokens_are_free() -> None:
     assert cost.num_free_tokens == 6  # half as long again as one token's pass
 
 
-# --- what was measured ---------------------------------------------------------------------------
+# --- measurements ---------------------------------------------------------------------------------
 
 
 def test_measured_sizes_are_what_was_measured_and_the_plan_is_the_shape_between(
@@ -78,14 +78,14 @@ def test_a_size_that_is_long_out_of_use_follows_the_others(cost: CostModel) -> N
     cost.observe(1, 1.0)
     for _ in range(2000):
         cost.observe(8, 4.0)
-    assert cost.seconds(1) == pytest.approx(4.0, rel=1e-3)  # both are bound by the same reads
+    assert cost.seconds(1) == pytest.approx(4.0, rel=1e-3)  # both are limited by the same reads
 
 
 def test_passes_larger_than_any_that_is_measured_take_as_much_longer_as_the_largest(
     cost: CostModel,
 ) -> None:
     cost.observe(MAX_MEASURED_TOKENS, 3.0 * cost.seconds(MAX_MEASURED_TOKENS))
-    cost.observe(10 * MAX_MEASURED_TOKENS, 1e-3)  # not learnt from
+    cost.observe(10 * MAX_MEASURED_TOKENS, 1e-3)  # not used as a measurement
     assert cost.seconds(5000) == pytest.approx(3.0 * cost.planned_seconds(5000))
     assert len(cost.table(5000)) == MAX_MEASURED_TOKENS
 
@@ -116,13 +116,13 @@ def test_the_largest_pass_within_a_time(
 
 
 def test_of_a_copy_nothing_is_measured(cost: CostModel) -> None:
-    """Such as the plan's, which others begin with as well."""
+    """Other models may start with the same plan, which must not change."""
     cost.observe(8, 40.0)
     assert replace(cost).seconds(8) == cost.planned_seconds(8)
 
 
 @given(costs, measured)
-def test_what_is_kept_holds_under_another_plan(
+def test_cached_statistics_hold_under_another_plan(
     cost: CostModel, passes: list[tuple[int, float]]
 ) -> None:
     for num_tokens, seconds in passes:
@@ -132,7 +132,7 @@ def test_what_is_kept_holds_under_another_plan(
     other.restore(cost.cached().tolist())
     assert same.cached() == pytest.approx(other.cached(), abs=1e-6)
     if len(passes) == 1:
-        num_tokens = 1 << (passes[0][0].bit_length() - 1)  # one of the sizes that are learnt
+        num_tokens = 1 << (passes[0][0].bit_length() - 1)  # one of the learnt sizes
         cost, other = replace(cost), replace(other)
         cost.observe(num_tokens, passes[0][1])
         other.restore(cost.cached().tolist())

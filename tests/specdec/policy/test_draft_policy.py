@@ -1,4 +1,4 @@
-"""How many nodes are free, what bounds a tree, and which part of it is worth verifying."""
+"""Free nodes, bounds of a tree, and the part of a tree worth verifying."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_depth_stays_within_context_and_tokens_wanted(context, requested, depth)
     assert policy.limits(context, requested, 1000).max_depth == depth
 
 
-def test_a_tree_has_no_more_nodes_than_the_target_has_room_for():
+def test_a_tree_has_no_more_nodes_than_fit_the_target():
     policy = new_policy(SpecConfig(), FREE)
     assert policy.limits(10, 64, num_free_slots=9).max_nodes == 8
     assert policy.limits(10, 64, num_free_slots=1).max_nodes == 0
@@ -72,7 +72,7 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
     assert depths[2] == max(rates, key=lambda d: rates[d])
 
 
-def test_running_the_prompt_is_not_held_against_the_draft():
+def test_running_the_prompt_does_not_count_against_the_draft():
     clock = Clock()
     policy = new_policy(SpecConfig(("draft",)), FREE, DRAFT, clock=clock)
     assert policy.limits(10, 64, 1000).max_nodes
@@ -86,22 +86,22 @@ def test_running_the_prompt_is_not_held_against_the_draft():
     assert policy.limits(12, 64, 1000).max_nodes
 
 
-def test_a_fixed_depth_is_kept():
+def test_a_fixed_depth_is_respected():
     policy = new_policy(SpecConfig(draft_depth=7), CostModel(2.0, 0.1, 0.1), DRAFT)
     assert policy.depth == 7
     limits = policy.limits(10, 64, 1000)
     assert (limits.max_depth, limits.min_level_probability) == (7, 0.0)
 
 
-def test_each_way_of_accepting_learns_for_itself() -> None:
-    """A lower threshold takes more of the same draft's tokens."""
+def test_each_acceptance_rule_has_its_own_statistics() -> None:
+    """A lower threshold accepts more of the same draft's tokens."""
     cost, clock = CostModel(0.0, 1.0, 0.1), Clock()
     acceptance_statistics = AcceptanceStatistics(cost, DRAFT, 8)
     likely = DraftTree(0)
     likely.add(0, 1, -0.1)
 
     def num_retained(threshold: float | None, n_steps: int = 1) -> int:
-        """Of a likely tree, after steps in which such trees failed."""
+        """Return the retained nodes of a likely tree, after steps in which such trees failed."""
         config = SpecConfig(accept_threshold=threshold)
         policy = DraftPolicy(config, acceptance_statistics, 1000, clock=clock)
         for _ in range(n_steps):
@@ -116,7 +116,7 @@ def test_each_way_of_accepting_learns_for_itself() -> None:
     assert (num_retained(0.1), num_retained(None), num_retained(0.5)) == (0, 1, 1)
 
 
-# --- the part of a tree that is verified ---------------------------------------------------------
+# --- verified part of a tree ----------------------------------------------------------------------
 
 
 def unlikely_chain() -> DraftTree:
@@ -126,7 +126,7 @@ def unlikely_chain() -> DraftTree:
     return tree
 
 
-def test_a_number_that_the_user_fixed_is_kept():
+def test_a_number_that_the_user_fixed_is_respected():
     cost = CostModel(0.0, 0.1, 1.0)
     policy = new_policy(SpecConfig(num_draft_tokens=6, tree_width=3), cost, DRAFT)
     tree = unlikely_chain()
@@ -144,7 +144,7 @@ def test_what_is_not_worth_its_row_is_cut():
     assert trim_together([policy], [unlikely_chain().best_subset(4)])[0].n_drafted == 0
 
 
-# --- chains of the rejection rule ----------------------------------------------------------------
+# --- chains of the rejection rule -----------------------------------------------------------------
 
 CHAIN = SpecConfig(("draft",), acceptance="rejection")
 
@@ -184,7 +184,7 @@ def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
 
 @pytest.mark.parametrize("rule", [rejection_walk, block_walk])
 def test_cutting_drawn_tokens_would_change_the_distribution(rule):
-    """Why: exactly, over all chains and decisions. A length that is fixed before is harmless."""
+    """The reason, exactly, over all chains and decisions. A length fixed beforehand is harmless."""
     case = Case(3, 2, table_rows(3, 1), table_rows(3, 2))
 
     def cut_afterwards(tree, *args, **options):

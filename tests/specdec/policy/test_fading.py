@@ -1,4 +1,4 @@
-"""Means in which older measurements fade."""
+"""Exponentially decaying means of measurements."""
 
 from __future__ import annotations
 

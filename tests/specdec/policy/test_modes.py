@@ -1,4 +1,4 @@
-"""Which mode of decoding is used, and what finding out may cost."""
+"""The choice of the decoding mode, and the cost of exploring it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def note(
 
 
 def play(choice: DraftChoice, costs: dict[bool, tuple[float, float]], n: int = ROUNDS) -> dict:
-    """Steps of fixed (tokens, seconds) for each mode; how much time each one got."""
+    """Simulate steps of fixed (tokens, seconds) per mode; return the time spent in each."""
     spent = {False: 0.0, True: 0.0}
     for _ in range(n):
         mode = choice.next_uses_draft(costs.get(True, (1.0, 1.0))[1] - 1.0)
@@ -71,7 +71,7 @@ ROUND_LISTS = st.lists(st.tuples(st.integers(1, 6), st.floats(1.1, 4.0)), max_si
 
 @given(st.floats(1.0, 20.0), ROUND_LISTS)
 def test_a_draft_never_overdraws_its_regret_budget(promised: float, steps) -> None:
-    """Whatever it promises and however long it did well; plain passes take a second.
+    """The regret is bounded, whatever a draft promises; a plain pass takes a second.
 
     Beyond it are the share that time adds, and what the last step overdraws.
     """
@@ -87,7 +87,7 @@ def test_a_draft_never_overdraws_its_regret_budget(promised: float, steps) -> No
 
 
 def budget(choice: DraftChoice) -> float:
-    """Tokens that trials may still lose."""
+    """Return the tokens that trials may still lose."""
     return float(choice.cached()["budget"])
 
 
@@ -101,7 +101,7 @@ def test_a_loss_is_charged_to_the_budget_and_a_gain_added() -> None:
     assert budgets[2] - budgets[1] == pytest.approx(1.0, abs=0.05)
 
 
-def test_what_changing_the_mode_takes_is_held_against_the_draft_but_is_not_its_pace() -> None:
+def test_mode_changes_count_against_the_draft_but_not_as_its_pace() -> None:
     budgets, rates = [], []
     for extra in (0.0, 1.0):
         choice = DraftChoice((3.0, 2.0), 1.0)
@@ -122,7 +122,7 @@ def test_without_a_draft_model_there_is_nothing_to_choose() -> None:
 
 
 def test_a_draft_that_was_measured_in_a_bad_hour_is_tried_again() -> None:
-    """A step with it seems to cost five tokens, until one is run: time pays for that one."""
+    """A step with it seems to cost five tokens until one is run: the time budget pays for one."""
     choice = DraftChoice((6.0, 2.0), 1.0)
     n_steps, costs = 0, 5.0
     while not choice.next_uses_draft(costs):
@@ -136,7 +136,7 @@ def test_a_draft_that_was_measured_in_a_bad_hour_is_tried_again() -> None:
 
 
 def test_a_draft_comes_back_after_the_machine_stood_still() -> None:
-    """However long that was: a few hundred tokens, not thousands."""
+    """The pause may be any time: it takes a few hundred tokens, not thousands."""
     choice = DraftChoice((6.0, 2.0), 1.0)
     note(choice, True, 1, 5000.0)
     n_steps = 0
@@ -156,8 +156,8 @@ def test_what_was_won_is_not_risked_once_the_draft_is_worse(n_tokens: int, price
     assert budget(choice) <= 2.0
 
 
-def test_what_n_grams_bring_without_a_draft_is_not_held_against_it() -> None:
-    """Nine tokens in a pass, until the draft is tried again by what time has paid for."""
+def test_gains_of_n_grams_do_not_count_against_the_draft() -> None:
+    """n-grams give nine tokens a pass, until the time budget pays for a trial of the draft."""
     choice = DraftChoice((4.0, 1.6), 1.0)
     for _ in range(3):
         note(choice, True, 0, 8.0)

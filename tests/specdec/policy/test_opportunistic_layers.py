@@ -1,4 +1,4 @@
-"""Memory that nobody uses holds layers, and is given back before something asks for it."""
+"""Unused memory pins layers, and is released before anything requests it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = 1 << 40
 
 
 class Target:
-    """Holds whatever it is told to."""
+    """A target that pins as many layers as requested."""
 
     def __init__(self, kv_growth_bytes: int = 1000) -> None:
         self.pinned_bytes = self.unread_bytes = 0
@@ -38,13 +38,13 @@ class Target:
 
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """peak[0]: what the process takes, held layers not counted."""
+    """peak[0]: the process's memory without pinned layers."""
     taken = [0]
     monkeypatch.setattr(opportunistic_layers, "recent_peak_rss", lambda: taken[0])
     return taken
 
 
-def test_what_is_left_is_lent_but_for_what_may_come(peak: list[int]) -> None:
+def test_spare_memory_is_pinned_except_a_reserve(peak: list[int]) -> None:
     target: Any = Target()
     layer_cache = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=256 * 100, max_num_tokens=33
@@ -57,7 +57,7 @@ def test_what_is_left_is_lent_but_for_what_may_come(peak: list[int]) -> None:
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
 
 
-def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -> None:
+def test_memory_of_an_idle_draft_is_not_pinned(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(5000)
     layer_cache = OpportunisticLayers(
@@ -76,13 +76,13 @@ def test_what_a_draft_may_take_that_rested_so_far_is_not_lent(peak: list[int]) -
         layer_cache.pin(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
         assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - num_tokens * 100
     layer_cache.make_capacity(n_tokens=300)
-    assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 8 * 100, "it would have had room"
+    assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 8 * 100, "more layers would have fit"
     peak[0] = target.pinned_bytes
     layer_cache.make_capacity(n_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 256 * 100
 
 
-def test_each_text_that_a_draft_has_no_kv_of_yet_begins_a_block(peak: list[int]) -> None:
+def test_each_sequence_without_draft_kv_begins_a_block(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(5000)
     sequences: Any = SimpleNamespace(n_in_use=3)
@@ -101,7 +101,7 @@ def test_each_text_that_a_draft_has_no_kv_of_yet_begins_a_block(peak: list[int])
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 27 * 5000
 
 
-def test_what_is_not_read_yet_is_not_lent(peak: list[int]) -> None:
+def test_unread_weights_are_not_counted_as_spare(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(0)
     target.unread_bytes, draft.unread_bytes = 300, 70_000
@@ -112,7 +112,7 @@ def test_what_is_not_read_yet_is_not_lent(peak: list[int]) -> None:
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 70_300
 
 
-def test_a_file_that_is_mapped_takes_what_was_lent() -> None:
+def test_a_mapped_file_takes_the_pinned_memory() -> None:
     target: Any = Target()
     layer_cache = OpportunisticLayers(target, None, MANY, activation_bytes=0, max_num_tokens=1)
     target.pin_layers(10)
@@ -131,13 +131,13 @@ def test_a_target_in_memory_has_nothing_to_hold(peak: list[int]) -> None:
     assert not target.asked
 
 
-def test_what_is_held_follows_what_is_taken(peak: list[int]) -> None:
+def test_pinned_memory_follows_used_memory(peak: list[int]) -> None:
     target: Any = Target()
     layer_cache = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=0, max_num_tokens=1
     )
     own = 4 * RESERVE_BYTES
-    for _ in range(3):  # once lent, it is part of what is taken, and no more is lent
+    for _ in range(3):  # once pinned, it counts as used, and no more is pinned
         peak[0] = own + target.pinned_bytes
         layer_cache.pin(1, 0)
         assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
@@ -168,13 +168,13 @@ def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
     peak[0] = 4 * RESERVE_BYTES + target.pinned_bytes
     target.asked.clear()
     layer_cache.make_capacity(n_tokens=3000)
-    assert target.asked == [], "there is room: nothing is given back, and nothing is lent"
+    assert target.asked == [], "memory suffices: nothing is released or pinned"
     peak[0] = MANY
     layer_cache.make_capacity(n_tokens=3000)
     assert target.pinned_bytes == 0
 
 
-def test_behind_a_prompt_room_for_the_widest_pass_is_left(peak: list[int]) -> None:
+def test_behind_a_prompt_memory_for_the_widest_pass_is_left(peak: list[int]) -> None:
     target: Any = Target(0)
     layer_cache = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=2 * RESERVE_BYTES, max_num_tokens=1
@@ -197,7 +197,7 @@ def save(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", pytest.param("gguf", marks=pytest.mark.gguf)])
-def test_texts_are_the_same_with_fewer_reads(
+def test_outputs_are_equal_with_fewer_reads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_streaming(monkeypatch)
@@ -229,7 +229,7 @@ def test_layers_stay_from_the_first_pass_of_decoding_on(
 
 
 def note_pinned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that are held when each pass begins, as passes come."""
+    """Record the pinned bytes at the beginning of each pass."""
     seen: list[int] = []
     run = llm.target.forward
 
@@ -242,7 +242,7 @@ def note_pinned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the prompt's pass, all of it where that may take so much; else nothing."""
+    """Check that all pinned memory is released before the prompt's pass if it may need it."""
     assert llm.target.pinned_bytes > 0
     seen = note_pinned(llm, monkeypatch)
     pinned = llm.target.pinned_bytes
@@ -254,7 +254,7 @@ def check_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0] == 0
 
 
-def test_texts_that_a_draft_has_no_kv_of_are_counted(
+def test_sequences_without_draft_kv_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_streaming(monkeypatch)
@@ -280,7 +280,7 @@ def test_texts_that_a_draft_has_no_kv_of_are_counted(
 def test_a_pass_takes_a_few_cells_with_flash_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which llama.cpp takes by itself."""
+    """llama.cpp uses it by default."""
     force_streaming(monkeypatch)
     with specdec.load(save("gguf", tmp_path), ctx_size=128) as llm:
         target: Any = llm.target
@@ -292,7 +292,7 @@ def test_a_pass_takes_a_few_cells_with_flash_attention(
 def test_it_is_given_back_before_a_vocabulary_is_made_ready_for_grammars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That takes memory, once; the next constrained text takes none."""
+    """Preparing takes memory once; the next constrained request takes none."""
     pytest.importorskip("llguidance")
     force_streaming(monkeypatch)
     monkeypatch.setattr(opportunistic_layers, "recent_peak_rss", lambda: -MANY)

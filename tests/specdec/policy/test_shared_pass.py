@@ -1,4 +1,4 @@
-"""Which nodes of several sequences' trees share a pass: against every other choice."""
+"""The choice of nodes of several sequences' trees for one pass, against every other choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def proposals(draw: st.DrawFn, n_nodes: int = 4) -> DraftTree:
     return tree
 
 
-def offers_of(trees: list[DraftTree], rate: float) -> list[CandidateTree]:
+def candidate_trees(trees: list[DraftTree], rate: float) -> list[CandidateTree]:
     return [CandidateTree(tree, np.exp(np.array(tree.path_log_probs)), rate) for tree in trees]
 
 
@@ -36,10 +36,10 @@ def offers_of(trees: list[DraftTree], rate: float) -> list[CandidateTree]:
     st.integers(0, 3),
 )
 def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n_other: int):
-    """Tokens - λ * seconds, over all prefix-closed sets of nodes of every text."""
+    """Tokens - λ * seconds, over all prefix-closed sets of nodes of every sequence."""
     cost = CostModel(0.0, 1.0, per_row)
     rate = 0.7
-    cached, _ = choose_nodes(offers_of(trees, rate), cost, n_other)
+    chosen, _ = choose_nodes(candidate_trees(trees, rate), cost, n_other)
     seconds = cost.table(MAX_NUM_TOKENS)
 
     def value(sets: tuple[tuple[int, ...], ...]) -> float:
@@ -51,14 +51,14 @@ def test_no_other_nodes_are_worth_more(trees: list[DraftTree], per_row: float, n
         num_tokens = n_other + len(trees) + sum(map(len, sets))
         return probs - rate * float(seconds[num_tokens - 1])
 
-    actual = tuple(tuple(indices[1:]) for indices in cached)
+    actual = tuple(tuple(indices[1:]) for indices in chosen)
     best = max(value(sets) for sets in itertools.product(*map(closed_sets, trees)))
     assert value(actual) == pytest.approx(best, abs=1e-9)
     assert all(nodes in closed_sets(tree) for tree, nodes in zip(trees, actual, strict=True))
 
 
 def closed_sets(tree: DraftTree) -> list[tuple[int, ...]]:
-    """All sets of nodes that hold the parents of each of their nodes."""
+    """Yield all sets of nodes that contain the parents of each of their nodes."""
     return [
         nodes
         for n in range(len(tree))
@@ -67,20 +67,20 @@ def closed_sets(tree: DraftTree) -> list[tuple[int, ...]]:
     ]
 
 
-def test_a_sure_text_gets_the_rows_that_a_hopeless_one_does_not() -> None:
+def test_a_predictable_sequence_gets_the_tokens_that_an_unpredictable_one_does_not() -> None:
     sure, hopeless = DraftTree(0), DraftTree(0)
     node = 0
     for token in range(6):
         node = sure.add(node, token, math.log(0.95))
         hopeless.add(0, token, math.log(0.01))
     cost = CostModel(0.0, 1.0, 0.1)
-    cached, _ = choose_nodes(offers_of([hopeless, sure], 2.0), cost)
-    assert cached == [[0], [0, 1, 2, 3, 4, 5, 6]]
+    chosen, _ = choose_nodes(candidate_trees([hopeless, sure], 2.0), cost)
+    assert chosen == [[0], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_no_pass_has_more_tokens_than_are_measured() -> None:
     tree = DraftTree(0)
     for token in range(40):
         tree.add(0, token, math.log(0.02))
-    cached, _ = choose_nodes(offers_of([tree], 0.5), CostModel(1.0, 0.0, 1e-9), 1024 - 16)
-    assert len(cached[0]) == 16
+    chosen, _ = choose_nodes(candidate_trees([tree], 0.5), CostModel(1.0, 0.0, 1e-9), 1024 - 16)
+    assert len(chosen[0]) == 16

@@ -1,4 +1,4 @@
-"""What sequences that share a step learn from it together, and what prompts beside them pay."""
+"""Evidence that sequences of one step share, and the cost of prompts beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 
 
 def step_of(num_seqs: int, is_right: bool) -> tuple[AcceptanceStatistics, DraftPolicy]:
-    """One round in which every draft has one node, accepted or not."""
+    """One step in which every draft has one node, accepted or not."""
     clock, acceptance_statistics = Clock(), AcceptanceStatistics(COST, DRAFT, 99)
     policies = [
         DraftPolicy(SpecConfig(("draft",)), acceptance_statistics, 1000, clock=clock)
@@ -44,8 +44,8 @@ def step_of(num_seqs: int, is_right: bool) -> tuple[AcceptanceStatistics, DraftP
 
 
 @pytest.mark.parametrize("is_right", [False, True])
-def test_a_round_of_equal_texts_counts_as_one_of_them(is_right: bool) -> None:
-    """Budgets are tokens of one text: a trial that all make at once is one trial."""
+def test_a_step_of_equal_sequences_counts_as_one_of_them(is_right: bool) -> None:
+    """Budgets are tokens of one sequence: a trial that all make at once is one trial."""
     budgets = []
     for num_seqs in (2, 3):  # which share a choice
         _, policy = step_of(num_seqs, is_right)
@@ -53,17 +53,17 @@ def test_a_round_of_equal_texts_counts_as_one_of_them(is_right: bool) -> None:
     assert budgets[0] == pytest.approx(budgets[1], abs=0.02)
 
 
-def test_the_plan_shares_the_free_rows_among_the_texts() -> None:
-    """With 100 free rows twenty sequences have four draft tokens each, which cost nothing."""
+def test_the_plan_shares_the_free_tokens_among_the_sequences() -> None:
+    """With 100 free tokens twenty sequences have four draft tokens each, which cost nothing."""
     _, policy = step_of(1, is_right=True)
     for num_seqs in (1, 4, 20):
         assert policy.uses_draft(num_seqs)
     rates = [policy.mode_statistics.choice(n).rate for n in (1, 4, 20)]
     assert rates == sorted(rates)
-    assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a text in little more than the reads
+    assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a sequence
 
 
-def test_single_passes_that_were_held_up_count_little() -> None:
+def test_single_delayed_passes_count_little() -> None:
     clock, acceptance_statistics = Clock(), AcceptanceStatistics(COST, None, 64)
     policy = DraftPolicy(SpecConfig(("ngram",)), acceptance_statistics, 1000, clock=clock)
     for i in range(40):
@@ -88,7 +88,7 @@ def seconds_of_step(n_entering: int, note: Callable[[float], None]) -> None:
     observe_together([policy], [Acceptance((0,), 99, False)], [cached])
 
 
-def test_prompts_that_enter_pay_for_their_own_rows() -> None:
+def test_prefill_chunks_pay_for_their_own_tokens() -> None:
     actual: list[float] = []
     for n_entering in (0, 100, 900):
         seconds_of_step(n_entering, actual.append)
@@ -99,8 +99,8 @@ def test_prompts_that_enter_pay_for_their_own_rows() -> None:
     ("requested", "read_seconds", "uses_draft", "is_ahead"),
     [
         ("auto", 1.0, True, True),
-        ("auto", 1.0, False, False),  # the draft rests
-        ("auto", 0.0, True, False),  # in memory both models would want the same cores
+        ("auto", 1.0, False, False),  # the draft is idle
+        ("auto", 0.0, True, False),  # in memory both models would compete for the same cores
         ("on", 0.0, True, True),
         ("on", 1.0, False, True),
         ("off", 1.0, True, False),

@@ -50,7 +50,7 @@ def test_draws_are_without_replacement_in_the_right_proportions():
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 4), st.data())
 def test_enough_beams_find_the_best_sequence_of_all(seed, vocab, length, data):
-    """With as many beams as prefixes nothing is pruned: the result is the exhaustive argmax."""
+    """As many beams as prefixes prune nothing: the result is the exhaustive argmax."""
     rows = table_rows(vocab, seed)
     n = data.draw(st.integers(1, 3))
     params = SamplingParams(num_beams=max(2, n, vocab ** (length - 1)), n=n, max_tokens=length)
@@ -89,11 +89,11 @@ def test_the_cache_holds_the_tree_of_the_running_beams_and_no_more(seed, beams, 
         assert len(target.table) == len(prefixes)
 
 
-def test_a_tree_that_outgrows_its_room_is_refused_before_the_pass():
+def test_a_tree_larger_than_its_capacity_is_refused_before_the_pass():
     target = TableBackend(table_rows(4, 1), 4)
     target.max_nodes = 5
     params = SamplingParams(num_beams=4, max_tokens=20)
-    with pytest.raises(BeamMemoryFull, match=r"4 beams need \d+ live tokens.*room for 5"):
+    with pytest.raises(BeamMemoryFull, match=r"4 beams need \d+ live tokens.*memory for 5"):
         search(target, [0], params)
 
 
@@ -105,7 +105,7 @@ def test_beams_end_where_nothing_can_follow():
 
 
 def test_early_stopping_bounds_the_search():
-    """True stops at num_beams finished ones, "never" only when no beam can improve on them."""
+    """True stops at num_beams finished ones, "never" only if no beam can improve on them."""
     lengths = {}
     for early_stopping in (True, False, "never"):
         n_steps = []
@@ -157,7 +157,7 @@ def test_beams_of_a_large_vocabulary_are_ranked_row_by_row(is_drawn: bool) -> No
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 999), n_beams=st.integers(1, 6), vocab=st.integers(1, 9))
 def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) -> None:
-    """Ties and impossible tokens among them."""
+    """Ties and impossible tokens are among them."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(-3, 1, (n_beams, vocab)).astype(np.float32)
     rows[rng.random(rows.shape) < 0.2] = -np.inf
@@ -166,7 +166,7 @@ def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) 
     def drawn(scores, which):
         return scores + gumbel_at(seed, 9, which)
 
-    for rank, requested in (
+    for rank, expected in (
         (by_score, best_continuations(flat, k)),
         (drawn, best_continuations(drawn(flat, np.arange(flat.size)), k)),
     ):
@@ -178,7 +178,7 @@ def test_ranking_row_by_row_takes_the_same_as_all_at_once(seed, n_beams, vocab) 
         state.running = list(range(0, n_beams * vocab, vocab))
         state._grow = lambda beam, token, asked=asked: asked.append(beam + token) or 0
         state.advance(rows)
-        assert asked == requested.tolist()
+        assert asked == expected.tolist()
 
 
 def test_beams_need_neither_torch_nor_transformers():

@@ -1,4 +1,4 @@
-"""The noise, and what it buys: sampled text that no draft can change."""
+"""The Gumbel noise, and its purpose: sampled text that no draft can change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.verification.tree import DraftTree
 N_DRAWS = 60_000
 VOCAB = 8
 PINNED = [-1.49545161157695, -0.3511371183614871, -0.7859067841514997]
-REJECT_BELOW = 1e-6  # seeds are fixed: a correct sampler passes always, a wrong one gets ~0
+REJECT_BELOW = 1e-6  # seeds are fixed: a correct sampler always passes, a wrong one gets ~0
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_noise_is_prefix_stable_and_addressable(
 
 
 def test_noise_is_pinned() -> None:
-    """Texts of a seed must not change with a release: these figures are part of the contract."""
+    """The output of a seed must not change with a release: these numbers are a contract."""
     np.testing.assert_allclose(gumbel_noise(0, 0, 3), PINNED, rtol=1e-13)
 
 
@@ -238,7 +238,7 @@ def test_padding_rows_are_never_chosen() -> None:
 
 
 def test_padding_does_not_change_the_text() -> None:
-    """The same token whether the model's vocabulary is padded or not."""
+    """The same token is chosen whether the model's vocabulary is padded or not."""
     rng = np.random.default_rng(0)
     sampler = Sampler(SamplingParams(temperature=1.0, seed=4, top_p=0.9), n_tokens=50)
     for position in range(100):

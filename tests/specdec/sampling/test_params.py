@@ -15,7 +15,7 @@ BAD_VALUES = [
     ("temperature", float("inf")),
     ("temperature", 1e-9),
     ("temperature", "hot"),
-    ("temperature", 10**400),  # an integer that no float can hold
+    ("temperature", 10**400),  # an integer too large for any float
     ("temperature", True),
     ("top_k", -1),
     ("top_k", 2.5),
@@ -178,7 +178,7 @@ def test_new_tokens_take_precedence_over_lengths_as_in_generate() -> None:
 
 
 def test_generation_config_defaults_are_those_of_generate() -> None:
-    """Unset means: greedy without do_sample, and top-k 50 at temperature 1 with it."""
+    """Unset means greedy without do_sample, and top-k 50 at temperature 1 with it."""
     transformers = pytest.importorskip("transformers")
     empty = SamplingParams.from_generation_config(transformers.GenerationConfig())
     assert empty == SamplingParams()

@@ -44,7 +44,7 @@ def test_a_bias_is_added_to_its_token() -> None:
 
 
 def test_biases_come_first_then_repetition_then_frequency_and_presence() -> None:
-    """llama.cpp's and vLLM's order; of a token that was biased above 0, the sum is divided."""
+    """llama.cpp's and vLLM's order; the sum of a token biased above 0 is divided."""
     scores = processed(
         [*PROMPT, 4],
         logit_bias={4: 4.25},

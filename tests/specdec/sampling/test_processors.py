@@ -59,7 +59,7 @@ def prefixes(n: int, vocab: int = VOCAB) -> list[np.ndarray]:
 
 
 def assert_same(ours: np.ndarray, theirs: np.ndarray, row: np.ndarray) -> None:
-    """Equal scores; where tokens tie, any of them may be the one that stays.
+    """Compare scores; among tied tokens any may be the one that stays.
 
     torch.sort is not stable, so which of several tied tokens top-p keeps at its border depends on
     the machine's sorting kernel. How many it keeps, and with which scores, does not.
@@ -75,7 +75,7 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray, row: np.ndarray) -> None:
 def generates_list(
     params: SamplingParams, prompt_length: int = PROMPT_LENGTH, eos_token_ids: tuple[int, ...] = EOS
 ) -> Any:
-    """What `generate` builds: its private method on a model reduced to what that touches."""
+    """Return the processors that `generate` builds, by its private method on a reduced model."""
     config = generation_config(params)
     config._eos_token_tensor = torch.tensor(eos_token_ids) if eos_token_ids else None
     config.max_length = prompt_length + params.max_tokens
@@ -95,7 +95,7 @@ def both(
 ) -> tuple[np.ndarray, np.ndarray]:
     before = row.copy()
     mine = ours(prefix, row)
-    np.testing.assert_array_equal(row, before)  # the caller's row is left as it is
+    np.testing.assert_array_equal(row, before)  # the caller's row is unchanged
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = theirs(torch.from_numpy(prefix)[None], torch.from_numpy(row.copy())[None])
@@ -159,7 +159,7 @@ def test_what_a_processor_of_the_caller_returns_is_checked(returned: Any, match:
         pipeline([1], np.zeros(8, dtype=np.float32))
 
 
-def test_what_is_no_number_is_mended() -> None:
+def test_nan_is_replaced() -> None:
     params = SamplingParams(remove_invalid_values=True)
     row = np.array([np.nan, np.inf, -np.inf, 1.5], dtype=np.float32)
     ours, theirs = LogitsPipeline(params, prompt_length=1), generates_list(params, 1, ())
@@ -191,7 +191,7 @@ FULL = SamplingParams(
 LISTS = [
     FULL,
     FULL.replace(temperature=0.0),
-    # the numbers that remove_invalid_values puts in place of -inf overflow in the decay penalty
+    # the numbers that replace -inf in remove_invalid_values overflow in the decay penalty
     FULL.replace(remove_invalid_values=True, exponential_decay_length_penalty=None),
     FULL.replace(temperature=1.0, forced_bos_token_id=None, renormalize_logits=False),
     SamplingParams(temperature=0.6, top_p=0.9, top_k=50),

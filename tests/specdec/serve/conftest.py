@@ -23,7 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a chat template that knows tools."""
+    """A server whose chat template supports tools."""
     folder = save_model(tmp_path_factory.mktemp("served") / "tiny", seed=0)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

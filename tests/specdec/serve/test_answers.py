@@ -1,4 +1,4 @@
-"""Answers of which a tiny model writes none: calls of tools, found in sequences that were made up."""
+"""Answers that no tiny model writes: tool calls, found in made-up output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sent(response: ResponseModel) -> dict[str, Any]:
 
 
 def choices_of(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
-    """Return the choices of all events of a text that came in pieces."""
+    """Return the choices of all events of an output that came in chunks."""
     answer = ChatAnswer("m", job(**more), Letters())
     events = list(answer.first_events())
     for i in range(0, len(text), size):
@@ -103,7 +103,7 @@ def test_a_stream_that_only_looks_like_a_call(size: int) -> None:
     assert choices[-1]["finish_reason"] == "stop"
 
 
-def test_usage_counts_each_of_equal_texts() -> None:
+def test_usage_counts_each_of_equal_outputs() -> None:
     usage = sent(ChatAnswer("m", job(n_copies=2), Letters()).whole([result("abcd")]))["usage"]
     assert usage["prompt_tokens"] == 3
     assert usage["completion_tokens"] == 8
@@ -120,7 +120,7 @@ def test_a_probability_of_nothing_is_a_number() -> None:
     assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
 
 
-def test_a_cut_by_the_context_is_told() -> None:
+def test_a_cut_by_the_context_is_reported() -> None:
     cut = result("ab", "length", finish_note="the context")
     for answer in (ChatAnswer("m", job(), Letters()), CompletionAnswer("m", job(), Letters())):
         (choice,) = sent(answer.whole([cut]))["choices"]

@@ -1,4 +1,4 @@
-"""The application without a server: errors that nobody has foreseen."""
+"""The application without a server: unforeseen errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.serve.service import Service
 
 
 def get(app: Any, path: str, method: str = "GET") -> list[dict[str, Any]]:
-    """The messages of the answer."""
+    """Return the messages of the answer."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def get(app: Any, path: str, method: str = "GET") -> list[dict[str, Any]]:
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
     }
-    with suppress(Exception):  # it goes on to the server, which closes the connection
+    with suppress(Exception):  # it is passed on to the server, which closes the connection
         asyncio.run(app(scope, receive, send))
     return sent
 
@@ -44,7 +44,7 @@ def get(app: Any, path: str, method: str = "GET") -> list[dict[str, Any]]:
 def test_an_error_of_ours_has_the_shape_of_all_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It came as plain text, at which clients stumble that read JSON."""
+    """It used to be plain text, on which JSON clients fail."""
     service = Service(ServeOptions(), "m", print)
 
     def fail() -> bytes:
@@ -54,15 +54,15 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
     start, *rest = get(make_app(service, None), "/metrics")
     assert start["status"] == 500
     assert (b"content-type", b"application/json") in start["headers"]
-    reported = json.loads(b"".join(item.get("body", b"") for item in rest))
-    assert reported["error"]["type"] == "server_error"
+    body = json.loads(b"".join(item.get("body", b"") for item in rest))
+    assert body["error"]["type"] == "server_error"
     log = capsys.readouterr().err
     assert "RuntimeError at fail" in log
     assert "prompt" not in log
 
 
 def test_head_is_answered_as_get() -> None:
-    """Programs that watch a server ask so; whoever serves the application leaves the body out."""
+    """Monitoring programs use it; the application's host drops the body."""
     app = make_app(Service(ServeOptions(), "m", print), None)
     for method in ("GET", "HEAD"):
         assert get(app, "/health", method)[0]["status"] == 503
@@ -71,7 +71,7 @@ def test_head_is_answered_as_get() -> None:
 
 @pytest.mark.parametrize("limit", ["bodies", "requests"])
 def test_what_all_requests_hold_together_has_a_limit(limit: str) -> None:
-    """Each of 256 connections may send one of the longest at the same time."""
+    """Each of 256 connections may send the longest request at the same time."""
     max_connections = 256 if limit == "bodies" else MAX_BODIES
     limits = ServeOptions(max_body="1KiB", max_connections=max_connections)
     may_end = asyncio.Event()

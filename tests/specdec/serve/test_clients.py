@@ -1,4 +1,4 @@
-"""Many clients at once; clients that go away, that read nothing, that take too long."""
+"""Many clients at once; clients that disconnect, that read nothing, that take too long."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ IMPATIENT = ("--write-timeout", "1", "--max-choices", "200", "--max-logprobs", "
 
 @pytest.fixture(scope="module")
 def small(served_model: Path) -> Iterator[Server]:
-    """For the tests that leave it running."""
+    """A small model for the tests that leave it running."""
     with Server(served_model, *SMALL, *IMPATIENT) as started:
         yield started.ready()
 
 
-def test_a_client_that_goes_away_ends_its_text(small: Server) -> None:
+def test_a_client_that_disconnects_ends_its_sequence(small: Server) -> None:
     before = small.metric("specdec_generated_tokens_total")
     begun(small).close()
     small.wait_until_free()
@@ -42,7 +42,7 @@ def test_a_client_that_goes_away_ends_its_text(small: Server) -> None:
 
 
 def test_many_clients_that_go_away_leave_nothing(small: Server) -> None:
-    """Neither threads, files, requests nor KV: a sequence of the whole context still fits."""
+    """No threads, files, requests or KV stay: a sequence of the whole context still fits."""
     assert disconnect(small, n_clients=30) == {}
     whole = {"prompt": [1] * 256, "max_tokens": 255, "ignore_eos": True}
     _, answer = small.post(COMPLETIONS, whole)
@@ -56,7 +56,7 @@ def test_a_full_queue_says_so(small: Server) -> None:
     status, answer = small.post(COMPLETIONS, SHORT)
     assert (status, answer["error"]["code"]) == (429, "queue_full")
     raws[0].close()
-    for raw in raws[1:]:  # those that waited are answered
+    for raw in raws[1:]:  # the waiting ones are answered
         raw.settimeout(60)
         assert b" 200 " in raw.recv(65536).split(b"\r\n")[0]
         raw.close()
@@ -64,7 +64,7 @@ def test_a_full_queue_says_so(small: Server) -> None:
 
 
 def test_idle_connections_beyond_the_limit_are_closed(served_model: Path) -> None:
-    """They ask for nothing; those who ask are served at all times."""
+    """Idle connections make no request; active ones are always served."""
     more = ("--max-connections", "2", "--read-timeout", "120")
     with Server(served_model, *more) as server, ExitStack() as stack:
         at = ("127.0.0.1", server.ready().port)
@@ -82,7 +82,7 @@ def test_idle_connections_beyond_the_limit_are_closed(served_model: Path) -> Non
 
 
 def test_forty_at_once_before_a_queue_of_12(served_model: Path) -> None:
-    """Nobody is left without an answer, and who was let in has the text that it has alone."""
+    """Every request is answered, and each scheduled one has the output that it has alone."""
     more = ("--spec-type", "none", "-c", "256", "--kv-tokens", "4096", "--max-queue", "12")
     body, prompts = {**LONG, "max_tokens": 120}, [f"{i} is " for i in range(40)]
     with Server(served_model, *more) as server, ExitStack() as stack:
@@ -91,15 +91,15 @@ def test_forty_at_once_before_a_queue_of_12(served_model: Path) -> None:
             stack.enter_context(server.post_raw(COMPLETIONS, {**body, "prompt": prompt}))
             for prompt in prompts
         ]
-        reported = [answer_of(raw) for raw in raws]
-        let_in = [i for i, (status, _) in enumerate(reported) if status == 200]
-        assert {status for status, _ in reported} == {200, 429}
+        answers = [answer_of(raw) for raw in raws]
+        let_in = [i for i, (status, _) in enumerate(answers) if status == 200]
+        assert {status for status, _ in answers} == {200, 429}
         assert len(let_in) >= 12
         for first in range(0, len(let_in), 8):
             some = let_in[first : first + 8]
             _, alone = server.post(COMPLETIONS, {**body, "prompt": [prompts[i] for i in some]})
             strings = [choice["text"] for choice in alone["choices"]]
-            assert [reported[i][1]["choices"][0]["text"] for i in some] == strings
+            assert [answers[i][1]["choices"][0]["text"] for i in some] == strings
         assert server.metric("specdec_requests_inside") == 0
 
 
@@ -143,15 +143,15 @@ def test_a_request_has_its_time(served_model: Path) -> None:
             text = b""
             while not text.endswith(b"0\r\n\r\n"):
                 text += raw.recv(65536)
-        reported = events(text.decode().replace("\r\n", "\n"))
-        assert reported[-1]["error"]["type"] == "timeout_error"
+        answers = events(text.decode().replace("\r\n", "\n"))
+        assert answers[-1]["error"]["type"] == "timeout_error"
         server.wait_until_free()
 
 
 def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
-    """Its text ends, and whoever waits behind it is served."""
+    """The output ends, and the next waiting request is served."""
     before = small.metric("specdec_generated_tokens_total")
-    # A greedy text is computed once and sent `n` times: few tokens fill all that the kernel holds.
+    # Greedy output is computed once and sent `n` times: few tokens fill the kernel's buffers.
     with small.post_raw(COMPLETIONS, {**LONG, "stream": True, "logprobs": 20, "n": 200}):
         end = time.monotonic() + 60
         while not small.metric("specdec_requests_inside"):
@@ -163,7 +163,7 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
 
 
 def test_a_client_that_reads_slowly_gets_all(served_model: Path) -> None:
-    """Its connection has no request any more, and still a part of the answer."""
+    """The connection has no request any more, and still a part of the answer."""
     body = {**LONG, "max_tokens": 120, "logprobs": 20, "n": 200}
     with Server(served_model, *SMALL, *IMPATIENT[2:], "--read-timeout", "0.5") as server:
         server.ready()
@@ -176,11 +176,11 @@ def test_a_client_that_reads_slowly_gets_all(served_model: Path) -> None:
 
 
 def test_clients_that_do_not_take_the_end_of_an_answer_are_cut(small: Server) -> None:
-    """It was in the server's hands, too short to be waited for: the connection stayed for ever."""
+    """The short answer was already in the server's buffer: the connection stayed forever."""
     files = Path(f"/proc/{small.process.pid}/fd")
     before = len(list(files.iterdir()))
     with ExitStack() as stack:
-        for n_answers in range(2, 242, 3):  # what the kernel holds of them is unknown
+        for n_answers in range(2, 242, 3):  # the kernel's buffer size is unknown
             raw = stack.enter_context(socket.socket())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             raw.connect(("127.0.0.1", small.port))

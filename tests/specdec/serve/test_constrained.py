@@ -51,7 +51,7 @@ def test_any_json_object(client: Any) -> None:
     assert text.lstrip()[0] == "{"
 
 
-def test_a_format_that_is_wrong_is_told_by_its_own_kind(client: Any) -> None:
+def test_a_wrong_format_is_reported_by_its_own_kind(client: Any) -> None:
     for form, named in (
         ({"type": "json_schema", "json_schema": {"name": "c", "schema": True}}, "schema.schema: "),
         ({"type": "json_schema"}, "json_schema: Field required"),
@@ -81,14 +81,14 @@ def test_a_schema_that_is_none(client: Any) -> None:
             },
             "to prepare",
         ),
-        ({"$ref": "#"}, "cannot be kept to"),  # which allows nothing
+        ({"$ref": "#"}, "cannot be kept to"),  # which permits nothing
         ({"$ref": "file:///etc/passwd"}, "does not fetch"),
     ],
 )
 def test_a_schema_that_nothing_can_follow(
     client: Any, server: Server, schema: dict[str, Any], named: str
 ) -> None:
-    """Refused, at a bounded cost: the first one took all memory and never came to an end."""
+    """It is refused at a bounded cost: the first one took all memory and never ended."""
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match=named):
         chat(client, response_format=form)
@@ -97,7 +97,7 @@ def test_a_schema_that_nothing_can_follow(
 
 
 def test_nothing_of_a_schema_is_written_down(client: Any, server: Server) -> None:
-    """llguidance warns of a format that it does not know, by its name."""
+    """llguidance warns of an unknown format by its name."""
     schema = {"x-guidance": {"lenient": True}, "type": "string", "format": "s3cret"}
     form = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
     for _ in range(2):  # the log of the first one is read by then
@@ -125,7 +125,7 @@ def test_a_forced_call(client: Any, choice: Any) -> None:
 
 
 def test_a_forced_call_whose_schema_names_its_parts(client: Any) -> None:
-    """As pydantic writes schemas: `#` is the tool's schema, not what is made of several."""
+    """pydantic's schemas use `#` for the tool's schema, not for the combination of several."""
     schema = {
         "$defs": {"Colour": {"enum": ["red", "green"]}},
         "type": "object",

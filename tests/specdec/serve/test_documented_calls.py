@@ -1,4 +1,4 @@
-"""The calls that docs/server.md shows, as they stand there."""
+"""The calls in docs/server.md, as written there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def served_pair() -> Iterator[Server]:
 
 
 def call(server: Server, text: str) -> str:
-    """What a call prints; one without a key is given it, as a server without one would not ask."""
+    """Return the output of a call; add the key if missing, since the documented server has none."""
     text = text.replace(SHOWN_URL, server.url)
     if "Authorization" not in text:
         text = text.replace("curl ", f"curl -H 'Authorization: Bearer {KEY}' ", 1)

@@ -1,4 +1,4 @@
-"""Starting, draining, ending, and what is refused at the start."""
+"""Starting, draining, ending, and refusals at the start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mortal(served_model: Path) -> Iterator[Server]:
         yield started.ready()
 
 
-def test_the_state_is_told_from_the_start(served_model: Path) -> None:
+def test_the_state_is_reported_from_the_start(served_model: Path) -> None:
     with Server(served_model) as server:
         status, text = server.get("/health")
         if status == 503:  # it may have been quick
@@ -37,12 +37,12 @@ def test_the_state_is_told_from_the_start(served_model: Path) -> None:
         server.ready()
         assert server.get("/health") == (200, '{"status":"ready"}')
         assert server.end() == 0
-        reported = "".join(server.lines)
-        assert str(served_model) not in reported
-        assert reported.count("\n") == 2, reported
+        log = "".join(server.lines)
+        assert str(served_model) not in log
+        assert log.count("\n") == 2, log
 
 
-def test_a_model_whose_file_was_cut_is_told_of_and_not_of_one_request(tmp_path: Path) -> None:
+def test_a_truncated_model_file_is_an_engine_error_and_not_one_requests(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pair_path("pair:moe"), tmp_path / "moe"))
     with Server(folder, "--spec-type", "none", "-c", "256", "--memory-budget", "2GiB") as server:
         server.ready()
@@ -57,7 +57,7 @@ def test_a_model_whose_file_was_cut_is_told_of_and_not_of_one_request(tmp_path: 
         assert server.end() == 0
 
 
-def test_a_model_without_a_template_is_told_of(tmp_path: Path) -> None:
+def test_a_model_without_a_template_is_reported(tmp_path: Path) -> None:
     from tiny_pair import save_model
 
     with Server(save_model(tmp_path / "bare", seed=0), "--alias", "mine") as server:
@@ -79,7 +79,7 @@ def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:
     assert time.monotonic() - begin < 15
 
 
-def test_sigterm_lets_a_text_end_and_no_other_begin(served_model: Path) -> None:
+def test_sigterm_lets_a_sequence_end_and_no_other_begin(served_model: Path) -> None:
     with OwnServer(served_model, *SMALL) as mortal, begun(mortal.ready()) as raw:
         mortal.process.send_signal(signal.SIGTERM)
         while mortal.get("/health")[1] != '{"status":"draining"}':
@@ -93,7 +93,7 @@ def test_sigterm_lets_a_text_end_and_no_other_begin(served_model: Path) -> None:
         assert mortal.process.wait(30) == 0
 
 
-def test_a_text_that_takes_too_long_is_ended(served_model: Path) -> None:
+def test_a_sequence_that_takes_too_long_is_ended(served_model: Path) -> None:
     more = ("--spec-type", "none", "-c", "32768", "--drain-timeout", "0.5")
     with Server(served_model, *more) as server:
         with begun(server.ready(), max_tokens=16000) as raw:
@@ -115,7 +115,7 @@ def test_a_second_signal_does_not_wait(served_model: Path) -> None:
 
 
 def test_it_ends_when_nobody_reads_its_log_any_more(served_model: Path) -> None:
-    """As in `specdec serve 2>&1 | tee log`, of which Ctrl-C ends tee, too: it drained for ever."""
+    """In `specdec serve 2>&1 | tee log` Ctrl-C also ends tee: the server drained forever."""
     argv = [sys.executable, "-m", "specdec", "serve", "-m", str(served_model), "--port", "0"]
     with subprocess.Popen([*argv, *SMALL], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -141,7 +141,7 @@ def test_ctrl_c_is_130(mortal: Server) -> None:
     assert mortal.end(signal.SIGINT) == 130
 
 
-# --- mistakes ----------------------------------------------------------------------------------
+# --- user errors ----------------------------------------------------------------------------------
 
 
 def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

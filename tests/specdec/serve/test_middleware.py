@@ -1,4 +1,4 @@
-"""What a request has to pass: key, host, size, time; hostile ones end in a 4xx and cost nothing."""
+"""Checks of a request: key, host, size, time; hostile ones end in a 4xx and cost nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def request(server: Server, method: str, path: str, **headers: str) -> tuple[int
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer s3cre", "Bearer s3cret1", "Basic s3cret"])
-def test_without_the_key_nothing_is_told(
+def test_without_the_key_nothing_is_disclosed(
     locked: Server, method: str, path: str, given: str
 ) -> None:
     status, text = request(locked, method, path, **({"Authorization": given} if given else {}))
@@ -81,13 +81,13 @@ HOSTS |= dict.fromkeys(["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:808
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_without_a_key_only_this_machine_is_served(server: Server, host: str) -> None:
-    """A page of another site may be made to point its name at 127.0.0.1 (DNS rebinding)."""
+    """A page of another site may point its name at 127.0.0.1 (DNS rebinding)."""
     with server.connect("GET /v1/models HTTP/1.1", f"Host: {host}") as raw:
         assert status_of(raw) == HOSTS[host]
 
 
 def test_a_form_of_another_site_is_no_request(server: Server) -> None:
-    """Browsers send text/plain to other sites without asking them; JSON they do not."""
+    """Browsers send text/plain to other sites without asking; JSON they do not."""
     status, _ = server.post("/v1/chat/completions", CHAT, {"Content-Type": "text/plain"})
     assert status == 400
     _, text = request(server, "GET", "/v1/models", Origin="http://evil.example")
@@ -114,12 +114,12 @@ def test_a_body_that_is_too_long_is_not_read(locked: Server) -> None:
 @pytest.mark.parametrize("head", ["nonsense", "GET /health HTTP/1.1\r\nHost: a\r\nHost : b"])
 def test_what_is_no_http(server: Server, head: str) -> None:
     with server.connect(head) as raw:
-        answer = b"".join(iter(lambda: raw.recv(4096), b""))  # to its end: the server closes
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))  # read to its end: the server closes
     assert b" 400 " in answer.split(b"\r\n")[0]
 
 
 def test_no_one_is_led_elsewhere(server: Server) -> None:
-    """A redirect would go wherever the request says this server is."""
+    """A redirect would go to whatever host the request names."""
     assert server.post("/v1/chat/completions/", CHAT)[0] == 404
 
 
@@ -137,12 +137,12 @@ def test_a_head_that_does_not_come(locked: Server) -> None:
         answer = b""
         while b"ready" not in answer:
             answer += raw.recv(4096)
-        raw.sendall(b"GET /")  # of a second request
+        raw.sendall(b"GET /")  # in a second request
         assert raw.recv(4096) == b""
 
 
 def test_two_hundred_slow_connections(locked: Server) -> None:
-    """Half of them with a head, half with a body that never ends: others are served, they end."""
+    """Half of them send a head, half a body that never ends: others are served, these end."""
     post = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]
     with ExitStack() as stack:
         raws = [
@@ -202,7 +202,7 @@ def test_hostile_bodies(locked: Server, body: bytes) -> None:
 
 
 def test_one_mistake_of_many_is_enough(server: Server) -> None:
-    """All of them were listed: of a megabyte it took seconds, in which nobody else was served."""
+    """Listing all errors of a megabyte took seconds, in which nobody else was served."""
     many = {"messages": [{"role": "user", "content": "x"}] * 5000}
     assert "at most 4096" in server.post("/v1/chat/completions", many)[1]["error"]["message"]
     talk = [{"role": "user", "content": "x"}]
@@ -223,29 +223,29 @@ def test_one_mistake_of_many_is_enough(server: Server) -> None:
     "metadata", [{str(i): "" for i in range(17)}, {"a" * 65: ""}, {"a": "b" * 513}]
 )
 def test_metadata_are_few(server: Server, metadata: dict[str, str]) -> None:
-    """They stay in memory until the answer ends."""
+    """Metadata stay in memory until the answer ends."""
     body = {"prompt": "x", "max_tokens": 1, "metadata": metadata}
     assert server.post("/v1/completions", body)[0] == 400
 
 
 def test_log_probabilities_are_bounded(served_model: Path) -> None:
-    """Eight sequences of 2 000 tokens with 20 each took 168 MiB beside the plan."""
+    """Eight sequences of 2 000 tokens with 20 each took 168 MiB besides the plan."""
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "temperature": 0}
     with Server(served_model, "--max-logprobs", "60") as server:
         server.ready()
         too_many = chat | {"top_logprobs": 2, "max_tokens": 21}
-        status, reported = server.post("/v1/chat/completions", too_many)
+        status, log = server.post("/v1/chat/completions", too_many)
         assert status == 400
-        assert "63 log-probabilities" in reported["error"]["message"]
+        assert "63 log-probabilities" in log["error"]["message"]
         fits = chat | {"top_logprobs": 2, "max_tokens": 10, "n": 2}
         assert server.post("/v1/chat/completions", fits)[0] == 200
-        status, reported = server.post("/v1/chat/completions", chat | {"top_logprobs": 2})
+        status, log = server.post("/v1/chat/completions", chat | {"top_logprobs": 2})
         assert status == 200
-        assert reported["usage"]["completion_tokens"] <= 20
+        assert log["usage"]["completion_tokens"] <= 20
 
 
 def test_a_number_that_python_does_not_print(server: Server) -> None:
-    """Of more than 4300 digits; in a request it has at most as many."""
+    """Python prints at most 4300 digits; numbers in a request are limited to as many."""
     body = {"prompt": ["a", "b"], "n": 10**4300 - 1}
     status, answer = server.post("/v1/completions", body)
     assert (status, answer["error"]["param"]) == (400, "n")
@@ -289,17 +289,17 @@ def test_wrong_types_are_never_the_servers_fault(locked: Server, wrong: dict[str
 
 
 def test_the_server_wrote_down_nothing_of_all_this(locked: Server) -> None:
-    """Last in the file: no path, prompt or key of a request is in its log."""
-    reported = "".join(locked.lines)
-    assert "error" not in reported
-    assert "Traceback" not in reported
-    assert "s3cret" not in reported
+    """Last in the file: no path, prompt or key of a request is in the server's log."""
+    log = "".join(locked.lines)
+    assert "error" not in log
+    assert "Traceback" not in log
+    assert "s3cret" not in log
 
 
 @pytest.mark.parametrize("depth", [100, 250, 500, 900, 980, 1500, 10_000])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_deep_tools_are_taken_or_refused(server: Server, depth: int, choice: str) -> None:
-    """Each library on the way has a depth of its own that is too much for it."""
+    """Each library involved has its own depth limit."""
     if choice == "required":
         pytest.importorskip("llguidance")
     parameters = '{"a":' * depth + "{}" + "}" * depth

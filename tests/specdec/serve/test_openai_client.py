@@ -1,4 +1,4 @@
-"""OpenAI's own client against a server in a process of its own."""
+"""OpenAI's own client against a server in a subprocess."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_a_chat_as_a_stream(client: Any) -> None:
     assert events[-1].usage.completion_tokens == 20
 
 
-def test_events_with_figures_so_far(client: Any) -> None:
-    """llama.cpp's field; the page shows them while the text comes."""
+def test_events_with_running_metrics(client: Any) -> None:
+    """llama.cpp's field; the page shows the numbers while the text arrives."""
     stream = chat(client, max_tokens=40, stream=True, extra_body={"timings_per_token": True})
-    reported = [event.timings for event in stream if hasattr(event, "timings")]
-    assert len(reported) > 3
-    for before, after in zip(reported, reported[1:], strict=False):
+    received = [event.timings for event in stream if hasattr(event, "timings")]
+    assert len(received) > 3
+    for before, after in zip(received, received[1:], strict=False):
         assert before["passes"] <= after["passes"]
         assert before["draft_n_accepted"] <= after["draft_n_accepted"]
-    assert reported[-1]["predicted_n"] == 40
+    assert received[-1]["predicted_n"] == 40
     assert all(not hasattr(event, "timings") for event in chat(client, stream=True))
 
 
@@ -82,7 +82,7 @@ def test_only_an_assistants_message_may_lack_content(client: Any) -> None:
     assert chat(client, messages=[*TALK, {"role": "assistant", "tool_calls": [call]}]).choices
 
 
-def test_several_texts_of_one_seed(client: Any) -> None:
+def test_several_sequences_of_one_seed(client: Any) -> None:
     options = {"temperature": 1.0, "seed": 7, "n": 3}
     strings = [choice.message.content for choice in chat(client, **options).choices]
     assert len(set(strings)) == 3
@@ -95,7 +95,7 @@ def test_several_texts_of_one_seed(client: Any) -> None:
     assert chat(client, **{**options, "n": 1, "seed": -5}).choices[0].message.content
 
 
-def test_equal_texts_where_there_is_no_chance(client: Any) -> None:
+def test_equal_outputs_without_randomness(client: Any) -> None:
     answer = chat(client, n=2)
     first, second = answer.choices
     assert first.message.content == second.message.content
@@ -105,7 +105,7 @@ def test_equal_texts_where_there_is_no_chance(client: Any) -> None:
     assert {choice.index for event in events for choice in event.choices} == {0, 1}
 
 
-def test_a_text_ends_before_a_stop(client: Any) -> None:
+def test_an_output_ends_before_a_stop(client: Any) -> None:
     whole = chat(client, max_tokens=30).choices[0].message.content
     stop = whole[5:7]
     choice = chat(client, max_tokens=30, stop=[stop]).choices[0]
@@ -209,7 +209,7 @@ def test_penalties_and_biases(client: Any) -> None:
 
 
 def test_a_conversation_with_tools(client: Any) -> None:
-    """They reach the template; what a model without training makes of them is text."""
+    """Tools reach the template; an untrained model's answer is plain text."""
     without = chat(client).usage.prompt_tokens
     answer = chat(client, tools=[TOOL], tool_choice="auto")
     assert answer.usage.prompt_tokens == without + len("tools: 1\n")
@@ -245,7 +245,7 @@ def test_text_in_parts(client: Any) -> None:
         ({"messages": [{"role": "king", "content": "x"}]}, "role"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**9}, "max_tokens"),
-        ({"n": 10**9}, "texts"),
+        ({"n": 10**9}, "sequences"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 0.00001}, "temperature"),
         ({"top_logprobs": 3}, "top_logprobs"),

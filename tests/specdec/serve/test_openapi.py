@@ -1,4 +1,4 @@
-"""What the server answers is what its /openapi.json says."""
+"""The server's answers match its /openapi.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def described(server: Server) -> Any:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ASKED)
-def test_an_answer_has_the_form_that_is_told(
+def test_an_answer_has_the_requested_form(
     server: Server, described: Any, method: str, path: str, body: Any
 ) -> None:
     if body is None:
@@ -51,7 +51,7 @@ def test_an_answer_has_the_form_that_is_told(
     jsonschema.validate(answer, {**schema, "components": described["components"]})
 
 
-def test_the_servers_own_limits_are_told(server: Server) -> None:
+def test_the_servers_own_limits_are_reported(server: Server) -> None:
     schemas = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]
     for request in ("ChatRequest", "CompletionRequest"):
         fields = schemas[request]["properties"]

@@ -1,4 +1,4 @@
-"""The page at /: what is served, and what a browser makes of it (where there is one)."""
+"""The page at /: the files served, and their behaviour in a browser (if there is one)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_page_needs_nothing_from_elsewhere(server: Server, path: str) -> Non
     status, text = server.get(path)
     assert status == 200
     assert not re.search(r"(https?:)?//[a-z0-9-]+\.", text)
-    assert "innerHTML" not in text  # what a model writes is text
+    assert "innerHTML" not in text  # model output is text
 
 
 def test_a_browser_may_load_it_with_the_key_as_password(served_model: Path) -> None:
@@ -43,18 +43,18 @@ def test_events_tell_what_had_been_drafted(server: Server) -> None:
         text = b""
         while not text.endswith(b"0\r\n\r\n"):
             text += raw.recv(65536)
-    reported = events(text.decode().replace("\r\n", "\n"))
-    drafts = [event["draft"] for event in reported if "draft" in event]
+    received = events(text.decode().replace("\r\n", "\n"))
+    drafts = [event["draft"] for event in received if "draft" in event]
     assert sum(draft["n_tokens"] for draft in drafts) == 30
-    n_accepted = reported[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    n_accepted = received[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert 0 <= n_accepted - sum(draft["n_accepted"] for draft in drafts) <= 1  # cut at the end
-    for event in reported:
+    for event in received:
         if "draft" in event:
             content = event["choices"][0]["delta"]["content"]
             assert event["draft"]["n_accepted_characters"] <= len(content)
 
 
-# --- in a browser ------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
 
 
 def note_error(reported: Any, problems: list[str]) -> None:
-    """Of the script and its rules; that an answer was a 400, say, is what a test asks for."""
+    """Record errors of the script and its rules; a test may intend a status of 400, say."""
     if reported.type == "error" and "Failed to load resource" not in reported.text:
         problems.append(reported.text)
 
@@ -94,7 +94,7 @@ def send(page: Any, text: str) -> None:
     page.keyboard.press("Enter")
 
 
-def settle(page: Any) -> None:
+def wait_until_idle(page: Any) -> None:
     page.locator("#stop:disabled").wait_for()
     page.locator("#send:enabled").wait_for()
 
@@ -106,18 +106,18 @@ def test_a_conversation_in_a_browser(page: Any) -> None:
     assert "budget" in page.locator("#memory").inner_text()
     assert page.locator("#bar span").count() > 2
     page.get_by_text("Settings").click()
-    page.get_by_label("Most tokens").fill("40")
+    page.get_by_label("Max tokens").fill("40")
     page.get_by_label("Temperature").fill("0")
     send(page, "hello")
     page.locator("#acceptance", has_text="%").wait_for()
-    settle(page)
+    wait_until_idle(page)
     first = page.locator(".assistant .text").inner_text()
     assert first
     assert page.locator(".right").count() > 0  # the draft is the target itself
     assert float(page.locator("#per-pass").inner_text()) > 1
     page.get_by_role("button", name="Regenerate").click()
     page.locator("#acceptance", has_text="%").wait_for()
-    settle(page)
+    wait_until_idle(page)
     assert page.locator(".assistant .text").all_inner_texts() == [first]
     page.get_by_role("button", name="New conversation").click()
     assert page.locator("#log li").count() == 0
@@ -132,7 +132,7 @@ STOP_AT_FIRST_TEXT = """() => {
     button.click();
   }, 5);
 }"""
-"""In the page itself: on a busy machine the answer is over before a click comes from outside."""
+"""A click inside the page: on a busy machine the answer ends before one from outside arrives."""
 
 
 def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
@@ -141,7 +141,7 @@ def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
     send(page, "hello")
     page.locator("#stop[data-was-running]").wait_for(state="attached")
     assert page.locator("#stop").get_attribute("data-was-running") == "true"
-    settle(page)
+    wait_until_idle(page)
     server.wait_until_free()
 
 
@@ -151,14 +151,14 @@ def test_what_goes_wrong_is_shown(page: Any) -> None:
     page.get_by_role("alert").wait_for()
     assert "leaves no room" in page.get_by_role("alert").inner_text()
     assert page.locator("#log b").count() == 0
-    send(page, "hello")  # what got no answer is in nobody's way
+    send(page, "hello")  # an unanswered message does not disturb
     page.locator("#acceptance", has_text="%").wait_for()
-    settle(page)
+    wait_until_idle(page)
     assert page.locator(".assistant .text").last.inner_text()
 
 
 def test_a_setting_that_is_wrong_is_shown_before_anything_is_sent(page: Any) -> None:
-    """The message went into the conversation, and nothing answered it."""
+    """The message used to be added to the conversation without an answer."""
     page.get_by_text("ready", exact=True).wait_for()
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("9")
@@ -169,7 +169,7 @@ def test_a_setting_that_is_wrong_is_shown_before_anything_is_sent(page: Any) -> 
     assert page.get_by_label("Your message").input_value() == "hello"
     page.get_by_label("Temperature").fill("0.75")
     send(page, "hello")
-    settle(page)
+    wait_until_idle(page)
     assert page.locator(".assistant .text").inner_text()
 
 
@@ -199,7 +199,7 @@ def test_it_can_be_read_and_used_without_a_mouse(page: Any, scheme: str) -> None
 
 
 def contrast(first: str, second: str) -> float:
-    """Of WCAG 2, from 1 to 21."""
+    """Contrast ratio of WCAG 2, from 1 to 21."""
 
     def luminance(colour: str) -> float:
         values = [int(item) / 255 for item in re.findall(r"\d+", colour)[:3]]

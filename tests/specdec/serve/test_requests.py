@@ -1,4 +1,4 @@
-"""From a body to a request: which mistake is told, and by what name."""
+"""From a body to a request: the reported error, and the field's name."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ FORMAT = {"type": "json_schema", "json_schema": {"schema": {}}}
     ],
     ids=str,
 )
-def test_a_mistake_is_told_by_the_fields_name(body: dict[str, Any], param: str) -> None:
-    """Pydantic's names for the kinds that a value may be of were part of it."""
-    with pytest.raises(ApiError) as reported:
+def test_an_error_names_the_field(body: dict[str, Any], param: str) -> None:
+    """Pydantic's names for the alternatives of a value used to be part of it."""
+    with pytest.raises(ApiError) as caught:
         read_request(json.dumps(body).encode(), ChatRequest)
-    assert (reported.value.status, reported.value.param) == (400, param)
-    assert reported.value.message.startswith(param)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param)
 
 
 def test_a_prompt_of_two_kinds() -> None:
-    with pytest.raises(ApiError) as reported:
+    with pytest.raises(ApiError) as caught:
         read_request(b'{"prompt": [1, "a"]}', CompletionRequest)
-    assert reported.value.param in ("prompt.0", "prompt.1")
+    assert caught.value.param in ("prompt.0", "prompt.1")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000])

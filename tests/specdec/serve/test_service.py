@@ -1,4 +1,4 @@
-"""The service without a server: who is let in, and for how long."""
+"""The service without a server: admission, and time limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def endpoint(read: Any, constraint: Constraint | None = None) -> Endpoint:
 
 
 class Gone:
-    """A request whose client has gone away."""
+    """A request whose client has disconnected."""
 
     def __init__(self) -> None:
         self.scope = {BODY: body()}
@@ -56,9 +56,9 @@ class Gone:
 
 
 def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> None:
-    """Prompts are read one after the other: those behind a long one are not read at all then."""
+    """Prompts are read one after the other: those behind a long one are not read yet."""
     service = Service(ServeOptions(), "m", print)
-    service.open(object())  # never asked
+    service.open(object())  # never called
     may_end = threading.Event()
     asked: list[int] = []
 
@@ -84,7 +84,7 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
 
 
 def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot be prepared takes seconds to be refused."""
+    """An invalid schema takes seconds to be refused."""
     service = Service(ServeOptions(), "m", print)
     has_begun, may_end = threading.Event(), threading.Event()
     llm: Any = None
@@ -112,7 +112,7 @@ def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process waited for their thread, one after the other."""
+    """The process used to wait for their thread, one after the other."""
     service = Service(ServeOptions(), "m", print)
     wait = [sys.executable, "-c", "import time; time.sleep(50)"]
     monkeypatch.setattr(trial, "command_of", lambda module: wait)
@@ -134,7 +134,7 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
     assert not trial._RUNNING
 
 
-def test_a_read_that_failed_is_told_until_an_answer_comes() -> None:
+def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
     service = Service(ServeOptions(), "m", print)
     service.limiter.state = READY
     for error, state in ((SpecdecError("no"), READY), (StorageError("gone"), FAILING)):
@@ -149,7 +149,7 @@ def test_a_read_that_failed_is_told_until_an_answer_comes() -> None:
 
 
 def test_a_body_is_dropped_once_it_is_read() -> None:
-    """Parsed, 32 of a megabyte each took 350 MiB until their answers ended."""
+    """Parsed, 32 of a megabyte each used to take 350 MiB until their answers ended."""
     service = Service(ServeOptions(), "m", print)
     bodies = BodyLimiter(100)
     pinned = RequestBody(bodies)
@@ -164,9 +164,9 @@ def test_a_body_is_dropped_once_it_is_read() -> None:
     assert (bodies.num_bytes, len(pinned.content)) == (0, 0)
 
 
-def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stayed in the queue of the thread, uncounted: behind a schema of seconds as much
-    as anybody sends in that time."""
+def test_a_clients_body_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to stay in the thread's queue, uncounted: behind a schema of seconds, as much as
+    anybody sends in that time."""
     service = Service(ServeOptions(), "m", print)
     may_end, made = threading.Event(), []
     llm: Any = None
@@ -199,7 +199,7 @@ def test_what_a_client_sent_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Ready:
-    """A text whose next chunk is always there, as it is for a client that reads slowly."""
+    """An output whose next chunk is always ready, as for a client that reads slowly."""
 
     is_cancelled = False
 
@@ -211,9 +211,9 @@ class Ready:
 
 
 def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
-    """Its time was looked at where no chunk was there, which for such a client is never."""
+    """The time used to be checked only without a ready chunk, which for such a client is never."""
     service = Service(ServeOptions(request_timeout=0.01), "m", print)
-    service.open(object())  # never asked
+    service.open(object())  # never called
 
     async def work() -> None:
         run = _Run(service, Gone())  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
 
 
 def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() -> None:
-    """It was refused for 16 tokens, OpenAI's default, for which it had not asked."""
+    """It used to be refused for 16 tokens, OpenAI's default, which it had not requested."""
     tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
     llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
     for limit, expected in ((8, 8), (100, 16)):
@@ -238,7 +238,7 @@ def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() ->
     ("seed", "expected"), [(7, 7), (None, None), (-1, None), (-5, 2**64 - 5), (2**64 + 3, 3)]
 )
 def test_a_seed_of_minus_one_is_none(seed: int | None, expected: int | None) -> None:
-    """As llama.cpp's clients send it: all of them got one text."""
+    """llama.cpp's clients send -1: all of them used to get the same output."""
     tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
     llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
     job = completion_job(CompletionRequest(prompt="x", seed=seed), llm, ServeOptions())
@@ -251,7 +251,7 @@ class Begun(Ready):
 
 
 class NotBegun(Ready):
-    """A text that waits behind another one of its request."""
+    """An output that waits behind another one of its request."""
 
     has_begun = False
 
@@ -264,16 +264,16 @@ class NotBegun(Ready):
         raise StopAsyncIteration
 
 
-def test_figures_so_far_are_of_the_texts_that_have_begun() -> None:
-    """Where another one had not, the stream ended with a 500."""
+def test_running_metrics_are_of_the_sequences_that_have_begun() -> None:
+    """The stream used to end with a 500 if another output had not begun."""
     service = Service(ServeOptions(), "m", print)
-    service.open(object())  # never asked
+    service.open(object())  # never called
     job = Job(([1], [2]), SamplingParams(), tells_timings=True)
 
     async def work() -> None:
         run = _Run(service, Gone())  # type: ignore[arg-type]
         run._streams = [Begun(), NotBegun()]  # type: ignore[list-item]
-        tokenizer: Any = None  # never asked
+        tokenizer: Any = None  # never called
         events = run._events(CompletionAnswer("m", job, tokenizer), job)
         assert b'"passes":3' in await events.__anext__()
 

@@ -1,4 +1,4 @@
-"""Calls of tools are found in whole sequences and in pieces; everything else stays text."""
+"""Tool calls are found in whole outputs and in chunks; everything else stays text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LLAMA = '{"name": "get_weather", "parameters": {"city": "Zürich"}}'
 
 
 def parse(text: str, limit: int | None = None, size: int | None = None):
-    """(text for the reader, [(name, arguments), ...]), pushed in pieces of `size`."""
+    """Return (text for the reader, [(name, arguments), ...]), pushed in chunks of `size`."""
     parser = ToolCallParser(NAMES, limit)
     size = size or max(len(text), 1)
     shown = "".join(parser.push(text[i : i + size]) for i in range(0, len(text), size))
@@ -81,7 +81,7 @@ def test_every_call_has_its_own_id() -> None:
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", " ", "x", "<", LLAMA])),
     st.integers(1, 9),
 )
-def test_pieces_do_not_matter_and_text_without_calls_is_whole(parts: list[str], size: int) -> None:
+def test_chunks_do_not_matter_and_text_without_calls_is_whole(parts: list[str], size: int) -> None:
     text = "".join(parts)
     actual = parse(text, size=size)
     assert actual == parse(text)

@@ -53,7 +53,7 @@ def test_a_model_without_a_template_is_given_a_transcript(tmp_path: Path) -> Non
         assert not tokenizer.has_chat_template
         assert tokenizer.chat_format is PLAIN
         assert tokenizer.encode_chat(TALK) == tokenizer.encode(TRANSCRIPT)
-        with pytest.raises(TokenizerError, match="no chat template that tells a model of tools"):
+        with pytest.raises(TokenizerError, match="no chat template that describes tools"):
             tokenizer.encode_chat(TALK, [TOOL])
 
 

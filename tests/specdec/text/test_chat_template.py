@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own: the text is transformers', and nothing lasts."""
+"""Chat templates in a subprocess: equal to transformers' result, without lasting effects."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ HUGE = [
 
 @pytest.mark.parametrize("template", [ENDLESS, *HUGE])
 def test_a_template_without_end_is_ended(template: str) -> None:
-    """It kept the server from reading any prompt, and filled the memory."""
+    """Such a template blocked the server from reading prompts, and filled the memory."""
     with pytest.raises(ChatTemplateError, match="it takes more than 5 s of a core or 512 MiB"):
         render_chat(template, TALK, {})
     assert render_chat("{{ messages | length }}", TALK, {}) == "4"
@@ -81,14 +81,14 @@ def test_what_is_no_json_is_refused() -> None:
 
 
 def number() -> int:
-    """Of the process that runs templates."""
+    """Number of template processes."""
     process = chat_template._WORKER._process
     assert process is not None
     return process.pid
 
 
-def test_the_process_is_kept_and_replaced_when_it_is_lost() -> None:
-    """A request that only came after that was told that its template takes too much."""
+def test_the_process_is_reused_and_replaced_when_it_is_lost() -> None:
+    """A late request used to fail with the message that its template takes too much."""
     assert render_chat("a", TALK, {}) == "a"
     first = number()
     with pytest.raises(ChatTemplateError):
@@ -97,13 +97,13 @@ def test_the_process_is_kept_and_replaced_when_it_is_lost() -> None:
     assert number() == first
     lost = chat_template._WORKER._process
     assert lost is not None
-    lost.kill()  # as where the memory of all ends: it is the first to go
+    lost.kill()  # as when the system's memory ends: it is the first to go
     lost.wait()
     assert render_chat("c", TALK, {}) == "c"
     assert number() != first
 
 
-def test_threads_get_their_own_texts() -> None:
+def test_threads_get_their_own_outputs() -> None:
     strings: dict[int, str] = {}
 
     def ask(i: int) -> None:
@@ -120,7 +120,7 @@ def test_threads_get_their_own_texts() -> None:
 def test_the_working_directory_lends_no_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a folder of downloaded files, one of which would be run."""
+    """The working directory may have downloaded files, one of which would be run."""
     (tmp_path / "json.py").write_text("open('ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     chat_template._WORKER.close()
@@ -128,9 +128,9 @@ def test_the_working_directory_lends_no_modules(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # for forking with threads
 def test_a_fork_has_a_process_of_its_own() -> None:
-    """Both read from one pipe, and had each other's sequences."""
+    """Both used to read from one pipe, and received each other's results."""
     assert render_chat("a", TALK, {}) == "a"
     first, is_right = number(), False
     child = os.fork()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from specdec.text.chat_format import PLAIN, ChatFormat, plain_transcript
 from specdec.text.chat_template import render_chat
 from specdec.text.contract import TokenizerError
-from specdec.text.control_tokens import AddedToken, MarkedContents, NoMarkLeft, ReadChunk
+from specdec.text.control_tokens import AddedToken, MarkedContents, NoMarkLeft, TextPiece
 from specdec.text.conversation import end_of_turn
 from specdec.text.tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ def test_contents_are_text_whatever_the_template(
     if kind not in ("unigram", "gguf-spm-merging"):
         assert ours == theirs
         return
-    # These find control tokens among their pieces: what is found there is spelled out instead.
+    # These find control tokens among their pieces: those are spelled out instead.
     control = {
         token.token_id for token in tiny_tokenizer(kind).added_tokens.values() if token.is_control
     }
@@ -128,8 +128,8 @@ def test_a_forged_turn(kind: str) -> None:
     more=st.sampled_from(["", *ADDED, "<", "|>", "\ue000"]),
 )
 def test_all_else_is_as_it_was(kind: str, name: str, content: str, more: str) -> None:
-    """One text, tokenised at once, as transformers does it; the added tokens of a model's own
-    language, such as <think>, among it."""
+    """Text tokenised at once, as transformers does it, with the model's own added tokens, such as
+    <think>."""
     tokenizer = tiny_tokenizer(kind)
     messages = [{"role": "user", "content": content + more, "name": "x", "calls": []}]
     text = render_chat(TEMPLATES[name], messages, tokenizer.template_tokens)
@@ -161,7 +161,7 @@ def test_a_prompt_keeps_what_a_tokenizer_without_bos_does_not_add() -> None:
 
 
 def test_whitespace_that_belongs_to_a_control_token() -> None:
-    """Phi-3's turns swallow the line break behind them, and so they do before a content."""
+    """Phi-3's turns swallow the line break behind them, also before a content."""
     from tokenizers import AddedToken as Added
 
     hf_tokenizer = byte_level()
@@ -183,13 +183,13 @@ def test_pieces_begin_and_end_with_the_templates_own_tokens() -> None:
     marked = MarkedContents(added, ["1<a>2", "3"])
     item, other = marked.value
     assert marked.pieces(f"<a>x{item}y<b>{other}<a>") == [
-        ReadChunk("<a>", True), ReadChunk("x1<a>2y", False), ReadChunk("<b>3<a>", True)
+        TextPiece("<a>", True), TextPiece("x1<a>2y", False), TextPiece("<b>3<a>", True)
     ]  # fmt: skip
     assert MarkedContents(added, ["<t>", {"role": "user"}]).value == ["<t>", {"role": "user"}]
-    # Parts of messages that would make one together.
+    # Parts of messages that together would make one.
     marked = MarkedContents(added, ["x<", "b>"])
     assert marked.pieces("".join(marked.value) + "<b>") == [
-        ReadChunk("x<b>", False), ReadChunk("<b>", True)
+        TextPiece("x<b>", False), TextPiece("<b>", True)
     ]  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_a_message_may_hold_private_characters_but_not_all() -> None:
     added = {"<a>": AddedToken(0, True)}
     for used in ("\ue000", "\\ue000", "\ue000\\ue001\ue002"):
         marked = MarkedContents(added, f"{used}<a>", template="\ue003")
-        assert marked.pieces(marked.value + "\ue003") == [ReadChunk(f"{used}<a>\ue003", False)]
+        assert marked.pieces(marked.value + "\ue003") == [TextPiece(f"{used}<a>\ue003", False)]
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(NoMarkLeft, match="all 6400 private-use characters"):
         MarkedContents(added, everything + "<a>")
@@ -229,10 +229,10 @@ def test_the_token_that_ends_a_turn(template: str | None, end: str | None) -> No
 
 
 def test_a_vocabulary_of_very_many_and_very_long_control_tokens() -> None:
-    """Files of models are untrusted: finding these takes no more memory than they do."""
+    """Model files are untrusted: finding these takes no more memory than they do."""
     strings = [f"<|{'x' * (i % 50)}{i}|>" for i in range(50_000)] + ["<" * 500_000 + ">"]
     added = {text: AddedToken(i, True) for i, text in enumerate(strings)}
     marked = MarkedContents(added, f"a{strings[7]}b")
     assert marked.pieces(strings[9] + marked.value) == [
-        ReadChunk(strings[9], True), ReadChunk(f"a{strings[7]}b", False)
+        TextPiece(strings[9], True), TextPiece(f"a{strings[7]}b", False)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Text never comes in half characters, and stop strings are found wherever tokens end."""
+"""Text never arrives in half characters, and stop strings are found wherever tokens end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plain:
 
 
 def byte_level():
-    """GPT-2's way: every byte has a token, text is recovered exactly."""
+    """GPT-2's tokenizer: every byte has a token, text is recovered exactly."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -49,10 +49,10 @@ def byte_level():
 
 
 def byte_fallback():
-    """Llama's way: ▁ for spaces, bytes for the unknown, the first space of a text dropped."""
+    """Llama's tokenizer: ▁ for spaces, bytes for unknown text, the first space dropped."""
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{i:02X}>" for i in range(256)]]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "▁a", "▁he", "llo", "lo", "▁w", "or"]
-    vocab = {read_chunk: i for i, read_chunk in enumerate(dict.fromkeys(pieces))}
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("▁", "a"), ("▁", "w"), ("o", "r"), ("l", "o")]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -86,7 +86,7 @@ def pieces_of(tokenizer, token_ids: Sequence[int], prompt_ids: Sequence[int] = (
 @BOTH
 @settings(deadline=None)
 @given(text=st.one_of(strings, tricky))
-def test_pieces_make_up_the_text(tokenizer, text: str) -> None:
+def test_chunks_make_up_the_text(tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids) == text
 
@@ -96,9 +96,9 @@ def test_pieces_make_up_the_text(tokenizer, text: str) -> None:
 @given(text=tricky)
 def test_no_piece_ends_in_half_a_character(tokenizer, text: str) -> None:
     shown = ""
-    for read_chunk in pieces_of(tokenizer, tokenizer.encode(text)):
-        shown += read_chunk
-        assert UNFINISHED not in read_chunk
+    for piece in pieces_of(tokenizer, tokenizer.encode(text)):
+        shown += piece
+        assert UNFINISHED not in piece
         assert text.startswith(shown)
 
 
@@ -117,7 +117,7 @@ def test_text_after_a_prompt_keeps_its_leading_space(tokenizer, text: str, cut: 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.n_tokens - 1), max_size=40))
 def test_any_tokens_give_the_text_of_all_of_them(token_ids: list[int]) -> None:
-    """Also for bytes that are no UTF-8 at all, as an untrained model writes them."""
+    """Bytes that are no UTF-8 are included, as an untrained model writes them."""
     assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids)
 
 
@@ -138,7 +138,7 @@ def test_an_unfinished_character_comes_out_at_the_end() -> None:
 
 
 def test_a_long_run_of_emoji_is_decoded_in_small_windows() -> None:
-    """Byte-fallback decoders give up a whole run of bytes when it begins inside a character."""
+    """Byte-fallback decoders give up a whole run of bytes that begins inside a character."""
     text = "a" + "😀" * 30
     token_ids = BYTE_FALLBACK.encode(text)
     assert "".join(pieces_of(BYTE_FALLBACK, token_ids)) == text
@@ -150,7 +150,7 @@ def test_a_long_run_of_emoji_is_decoded_in_small_windows() -> None:
 
 
 def characterwise(stops: Sequence[str], text: str) -> tuple[str, str | None]:
-    """The definition: read character by character, stop at the first complete stop string."""
+    """By definition: read character by character, stop at the first complete stop string."""
     for end in range(1, len(text) + 1):
         actual = [s for s in stops if text[:end].endswith(s)]
         if actual:
@@ -167,8 +167,8 @@ short = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
 def test_stop_strings_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str]) -> None:
     finder = StopStrings(stops)
     shown, actual = "", None
-    for read_chunk in pieces:
-        match = finder.push(read_chunk)
+    for piece in pieces:
+        match = finder.push(piece)
         shown += match.text
         actual = match.stop
     shown += finder.flush()

@@ -1,4 +1,4 @@
-"""The detokenizer's window stays small whatever is generated, and no text is lost by that."""
+"""The detokenizer's window stays small for any output, without losing text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from specdec.text.detokenizer import CONTEXT_TOKENS, MAX_PENDING_TOKENS, IncrementalDetokenizer
 
-# The finished tokens of a window were its pending ones before; one more asks for a cut.
+# The finished tokens of a window were its pending ones before; one more triggers a cut.
 MAX_TOKENS = 2 * (MAX_PENDING_TOKENS + 1)
 SPECIAL = -1
 
 
 class BytesDecoder:
-    """Tokens of any bytes, decoded as byte-level tokenizers do; counts what it is given."""
+    """Tokens of any bytes, decoded as by byte-level tokenizers; count the decoded tokens."""
 
     def __init__(self, vocabulary: Sequence[bytes]) -> None:
         self._vocabulary = vocabulary
@@ -39,7 +39,7 @@ class BytesDecoder:
 
 
 class FallbackDecoder(BytesDecoder):
-    """As sentencepiece models do: pieces begin with a space, of which the text's first is dropped,
+    """A sentencepiece decoder: pieces begin with a space, of which the text's first is dropped,
     and a run of byte tokens that is not UTF-8 from end to end is given up byte by byte."""
 
     def _join(self, parts: Sequence[bytes]) -> str:
@@ -64,7 +64,7 @@ def pieces(decoder: BytesDecoder, token_ids: Sequence[int], prompt: Sequence[int
 
 @st.composite
 def runs(draw: st.DrawFn, ids: Sequence[int]) -> list[int]:
-    """Short patterns of tokens, some of them repeated for long."""
+    """Short patterns of tokens, some of them repeated many times."""
     tokens: list[int] = []
     pattern = st.lists(st.sampled_from(ids), min_size=1, max_size=4)
     for part in draw(st.lists(pattern, max_size=6)):
@@ -72,7 +72,7 @@ def runs(draw: st.DrawFn, ids: Sequence[int]) -> list[int]:
     return tokens
 
 
-# Beginnings, middles and ends of characters of two to four bytes, and what never is UTF-8.
+# Beginnings, middles and ends of characters of two to four bytes, and invalid UTF-8.
 BYTES = st.sampled_from([b"\x80", b"\x9f", b"\xa0", b"\xac", b"\xc3", b"\xe2", b"\xed", b"\xf0"])
 TOKENS = st.lists(BYTES | st.just(b"a"), min_size=1, max_size=4).map(b"".join)
 
@@ -94,8 +94,8 @@ def byte_ids(data: bytes) -> list[int]:
     return [len(WORDS) + byte for byte in data]
 
 
-# Within a run of bytes only the first character can be shown before the rest is known: what comes
-# after a valid one must be valid here, since text that was shown is never taken back.
+# Within a run of bytes only the first character can be shown before the rest is known: bytes
+# after a valid one must be valid here, since shown text is never taken back.
 VALID = st.text(st.sampled_from("é€😀a"), min_size=1, max_size=40).map(lambda t: t.encode())
 INVALID = st.lists(BYTES, max_size=80).map(lambda parts: b"\x80" + b"".join(parts))
 
@@ -143,7 +143,7 @@ def test_the_work_grows_with_the_length_only(
 
 
 def test_replacement_characters_do_not_wait_for_the_end() -> None:
-    """What can no longer become a character is shown."""
+    """Bytes that can no longer become a character are shown."""
     detokenizer = IncrementalDetokenizer(BytesDecoder(FALLBACK))
     shown = "".join(detokenizer.push(token) for token in byte_ids(b"\x80" * 200))
     assert 200 - 2 * MAX_PENDING_TOKENS <= len(shown) <= 200
@@ -159,13 +159,13 @@ def test_a_special_token_is_looked_at_once() -> None:
 
 
 def test_a_first_space_is_no_special_token() -> None:
-    """Alone it has no text in a sentencepiece model, and yet it shifts what follows."""
+    """Alone it has no text in a sentencepiece model, yet it shifts the following text."""
     decoder = FallbackDecoder([b" ", b" a"])
     assert pieces(decoder, [0, 0, 1]) == decoder.decode([0, 0, 1]) == "  a"
 
 
 @pytest.mark.parametrize("n_before", range(10, 22))
 def test_a_cut_does_not_join_a_beginning_with_another_characters_end(n_before: int) -> None:
-    """The end of an emoji looks the same after the beginning of a sun, but does not mean it."""
+    """The end of an emoji looks the same after the beginning of a sun, but is not its end."""
     token_ids = byte_ids(b"\xe2" * n_before + "😀".encode())
     assert pieces(BytesDecoder(FALLBACK), token_ids) == "\ufffd" * n_before + "😀"

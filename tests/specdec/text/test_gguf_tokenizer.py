@@ -1,4 +1,4 @@
-"""llama.cpp's tokenizer on one side, transformers' on the other: the same ids, the same text."""
+"""llama.cpp's tokenizer and transformers' give the same ids and the same text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specdec.text.chat_template import render_chat  # noqa: E402
 from specdec.text.gguf_tokenizer import GgufTokenizer  # noqa: E402
 
 N_LINES = 3_000
-# Letters of Unicode 16 (2024), which llama.cpp's tables do not have yet: `'s` after them is split
+# Letters of Unicode 16 (2024), which llama.cpp's tables do not have yet: `'s` after them splits
 # differently. More of them lie beyond U+FFFF.
 NEWEST = {0x1C89, 0x1C8A, 0xA7CB, 0xA7CC, 0xA7CD, 0xA7DA, 0xA7DB, 0xA7DC}
 EDGES = [
@@ -72,9 +72,9 @@ def lines_of_python() -> list[str]:
 
 
 def assert_same(ours: GgufTokenizer, theirs: Tokenizer, text: str) -> None:
-    requested = theirs.encode(text)
-    assert ours.encode(text) == requested, repr(text)
-    assert ours.decode(requested) == theirs.decode(requested), repr(text)
+    expected = theirs.encode(text)
+    assert ours.encode(text) == expected, repr(text)
+    assert ours.decode(expected) == theirs.decode(expected), repr(text)
 
 
 def test_lines_of_python(ours: GgufTokenizer, theirs: Tokenizer) -> None:
@@ -137,9 +137,9 @@ def test_members_agree(ours: GgufTokenizer, theirs: Tokenizer) -> None:
 
 
 def test_vocabularies_are_equal(ours: GgufTokenizer, theirs: Tokenizer) -> None:
-    requested = Vocabulary.from_tokenizer(theirs.hf_tokenizer, 4096)
-    assert ours.vocabulary() == requested
-    result = compare_vocabularies(ours.vocabulary(), requested)
+    expected = Vocabulary.from_tokenizer(theirs.hf_tokenizer, 4096)
+    assert ours.vocabulary() == expected
+    result = compare_vocabularies(ours.vocabulary(), expected)
     assert (result.problem, result.notes, result.n_equal) == (None, (), 4096)
 
 
@@ -186,7 +186,7 @@ def test_a_chat_template_of_the_file_is_used(tmp_path: Path) -> None:
     "template",
     ["{{ ''.__class__.__mro__ }}", "{% set x = messages.append(1) %}", "{% if %}", "{{ 1 / 0 }}"],
 )
-def test_templates_are_kept_in_the_sandbox(template: str) -> None:
+def test_templates_stay_in_the_sandbox(template: str) -> None:
     if "__class__" in template:
         template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ChatTemplateError):

@@ -1,4 +1,4 @@
-"""Texts over which llama.cpp's tokenizers end the process: tokenized, or refused in one line."""
+"""Text that makes llama.cpp's tokenizers abort: tokenized, or refused in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("llama_cpp")
 from serving import COMPLETIONS, Server
 
 from backends.gguf.model import load_gguf_model
-from backends.llama.trial import SequenceLimits, try_model
+from backends.llama.trial import TextLimits, try_model
 from backends.llama.trial_worker import MAX_CHARACTERS
 from specdec.text import llama_tokenize
 from specdec.text.gguf_tokenizer import GgufTokenizer
@@ -27,7 +27,7 @@ from specdec.text.tokenizer import TokenizerError
 pytestmark = pytest.mark.gguf
 RECURSIVE = "deepseek-v3"
 """A pre-tokenizer of std::regex: 28,000 letters in a line use up a stack of 8 MiB."""
-LINES = SequenceLimits(MAX_CHARACTERS)
+LINES = TextLimits(MAX_CHARACTERS)
 PROMPTS = st.text(st.sampled_from("ab1! \n\t\u00e9\u4e2d\U0001f600\0")) | st.text()
 
 
@@ -48,11 +48,11 @@ def tokenizer(path: Path) -> Iterator[GgufTokenizer]:
 
 def test_which_pre_tokenizers_bear_a_long_line(path: Path, tmp_path: Path) -> None:
     assert try_model(load_gguf_model(path)) == LINES
-    assert try_model(load_gguf_model(model(tmp_path, "llama-bpe"))) == SequenceLimits(None)
+    assert try_model(load_gguf_model(model(tmp_path, "llama-bpe"))) == TextLimits(None)
 
 
 def test_without_a_large_stack_a_line_ends_the_process(path: Path) -> None:
-    """Else all of this is for nothing."""
+    """Otherwise this protection is unnecessary."""
     code = (
         "from specdec.text.gguf_tokenizer import GgufTokenizer as T\n"
         f"T({str(path)!r}).encode('a' * {MAX_CHARACTERS})\n"
@@ -82,10 +82,10 @@ def test_a_line_ends_where_a_word_begins_behind_its_break(text: str) -> None:
             lines.append("")
         lines[-1] += letter
     longest = max(map(len, lines))
-    check_lines(text, SequenceLimits(longest))
+    check_lines(text, TextLimits(longest))
     if len(lines) > 1 or longest:
         with pytest.raises(TokenizerError, match=r"a line of \d+ characters"):
-            check_lines(text, SequenceLimits(longest - 2))
+            check_lines(text, TextLimits(longest - 2))
 
 
 @given(PROMPTS)
@@ -105,8 +105,8 @@ def test_what_a_grammar_forces_is_cut_between_characters(text: str) -> None:
         patch.setattr(llama_tokenize, "MAX_CHARACTERS", 5)
         pieces = list(llama_tokenize._pieces(data))
     assert b"".join(pieces) == data
-    assert "".join(read_chunk.decode() for read_chunk in pieces) == data.decode()
-    assert all(len(read_chunk) <= 5 for read_chunk in pieces)
+    assert "".join(piece.decode() for piece in pieces) == data.decode()
+    assert all(len(piece) <= 5 for piece in pieces)
 
 
 def test_a_long_text_that_a_grammar_forces(path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_is_too_long_for_any_context_is_refused(
         tokenizer.encode("9 bytes..")
 
 
-def test_a_server_outlives_texts(path: Path) -> None:
+def test_a_server_outlives_sequences(path: Path) -> None:
     options = ("--spec-type", "none", "-c", "512", "--max-queue", "3")
     limit = {"max_tokens": 2, "temperature": 0}
     with Server(path, *options, "--max-body", "4MiB") as server:

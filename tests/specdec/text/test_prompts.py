@@ -1,4 +1,4 @@
-"""What a prompt may be, and one line for everything else."""
+"""Valid prompts, and a one-line error for everything else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHOOSY = {
     "cannot read the text 'other': WordPiece": WordPiece(WORDS),
     "cannot read the text 'other': Encountered an unknown": Unigram([(w, -1.0) for w in WORDS]),
 }
-"""What is said of a text that a tokenizer without a token for the unknown is given."""
+"""The error for text outside the vocabulary of a tokenizer without an unknown token."""
 
 
 @pytest.mark.parametrize("problem", CHOOSY)
@@ -81,7 +81,7 @@ def test_integers_of_any_kind_are_token_ids(llm: LLM) -> None:
         assert llm.generate(prompt, max_tokens=4).token_ids == expected
 
 
-def test_a_token_that_the_model_has_not_is_told_before_a_pass(tmp_path: Any) -> None:
+def test_an_unknown_token_is_reported_before_a_pass(tmp_path: Any) -> None:
     save_model(tmp_path, seed=0, vocab_size=200)
     with specdec.load(tmp_path, spec_type="none") as llm:
         last = llm.generate([199], max_tokens=1)
@@ -91,7 +91,7 @@ def test_a_token_that_the_model_has_not_is_told_before_a_pass(tmp_path: Any) -> 
                 llm.generate(prompt)
 
 
-def test_a_prompt_too_long_is_told_which_limit_binds(llm: LLM) -> None:
+def test_a_prompt_too_long_names_the_binding_limit(llm: LLM) -> None:
     with pytest.raises(PromptError, match=r"context of 64 \(--ctx-size; the model has 128\)"):
         llm.generate("x" * 100)
 
@@ -100,7 +100,7 @@ def test_more_context_than_the_model_has_is_the_models_limit(tmp_path: Any) -> N
     save_model(tmp_path, seed=0, max_position_embeddings=128)
     with (
         specdec.load(tmp_path, ctx_size=4096, spec_type="none") as llm,
-        pytest.raises(PromptError, match=r"128 \(the most .* made for\): shorten it$"),
+        pytest.raises(PromptError, match=r"128 \(the model.s maximum\): shorten it$"),
     ):
         llm.generate("x" * 200)
 

@@ -72,7 +72,7 @@ def test_offsets_are_where_the_tokens_stand(kind: str, text: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text("abcé中.", min_size=1), min_size=1, max_size=5))
 def test_decoders_that_join_words(words: list[str]) -> None:
-    """BERT's: which space is whose is the decoder's to say."""
+    """BERT's decoder decides which token a space belongs to."""
     tokenizer = tiny_tokenizer("word-piece")
     prompt = tokenizer.encode("hello")
     ids = tokenizer.encode(" ".join(words), add_special_tokens=False)
@@ -97,7 +97,7 @@ def test_offsets_of_any_tokens_are_in_order_and_in_the_text(kind: str, data: Any
     assert offsets == sorted(offsets)
     assert all(offset <= len(text) for offset in offsets)
     for token, token_id, offset in zip(actual["tokens"], ids, offsets, strict=True):
-        # Transformers gives up a run of bytes in which one is no text, the others with it.
+        # Transformers gives up a whole run of bytes if one of them is invalid.
         is_byte = tokenizer.token_name(token_id).startswith("<0x")
         if not is_byte and token.encode() == tokenizer.token_bytes(token_id):
             assert text[offset : offset + len(token)] == token
@@ -105,7 +105,7 @@ def test_offsets_of_any_tokens_are_in_order_and_in_the_text(kind: str, data: Any
 
 @each_kind
 def test_every_token_has_a_name_of_its_own(kind: str) -> None:
-    """No entry of top_logprobs is lost, and each says which token it is."""
+    """No entry of top_logprobs is lost, and each identifies its token."""
     tokenizer = tiny_tokenizer(kind)
     everything = range(tokenizer.n_tokens)
     top = {i: -float(i) for i in everything}

@@ -1,4 +1,4 @@
-"""Vocabularies that go together, and those that do not."""
+"""Compatible and incompatible vocabularies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_draft_whose_embedding_is_too_short_is_refused() -> None:
 
 
 def test_tokens_that_the_target_has_no_row_for_are_never_emitted() -> None:
-    """A tokenizer may have had tokens added that no model was made larger for."""
+    """A tokenizer may have added tokens without rows in any model."""
     longer = replace(BASE, num_tokens=len(BASE.tokens) - 1)
     assert compare_vocabularies(longer, longer).problem is None
     assert compare_vocabularies(longer, replace(longer, num_tokens=3)).problem is not None

@@ -1,4 +1,4 @@
-"""The one rule that is not lossless: what it takes, what it never takes, and that it says so."""
+"""The only lossy rule: tokens that it accepts or never accepts, and its label as lossy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = table_rows(VOCAB, seed=21)
 
 
 def random_tree(seed: int) -> DraftTree:
-    """With ids outside the target's vocabulary, as a draft's padding rows give them."""
+    """Return a tree with ids outside the target's vocabulary, as from a draft's padding rows."""
     rng = np.random.default_rng(seed)
     tree = DraftTree(0)
     for _ in range(int(rng.integers(0, 25))):
@@ -37,7 +37,7 @@ def random_tree(seed: int) -> DraftTree:
 
 
 def own_choice(tree: DraftTree, seed: int):
-    """The target's token after a node: any that its distribution allows."""
+    """Return the target's token after a node: any that its distribution permits."""
 
     def choose(node: int) -> int:
         prefix = tree.tokens_on_path(node)
@@ -108,7 +108,7 @@ def test_a_low_threshold_takes_what_is_drafted_but_nothing_banned(params: Sampli
 
 
 def test_probabilities_are_those_after_the_processors() -> None:
-    """At temperature 0 too: those of which the largest is taken."""
+    """This holds at temperature 0, too: the largest of them is taken."""
     target, draft = TableBackend(ROWS, VOCAB), TableBackend(table_rows(VOCAB, seed=22), VOCAB)
     params = SamplingParams(repetition_penalty=1.5)
     spec = SpecConfig(num_draft_tokens=4, draft_depth=3, tree_width=2, accept_threshold=0.2)
@@ -142,7 +142,7 @@ def test_only_a_threshold_with_a_drafter_is_lossy() -> None:
     assert not SpecConfig(accept_threshold=0.5).is_lossless
 
 
-# --- where it shows ---------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

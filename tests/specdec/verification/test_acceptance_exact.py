@@ -40,7 +40,7 @@ def test_chain_rules_are_exact(vocab: int, depth: int, kind: str, walk) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
 @pytest.mark.parametrize("stop", [frozenset(), frozenset({1}), frozenset({0, 2})])
 @pytest.mark.parametrize("kind", ["random", "zeros"])
-def test_chain_rules_are_exact_where_a_text_may_end(
+def test_chain_rules_are_exact_where_a_sequence_may_end(
     max_tokens: int, stop: frozenset[int], kind: str, walk
 ) -> None:
     case = make_case(4, 3, seed=5, kind=kind)
@@ -58,7 +58,7 @@ GIVING_UP = {
 @pytest.mark.parametrize("walk", CHAIN_WALKS)
 @pytest.mark.parametrize("name", GIVING_UP)
 def test_chain_rules_are_exact_for_a_drafter_that_gives_up(name: str, walk) -> None:
-    """Where it stops may depend on what it has drawn."""
+    """The end may depend on the tokens drawn."""
     case = make_case(4, 3, seed=6, kind="random")
     stop = frozenset({2})
     assert chain_error(walk, case, GIVING_UP[name]) <= EXACT
@@ -140,7 +140,7 @@ def test_stop_token_at_every_offset_of_a_full_match(stop_offset: int) -> None:
     assert outcome.is_bonus == (stop_offset == 3)
 
 
-def test_named_outcomes_of_a_walk() -> None:
+def test_named_outcomes_of_matching() -> None:
     tree = DraftTree(0)
     a = tree.add(0, 1, -0.1)
     b = tree.add(a, 2, -0.1)

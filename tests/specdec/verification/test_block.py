@@ -28,7 +28,7 @@ EXACT = 1e-12
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Tables p and q, flat or peaked, with tokens that one of them or both rule out."""
+    """Tables p and q, flat or peaked, with tokens that one or both rule out."""
     vocab, depth = draw(st.sampled_from([(2, 1), (2, 4), (3, 3), (4, 2)]))
     seeds = st.integers(0, 2**32)
     shapes = {
@@ -47,7 +47,7 @@ def test_it_is_exact_and_never_accepts_less_than_rejection(case: Case) -> None:
 
 
 def expected_by_the_papers_formula(case: Case) -> float:
-    """Sum over i of E[pᵢ], the chance that at least i tokens are accepted (lemma of the paper)."""
+    """Return the sum over i of E[pᵢ], the chance of at least i accepted tokens (paper's lemma)."""
     total = 0.0
     for length in range(1, case.depth + 1):
         for tokens in itertools.product(range(case.vocab), repeat=length):
@@ -99,7 +99,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
 
 
 def test_nothing_behind_an_impossible_token_is_computed() -> None:
-    """No row is asked for where no token can be accepted any more, nor behind a stop token."""
+    """No row is computed after the last acceptable token, nor behind a stop token."""
     p = np.array([0.5, 0.5, 0.0])
     q = np.array([0.2, 0.2, 0.6])
     asked: list[int] = []

@@ -1,4 +1,4 @@
-"""The rules, their draws and the sampler are what their definitions say."""
+"""The rules, their draws and the sampler match their definitions."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_all_logits_of_a_tree_are_wanted_and_one_of_a_prompt(
 def test_the_limit_by_bandwidth_is_the_slowest_transfer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
 ) -> None:
-    """On a device whose arithmetic takes longer than any transfer."""
+    """The bandwidth limit counts on a device whose arithmetic takes longer than any transfer."""
     slow = {"name": "slow", "storage_bytes_per_second": 1e9, "dram_bytes_per_second": 1e10}
     device = tmp_path / "slow.json"
     flops = {"default": 1e6}

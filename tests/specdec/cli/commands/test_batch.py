@@ -1,4 +1,4 @@
-"""`specdec batch` on the command line: what it shows, how it ends."""
+"""`specdec batch` on the command line: output and exit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
         "specdec: note: 1 of the lines could not be answered: see `error` in "
     )
     assert notes[2].startswith("specdec: 4 lines, 1 failed | 12 tokens | ")
-    assert " tokens a pass of " in notes[2]
+    assert " tokens per pass of " in notes[2]
     assert len(notes) == 3
     records = [json.loads(line) for line in source.with_name("out.jsonl").read_text().splitlines()]
     assert [record.get("usage", {}).get("completion_tokens") for record in records] == [
@@ -138,11 +138,11 @@ def test_other_options_are_refused_by_name(
     capsys.readouterr()
     changed = argv(models, source, "-n", "2", "--temperature", "0.5")
     expect_error(capsys, changed, "with other options", "remove")
-    # What does not decide on the text may change.
+    # Options that do not affect the output may change.
     assert main(argv(models, source, "-n", "2", "--temperature", "1", "--spec-type", "none")) == 0
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(
+def test_user_errors_are_reported_before_a_model_is_loaded(
     models: Models, source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     expect_error(capsys, argv(models, source, "--order", "x"), "--order is 'x'", "input, finished")
@@ -151,7 +151,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     expect_error(capsys, argv(models, source)[:-2], "output-file")
     no_model = models._replace(target=tmp_path / "none")
     expect_error(capsys, argv(no_model, source), "none")
-    # Before the weights are looked for, too, which may be a download.
+    # The check also precedes the search for weights, which may be a download.
     expect_error(capsys, argv(no_model, tmp_path / "typo.jsonl"), "typo.jsonl: No such file")
     (tmp_path / "empty.jsonl").write_text("\n")
     expect_error(capsys, argv(no_model, tmp_path / "empty.jsonl"), "empty.jsonl has no line to")
@@ -177,10 +177,10 @@ def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == b""
-    reported = err.decode().splitlines()
-    assert reported[-1] == "specdec: interrupted"
-    n_answered = int(reported[0].removeprefix("specdec: note: ").split()[0])
-    assert reported[0].endswith(
+    messages = err.decode().splitlines()
+    assert messages[-1] == "specdec: interrupted"
+    n_answered = int(messages[0].removeprefix("specdec: note: ").split()[0])
+    assert messages[0].endswith(
         "of 3000 lines are answered; the same command goes on with the others"
     )
     with closing(sqlite3.connect(partial)) as database:

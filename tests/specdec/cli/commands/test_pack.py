@@ -11,7 +11,7 @@ from packed_models import save_packable
 from specdec.cli.app import main
 
 
-def test_a_packed_copy_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_packed_copy_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     capsys.readouterr()
     assert main(["pack", "-m", str(plain), "-o", str(tmp_path / "packed")]) == 0

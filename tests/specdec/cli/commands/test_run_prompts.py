@@ -1,4 +1,4 @@
-"""`specdec run` of several prompts, of a user's turn, and with log-probabilities."""
+"""`specdec run` with several prompts, with a user's turn, and with log-probabilities."""
 
 from __future__ import annotations
 

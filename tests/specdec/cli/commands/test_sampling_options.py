@@ -74,14 +74,14 @@ def test_a_constraint_is_refused_before_a_model_is_opened(
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "objectx"}')
     run = ["run", "-m", "no/such/model", "-p", "x"]
-    reported = f"error: --json-schema {schema} cannot be kept to: Invalid type: objectx"
-    expect_error(capsys, [*run, "--json-schema", str(schema)], reported)
+    message = f"error: --json-schema {schema} cannot be kept to: Invalid type: objectx"
+    expect_error(capsys, [*run, "--json-schema", str(schema)], message)
     for text, wrong in (("{", "is no JSON: "), ("[1]", "is [1], must be an object")):
         schema.write_text(text)
-        reported = f"error: --json-schema {schema} {wrong}"
-        expect_error(capsys, [*run, "--json-schema", str(schema)], reported)
-    reported = f"error: --grammar {schema} cannot be kept to: "
-    expect_error(capsys, [*run, "--grammar", str(schema)], reported)
+        message = f"error: --json-schema {schema} {wrong}"
+        expect_error(capsys, [*run, "--json-schema", str(schema)], message)
+    message = f"error: --grammar {schema} cannot be kept to: "
+    expect_error(capsys, [*run, "--grammar", str(schema)], message)
     expect_error(capsys, [*run, "--json-schema", str(tmp_path / "none")], "none")
     expect_error(capsys, [*run, "--regex", "[a"], "error: --regex cannot be kept to")
     expect_error(capsys, [*run, "--regex", "a", "--grammar", str(schema)], "leave the others out")

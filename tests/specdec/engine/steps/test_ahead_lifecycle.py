@@ -1,4 +1,4 @@
-"""Both models at work: every end of one ends the other, and the next generation is as ever."""
+"""Both models at work: any end of one ends the other, and the next generation is unaffected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = {
     "num_draft_tokens": 4,
     "draft_ahead": "on",
     "spec_type": "draft,ngram",
-    "threads": 1,  # two pools of threads that wait for each other's cores take long
+    "threads": 1,  # two thread pools that wait for each other's cores are slow
 }
 _GGUF = pytest.mark.gguf
 MIXES = [
@@ -52,7 +52,7 @@ def is_ahead() -> bool:
 
 
 class Draft:
-    """The draft model's `run`, changed where it drafts ahead."""
+    """The draft model's `run`, modified in parallel drafting."""
 
     def __init__(self, llm: LLM, patch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
         assert llm.draft is not None
@@ -79,7 +79,7 @@ class Draft:
 
 
 def passes_wait(llm: LLM, patch: pytest.MonkeyPatch, draft: Draft) -> None:
-    """No pass begins before drafting ahead has: passes of tiny models are over too soon."""
+    """Delay each pass until parallel drafting has begun: passes of tiny models end too soon."""
     run = llm.target.forward
 
     def when_drafting(batch: Any) -> Any:
@@ -99,13 +99,13 @@ _EXPECTED: dict[int, tuple[int, ...]] = {}
 
 
 def expected(llm: LLM) -> tuple[int, ...]:
-    """What the target says by itself."""
+    """The target's own output."""
     if id(llm) not in _EXPECTED:
         _EXPECTED[id(llm)] = llm.generate(PROMPT, PARAMS, speculative=False).token_ids
     return _EXPECTED[id(llm)]
 
 
-def test_both_work_at_once_and_the_text_is_plain_decodings(
+def test_both_work_at_once_and_the_output_is_plain_decodings(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -267,5 +267,5 @@ def test_closing_while_the_storage_hangs(hanging: tuple[LLM, HangingStorage]) ->
     running.join()
     assert [type(error) for error in errors] == [ModelClosed]
     assert storage.is_hanging
-    storage.let_go()  # closing waits some seconds for readers: they use the memory
+    storage.let_go()  # closing waits some seconds for readers, which use the memory
     closing.join()

@@ -1,4 +1,4 @@
-"""Who is let in, and what has to go where the KV cache is full."""
+"""Scheduling and preemption when the KV cache is full."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def prompt(n_tokens: int, step: int) -> list[int]:
     return [7 + i * step % 61 for i in range(n_tokens)]
 
 
-def test_nobody_is_let_in_for_a_prompt_that_there_is_no_room_for(llm: LLM) -> None:
-    """Beside those whose prompts are still to be computed."""
+def test_no_prompt_without_capacity_is_scheduled(llm: LLM) -> None:
+    """Prompts still to be computed are counted as well."""
     prompts = [prompt(180, step) for step in (1, 3, 5, 7)]
     expected = [llm.generate(item, SHORT, cache_prompt=False).token_ids for item in prompts]
     llm.session.forget_prompt()
@@ -41,19 +41,19 @@ def test_nobody_is_let_in_for_a_prompt_that_there_is_no_room_for(llm: LLM) -> No
     assert llm.stats.preempted == 0
 
 
-def test_texts_that_are_over_go_before_one_that_runs(
+def test_ended_sequences_are_dropped_before_a_running_one(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where there is room for the next row of each, but not of all."""
+    """Memory suffices for the next token of each sequence, but not of all."""
     num_retained: list[int] = []
-    capacity = llm.session.engine.scheduler.kv
-    preempted = capacity.preempt
+    kv_manager = llm.session.engine.scheduler.kv
+    preempted = kv_manager.preempt
 
     def noted(job: Any) -> None:
-        num_retained.append(len(llm.session.sequences.cached))
+        num_retained.append(len(llm.session.prefix_cache.cached))
         preempted(job)
 
-    monkeypatch.setattr(capacity, "preempt", noted)
+    monkeypatch.setattr(kv_manager, "preempt", noted)
     for step in (1, 3):
         llm.generate(prompt(100, step), SHORT)
     prompts = [[token] * 50 for token in (30, 40, 50, 60)]
@@ -62,8 +62,9 @@ def test_texts_that_are_over_go_before_one_that_runs(
 
 
 @pytest.mark.gguf
-def test_more_texts_than_llama_cpp_has_sequences_for(tmp_path: Path) -> None:
-    """Two for each text that runs or is kept: the oldest of these go, and the last ones wait."""
+def test_more_sequences_than_llama_cpp_has(tmp_path: Path) -> None:
+    """llama.cpp needs two for each running or cached sequence: the oldest cached ones are dropped,
+    and the last requests wait."""
     pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, ctx_size=64, kv_tokens=9000, parallel=130, threads=1) as llm:
@@ -76,17 +77,17 @@ def test_more_texts_than_llama_cpp_has_sequences_for(tmp_path: Path) -> None:
         assert llm.stats.preempted == 0
 
 
-def test_blocks_that_texts_begin_in_one_pass_are_foreseen(
+def test_blocks_that_sequences_begin_in_one_pass_are_foreseen(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of one length do so together; memory that is lent meanwhile has to leave room."""
+    """Sequences of one length do so together; pinned layers must leave memory for it."""
     with specdec.load(target, ctx_size=256, kv_tokens=2048, parallel=16, num_draft_tokens=0) as llm:
         backend: Any = llm.target
         run = backend.forward
         new: list[tuple[int, int]] = []
 
         def noted(batch: Any) -> Any:
-            n_tokens = llm.session.sequences.n_committed + sum(
+            n_tokens = llm.session.prefix_cache.n_committed + sum(
                 len(item.token_ids) for item in batch
             )
             foreseen, before = backend.kv_growth_bytes(n_tokens), backend.kv_bytes

@@ -1,11 +1,11 @@
-"""Whole steps of a sequence and the model drafter on tables: equal to plain decoding, and exact."""
+"""Whole steps of a sequence and the model drafter on tables: equal to plain decoding, exact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from controller_checks import CHECKS, rounds_error
+from controller_checks import CHECKS, steps_error
 
 from specdec.config import CHAIN_RULES
 
@@ -13,10 +13,10 @@ EXACT = 1e-12
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_two_rounds_of_a_rule_for_chains_are_exact(rule: str) -> None:
-    assert rounds_error(rule) <= EXACT
+def test_two_steps_of_a_chain_rule_are_exact(rule: str) -> None:
+    assert steps_error(rule) <= EXACT
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_rounds_are_as_defined(check: Callable[[], bool]) -> None:
+def test_steps_are_as_defined(check: Callable[[], bool]) -> None:
     assert check()

@@ -1,4 +1,4 @@
-"""Drafting ahead changes neither the text nor the proposals, only when the work is done."""
+"""Parallel drafting changes neither output nor proposals, only the time of the work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from specdec.verification.tree import DraftTree
 
 VOCAB, PROMPT, N_TOKENS = 8, [1, 2], 30
 TARGET = table_rows(VOCAB, seed=3, concentration=0.3)
-LIKE_TARGET = {  # how far the draft is off the target
+LIKE_TARGET = {  # distance of the draft from the target
     share: lambda prefix, share=share: share * TARGET(prefix) + (1 - share) * OTHER(prefix)
     for share in (1.0, 0.7, 0.0)
 }
@@ -55,7 +55,7 @@ LEVELS = st.lists(st.integers(0, 6), min_size=N_TOKENS, max_size=N_TOKENS)
 
 
 class RoomyTable(TableBackend):
-    """Refuses more live nodes than it was made for."""
+    """A table that refuses more live nodes than it was made for."""
 
     def __init__(self, rows: Any, max_nodes: int | None) -> None:
         super().__init__(rows, VOCAB)
@@ -80,7 +80,7 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     capacity=st.sampled_from([None, 4, 9, 30]),
     rest=st.sampled_from(["", "ngram", "random"]),
 )
-def test_the_text_is_plain_decodings(
+def test_the_output_is_plain_decodings(
     share: float,
     params: SamplingParams,
     spec: SpecConfig,
@@ -101,7 +101,7 @@ def test_the_text_is_plain_decodings(
 
 
 def test_a_pass_that_runs_alone_ends_the_thread() -> None:
-    """Its workers would slow the products of the pass."""
+    """The draft's workers would slow the products of the pass."""
     thread = DraftWorker()
     thread.beside(lambda: None, lambda: None, lambda should_stop: None, lambda: None)
     assert "specdec-draft" in {thread.name for thread in threading.enumerate()}
@@ -114,8 +114,8 @@ def test_a_pass_that_runs_alone_ends_the_thread() -> None:
 def test_a_proposal_is_the_one_that_begins_with_nothing(
     share: float, spec: SpecConfig, levels: list[int], with_ngram: bool
 ) -> None:
-    """What was drafted ahead is there sooner, and is the same. The table's rows depend on the whole
-    prefix, so KV of another text would show."""
+    """Parallel drafting makes the same proposals, only sooner. The table's rows depend on the whole
+    prefix, so KV of another sequence would show."""
     rows = LIKE_TARGET[share]
     drafter = ModelDrafter(RoomyTable(rows, None), VOCAB)
     both = MergedDrafter([drafter, NgramDrafter()]) if with_ngram else drafter
@@ -140,7 +140,7 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
 
 
 class NotingTable(TableBackend):
-    """A draft's cache that notes the sequences whose last token is run inside of `drafting_ahead`."""
+    """Record the sequences whose last token is run inside of `drafting_ahead`."""
 
     def __init__(self, rows: Any) -> None:
         super().__init__(rows, VOCAB)
@@ -172,8 +172,8 @@ AHEAD = SpecConfig(num_draft_tokens=4, draft_depth=3, draft_ahead="on")
 def steps(
     table: NotingTable, n_levels: int, n_steps: int = 12, spec: SpecConfig = AHEAD
 ) -> tuple[ModelDrafter, list[int], GenerationStats, int]:
-    """Drafter, text and figures after so many steps, and in how many the draft had run the next
-    root ahead."""
+    """Return drafter, output and metrics after so many steps, and the number of steps in which the
+    draft had run the next root in parallel."""
     drafter, recorder = NotingDrafter(table), StatsRecorder()
     made = make_controller(
         TableBackend(TARGET, VOCAB),
@@ -203,10 +203,10 @@ def test_hits_are_the_outcomes_that_the_draft_had_run(share: float, n_levels: in
 
 
 def test_a_hit_saves_the_runs_that_were_made_ahead() -> None:
-    """A target that drafts for itself: after the first step a proposal has nothing left to run."""
+    """A target drafting for itself has nothing left to run after the first step."""
     table, spec = NotingTable(TARGET), dataclasses.replace(AHEAD, tree_width=1)
     drafter, context, _, _ = steps(table, 20, 1, spec)
-    table.is_ahead = True  # what runs from here on is noted, too
+    table.is_ahead = True  # further runs are recorded, too
     table.run_ahead.clear()
     assert drafter.propose(context, limits_after(context, spec)).n_drafted == 3
     assert table.run_ahead == set()
@@ -228,20 +228,20 @@ def test_a_chain_for_the_rejection_rule_is_never_drafted_ahead() -> None:
     assert not drafter.can_draft_ahead
 
 
-def test_ahead_leaves_room_for_the_next_proposal() -> None:
+def test_parallel_drafting_leaves_capacity_for_the_next_proposal() -> None:
     backend = RoomyTable(TARGET, 20)
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, 4, max_ahead_depth=50))
     run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
-    assert len(drafter._text.table) == 20 - 3
+    assert len(drafter._kv.table) == 20 - 3
 
 
-def test_ahead_goes_no_deeper_than_the_text_can() -> None:
+def test_parallel_drafting_is_no_deeper_than_the_sequence_may_grow() -> None:
     backend = TableBackend(TARGET, VOCAB)
     drafter = ModelDrafter(backend, VOCAB)
     drafter.propose(PROMPT, TreeLimits(3, 2, VOCAB, max_ahead_depth=3))
     run_steps(drafter.drafting_ahead(DraftTree(PROMPT[-1])))
-    assert drafter._text.table.max_depth == 2, "of the last level no node is run"
+    assert drafter._kv.table.max_depth == 2, "of the last level no node is run"
 
 
 def test_an_unlikely_level_is_not_run() -> None:
@@ -255,7 +255,7 @@ def test_an_unlikely_level_is_not_run() -> None:
     assert nothing.n_drafted == 0, "not even the root is worth a run"
 
 
-# --- real models: no KV of another text -------------------------------------------------------
+# --- real models: no KV of another sequence -------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
@@ -289,10 +289,10 @@ def models(request: Any, tmp_path_factory: Any, checkpoint_factory: Any) -> Iter
     + [(SamplingParams(temperature=2.0, seed=1), True)],
     ids=["greedy", "coupled", "blind"],
 )
-def test_drafts_from_kept_kv_are_those_of_a_new_cache(
+def test_drafts_from_cached_kv_are_those_of_a_new_cache(
     models: tuple[Backend, Backend, Backend], params: SamplingParams, is_blind: bool
 ) -> None:
-    """After hits and after misses: every candidate is as likely as from a fresh prefill."""
+    """After hits and misses every candidate is as likely as from a fresh prefill."""
     target, draft, fresh = models
     spec = SpecConfig(num_draft_tokens=5, tree_width=3, draft_depth=3, draft_ahead="on")
     ranker = CandidateRanker.for_target(Sampler(params, n_tokens=96), 96)

@@ -1,4 +1,4 @@
-"""Two threads at work: both end together, the first error is told, and nothing is left behind."""
+"""Two threads at work: both end together, the first error is raised, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ahead() -> Iterator[DraftWorker]:
 
 
 class Work:
-    """A pass or a draft that goes on until it is cancelled, or as told."""
+    """A pass or a draft that runs until it is cancelled, or as instructed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +88,7 @@ def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: DraftWorker) -> None:
 
 
 def test_it_ends_where_it_rests_and_begins_again(ahead: DraftWorker) -> None:
-    """A thread that once computed has workers, which slow every product of others."""
+    """A thread that once computed has workers, which slow all products of others."""
     rest = set(threading.enumerate())
     assert is_usable(ahead)
     assert set(threading.enumerate()) > rest
@@ -98,7 +98,7 @@ def test_it_ends_where_it_rests_and_begins_again(ahead: DraftWorker) -> None:
 
 
 def test_a_draft_that_has_begun_something_finishes_it(ahead: DraftWorker, draft: Work) -> None:
-    """No cancel: its results are wanted."""
+    """It is not cancelled: its results are needed."""
     pass_ended = threading.Event()
     finished = []
 
@@ -142,7 +142,7 @@ def test_an_error_of_the_draft_ends_the_pass_and_is_the_one_raised(
 
 
 def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: DraftWorker) -> None:
-    """A backend forgets requests from before its pass."""
+    """A backend forgets cancels from before its pass."""
     n_cancels = threading.Semaphore(0)
 
     def run_pass() -> None:
@@ -168,4 +168,4 @@ def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: DraftWorker) -> N
     assert is_usable(ahead)
 
 
-# An interrupt inside of what is being dropped is reported, not raised.
+# An interrupt in an object that is being collected is reported, not raised.

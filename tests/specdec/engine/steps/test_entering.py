@@ -1,4 +1,4 @@
-"""Prompts that enter beside sequences that decode: how long passes get, and who comes first."""
+"""Prefill chunks beside decoding sequences: the length of passes, and the order of requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specdec.checks import ConfigError
 from specdec.policy.cost_model import CostModel
 
 
-def test_a_long_prompt_enters_in_chunks_beside_others(
+def test_a_long_prompt_is_prefilled_in_chunks_beside_others(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No pass has more rows than make it half as long again, drafts' included; alone it enters at
-    once."""
+    """No pass has more tokens than make it half as long again, drafts included; alone it is
+    scheduled at once."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         batches: list[list[int]] = []
         num_tokens: list[int] = []
@@ -41,7 +41,7 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
             late = llm.stream(LONG, params(0.0))
             steps.next(late)
             assert num_tokens == [6] * 14
-            # 1.5 * (1 + 0.1) = 1.65 s have room for 6 rows, of which the other text takes one.
+            # 1.5 * (1 + 0.1) = 1.65 s allow 6 tokens, one of them of the other sequence.
             assert batches[:14] == [[5]] * 14
             assert len(batches) == 14
         rest = [token for chunk in late for token in chunk.token_ids]
@@ -53,10 +53,10 @@ def test_a_long_prompt_enters_in_chunks_beside_others(
         assert batches[0] == [len(LONG)]
 
 
-def test_its_draft_enters_in_chunks_beside_it(
+def test_its_draft_is_prefilled_in_chunks_beside_it(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The round after the prompt's end is no longer than others."""
+    """The step after the prompt's end is no longer than others."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         assert llm.draft is not None
         batches: list[list[int]] = []
@@ -77,18 +77,18 @@ def test_its_draft_enters_in_chunks_beside_it(
         assert late.result.token_ids == alone(fresh, (2, 0.0, None))
         entered = [num_tokens for batch in batches for num_tokens in batch]
         assert [num_tokens for num_tokens in entered if num_tokens > 2][:13] == [5] * 13
-        # The other one had no drafts meanwhile, and its draft catches up.
+        # The other sequence had no drafts meanwhile, and its draft catches up.
         assert max(entered) < 2 * 14
         decoding.cancel()
 
 
-def sequences(n: int, *, is_streamed: bool = True) -> list[Any]:
+def sequences(n: int, *, streams_output: bool = True) -> list[Any]:
     return [
-        SimpleNamespace(request=SimpleNamespace(is_streamed=is_streamed), min_step_tokens=1)
+        SimpleNamespace(request=SimpleNamespace(streams_output=streams_output), min_step_tokens=1)
     ] * n
 
 
-def test_a_prompt_enters_however_long_its_rows_take(
+def test_a_prompt_is_scheduled_however_long_its_tokens_take(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(tmp_path_factory, kv_tokens=400) as llm:
@@ -97,17 +97,17 @@ def test_a_prompt_enters_however_long_its_rows_take(
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 2, 8)] == [2, 3, 12]
         monkeypatch.setattr(scheduler, "cost", CostModel(0.0, 0.05, 0.01))  # in memory
         assert [scheduler._max_num_tokens(sequences(n)) for n in (1, 20)] == [20, 32]
-        # Sequences that nobody reads along notice no gaps.
+        # Sequences without a streaming reader notice no gaps.
         unread = [
-            SimpleNamespace(request=SimpleNamespace(is_streamed=False), min_step_tokens=1)
+            SimpleNamespace(request=SimpleNamespace(streams_output=False), min_step_tokens=1)
         ] * 20
         assert scheduler._max_num_tokens(unread) == llm.max_context
 
 
-def test_a_prompt_enters_by_what_passes_were_measured_to_take(
+def test_prefill_chunks_follow_measured_passes(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And by the same figures as trees grow and sequences are swapped out."""
+    """The same measurements decide the size of trees and the preemption of sequences."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
         scheduler, cost = llm.session.engine.scheduler, llm.session.acceptance_statistics.cost
         assert scheduler.cost is scheduler.kv.cost is cost
@@ -120,10 +120,10 @@ def test_a_prompt_enters_by_what_passes_were_measured_to_take(
         assert scheduler._max_num_tokens(sequences(1)) == 45
 
 
-def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
+def test_a_pass_has_no_more_rows_of_logits_than_reserved(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees leave room for the rows of sequences that enter beside them."""
+    """Trees leave memory for the rows of sequences that prefill beside them."""
     with load(tmp_path_factory, kv_tokens=900, parallel=4, num_draft_tokens=4) as llm:
         num_tokens: list[int] = []
         run = llm.target.forward
@@ -145,7 +145,7 @@ def test_a_pass_has_no_more_rows_of_logits_than_memory_was_set_aside_for(
         assert max(num_tokens) <= llm.session._factory.max_beams == 11
 
 
-def test_a_larger_priority_enters_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_larger_priority_is_scheduled_first(tmp_path_factory: pytest.TempPathFactory) -> None:
     with load(tmp_path_factory, parallel=1) as llm:
         streams = [llm.stream(ids, params(0.0), priority=n) for n, ids in enumerate(PROMPTS[:3])]
         with Stepping(llm):

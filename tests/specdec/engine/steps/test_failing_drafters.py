@@ -1,4 +1,4 @@
-"""What a caller's own drafter raises ends its text, wherever it comes up, and no other one."""
+"""Errors of a caller's own drafter end its sequence, wherever they occur, and no other one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_TOKENS = 6
 
 
 class Failing(Drafter):
-    """Raises at the n-th call of one of its methods, and from then on."""
+    """A drafter that raises at the n-th call of one of its methods, and from then on."""
 
     def __init__(self, method: str, n_before: int) -> None:
         self._method, self._n_before = method, n_before
@@ -54,7 +54,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 class Proposing(Drafter):
-    """Proposes a child of the root for each of these tokens, or nothing that is a tree."""
+    """A drafter that proposes a child of the root for each of these tokens, or no valid tree."""
 
     def __init__(self, tokens: Sequence[int] | None, root: int | None = None) -> None:
         self._tokens, self._root = tokens, root
@@ -77,7 +77,7 @@ class Deep(Drafter):
 
 
 def check_own_error(llm: LLM, failing: GenerationStream, message: str) -> None:
-    """Of one text beside another one, in one pass."""
+    """Check the error of one sequence beside another one, in one pass."""
     expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
     other = llm.stream(OTHER, max_tokens=N_TOKENS)
     other.start()
@@ -107,7 +107,7 @@ def test_a_proposal_that_no_pass_can_run(llm: LLM, drafter: Drafter, message: st
 def test_a_proposal_beyond_the_context(llm: LLM) -> None:
     prompt = [5 + i % 40 for i in range(124)]
     stream = llm.stream(prompt, max_tokens=3, drafter=Deep())
-    check_own_error(llm, stream, r"room for \d+ in 3:")
+    check_own_error(llm, stream, r"limits are \d+ in 3:")
 
 
 @pytest.mark.parametrize("n_before", [0, 1])
@@ -124,16 +124,16 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     assert other.result.token_ids == expected
     assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
     assert not llm.session.engine._running
-    assert not llm.session.sequences._in_use
+    assert not llm.session.prefix_cache._in_use
 
 
-def test_a_cancelled_text_whose_drafter_raises_at_its_end(llm: LLM) -> None:
+def test_a_cancelled_sequence_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing("reset", 1))
     next(failing)
     failing.cancel()
     assert failing.result.finish_reason == "cancelled"
     assert not llm.session.engine._running
-    assert not llm.session.sequences._in_use
+    assert not llm.session.prefix_cache._in_use
 
 
 def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:

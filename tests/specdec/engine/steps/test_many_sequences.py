@@ -1,4 +1,4 @@
-"""Many sequences in shared passes: each is what it is alone, whoever comes, goes or is set aside."""
+"""Many sequences in shared passes: each equals itself alone, whatever is added or preempted."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def options(mode: str | None, llm: LLM) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[128, 400], ids=lambda n: f"kv {n}")
 def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """With room for one text, in which others are set aside, and for several."""
+    """A model with memory for one sequence, so that others are preempted, or for several."""
     with load(tmp_path_factory, kv_tokens=request.param, parallel=4) as loaded:
         yield loaded
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_texts_that_come_and_go_at_random(llm: LLM, fresh: LLM, data: st.DataObject) -> None:
+def test_sequences_that_come_and_go_at_random(llm: LLM, fresh: LLM, data: st.DataObject) -> None:
     running: list[tuple[Any, Any, list[int]]] = []
     stream: Any
 
@@ -75,18 +75,18 @@ def test_texts_that_come_and_go_at_random(llm: LLM, fresh: LLM, data: st.DataObj
                 assert list(actual[: len(taken)]) == taken
     while running:
         go_on(0)
-    stream = None  # one that nobody holds is let go of
+    stream = None  # an unreferenced stream is collected
     check_nothing_left(llm)
 
 
 def check_nothing_left(llm: LLM) -> None:
-    """Nothing but what is kept holds KV."""
-    llm.generate(PROMPTS[0], params(0.0))  # streams that were dropped end before this step
+    """Check that only the prefix cache holds KV."""
+    llm.generate(PROMPTS[0], params(0.0))  # dropped streams end before this step
     engine = llm.session.engine
     assert not engine._running
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not llm.session.sequences._in_use
+    assert not llm.session.prefix_cache._in_use
     assert not llm.session.draft_prefix_cache._in_use
 
 
@@ -118,7 +118,7 @@ def test_threads_share_passes(llm: LLM, fresh: LLM) -> None:
     check_nothing_left(llm)
 
 
-def test_an_error_of_one_text_is_its_own(llm: LLM, fresh: LLM) -> None:
+def test_an_error_of_one_sequence_is_its_own(llm: LLM, fresh: LLM) -> None:
     def failing(ids: Any, scores: Any) -> Any:
         if ids.shape[1] > len(PROMPTS[0]) + 2:
             raise ValueError("mine")
@@ -162,7 +162,7 @@ def test_cancel_frees_rows_and_kv_by_the_next_pass(llm: LLM) -> None:
         steps.cancel(first)
         (sequence,) = first._sequences
         assert sequence.kv is None
-        assert len(llm.session.sequences._in_use) == 1
+        assert len(llm.session.prefix_cache._in_use) == 1
         assert steps.rest(second)
     check_nothing_left(llm)
 
@@ -173,7 +173,7 @@ def test_a_cancel_beside_others_does_not_cut_their_pass(llm: LLM, fresh: LLM) ->
     reader = Reader(pinned)
     processor.reached.wait()
     other = llm.stream(PROMPTS[0], params(0.0))
-    cancelling = threading.Thread(target=other.cancel)  # while a pass of another one runs
+    cancelling = threading.Thread(target=other.cancel)  # during a pass of another one
     cancelling.start()
     processor.may_go_on.set()
     cancelling.join()
@@ -182,7 +182,7 @@ def test_a_cancel_beside_others_does_not_cut_their_pass(llm: LLM, fresh: LLM) ->
     assert pinned.result.token_ids == alone(fresh, (4, 0.0, None))
 
 
-def test_whoever_came_last_is_set_aside_and_comes_back(
+def test_the_last_request_is_preempted_and_swapped_in(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(tmp_path_factory, ctx_size=256, kv_tokens=320, num_draft_tokens=0) as llm:
@@ -192,22 +192,22 @@ def test_whoever_came_last_is_set_aside_and_comes_back(
         monkeypatch.setattr(
             capacity, "preempt", lambda item: preempted.append(item.arrival) or original(item)
         )
-        requested = [params(0.0).replace(max_tokens=180) for _ in range(3)]
+        expected = [params(0.0).replace(max_tokens=180) for _ in range(3)]
         prompts = [[20, 21], [30, 31], [40, 41]]
-        results = llm.generate(prompts, requested)
+        results = llm.generate(prompts, expected)
         assert preempted, "the test is to make the cache overflow"
         assert 0 not in preempted, "who came first goes on"
         for prompt, result in zip(prompts, results, strict=True):
-            again = llm.generate(prompt, requested[0], speculative=False, cache_prompt=False)
+            again = llm.generate(prompt, expected[0], speculative=False, cache_prompt=False)
             assert result.token_ids == again.token_ids
 
 
 def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
-    """As many as it says do fit, and no more."""
+    """Exactly the reported number fits."""
     llm.session.forget_prompt()
     sequences = [llm.target.new_sequence() for _ in range(6)]
     try:
-        batch = [SequenceInput(text, LONG) for text in sequences]
+        batch = [SequenceInput(sequence, LONG) for sequence in sequences]
         n_fitting = llm.target.n_fitting(batch)
         assert n_fitting > 0
         llm.target.forward(batch[:n_fitting])
@@ -215,5 +215,5 @@ def test_n_fitting_counts_what_a_pass_takes(llm: LLM) -> None:
             with pytest.raises(specdec.SpecdecError):
                 llm.target.forward(batch[n_fitting : n_fitting + 1])
     finally:
-        for text in sequences:
-            text.close()
+        for sequence in sequences:
+            sequence.close()

@@ -1,4 +1,4 @@
-"""Texts that are set aside go on as if nothing had been, from a file or computed anew."""
+"""Preempted sequences continue as if never interrupted, from a file or recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.policy.cost_model import CostModel
 PROMPTS = [[20 + i, 21 + i, *range(30, 50)] for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "logprobs": True, "seed": 3}
 SLOW = CostModel(0.0, 0.0, 1.0)
-"""A second for each row: a file is always quicker."""
+"""Cost model of one second per token: a file is always quicker."""
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
@@ -34,13 +34,13 @@ def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """With room for all of the sequences only while they are short."""
+    """A model with memory for all of the sequences only while they are short."""
     with specdec.load(
         model, ctx_size=192, kv_tokens=256, parallel=4, threads=1, num_draft_tokens=4
     ) as loaded:
-        capacity = loaded.session.engine.scheduler.kv
-        monkeypatch.setattr(capacity, "cost", SLOW)
-        monkeypatch.setattr(capacity.files, "_find_folder", lambda: tmp_path)
+        kv_manager = loaded.session.engine.scheduler.kv
+        monkeypatch.setattr(kv_manager, "cost", SLOW)
+        monkeypatch.setattr(kv_manager.files, "_find_folder", lambda: tmp_path)
         yield loaded
 
 
@@ -50,8 +50,8 @@ def check_equal(llm: LLM, temperature: float = 0.0) -> None:
         expected = llm.generate(prompt, temperature=temperature, cache_prompt=False, **OPTIONS)
         assert result.token_ids == expected.token_ids
         assert result.logprobs == expected.logprobs, "to the bit"
-    capacity = llm.session.engine.scheduler.kv
-    assert capacity.files.n_bytes == 0
+    kv_manager = llm.session.engine.scheduler.kv
+    assert kv_manager.files.n_bytes == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -68,9 +68,7 @@ def full(_: int, __: int, ___: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_where_the_disk_is_full_they_are_computed_anew(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_makes_them_recomputed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     check_equal(llm)
     assert llm.stats.preempted > 0
@@ -78,9 +76,7 @@ def test_where_the_disk_is_full_they_are_computed_anew(
     assert llm.stats.recomputed_tokens > 0
 
 
-def test_where_rows_are_quicker_they_are_computed_anew(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputing_is_used_if_it_is_quicker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.session.engine.scheduler.kv, "cost", CostModel(0.0, 0.0, 1e-6))
     check_equal(llm)
     assert llm.stats.preempted > 0
@@ -97,8 +93,8 @@ def test_a_file_that_cannot_be_read_is_none(llm: LLM, monkeypatch: pytest.Monkey
     assert llm.stats.swapped_in == 0
 
 
-def held_open(folder: Path) -> list[str]:
-    """Files below the folder that this process has open, though they have no name any more."""
+def open_unlinked_files(folder: Path) -> list[str]:
+    """Return unlinked files below the folder that this process still has open."""
     links = []
     for item in Path("/proc/self/fd").iterdir():
         try:
@@ -109,7 +105,7 @@ def held_open(folder: Path) -> list[str]:
 
 
 def begin_all(llm: LLM, steps: Stepping) -> list[Any]:
-    """Five, one of which has been set aside."""
+    """Start five sequences, one of which is preempted."""
     streams = [llm.stream([9 + i, *PROMPTS[0]], **OPTIONS) for i in range(5)]
     for stream in streams:
         stream.start()
@@ -122,26 +118,26 @@ def begin_all(llm: LLM, steps: Stepping) -> list[Any]:
 def test_who_is_over_leaves_no_file(llm: LLM, tmp_path: Path, end: str) -> None:
     with Stepping(llm) as steps:
         streams = begin_all(llm, steps)
-        assert held_open(tmp_path)
+        assert open_unlinked_files(tmp_path)
         assert not list(tmp_path.iterdir()), "a kill would leave it behind"
         if end == "cancel":
             steps.cancel(*streams)
         else:
             steps.close(llm)
-    assert not held_open(tmp_path)
+    assert not open_unlinked_files(tmp_path)
 
 
 def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
-    """What others hold is shared with them again, which takes no room; a few rows are quicker."""
-    capacity = llm.session.engine.scheduler.kv
-    assert capacity._pays_off(100, num_shared=50, num_bytes=1000)
-    assert not capacity._pays_off(100, num_shared=51, num_bytes=1000)
-    capacity.cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
-    assert not capacity._pays_off(9, num_shared=0, num_bytes=1000)
-    assert capacity._pays_off(10, num_shared=0, num_bytes=1000)
-    assert not capacity._pays_off(10, num_shared=0, num_bytes=10**7)
-    text = llm.session.sequences.begin([5, 6, 7])
-    text.prefill([5, 6, 7])
-    assert llm.session.sequences.n_common([5, 6, 8, 9]) == 2
-    assert llm.session.sequences.n_common([5, 6, 8, 9], text) == 0
-    llm.session.sequences.drop(text)
+    """Shared KV is attached again, which takes no memory; a few tokens are recomputed quicker."""
+    kv_manager = llm.session.engine.scheduler.kv
+    assert kv_manager._pays_off(100, num_shared=50, num_bytes=1000)
+    assert not kv_manager._pays_off(100, num_shared=51, num_bytes=1000)
+    kv_manager.cost = CostModel(1.0, 0.0, 0.1)  # 9 more rows hide behind the reads
+    assert not kv_manager._pays_off(9, num_shared=0, num_bytes=1000)
+    assert kv_manager._pays_off(10, num_shared=0, num_bytes=1000)
+    assert not kv_manager._pays_off(10, num_shared=0, num_bytes=10**7)
+    sequence = llm.session.prefix_cache.begin([5, 6, 7])
+    sequence.prefill([5, 6, 7])
+    assert llm.session.prefix_cache.n_common([5, 6, 8, 9]) == 2
+    assert llm.session.prefix_cache.n_common([5, 6, 8, 9], sequence) == 0
+    llm.session.prefix_cache.drop(sequence)

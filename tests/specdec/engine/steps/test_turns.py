@@ -1,4 +1,4 @@
-"""Whoever waits for something between two steps gets it, though steps go on."""
+"""Calls that wait between two steps are served, though steps continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def sequences_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
-    """How many share each pass from now on."""
+    """Record the number of sequences in each pass from now on."""
     actual: list[int] = []
     run = llm.target.forward
 
@@ -41,7 +41,7 @@ def sequences_of_passes(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Meanwhile:
-    """A logits processor that has another thread do something from its fifth call on."""
+    """A logits processor that makes another thread act from its fifth call on."""
 
     def __init__(self, action: Any) -> None:
         self.n_calls = 0
@@ -58,7 +58,7 @@ class Meanwhile:
         self.n_calls += 1
         if self.n_calls == 5:
             self._thread.start()
-            self._thread.join(0.05)  # it has come to where it waits for this step's end
+            self._thread.join(0.05)  # it waits for the end of this step
         if self.n_calls == N_TOKENS - 5:
             self.was_done_before_the_end = self._done.wait(SOON_SECONDS)
         return scores
@@ -68,7 +68,7 @@ class Meanwhile:
         self._thread.join()
 
 
-def test_a_cancel_returns_with_the_round(llm: LLM) -> None:
+def test_a_cancel_returns_with_the_step(llm: LLM) -> None:
     other = llm.stream([80, 81], LONG)
     next(other)
     meanwhile = Meanwhile(other.cancel)
@@ -85,23 +85,23 @@ def test_a_cancel_of_what_never_began_returns(llm: LLM) -> None:
     assert other.is_over
 
 
-def test_what_runs_between_rounds_comes_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm.generate([80, 81], max_tokens=1)  # so that there is something to forget
+def test_calls_between_steps_come_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.generate([80, 81], max_tokens=1)  # so that there is something to drop
     meanwhile = Meanwhile(llm.session.forget_prompt)
     steps: list[int] = []
-    drop = llm.session.sequences.drop_oldest
+    drop = llm.session.prefix_cache.drop_oldest
 
     def noted() -> bool:
         steps.append(meanwhile.n_calls)
         return drop()
 
-    monkeypatch.setattr(llm.session.sequences, "drop_oldest", noted)
+    monkeypatch.setattr(llm.session.prefix_cache, "drop_oldest", noted)
     meanwhile.read(llm)
     assert meanwhile.was_done_before_the_end
     assert steps[0] == 5
 
 
-def test_a_stream_that_nobody_holds_takes_part_in_no_more_rounds(
+def test_an_unreferenced_stream_takes_part_in_no_more_steps(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Stepping(llm) as steps:

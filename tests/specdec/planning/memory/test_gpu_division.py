@@ -1,4 +1,4 @@
-"""Two ledgers: of VRAM and of the host. Nothing is over-committed in either."""
+"""Memory plans of VRAM and host: nothing is over-committed in either."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_byte_of_both_is_accounted_for(sizes, kv, more, where):
     item = memory_planner(vram, target, draft, where)
     with pytest.raises(BudgetExceeded, match="memory budget") as failure:
         item.divide(1, shape)
-    # The smallest budgets are those of the default ring.
+    # The smallest budgets use the default ring.
     total = failure.value.smallest_budget_bytes + (more[1] + 2 * sizes[1]) * MIB
     memory_plan = item.divide(total, shape)
     plan, on_gpu, host = (
@@ -108,7 +108,7 @@ def test_with_ram_nothing_is_read_and_more_vram_needs_less_of_the_host():
         memory_planner(2 * GIB, load_mode="ram").divide(needed[0] - 64 * MIB, shape)
 
 
-# --- what is weighed ------------------------------------------------------------------------------
+# --- alternatives ---------------------------------------------------------------------------------
 
 
 def weigh(
@@ -133,7 +133,7 @@ def test_the_draft_goes_where_it_is_faster():
     assert weigh("cpu", cpu=SLOW)[0].memory_plan.shape.draft_device == "cpu"
 
 
-def test_a_draft_that_has_no_room_on_the_gpu_stays_on_the_cpu():
+def test_a_draft_that_does_not_fit_on_the_gpu_stays_on_the_cpu():
     vram = memory_planner(1, where="cpu").smallest.vram_bytes
     chosen, weighed = weigh("cpu cuda", cpu=SLOW, vram=vram)
     assert chosen.memory_plan.shape.draft_device == "cpu"
@@ -162,7 +162,7 @@ def test_copies_set_the_pace_where_nothing_is_read_and_storage_where_it_is():
 
 
 def weigh_by_rows(seconds_per_row: float) -> Alternative:
-    """A GPU whose arithmetic takes so long for each byte and row; copies take 0.1 s."""
+    """A GPU whose arithmetic takes this long for each byte and row; copies take 0.1 s."""
     measurements = Measurements(
         1e9,
         PaperModel("t", 1, 1, curve=ComputeCurve.linear(1e-12, seconds_per_row)).measure_compute(),
@@ -176,7 +176,7 @@ def weigh_by_rows(seconds_per_row: float) -> Alternative:
 
 
 def test_trees_are_as_large_as_copies_hide_them():
-    """Beside copies a row costs nothing until arithmetic overtakes them."""
+    """Beside copies a row costs nothing until arithmetic takes longer than they do."""
     free, dear = weigh_by_rows(1e-15), weigh_by_rows(1e-12)
     assert free.memory_plan.n_drafted >= 4 * MAX_AUTO_NODES
     assert free.target.seconds(1 + MAX_DRAFT_TOKENS) == pytest.approx(
@@ -186,7 +186,7 @@ def test_trees_are_as_large_as_copies_hide_them():
     assert dear.target.seconds(1 + MAX_DRAFT_TOKENS) > 2 * dear.target.seconds(1)
 
 
-def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
+def test_the_policy_uses_the_memory_of_a_plan_for_a_gpu():
     alternative = weigh_by_rows(1e-15)
     costs = alternative.target.cost_model(), alternative.draft.cost_model()
     acceptance_statistics = AcceptanceStatistics(*costs, alternative.memory_plan.n_drafted)
@@ -195,7 +195,7 @@ def test_the_policy_uses_the_room_of_a_plan_for_a_gpu():
 
 
 def parts(where: str, n_drafted: int, **options: object) -> tuple[dict[str, int], dict[str, int]]:
-    """(of the host, of the GPU)"""
+    """Return (host parts, GPU parts)."""
     memory_plan = memory_planner(4 * GIB, where=where, **options).divide(
         8 * GIB, Shape(n_drafted, draft_device=where)
     )

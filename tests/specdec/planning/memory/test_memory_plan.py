@@ -61,10 +61,10 @@ def test_every_byte_is_accounted_for(n_layers, sizes, overhead, more):
         item.divide(minimum - 32 * MIB, Shape(8))
 
 
-def test_a_draft_that_fits_is_held_in_memory_before_any_layer_of_the_target_is_pinned():
+def test_a_draft_that_fits_is_resident_before_any_layer_of_the_target_is_pinned():
     target, draft = PaperModel("t", 40, 40 * MIB), PaperModel("d", 8, 40 * MIB)
     item = memory_planner(target, draft)
-    ring = 2 * 80 * MIB  # what the draft takes of the smallest budget
+    ring = 2 * 80 * MIB  # the draft's share of the smallest budget
     memory_plan = item.divide(smallest(item) + 8 * 80 * MIB - ring, Shape(8))
     assert memory_plan.draft.n_streamed_layers == 0
     assert memory_plan.target.n_streamed_layers == 40
@@ -100,8 +100,8 @@ def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
     assert memory_planner(target, load_mode="ram").divide(8 * GIB, Shape(8)).target.n_slots == 0
 
 
-def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> None:
-    """Whole rows of float64: at a large vocabulary more than the draft's KV cache."""
+def test_rejection_reserves_memory_for_the_rows_its_chain_was_drawn_from() -> None:
+    """Whole rows of float64: with a large vocabulary more than the draft's KV cache."""
     models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
 
     def num_tokens(num_seqs: int, depth: int = 256) -> float:
@@ -112,10 +112,10 @@ def test_rejection_sets_memory_aside_for_the_rows_its_chain_was_drawn_from() -> 
     assert num_tokens(1) == 200
     assert num_tokens(1, depth=32) == 32
     assert num_tokens(4, depth=32) == 4 * 32  # chains of four sequences
-    assert num_tokens(8, depth=32) == 200 + 7 + 7  # that is all that a pass has room for
+    assert num_tokens(8, depth=32) == 200 + 7 + 7  # all that a pass has memory for
 
 
-def test_each_further_text_has_noise_of_its_own() -> None:
+def test_each_further_sequence_has_noise_of_its_own() -> None:
     models = PaperModel("target", 6, 8 * MIB), PaperModel("draft", 3, 2 * MIB)
     actual = []
     for num_seqs in (1, 2, 32):
@@ -152,7 +152,7 @@ def test_shapes_say_what_the_draft_gets() -> None:
 
 
 @pytest.mark.parametrize("draft", [None, PaperModel("draft", 3, 2 * MIB)])
-def test_block_verification_sets_memory_aside_for_the_rows_that_it_judges_together(draft) -> None:
+def test_block_verification_reserves_memory_for_the_rows_that_it_judges_together(draft) -> None:
     n_drafted, vocab = 40, 32000
     item = memory_planner(
         PaperModel("target", 6, 8 * MIB), draft, acceptance="block", num_draft_tokens=n_drafted,

@@ -1,4 +1,4 @@
-"""What a plan foresees to be lent is what is lent to a process that takes what was assumed."""
+"""Planned pinnable memory equals the memory pinned by a process with the assumed usage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.ring.order import ReadOrder
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
-from specdec.planning.memory.pinnable import IN_USE_BYTES, TEXT_TOKENS
+from specdec.planning.memory.pinnable import IN_USE_BYTES, SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Measurements, predict
 from specdec.policy import opportunistic_layers
@@ -28,7 +28,7 @@ BASE = 400 * MIB
 OPTIONS = RunOptions("t", ctx_size=CTX, num_draft_tokens=4)
 TARGET = PaperModel("t", 40, 20 * MIB)
 CURVE = ComputeCurve.linear(0.1 / GIB, 0.01 / GIB)
-FIGURES = Measurements(1e9, ModelCompute(CURVE, 10 * MIB), None)
+SIZES = Measurements(1e9, ModelCompute(CURVE, 10 * MIB), None)
 NUM_TOKENS = 5
 
 
@@ -36,11 +36,11 @@ def chosen(total_bytes: int = 2 * GIB) -> Alternative:
     memory_plan = MemoryPlanner(TARGET, None, OPTIONS, BASE).divide(
         total_bytes, Shape(4, draft_device=None)
     )
-    return predict(memory_plan, FIGURES, SpecConfig(num_draft_tokens=4))
+    return predict(memory_plan, SIZES, SpecConfig(num_draft_tokens=4))
 
 
 class Target:
-    """As much KV as for all nodes of a pass is to come."""
+    """A target with as much KV as all nodes of a pass need."""
 
     pinned_bytes = unread_bytes = 0
 
@@ -66,14 +66,14 @@ def test_it_is_what_unused_memory_would_hold(
     layer_cache = OpportunisticLayers(
         target, None, 2 * GIB, activation_bytes=activations, max_num_tokens=max_num_tokens
     )
-    layer_cache.lend(NUM_TOKENS, n_tokens)
+    layer_cache.pin(NUM_TOKENS, n_tokens)
     placement = item.memory_plan.target
     pinned = item.decoding(n_tokens).target.placement
     num_pinned = placement.n_streamed_layers - pinned.n_streamed_layers
     assert num_pinned == target.pinned_bytes // TARGET.slot_bytes(placement) > 0
 
 
-def test_a_shorter_text_leaves_more_to_layers_and_is_faster() -> None:
+def test_a_shorter_sequence_leaves_more_memory_to_layers_and_is_faster() -> None:
     item = chosen()
     short, long = item.decoding(1), item.decoding(CTX)
     assert short.target.placement.streamed_bytes < long.target.placement.streamed_bytes
@@ -97,10 +97,10 @@ def test_the_plan_tells_of_it() -> None:
     assert values["pinnable_bytes"] == values["streamed_bytes_per_pass"] - streamed > 0
     assert values["plain_tokens_per_second"] > item.plain_tokens_per_second
     (line,) = (line for line in plan.lines() if "unused memory" in line)
-    assert line.startswith(f"while a text of {TEXT_TOKENS} tokens is decoded")
+    assert line.startswith(f"while a sequence of {SEQUENCE_TOKENS} tokens is decoded")
 
 
-def test_where_all_is_in_memory_nothing_is_lent() -> None:
+def test_nothing_is_pinned_if_all_is_resident() -> None:
     item = chosen(8 * GIB)
     assert item.decoding(1).target.placement == item.memory_plan.target
     plan = RunPlan("as asked", item, (item,))

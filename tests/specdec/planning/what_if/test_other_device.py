@@ -1,4 +1,4 @@
-"""Plans for devices that are not this one."""
+"""Plans for devices other than this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdec.planning.what_if.other_device import DevicePlan, plan_on
 
 HERE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=HERE, can_use_gpu=True)
-"""3.1 GiB."""
+"""Budget of 3.1 GiB."""
 DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE, can_use_gpu=True)
 
 
@@ -32,7 +32,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
     monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
     monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
-    # Tests that ran before in this process are not to count.
+    # Earlier tests in this process must not count.
     taken = SimpleNamespace(rss_bytes=500 * MIB)
     monkeypatch.setattr("specdec.planning.memory.base.process_memory", lambda: taken)
 
@@ -70,16 +70,16 @@ def test_what_is_read_from_a_slow_storage_is_what_an_upgrade_helps():
     ranked = list(speeds.values())
     assert ranked == sorted(ranked, reverse=True)
     assert actual.lines()[-1] == f"most useful upgrade: {next(iter(speeds))}"
-    # Twice the memory nearly holds the target: better than twice the speed of its reading.
+    # Twice the memory nearly fits the target: better than twice its read speed.
     assert next(iter(speeds)).startswith("memory budget (3.00 GiB)")
 
 
 def test_a_whole_device_has_its_own_arithmetic_and_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(PaperModel, "measure_compute", None)  # is not asked for
+    monkeypatch.setattr(PaperModel, "measure_compute", None)  # is not requested
     actual = plan("phone")
     assert actual.device.from_this_machine == ()
     assert actual.plan.budget_bytes == 8 * GIB
-    # All of it in memory: a pass is the reading of the weights from there, at 28 GB/s.
+    # All of it in memory: a pass reads the weights from there, at 28 GB/s.
     n_bytes = 40 * 80 * MIB + TARGET.head_bytes
     assert actual.plan.pass_seconds(1) == pytest.approx(n_bytes / 28e9, rel=0.01)
     values = json.loads(json.dumps(actual.to_dict()))
@@ -100,7 +100,7 @@ def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
     best = max(actual.upgrades.values())
     upgrades = {name: speed / best * 0.1 for name, speed in actual.upgrades.items()}
     slower = DevicePlan(actual.plan, actual.device, upgrades)
-    assert slower.lines()[-1] == "no single figure doubled would help"
+    assert slower.lines()[-1] == "no single upgrade would help"
 
 
 def test_a_device_with_a_gpu_computes_there():
@@ -108,7 +108,7 @@ def test_a_device_with_a_gpu_computes_there():
     item = actual.plan
     assert (item.device, item.draft_device) == ("cuda", "cuda")
     assert (item.vram_budget_bytes, item.vram_source) == (2 * GIB, "as asked")
-    # What does not fit in 2 GiB of VRAM is pinned: its copies are what a pass waits for.
+    # Weights beyond 2 GiB of VRAM are pinned: a pass waits for their copies.
     copied = item.placement.moved_bytes
     assert copied > GIB
     assert item.placement.streamed_bytes / 3e9 < copied / 12.5e9
@@ -180,7 +180,7 @@ def test_a_budget_above_the_devices_memory_is_refused():
     ):
         plan("raspberry-pi-5", memory_budget="16GiB")
     with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB}B"):
-        plan("sd-card", memory_budget="3GiB")  # of which this machine's is taken
+        plan("sd-card", memory_budget="3GiB")  # minus this machine's share
     assert plan("raspberry-pi-5", memory_budget="8GiB").plan.budget_bytes == 8 * GIB
 
 
@@ -189,7 +189,7 @@ SLOWED = ComputeCurve((1,), (1e-10,), (2e-10,))  # 0.3 s a pass, 0.6 s beside re
 
 @pytest.fixture
 def slowed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The models that were timed, and whether beside reads."""
+    """Return the timed models, and whether beside reads."""
     asked: list[bool] = []
 
     def measure(model: PaperModel, beside_reads: bool = True) -> ModelCompute:
@@ -219,7 +219,7 @@ def target_curve(storage: str, memory_bytes: int) -> ComputeCurve:
     here = machine(memory_bytes)
     opened = OpenedPair(SimpleNamespace(source=TARGET), None)
     device = complete(PRESETS[storage], here)
-    return other_device._figures(device, here, opened, None, memory_bytes).target.per_byte
+    return other_device._measurements_of(device, here, opened, None, memory_bytes).target.per_byte
 
 
 @pytest.mark.parametrize(
