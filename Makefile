@@ -1,5 +1,6 @@
 # make demo    install, then run a grown target in less than half its size
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
+# make mutants changes of the exact parts, each of which a test must notice (hours)
 # make test-arm   what memory and processors decide, in an emulated arm64 Debian (root; docs/install.md)
 # make bench   specdec against other programs (grows a 6 GB target first)
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BUDGET  ?= 3.5GiB
 ARM      := build/arm
 ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
 
-.PHONY: demo test test-arm bench clean
+.PHONY: demo test test-arm mutants bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
@@ -23,6 +24,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+mutants: $(VENV)/.installed-dev
+	$(PIP) "mutmut>=3.8,<4"
+	$(BIN)/mutmut run
 
 test-arm: $(ARM)/.packages
 	$(ARM_STEP) test $(ARM)
