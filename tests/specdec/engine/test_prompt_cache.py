@@ -338,7 +338,6 @@ def test_on_the_command_line(
 
 
 def test_devices_and_fifos_are_no_files(tmp_path: Path) -> None:
-    """The message must not advise to remove them."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/null")
     for path in ("/dev/null", tmp_path / "fifo", tmp_path / "link"):
