@@ -31,6 +31,19 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Restore the environment, which commands that run in this process set: `-v` the verbosity of
+    libraries, which the processes of later tests would take for the user's wish."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each test plan as in a fresh process: without the suite's memory use, without acceptance
     statistics of any model, and without other tests preventing measurements from being cached."""
