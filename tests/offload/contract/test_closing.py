@@ -50,19 +50,6 @@ def test_closing_while_the_caller_waits(
         layers.check_closed()
 
 
-@pytest.mark.parametrize("n_open", [0, 1, 5, 10])
-def test_closing_while_readers_are_busy(tmp_path: Path, kind: Kind, n_open: int) -> None:
-    gate = Gate(n_open)
-    with kind(page_weights(tmp_path), 5, n_readers=4, storage=gate.storage) as layers:
-        gate.reached.wait()
-        threading.Timer(0.05, gate.opened.set).start()
-        layers.close()
-        with pytest.raises(StreamerClosed):
-            layers.enter(0)
-        layers.access.leave(0)
-        layers.access.restart()
-
-
 def test_a_read_that_never_returns_does_not_block_closing(
     tmp_path: Path, kind: Kind, monkeypatch, caplog
 ) -> None:

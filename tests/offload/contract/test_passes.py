@@ -28,27 +28,6 @@ def test_every_layer_count_and_ring_depth(tmp_path: Path, kind: Kind, n_slots: i
             layers.check_budget()
 
 
-def test_layers_may_be_nested_as_deep_as_the_ring(tmp_path: Path, kind: Kind) -> None:
-    with kind(page_weights(tmp_path), 2) as layers:
-        with layers.layer(0), layers.layer(1):
-            with pytest.raises(RuntimeError, match="2 slots"):
-                layers.enter(2)
-            with pytest.raises(RuntimeError, match="out of order"):
-                layers.enter(0)
-        layers.run_passes(2)
-
-
-def test_an_exception_in_the_block_counts_no_pass(tmp_path: Path, kind: Kind) -> None:
-    with kind(page_weights(tmp_path), 1) as layers:
-        for index in range(5):
-            with pytest.raises(ZeroDivisionError), layers.layer(index):
-                raise ZeroDivisionError
-            layers.check_absent(index)
-        assert layers.access.stats.passes == 0
-        layers.run_passes(2)
-        assert layers.access.stats.passes == 2
-
-
 def test_no_restart_is_made_where_none_is_needed(tmp_path: Path, kind: Kind) -> None:
     reads = FaultyReads()
     with kind(page_weights(tmp_path), 5, storage=reads.storage) as layers:
@@ -69,12 +48,6 @@ def test_a_layer_left_open_is_released_by_a_restart(tmp_path: Path, kind: Kind) 
         left_open.__exit__(None, None, None)
         layers.leave(0)
         layers.run_passes(2)
-
-
-def test_layers_without_bytes(tmp_path: Path, kind: Kind) -> None:
-    weights = write_weights(tmp_path, [[], [0], [50_000], []])
-    with kind(weights, 2) as layers:
-        layers.run_passes(3)
 
 
 def test_everything_resident_needs_no_ring(tmp_path: Path, kind: Kind) -> None:

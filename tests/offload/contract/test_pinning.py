@@ -46,18 +46,6 @@ def test_pinned_layers_are_not_read_again(weights: Weights, kind: Kind, num_pinn
         assert n_read <= n_passes * sum(sizes) + 2 * max(sizes)
 
 
-@pytest.mark.parametrize(("n_slots", "n_allowed"), [(2, 4), (5, 1), (6, 0), (9, 0)])
-def test_the_slots_have_something_to_do(
-    weights: Weights, kind: Kind, n_slots: int, n_allowed: int
-) -> None:
-    """As many layers stream as there are slots: none is read twice at a time."""
-    with kind(weights, n_slots) as layers:
-        assert layers.access.pin_layers(99) == n_allowed
-        layers.run_passes(3)
-        assert layers.access.num_pinned == n_allowed
-        layers.check_budget()
-
-
 def test_fewer_are_pinned_if_memory_is_short(weights: Weights, kind: Kind, monkeypatch) -> None:
     with kind(weights, 2) as layers:
         n_left = 1

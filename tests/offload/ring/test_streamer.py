@@ -26,22 +26,13 @@ def test_tensors_straddle_shards_and_are_partly_resident(tmp_path: Path) -> None
     weights = write_weights(
         tmp_path, sizes, n_files=3, resident=lambda i, j: (i + j) % 3 == 0 or i == 3
     )
-    seen: list[tuple[int, int]] = []
-    with WeightStreamer(
-        weights.layers,
-        2,
-        read_bytes=16 * PAGE,
-        poison=True,
-        progress=lambda done, total: seen.append((done, total)),
-    ) as streamer:
+    with WeightStreamer(weights.layers, 2, read_bytes=16 * PAGE, poison=True) as streamer:
         weights.run_passes(streamer, n_passes=4)
         records = [r for layer in weights.layers for r in layer.resident_records]
         assert streamer.resident_bytes == resident_footprint(records)
         assert streamer.ring_bytes == 2 * max(
             buffer_bytes(layer.slot_bytes) for layer in weights.layers
         )
-    assert seen[-1][0] == seen[-1][1] > sum(record.n_bytes for record in records) - 1
-    assert seen == sorted(seen)
 
 
 def test_addresses_keep_the_files_alignment(tmp_path: Path) -> None:
