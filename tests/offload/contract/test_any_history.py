@@ -50,13 +50,14 @@ class LayerHistory(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
 
     @initialize(
-        sizes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=7),
-        resident=st.sets(st.tuples(st.integers(0, 6), st.integers(0, 2))),
+        sizes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=3)
+        | st.lists(st.lists(SIZES, min_size=1, max_size=2), min_size=4, max_size=7),
+        resident=st.sets(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=6),
         n_files=st.integers(1, 3),
         padding=st.integers(1, 9000),
         options=st.fixed_dictionaries(
             {
-                "n_slots": st.integers(1, 8),
+                "n_slots": st.sampled_from([1, 1, 2, 2, 3, 8]),
                 "n_readers": st.integers(1, 5),
                 "read_bytes": st.sampled_from([PAGE, 3 * PAGE, 2048 * PAGE]),
                 "remainder": st.integers(0, 511).map(lambda n_pages: n_pages * PAGE),
@@ -187,14 +188,16 @@ class LayerHistory(RuleBasedStateMachine):
 
     # --- pinning --------------------------------------------------------------------------------
 
-    @rule(n_layers=st.integers(0, 9))
-    def pin(self, n_layers: int) -> None:
+    @rule(n_layers=st.integers(0, 5), is_used=st.booleans())
+    def pin(self, n_layers: int, is_used: bool) -> None:
         n_streamed = len(self.access._cursor._streamed)
         self.num_to_pin = min(n_layers, max(0, n_streamed - self.access.n_slots))
         if self.access.num_pinned > self.num_to_pin:  # some are unpinned, and all released
             self.forget_all()
             self.expected = 0
         assert self.access.pin_layers(n_layers) == self.num_to_pin
+        if is_used:
+            self.run_passes(2, None)
 
     # --- faults ---------------------------------------------------------------------------------
 
