@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -147,8 +146,8 @@ def memory_in(ranges: Iterable[tuple[int, int]], key: str = "Anonymous") -> int:
     total = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            address = int(match.group(1), 16)
+        if not line[0].isupper():  # "7f12a000-7f12b000 rw-p ...", not "Rss: ..."
+            address = int(line.split("-", 1)[0], 16)
             inside = any(start <= address < end for start, end in expected)
         elif inside and line.startswith(key + ":"):
             total += int(line.split()[1]) * 1024

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
 from weight_files import FaultyReads, Weights, write_weights
 
 from offload.ring.layer_access import LayerAccess
@@ -65,13 +64,3 @@ def uneven_sizes(n_layers: int, seed: int, limit: int = 9000) -> list[list[int]]
 
 def small_weights(folder: Path) -> Weights:
     return write_weights(folder, [[9000, 100], [5000], [12_000], [300], [8000]], n_files=2)
-
-
-def pinning_operations(n_layers: int, limit: int) -> st.SearchStrategy[list[tuple[str, int]]]:
-    """Return a strategy: passes that end before a layer, numbers of layers to pin, and restarts."""
-    item = st.one_of(
-        st.tuples(st.just("run_passes"), st.integers(0, n_layers)),
-        st.tuples(st.just("pin_layers"), st.integers(0, n_layers + 2)),
-        st.tuples(st.just("restart"), st.just(0)),
-    )
-    return st.lists(item, max_size=limit)

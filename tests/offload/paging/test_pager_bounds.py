@@ -13,7 +13,6 @@ import pytest
 from mapped_weights import HUGE, mapped, needs_whole_pages
 from mapped_weights import memory_in as bytes_in
 from paging import PAGE, check_memory, one_file
-from streaming import reader_threads
 from weight_files import Weights, write_weights
 
 from offload.formats.tensors import TensorRecord
@@ -118,29 +117,6 @@ def test_a_layer_smaller_than_a_page_is_resident(tmp_path: Path) -> None:
         assert pager.n_slots == 2
         files.check(0)
         files.run_passes(pager, 3)
-
-
-def test_everything_resident_needs_no_ring(tmp_path: Path) -> None:
-    weights = write_weights(tmp_path, [[9000, 0], [5000]], resident=lambda i, j: True)
-    seen: list[tuple[int, int]] = []
-    with (
-        mapped(weights) as files,
-        Pager(
-            files.layers,
-            [],
-            files.mappings,
-            0,
-            progress=lambda done, all_: seen.append((done, all_)),
-        ) as pager,
-    ):
-        assert not [
-            thread for thread in reader_threads() if thread.name.startswith("specdec-reader")
-        ]
-        files.check_resident()
-        files.run_passes(pager, 3)
-        assert (pager.n_slots, pager.ring_bytes, pager.stats.passes) == (0, 0, 3)
-        check_memory(pager, files)
-    assert seen[-1][0] == seen[-1][1] >= 14_000
 
 
 def test_an_overhead_that_is_no_overhead(tmp_path: Path) -> None:

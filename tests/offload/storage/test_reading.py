@@ -62,6 +62,16 @@ def test_an_error_of_progress_ends_the_reading(weights: Weights) -> None:
         load(weights, progress=progress)
 
 
+@pytest.mark.parametrize("failing", [0, 2, 5])
+def test_a_read_that_fails_ends_the_reading(weights: Weights, failing: int) -> None:
+    def fault(call: int, length: int) -> None:
+        if call == failing:
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(StorageError, match="Input/output error"):
+        load(weights, FaultyReads(fault))
+
+
 @pytest.mark.parametrize("when", [0, 5, -1])
 def test_a_file_that_is_overwritten_meanwhile(weights: Weights, when: int) -> None:
     counting = FaultyReads()
