@@ -127,12 +127,15 @@ def make_kind(name: str, folder: Path) -> Kind:
     return Kind(name, folder)
 
 
-NAMES = [
-    "torch-resident",
+STREAMED = [
     "torch-streamed",
     "device",
-    pytest.param("llama-resident", marks=pytest.mark.gguf),
     pytest.param("llama-streamed", marks=pytest.mark.gguf),
+]
+NAMES = [
+    "torch-resident",
+    *STREAMED,
+    pytest.param("llama-resident", marks=pytest.mark.gguf),
 ]
 
 

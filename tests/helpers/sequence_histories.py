@@ -76,6 +76,9 @@ class SequencesMachine(RuleBasedStateMachine):
     def a_sequence(self, data: st.DataObject) -> SequenceState:
         return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1))]
 
+    def one_with_nodes(self, data: st.DataObject) -> SequenceState:
+        return data.draw(st.sampled_from([s for s in self.sequences if s.live] or self.sequences))
+
     def some_sequences(self, data: st.DataObject) -> list[SequenceState]:
         return data.draw(st.lists(st.sampled_from(self.sequences), unique=True, min_size=1))
 
@@ -100,10 +103,16 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def a_pass_of_several(self, data: st.DataObject) -> None:
+    def a_pass_over_nodes(self, data: st.DataObject) -> None:
+        self.a_pass_of_several(data, only_nodes=True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def a_pass_of_several(self, data: st.DataObject, only_nodes: bool = False) -> None:
         """Run a pass over as many sequences as fit."""
         chosen = self.some_sequences(data)
-        batch, actual = zip(*(self.rows_of(state, data) for state in chosen), strict=True)
+        parts = [self.rows_of(state, data, only_nodes) for state in chosen]
+        batch, actual = zip(*parts, strict=True)
         batch = batch[: self.backend.n_fitting(batch)]
         scores = self.backend.forward(batch)
         assert len(scores) == len(batch)
@@ -111,10 +120,8 @@ class SequencesMachine(RuleBasedStateMachine):
             assert score.node_ids == list(paths)
             ends = list(paths.values())
             if rows.parents is None:
-                state.live, ends = (
-                    {},
-                    [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))],
-                )
+                state.live = {}
+                ends = [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))]
             for row, logits in zip(rows.logit_positions, score.logits, strict=True):
                 self.check(logits, [*state.committed, *ends[row]])
             if rows.parents is None:
@@ -122,7 +129,7 @@ class SequencesMachine(RuleBasedStateMachine):
             state.live.update(paths)
 
     def rows_of(
-        self, state: SequenceState, data: st.DataObject
+        self, state: SequenceState, data: st.DataObject, only_nodes: bool = False
     ) -> tuple[SequenceInput, dict[int, Path]]:
         """Return the next tokens of a prompt, or some nodes, with all rows of logits or a few."""
         new = data.draw(st.lists(tokens, min_size=1, max_size=6))
@@ -131,7 +138,8 @@ class SequencesMachine(RuleBasedStateMachine):
             state.sequence.rollback(length)
             state.committed, state.live = state.committed[:length], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
-        if len(state.live) + len(new) > MAX_NODES or data.draw(st.booleans()):
+        is_full = len(state.live) + len(new) > MAX_NODES
+        if is_full or not only_nodes and data.draw(st.booleans()):
             return SequenceInput(state.sequence, new, logits_at=rows), {}
         first, parents = state.sequence.next_node_id, []
         actual: dict[int, Path] = {}
@@ -146,7 +154,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        state = self.a_sequence(data)
+        state = self.one_with_nodes(data)
         path = state.ids(data.draw(st.sampled_from([PREFIX, *state.live])))
         children = [n for n in state.live if state.ids(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
@@ -159,7 +167,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def prune(self, data: st.DataObject) -> None:
-        state = self.a_sequence(data)
+        state = self.one_with_nodes(data)
         if state.live:
             doomed = data.draw(st.lists(st.sampled_from(list(state.live)), min_size=1, max_size=3))
             gone = state.below(doomed)
@@ -215,28 +223,16 @@ class SequencesMachine(RuleBasedStateMachine):
         sequence = chosen[-1].sequence
         first = sequence.next_node_id
         many = [9] * (self.backend.max_context - sequence.n_committed + 1)
-        batch[-1] = data.draw(
-            st.sampled_from(
-                [
-                    SequenceInput(sequence, [9], [first + 7]),  # not a live node
-                    SequenceInput(sequence, many),
-                    SequenceInput(sequence, many, [PREFIX, *range(first, first + len(many) - 1)]),
-                ]
-            )
-        )
+        chain = [PREFIX, *range(first, first + len(many) - 1)]
+        wrong = [([9], [first + 7]), (many, None), (many, chain)]  # the first is no live node
+        batch[-1] = SequenceInput(sequence, *data.draw(st.sampled_from(wrong)))
         error = BackendError if len(batch) > 1 or batch[-1].parents else ContextFull
         with pytest.raises(error):
             self.backend.forward(batch)
         for state in chosen:
             state.live = {}
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def a_commit_that_fails(self, data: st.DataObject) -> None:
-        state = self.a_sequence(data)
         with pytest.raises(BackendError, match="not a live node"):
-            state.sequence.commit([state.sequence.next_node_id])
-        state.live = {}
+            sequence.commit([sequence.next_node_id])
 
     @precondition(lambda self: self.sequences and self.backend.can_save_prefix)
     @rule(data=st.data())

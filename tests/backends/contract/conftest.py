@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from backend_kinds import NAMES, Kind, make_kind
+from backend_kinds import NAMES, STREAMED, Kind, make_kind
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,6 @@ def kind(request: pytest.FixtureRequest, kind_models: Path) -> Kind:
     return make_kind(request.param, kind_models)
 
 
-@pytest.fixture
-def streamed(kind: Kind) -> Kind:
-    if not kind.is_streamed:
-        pytest.skip("nothing is read during a pass")
-    return kind
+@pytest.fixture(params=STREAMED, scope="module")
+def streamed(request: pytest.FixtureRequest, kind_models: Path) -> Kind:
+    return make_kind(request.param, kind_models)

@@ -65,9 +65,7 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
 
 
 @pytest.mark.usefixtures("_torch_threads")
-@pytest.mark.parametrize(
-    ("family", "n_threads"), [("llama", 2), ("llama", 3), ("gemma2", 1), ("bloom", 3)]
-)
+@pytest.mark.parametrize(("family", "n_threads"), [("llama", 2), ("gemma2", 1), ("bloom", 3)])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
     """Several blocks of keys, chunks of a prompt of any length, threads that share rows."""
     monkeypatch.setattr(hf_backend, "CHUNK_TOKENS", 40)
