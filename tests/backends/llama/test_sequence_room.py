@@ -109,6 +109,20 @@ def test_a_sequence_that_ends_before_others_is_not_moved(
     assert backend._cells.n_moved == 41
 
 
+def test_shared_cells_are_moved_for_all_their_sequences(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    first, base = backend.new_sequence(), backend.new_sequence()
+    first.prefill([5] * 50)
+    base.prefill([6] * 40)
+    forks = [base.fork(), base.fork(30)]
+    first.close()
+    row = base.prefill([7])
+    assert backend._cells.n_moved == 40
+    assert np.array_equal(forks[0].prefill([7]), row)
+    forks[1].prefill([6] * 10)
+    assert np.array_equal(forks[1].prefill([7]), row)
+
+
 def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_num_seqs=2)  # ten sequences
     tree, rest = backend.new_sequence(), [backend.new_sequence() for _ in range(3)]
