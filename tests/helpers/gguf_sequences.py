@@ -8,14 +8,13 @@ from typing import Any
 
 from gguf_models import save_tiny_gguf
 from gguf_streaming import placement
-from sequence_histories import MAX_NODES, MAX_SEQS
+from sequence_histories import CONTEXT, MAX_NODES, MAX_SEQS
 
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.llama.backend import LlamaBackend
 from backends.llama.source import GgufSource
 
-CONTEXT = 60
 SIZES = {
     "max_context": CONTEXT,
     "max_nodes": MAX_SEQS * MAX_NODES,

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact_histories import Plain
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,12 +17,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from plain_rows import Plain
 
-from backends.contract.backend import PREFIX, BackendError
+from backends.contract.backend import PREFIX, BackendError, ContextFull
 from backends.contract.recovery import RecoverableKV, RecoveringBackend
 from backends.contract.sequence import SequenceInput
 
 MAX_SEQS = 5
+CONTEXT = 60
 MAX_NODES = 16  # for one sequence
 tokens = st.integers(3, 95)
 Path = tuple[int, ...]
@@ -52,6 +53,9 @@ class SequencesMachine(RuleBasedStateMachine):
     plain: Plain
     depth: int  # maximum depth of nodes
     longest: int  # prompt
+    max_seqs: int
+    beginning: list[int]
+    """Common prefix of every sequence: all operations happen that far behind position 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,16 +68,25 @@ class SequencesMachine(RuleBasedStateMachine):
     def check(self, row: np.ndarray, token_ids: Sequence[int]) -> None:
         assert self.is_right(row, self.plain.row(token_ids))
 
+    def a_length(self, state: SequenceState, data: st.DataObject) -> int:
+        """Return the length of some prefix, not far before the end of `beginning`."""
+        n_before = max(0, len(self.beginning) - 10)
+        return data.draw(st.integers(n_before, len(state.committed)))
+
     def a_sequence(self, data: st.DataObject) -> SequenceState:
         return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1))]
+
+    def one_with_nodes(self, data: st.DataObject) -> SequenceState:
+        return data.draw(st.sampled_from([s for s in self.sequences if s.live] or self.sequences))
 
     def some_sequences(self, data: st.DataObject) -> list[SequenceState]:
         return data.draw(st.lists(st.sampled_from(self.sequences), unique=True, min_size=1))
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQS)
+    @precondition(lambda self: len(self.sequences) < self.max_seqs)
     @rule(data=st.data())
     def reach(self, data: st.DataObject) -> None:
-        prompt = data.draw(st.lists(tokens, min_size=1, max_size=self.longest))
+        new = data.draw(st.lists(tokens, min_size=1, max_size=self.longest))
+        prompt = [*self.beginning, *new]
         state = SequenceState(self.backend.new_sequence(), [])
         if not self.backend.n_fitting([SequenceInput(state.sequence, prompt)]):
             state.sequence.close()
@@ -90,10 +103,16 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
-    def a_pass_of_several(self, data: st.DataObject) -> None:
+    def a_pass_over_nodes(self, data: st.DataObject) -> None:
+        self.a_pass_of_several(data, only_nodes=True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def a_pass_of_several(self, data: st.DataObject, only_nodes: bool = False) -> None:
         """Run a pass over as many sequences as fit."""
         chosen = self.some_sequences(data)
-        batch, actual = zip(*(self.rows_of(state, data) for state in chosen), strict=True)
+        parts = [self.rows_of(state, data, only_nodes) for state in chosen]
+        batch, actual = zip(*parts, strict=True)
         batch = batch[: self.backend.n_fitting(batch)]
         scores = self.backend.forward(batch)
         assert len(scores) == len(batch)
@@ -101,10 +120,8 @@ class SequencesMachine(RuleBasedStateMachine):
             assert score.node_ids == list(paths)
             ends = list(paths.values())
             if rows.parents is None:
-                state.live, ends = (
-                    {},
-                    [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))],
-                )
+                state.live = {}
+                ends = [tuple(rows.token_ids[: i + 1]) for i in range(len(rows.token_ids))]
             for row, logits in zip(rows.logit_positions, score.logits, strict=True):
                 self.check(logits, [*state.committed, *ends[row]])
             if rows.parents is None:
@@ -112,15 +129,17 @@ class SequencesMachine(RuleBasedStateMachine):
             state.live.update(paths)
 
     def rows_of(
-        self, state: SequenceState, data: st.DataObject
+        self, state: SequenceState, data: st.DataObject, only_nodes: bool = False
     ) -> tuple[SequenceInput, dict[int, Path]]:
         """Return the next tokens of a prompt, or some nodes, with all rows of logits or a few."""
         new = data.draw(st.lists(tokens, min_size=1, max_size=6))
         if len(state.committed) + len(new) > self.backend.max_context:
-            state.sequence.rollback(1)
-            state.committed, state.live = state.committed[:1], {}
+            length = max(1, len(self.beginning) - 10)
+            state.sequence.rollback(length)
+            state.committed, state.live = state.committed[:length], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
-        if len(state.live) + len(new) > MAX_NODES or data.draw(st.booleans()):
+        is_full = len(state.live) + len(new) > MAX_NODES
+        if is_full or not only_nodes and data.draw(st.booleans()):
             return SequenceInput(state.sequence, new, logits_at=rows), {}
         first, parents = state.sequence.next_node_id, []
         actual: dict[int, Path] = {}
@@ -135,7 +154,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        state = self.a_sequence(data)
+        state = self.one_with_nodes(data)
         path = state.ids(data.draw(st.sampled_from([PREFIX, *state.live])))
         children = [n for n in state.live if state.ids(n)[:-1] == path]
         keep = [n for n in children if data.draw(st.booleans())]
@@ -148,7 +167,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def prune(self, data: st.DataObject) -> None:
-        state = self.a_sequence(data)
+        state = self.one_with_nodes(data)
         if state.live:
             doomed = data.draw(st.lists(st.sampled_from(list(state.live)), min_size=1, max_size=3))
             gone = state.below(doomed)
@@ -159,15 +178,31 @@ class SequencesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         state = self.a_sequence(data)
-        length = data.draw(st.integers(0, len(state.committed)))
+        length = self.a_length(state, data)
         state.sequence.rollback(length)
         state.committed, state.live = state.committed[:length], {}
 
-    @precondition(lambda self: 0 < len(self.sequences) < MAX_SEQS)
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), new=st.lists(tokens, min_size=1, max_size=5))
+    def cut_to_another_prompt(self, data: st.DataObject, new: list[int]) -> None:
+        """Go on with a prompt that may share a prefix with the present one."""
+        state = self.a_sequence(data)
+        n_shared = self.a_length(state, data)
+        expected = [*state.committed[:n_shared], *new][: self.backend.max_context]
+        lacking = state.sequence.cut_to(expected)
+        assert 0 < len(lacking) <= max(len(expected) - n_shared, 1)
+        n_left = len(expected) - len(lacking)
+        if n_left < len(state.committed):
+            state.committed, state.live = expected[:n_left], {}
+        if self.backend.n_fitting([SequenceInput(state.sequence, lacking)]):
+            self.check(state.sequence.prefill(lacking), expected)
+            state.committed, state.live = expected, {}
+
+    @precondition(lambda self: 0 < len(self.sequences) < self.max_seqs)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         state = self.a_sequence(data)
-        length = data.draw(st.integers(0, len(state.committed)))
+        length = self.a_length(state, data)
         self.sequences.append(SequenceState(state.sequence.fork(length), state.committed[:length]))
 
     @precondition(lambda self: self.sequences)
@@ -185,12 +220,19 @@ class SequencesMachine(RuleBasedStateMachine):
         """Fail a pass: it drops live nodes of its own sequences only."""
         chosen = self.some_sequences(data)
         batch = [self.rows_of(state, data)[0] for state in chosen]
-        unknown = chosen[-1].sequence.next_node_id + 7
-        batch[-1] = SequenceInput(chosen[-1].sequence, [9], [unknown])
-        with pytest.raises(BackendError, match="not a live node"):
+        sequence = chosen[-1].sequence
+        first = sequence.next_node_id
+        many = [9] * (self.backend.max_context - sequence.n_committed + 1)
+        chain = [PREFIX, *range(first, first + len(many) - 1)]
+        wrong = [([9], [first + 7]), (many, None), (many, chain)]  # the first is no live node
+        batch[-1] = SequenceInput(sequence, *data.draw(st.sampled_from(wrong)))
+        error = BackendError if len(batch) > 1 or batch[-1].parents else ContextFull
+        with pytest.raises(error):
             self.backend.forward(batch)
         for state in chosen:
             state.live = {}
+        with pytest.raises(BackendError, match="not a live node"):
+            sequence.commit([sequence.next_node_id])
 
     @precondition(lambda self: self.sequences and self.backend.can_save_prefix)
     @rule(data=st.data())
@@ -211,8 +253,12 @@ class SequencesMachine(RuleBasedStateMachine):
     def lengths_are_exact(self) -> None:
         for state in self.sequences:
             assert list(state.sequence.committed_ids) == state.committed
-            assert set(state.sequence.store.table.ids) == set(state.live)
-            state.sequence.store.check_integrity()
+            store = state.sequence.store
+            assert set(store.table.ids) == set(state.live)
+            if hasattr(store, "_ends"):  # llama.cpp: at most one of its sequences per leaf
+                inner = {node for n in state.live for node in state.ids(n)[:-1]}
+                assert sorted(store._ends.values()) == sorted(set(state.live) - inner)
+            store.check_integrity()
 
     def teardown(self) -> None:
         for state in self.sequences:
@@ -225,10 +271,20 @@ def try_sequences(
     *,
     depth: int = MAX_NODES,
     longest: int = 40,
+    max_seqs: int = MAX_SEQS,
+    beginning: Sequence[int] = (),
     is_right: Callable[[np.ndarray, np.ndarray], bool] | None = None,
     **options: Any,
 ) -> None:
-    members = {"backend": backend, "plain": plain, "depth": depth, "longest": longest}
+    """Run histories of up to `max_seqs` sequences and compare their rows with those of `plain`."""
+    members = {
+        "backend": backend,
+        "plain": plain,
+        "depth": depth,
+        "longest": longest,
+        "max_seqs": max_seqs,
+        "beginning": list(beginning),
+    }
     if is_right is not None:
         members["is_right"] = staticmethod(is_right)
     run_state_machine_as_test(

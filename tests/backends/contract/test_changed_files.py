@@ -6,29 +6,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from backend_kinds import Kind
+from cpu_engine import CpuEngine
 from open_files import n_open_files
-from tiny_pair import save_model
+from tiered import STORAGE, tiered_model
 
-from backends.contract.source import BackendOptions, Loading, ModelSource
-from backends.hf.source import HfSource
+from backends.contract.source import Loading
+from backends.cuda.source import HfGpuSource
 from offload.formats.tensors import CheckpointError
 from offload.placement.placement import Placement
-
-
-def hf(folder: Path) -> ModelSource:
-    return HfSource(save_model(folder / "model", seed=1), BackendOptions())
-
-
-def gguf(folder: Path) -> ModelSource:
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    from gguf_models import save_tiny_gguf
-
-    from backends.llama.source import GgufSource
-
-    return GgufSource(save_tiny_gguf("llama", folder / "m.gguf"), BackendOptions(n_threads=1))
 
 
 def overwrite(path: Path) -> None:
@@ -44,12 +33,19 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, replace])
-@pytest.mark.parametrize("make", [hf, pytest.param(gguf, marks=pytest.mark.gguf)])
 def test_a_changed_file_is_refused(
-    make: Callable[[Path], ModelSource], change: Callable[[Path], None], tmp_path: Path
+    streamed: Kind,
+    change: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = make(tmp_path)
-    loading = Loading(Placement(source.layers, 2), 16, 4, 4)
+    monkeypatch.setattr("backends.cuda.source.CudaEngine", lambda vram_bytes: CpuEngine())
+    source: Any = Kind(streamed.name, tmp_path).source(is_exact=False)
+    plan = Placement(source.layers, 2)
+    if streamed.name == "device":
+        source = HfGpuSource(source)
+        plan = tiered_model(source.model, lambda layer, tensor: STORAGE)
+    loading = Loading(plan, 16, 4, 4)
     source.load(loading).close()
     n_files = n_open_files()
     change(source.weight_file)

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from gguf_models import save_tiny_gguf
-from tiny_pair import save_model
+from backend_kinds import Kind
 
-import specdec
 from backends.contract.backend import Backend
 from backends.contract.kv_files import KvFiles
 
 IDS = [7 + i % 60 for i in range(70)]
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
-def backend(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    folder = tmp_path_factory.mktemp("model")
-    if request.param == "gguf":
-        pytest.importorskip("llama_cpp")
-        model = save_tiny_gguf("llama", folder / "m.gguf")
-    else:
-        model = save_model(folder, seed=0)
-    with specdec.load(model, ctx_size=128, kv_tokens=512, threads=1) as llm:
-        yield llm.target
+@pytest.fixture(scope="module")
+def backend(kind: Kind) -> Iterator[Backend]:
+    with kind.load(max_context=128, num_kv_slots=512) as made:
+        yield made
 
 
 def test_logits_are_bit_equal_beside_other_sequences(backend: Backend, tmp_path: Path) -> None:

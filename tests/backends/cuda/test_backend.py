@@ -62,25 +62,6 @@ def test_traffic_of_a_pass(tier: str, checkpoint_factory) -> None:
         assert (use.copy_stall_seconds > 0) == (tier != DEVICE)
 
 
-def test_a_cancel_ends_the_pass_and_only_that(checkpoint_factory) -> None:
-    with on_device(checkpoint_factory("llama"), CpuEngine()) as backend:
-        expected = conversation(backend)
-        runner = backend._runners[1]
-        forward = runner._forward
-
-        def cancelling(*args: object, **kwargs: object) -> object:
-            backend.request_cancel()
-            return forward(*args, **kwargs)
-
-        runner._forward = cancelling
-        own(backend).rollback(0)
-        with pytest.raises(BackendError, match="the pass was cancelled"):
-            own(backend).prefill(PROMPT)
-        runner._forward = forward
-        assert own(backend).n_committed == 0
-        assert equal(conversation(backend), expected)
-
-
 def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
     """The call must return after the pass, so that timings and device errors belong to it."""
     engine = CpuEngine()
@@ -108,21 +89,6 @@ def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
             assert np.array_equal(own(other).prefill(PROMPT), expected)
             again = own(pinned).prefill(own(pinned).cut_to(PROMPT))
             assert np.array_equal(again, own(other).prefill(own(other).cut_to(PROMPT)))
-
-
-def test_a_saved_prefix_is_restored_on_the_device(checkpoint_factory) -> None:
-    directory = checkpoint_factory("llama")
-    with on_device(directory, CpuEngine()) as backend:
-        own(backend).prefill(PROMPT)
-        shapes = own(backend).prefix_tensors()
-        saved = {shape.name: memoryview(bytearray(shape.n_bytes)) for shape in shapes}
-        own(backend).save_prefix(saved)
-        expected = own(backend).extend([7], [PREFIX])[1]
-        own(backend).rollback(0)
-        own(backend).load_prefix(
-            PROMPT, {shape.name: (shape, saved[shape.name]) for shape in shapes}
-        )
-        assert np.array_equal(own(backend).extend([7], [PREFIX])[1], expected)
 
 
 def test_a_plan_over_tiers_loads_the_model_onto_the_device(

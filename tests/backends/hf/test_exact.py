@@ -10,14 +10,14 @@ import pytest
 import torch
 from alone import own
 from checkpoints import FAMILIES, in_dtype
-from exact_histories import CONTEXT, MAX_NODES, Plain, try_histories
+from plain_rows import Plain
+from sequence_histories import CONTEXT, MAX_NODES, try_sequences
 
 from backends.attention.blocks import Scores
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions, Loading
 from backends.hf import backend as hf_backend
 from backends.hf.source import HfSource
-from offload.placement.placement import Placement
 from offload.placement.plan import plan_placement
 
 
@@ -27,11 +27,8 @@ def make_source(directory: Path, n_threads: int | None = None) -> HfSource:
     return source
 
 
-def load(source: HfSource, max_context: int = CONTEXT, n_slots: int = 0):
-    """Load with a ring of `n_slots` slots for all layers; 0 keeps all layers in memory."""
+def load(source: HfSource, max_context: int = CONTEXT):
     placement = plan_placement(source.layers, 1 << 40)
-    if n_slots:
-        placement = Placement(source.layers, n_slots)
     return source.load(Loading(placement, max_context, MAX_NODES, MAX_NODES))
 
 
@@ -42,7 +39,7 @@ def test_any_history_gives_the_bits_of_one_token_per_pass(
 ) -> None:
     directory = in_dtype(checkpoint_factory(family), tmp_path, dtype)
     with load(make_source(directory)) as backend, load(make_source(directory)) as plain:
-        try_histories(backend, plain, max_examples=8)
+        try_sequences(backend, Plain(plain), max_seqs=1, longest=20, max_examples=4)
 
 
 def long_sequence(n_tokens: int) -> list[int]:
@@ -62,25 +59,24 @@ LONG_FAMILIES = {
 def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tmp_path) -> None:
     """Trees, commits and rollbacks on both sides of a block boundary."""
     directory = in_dtype(checkpoint_factory(family, **LONG_FAMILIES[family]), tmp_path, dtype)
-    beginning = long_sequence(100)
-    with load(make_source(directory), 256) as backend, load(make_source(directory), 256) as plain:
-        try_histories(backend, plain, beginning, max_examples=8)
+    options = {"beginning": long_sequence(118), "longest": 20, "max_seqs": 1}
+    with load(make_source(directory), 200) as backend, load(make_source(directory), 200) as plain:
+        try_sequences(backend, Plain(plain), max_examples=4, **options)
 
 
 @pytest.mark.usefixtures("_torch_threads")
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize(("family", "n_threads"), [("llama", 2), ("gemma2", 1), ("bloom", 3)])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
     """Several blocks of keys, chunks of a prompt of any length, threads that share rows."""
     monkeypatch.setattr(hf_backend, "CHUNK_TOKENS", 40)
-    token_ids = long_sequence(230)
+    token_ids = long_sequence(150)
     directory = checkpoint_factory(family, max_position_embeddings=512)
     with (
         load(make_source(directory, n_threads), 256) as backend,
         load(make_source(directory, n_threads), 256) as item,
     ):
         plain = Plain(item)
-        for lengths in ([230], [41, 189], [128, 1, 101]):
+        for lengths in ([150], [41, 109], [128, 1, 21]):
             own(backend).rollback(0)
             for start, n in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
                 row = own(backend).prefill(token_ids[start : start + n])
@@ -96,20 +92,6 @@ def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> No
         own(backend).commit([ids[1], ids[4]], keep=[ids[5]])
         _, rows = own(backend).extend(token_ids[129:131], [ids[5], own(backend).next_node_id])
         assert np.array_equal(rows[-1], plain.row(token_ids[:131]))
-
-
-def test_where_the_weights_are_decides_nothing(checkpoint_factory) -> None:
-    directory, token_ids = checkpoint_factory("llama"), long_sequence(20)
-    with (
-        load(make_source(directory)) as pinned,
-        load(make_source(directory), n_slots=2) as streamed,
-    ):
-        for backend in (pinned, streamed):
-            own(backend).prefill(token_ids)
-        parents = [PREFIX, PREFIX, own(pinned).next_node_id]
-        rows = [own(backend).extend([5, 6, 7], parents)[1] for backend in (pinned, streamed)]
-        assert np.array_equal(*rows)
-        assert streamed.stream_use.bytes_streamed > 0
 
 
 # --- necessary parts ------------------------------------------------------------------------------
@@ -133,15 +115,22 @@ def leave_passes_short(monkeypatch, source: HfSource) -> None:
 MISTAKES = [reverse_the_blocks, leave_passes_short]
 
 
+@pytest.fixture(scope="module")
+def one_by_one(checkpoint_factory) -> Plain:
+    """Rows of a long prompt, one token per pass."""
+    with load(make_source(checkpoint_factory("llama")), 256) as item:
+        plain = Plain(item)
+        plain.row(long_sequence(240)[:220])
+    return plain
+
+
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monkeypatch) -> None:
+def test_without_one_of_its_parts_bits_differ(
+    mistake, one_by_one, checkpoint_factory, monkeypatch
+) -> None:
     """A prompt and chains behind several blocks of keys, in fp32."""
     token_ids = long_sequence(240)
-    directory = checkpoint_factory("llama")
-    with load(make_source(directory), 256) as item:
-        plain = Plain(item)
-        plain.row(token_ids)
-    source = make_source(directory)
+    source = make_source(checkpoint_factory("llama"))
     if mistake is not None:
         mistake(monkeypatch, source)
     with load(source, 256) as backend:
@@ -152,6 +141,6 @@ def test_without_one_of_its_parts_bits_differ(mistake, checkpoint_factory, monke
             ids, actual = own(backend).extend(token_ids[start : start + n], parents)
             rows += list(actual)
             own(backend).commit(ids)
-    expected = [plain.rows[tuple(token_ids[:n])] for n in range(200, 221)]
+    expected = [one_by_one.rows[tuple(token_ids[:n])] for n in range(200, 221)]
     is_equal = all(map(np.array_equal, rows, expected))
     assert is_equal == (mistake is None)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from alone import own
 from checkpoints import MIXTURES, in_dtype
-from exact_histories import CONTEXT, MAX_NODES, try_histories
 from family_checks import (
     PROMPT,
     TOLERANCE,
@@ -20,7 +19,9 @@ from family_checks import (
     reference_logits,
     scale,
 )
+from plain_rows import Plain
 from safetensors.torch import load_file, save_file
+from sequence_histories import CONTEXT, MAX_NODES, try_sequences
 
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading
@@ -90,7 +91,7 @@ def test_any_history_gives_the_bits_of_one_token_per_pass(
     assert sources[0].exactness.is_exact, sources[0].exactness
     few, all_pinned = (loaded(source, n) for source, n in zip(sources, (4, None), strict=True))
     with few as backend, all_pinned as plain:
-        try_histories(backend, plain, max_examples=4)
+        try_sequences(backend, Plain(plain), max_seqs=1, longest=20, max_examples=3)
 
 
 def loaded(source, n_slots=None):

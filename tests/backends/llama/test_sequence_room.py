@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alone import own
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 from gguf_sequences import exact_source, filled_up_source, load
 
-from backends.contract.backend import PREFIX, BackendError, ContextFull
-from backends.contract.exactness import NOT_ASKED
+from backends.contract.backend import PREFIX, BackendError
 from backends.contract.sequence import SequenceInput
 from backends.llama.backend import LlamaBackend
-from backends.llama.passes import PassCancelled
 
 pytestmark = pytest.mark.gguf
 
@@ -40,22 +37,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., LlamaBackend]]:
     yield make
     for backend in made:
         backend.close()
-
-
-def test_a_fork_holds_the_prompt_once(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_context=200, num_kv_slots=256, max_nodes=400, max_num_seqs=8)
-    first = backend.new_sequence()
-    first.prefill([5] * 180)
-    n_free = backend._cells.n_free
-    forks = [first.fork() for _ in range(5)]
-    assert backend._cells.n_free == n_free
-    row = forks[0].prefill([7])
-    assert forks[1].num_free_slots == n_free - 1
-    first.close()
-    assert forks[1].num_free_slots == n_free - 1
-    assert np.array_equal(forks[1].prefill([7]), row)
-    with pytest.raises(BackendError, match="cannot fork at 200: 181 are committed"):
-        forks[1].fork(200)
 
 
 def test_cells_of_ended_sequences_are_free(make: Callable[..., LlamaBackend]) -> None:
@@ -128,6 +109,20 @@ def test_a_sequence_that_ends_before_others_is_not_moved(
     assert backend._cells.n_moved == 41
 
 
+def test_shared_cells_are_moved_for_all_their_sequences(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    first, base = backend.new_sequence(), backend.new_sequence()
+    first.prefill([5] * 50)
+    base.prefill([6] * 40)
+    forks = [base.fork(), base.fork(30)]
+    first.close()
+    row = base.prefill([7])
+    assert backend._cells.n_moved == 40
+    assert np.array_equal(forks[0].prefill([7]), row)
+    forks[1].prefill([6] * 10)
+    assert np.array_equal(forks[1].prefill([7]), row)
+
+
 def test_sequences_run_out_and_come_back(make: Callable[..., LlamaBackend]) -> None:
     backend = make(max_nodes=8, max_num_seqs=2)  # ten sequences
     tree, rest = backend.new_sequence(), [backend.new_sequence() for _ in range(3)]
@@ -188,61 +183,7 @@ def test_more_rows_of_logits_than_it_was_made_for(make: Callable[..., LlamaBacke
     assert sequences[0].num_free_slots == 8
 
 
-def test_one_sequence_alone_reports_a_full_context(make: Callable[..., LlamaBackend]) -> None:
-    backend = make(max_context=250, num_kv_slots=None, max_nodes=64, exactness=NOT_ASKED)
-    own(backend).prefill([5] * 250)
-    assert own(backend).num_free_slots == 6
-    with pytest.raises(ContextFull, match="1 more tokens after 250"):
-        own(backend).extend([5], [PREFIX])
-
-
 # --- failures -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("n_passes", [0, 1])
-def test_a_cancel_leaves_every_sequence_unchanged(
-    is_streamed: bool,
-    n_passes: int,
-    make: Callable[..., LlamaBackend],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The cancel comes in the first or the second batch of a pass."""
-    sizes = {"max_context": 700, "num_kv_slots": 2500, "max_nodes": 16}
-    backend = make(is_streamed=is_streamed, **sizes)
-    other, long, tree = (backend.new_sequence() for _ in range(3))
-    for sequence in (other, long, tree):
-        sequence.prefill([3, 4, 5])
-    cached, _ = other.extend([6, 7], [PREFIX, 0])
-    tree.extend([6, 7], [PREFIX, 0])
-    batch = [SequenceInput(long, [9] * 600), SequenceInput(tree, [8], [1])]
-    decode, n_seen = backend._context.decode, []
-
-    def cancel(batch: Any) -> int:
-        if backend._stream is not None and backend._stream._recording is not None:
-            return decode(batch)  # one inspection of the graph
-        n_seen.append(batch.n_tokens)
-        if len(n_seen) > n_passes:
-            backend.request_cancel()
-        return decode(batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend._context, "decode", cancel)
-        with pytest.raises(PassCancelled):
-            backend.forward(batch)
-    assert n_seen == [512, 89][: n_passes + 1]
-    assert [sequence.n_committed for sequence in (other, long, tree)] == [3, 3, 3]
-    assert (other.store.table.ids, tree.store.table.ids) == (tuple(cached), ())
-    for sequence in (other, long, tree):
-        sequence.store.check_integrity()
-    other.commit(cached)
-    alone = make(**sizes)
-    for sequence, actual in ((other, [3, 4, 5, 6, 7]), (long, [3, 4, 5]), (tree, [3, 4, 5])):
-        own(alone).rollback(0)
-        own(alone).prefill([*actual, *[9] * 600])
-        row = own(alone).extend([8], [PREFIX])[1]
-        sequence.prefill([9] * 600)
-        assert np.array_equal(sequence.extend([8], [PREFIX])[1], row)
 
 
 @pytest.mark.parametrize("broken", ["get", "set"])
@@ -264,18 +205,6 @@ def test_a_failed_move_loses_no_sequence(
     second.rollback(29)
     assert np.array_equal(second.prefill([6]), expected[1])
     assert np.array_equal(first.prefill([5] * 20), expected[0])
-
-
-def test_the_two_threads_of_siblings_have_sequences_of_their_own(
-    make: Callable[..., LlamaBackend],
-) -> None:
-    backend = make()
-    sequence = backend.new_sequence()
-    row = sequence.prefill([5, 6, 7])
-    with backend.sibling(max_context=30, max_nodes=8, max_num_tokens=8) as other:
-        assert (own(other).n_committed, own(backend).n_committed) == (0, 0)
-        assert np.array_equal(own(other).prefill([5, 6, 7]), row)
-        assert sequence.n_committed == 3
 
 
 def test_a_pass_of_few_tokens_is_padded(tmp_path: Path) -> None:
