@@ -53,7 +53,7 @@ class UnsupportedModel(SpecdecError):
     """The checkpoint is of a kind that specdec cannot run."""
 
 
-class StreamUse(NamedTuple):
+class TransferStats(NamedTuple):
     """Traffic of a backend's weights since it was loaded."""
 
     bytes_streamed: int = 0
@@ -70,7 +70,7 @@ class StreamUse(NamedTuple):
     """Expert cache hits: requested experts that were in memory."""
 
     @classmethod
-    def of(cls, layers: StreamStats, experts: ExpertStats) -> StreamUse:
+    def of(cls, layers: StreamStats, experts: ExpertStats) -> TransferStats:
         """Return the sum of the traffic of layers and of experts that are read one by one."""
         return cls(
             layers.bytes_read + experts.bytes_read,
@@ -80,7 +80,7 @@ class StreamUse(NamedTuple):
         )
 
 
-class KvUse(NamedTuple):
+class KvUsage(NamedTuple):
     """Token positions of a KV cache in use."""
 
     n_used: int
@@ -138,7 +138,9 @@ class Backend(ABC):
         """
         return True
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> Backend:
+    def with_shared_weights(
+        self, *, max_context: int, max_nodes: int, max_num_tokens: int
+    ) -> Backend:
         """Return a backend with its own KV cache over this one's weights, which must be in memory.
 
         The two may be used by two threads. Close the sibling first.
@@ -148,9 +150,9 @@ class Backend(ABC):
         raise BackendError("this backend cannot share its weights")
 
     @property
-    def stream_use(self) -> StreamUse:
+    def transfer_stats(self) -> TransferStats:
         """Storage traffic so far; zero for a model in memory."""
-        return StreamUse()
+        return TransferStats()
 
     @property
     @abstractmethod
@@ -164,7 +166,7 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def kv_use(self) -> KvUse:
+    def kv_usage(self) -> KvUsage:
         """Positions that sequences use; any thread may read it."""
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
@@ -185,7 +187,7 @@ class Backend(ABC):
         """Bytes of streamed layers that are pinned for now (opportunistic layer cache)."""
         return 0
 
-    def pin_layers(self, n_bytes: int) -> None:  # noqa: B027 (optional)
+    def set_pinned_bytes(self, n_bytes: int) -> None:  # noqa: B027 (optional)
         """Pin streamed layers in memory after their next use, up to `n_bytes`; release what exceeds
         that at once. Call it between passes only."""
 

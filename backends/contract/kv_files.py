@@ -43,7 +43,7 @@ class KvFile:
 
     def close(self) -> None:
         """Close the file and free its space. Idempotent."""
-        self._files.let_go(self)
+        self._files.forget(self)
         self._file.close()
 
 
@@ -93,7 +93,7 @@ class KvFiles:
         self._open.append(KvFile(self, tuple(sequence.committed_ids), file, n_mapped))
         return self._open[-1]
 
-    def let_go(self, file: KvFile) -> None:
+    def forget(self, file: KvFile) -> None:
         """Forget a closed file."""
         if file in self._open:
             self._open.remove(file)

@@ -26,7 +26,7 @@ class PrefixCache:
         self._in_use: list[SequenceKV] = []
         self._cached: list[SequenceKV] = []  # the oldest first
 
-    def begin(self, token_ids: Sequence[int], *, skips_cache: bool = False) -> SequenceKV:
+    def allocate(self, token_ids: Sequence[int], *, skips_cache: bool = False) -> SequenceKV:
         """Return a sequence whose KV is the longest cached prefix of these tokens.
 
         The last token's KV is left out, since its logits are needed. Cached sequences are dropped,
@@ -59,12 +59,12 @@ class PrefixCache:
         remaining = [kv for kv in (*self._in_use, *self._cached) if kv is not apart_from]
         return max((common_length(list(kv.committed_ids), prefix) for kv in remaining), default=0)
 
-    def make_capacity(self, sequence: SequenceKV, num_tokens: int) -> None:
+    def ensure_capacity(self, sequence: SequenceKV, num_tokens: int) -> None:
         batch = [SequenceInput(sequence, [0] * max(1, num_tokens))]
         while self._cached and self.backend.n_fitting(batch) < 1:
             self.drop_oldest()
 
-    def end(self, sequence: SequenceKV) -> None:
+    def release(self, sequence: SequenceKV) -> None:
         self._in_use.remove(sequence)
         sequence.rollback(sequence.n_committed)  # live nodes are of no use to others
         self._cached.append(sequence)

@@ -67,7 +67,7 @@ class SharedSource(ModelSource):
     def _load(self, loading: Loading) -> Backend:
         if self._owner is None:
             raise BackendError("the weights that were to be shared are not loaded")
-        return self._owner.sibling(
+        return self._owner.with_shared_weights(
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
             max_num_tokens=loading.max_num_tokens,

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from backends.contract.backend import StreamUse
+from backends.contract.backend import TransferStats
 from backends.hf.model import HfModel
 from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.device import DeviceDecoder
@@ -106,16 +106,16 @@ class DeviceWeights:
         self._streamer.restart()
 
     @property
-    def use(self) -> StreamUse:
+    def use(self) -> TransferStats:
         stats = self._streamer.stats
-        return StreamUse(
+        return TransferStats(
             stats.bytes_read, stats.stall_seconds, stats.bytes_copied, stats.copy_stall_seconds
         )
 
     unread_bytes = 0
     pinned_bytes = 0
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         """Do nothing: the layers in host memory are fixed while the model is loaded."""
 
     def stop(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.masks import alibi_bias
-from backends.contract.backend import BackendError, KvUse, StreamUse
+from backends.contract.backend import BackendError, KvUsage, TransferStats
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens
@@ -143,8 +143,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             model, weights, max_context=max_context, num_kv_slots=num_kv_slots, exactness=exactness
         )
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> TorchBackend:
-        """See Backend.sibling; the passes of the two take turns."""
+    def with_shared_weights(
+        self, *, max_context: int, max_nodes: int, max_num_tokens: int
+    ) -> TorchBackend:
+        """See Backend.with_shared_weights; the passes of the two take turns."""
         if self._weights.streams:
             raise BackendError("a streamed model cannot share its weights")
         other = self._without_sequences()
@@ -161,7 +163,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._pool = KvPool(len(self._model.layers), n_blocks)
 
     @property
-    def stream_use(self) -> StreamUse:
+    def transfer_stats(self) -> TransferStats:
         return self._weights.use
 
     @property
@@ -185,9 +187,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return self._pool.n_touched * BLOCK_SIZE
 
     @property
-    def kv_use(self) -> KvUse:
+    def kv_usage(self) -> KvUsage:
         pool = self._pool
-        return KvUse(BLOCK_SIZE * (pool.n_blocks - pool.n_free), BLOCK_SIZE * pool.n_shared)
+        return KvUsage(BLOCK_SIZE * (pool.n_blocks - pool.n_free), BLOCK_SIZE * pool.n_shared)
 
     @property
     def unread_bytes(self) -> int:
@@ -197,8 +199,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def pinned_bytes(self) -> int:
         return self._weights.pinned_bytes
 
-    def pin_layers(self, n_bytes: int) -> None:
-        self._weights.pin_layers(n_bytes)
+    def set_pinned_bytes(self, n_bytes: int) -> None:
+        self._weights.set_pinned_bytes(n_bytes)
 
     def request_cancel(self) -> None:
         """End a running pass with a BackendError at its next layer or chunk, or while it waits for

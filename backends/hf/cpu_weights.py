@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from backends.contract.backend import StreamUse
+from backends.contract.backend import TransferStats
 from backends.hf.model import HfModel
 from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.decoder import Decoder
@@ -97,9 +97,9 @@ class CpuWeights:
         self._streamer.restart()
 
     @property
-    def use(self) -> StreamUse:
+    def use(self) -> TransferStats:
         experts = ExpertStats() if self._experts is None else self._experts.stats
-        return StreamUse.of(self._streamer.stats, experts)
+        return TransferStats.of(self._streamer.stats, experts)
 
     @property
     def unread_bytes(self) -> int:
@@ -109,8 +109,8 @@ class CpuWeights:
     def pinned_bytes(self) -> int:
         return self._streamer.pinned_bytes
 
-    def pin_layers(self, n_bytes: int) -> None:
-        self._streamer.pin_bytes(n_bytes)
+    def set_pinned_bytes(self, n_bytes: int) -> None:
+        self._streamer.set_pinned_bytes(n_bytes)
 
     def stop(self) -> bool:
         if self._experts is not None:

@@ -51,7 +51,7 @@ def load_prefix(
     names = {f"layers.{i}.{kind}" for i in range(len(pool.layers)) for kind in ("keys", "values")}
     if set(tensors) != names:
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
-    pool.begin(kv.make_capacity(0, len(token_ids)))
+    pool.begin(kv.append_positions(0, len(token_ids)))
     for i, (layer, module) in enumerate(zip(pool.layers, model.layers, strict=True)):
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)

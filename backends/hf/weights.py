@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from backends.contract.backend import StreamUse
+from backends.contract.backend import TransferStats
 from backends.packed.tensor import PackedTensor
 from offload.ring.slots import Check
 
@@ -94,7 +94,7 @@ class TorchWeights(Protocol):
         """Start again at layer 0, as after an aborted pass."""
 
     @property
-    def use(self) -> StreamUse:
+    def use(self) -> TransferStats:
         """Bytes read and copied since the load."""
 
     @property
@@ -105,7 +105,7 @@ class TorchWeights(Protocol):
     def pinned_bytes(self) -> int:
         """See Backend."""
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         """See Backend."""
 
     def stop(self) -> bool:

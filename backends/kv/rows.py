@@ -29,7 +29,7 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
     for tokens in new:
         num_tokens = len(tokens.token_ids) + (n_more if tokens is new[-1] else 0)
         layout = layout_of(tokens)
-        places.append(tokens.store.make_capacity(layout.prefix + layout.first_new, num_tokens))
+        places.append(tokens.store.append_positions(layout.prefix + layout.first_new, num_tokens))
         parts.append(tokens.store.part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch

@@ -28,7 +28,7 @@ class BlockStore:
         """Numbers of its blocks in the pool, in order, int64."""
         return np.array(self._blocks, dtype=np.int64)
 
-    def make_capacity(self, first: int, num_tokens: int) -> np.ndarray:
+    def append_positions(self, first: int, num_tokens: int) -> np.ndarray:
         """Take blocks to write `num_tokens` rows from `first` on; return their rows in the pool.
 
         Raises BackendError, and loses nothing, if the pool has no more blocks.

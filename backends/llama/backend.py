@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from backends.contract.backend import BackendError, ContextFull, KvUse, StreamUse
+from backends.contract.backend import BackendError, ContextFull, KvUsage, TransferStats
 from backends.contract.exactness import NOT_ASKED, Exactness
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
@@ -153,8 +153,10 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self._passes = CancellablePasses(self._context)
         self._closing.append(self._passes.cancel)
 
-    def sibling(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> LlamaBackend:
-        """See Backend.sibling."""
+    def with_shared_weights(
+        self, *, max_context: int, max_nodes: int, max_num_tokens: int
+    ) -> LlamaBackend:
+        """See Backend.with_shared_weights."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
         other = self._without_sequences()
@@ -195,8 +197,8 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         return self._cells.n_free, self._cells.n_free_sequences
 
     @property
-    def stream_use(self) -> StreamUse:
-        return self._stream.use if self._stream else StreamUse()
+    def transfer_stats(self) -> TransferStats:
+        return self._stream.use if self._stream else TransferStats()
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         """See Backend.kv_growth_bytes. A streamed model's cells take memory once they are written:
@@ -217,9 +219,9 @@ class LlamaBackend(RecoveringBackend[CellStore]):
     def pinned_bytes(self) -> int:
         return self._stream.pinned_bytes if self._stream else 0
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         if self._stream:
-            self._stream.pin_layers(n_bytes)
+            self._stream.set_pinned_bytes(n_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -230,8 +232,8 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         return 0 if self._is_closed else self._context.n_cells
 
     @property
-    def kv_use(self) -> KvUse:
-        return KvUse(0, 0) if self._is_closed else self._cells.use
+    def kv_usage(self) -> KvUsage:
+        return KvUsage(0, 0) if self._is_closed else self._cells.use
 
     @property
     def can_save_prefix(self) -> bool:
@@ -244,7 +246,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self._prefix.save(buffers, kv.in_use[0])
 
     def _load_prefix(self, kv: CellStore, token_ids: list[int], tensors: SavedTensors) -> None:
-        self._make_capacity(kv, len(token_ids))
+        self._ensure_capacity(kv, len(token_ids))
         self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
 
@@ -269,7 +271,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         """Run as many passes as `max_num_tokens` requires; each reads a streamed model once."""
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
-        self._make_capacity(new[0].store, len(rows))
+        self._ensure_capacity(new[0].store, len(rows))
         logits = []
         for part, batch in rows.batches(
             self.max_num_tokens, self._options.min_batch_tokens, self._cells.scratch
@@ -290,7 +292,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         assert self._stream is not None
         return self._stream.decode(batch)
 
-    def _make_capacity(self, kv: CellStore, n_new: int) -> None:
+    def _ensure_capacity(self, kv: CellStore, n_new: int) -> None:
         """Prepare the cache for `n_new` cells of this sequence and others. Raises BackendError."""
         n_free = self._cells.n_free
         if n_new > n_free:

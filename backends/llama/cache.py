@@ -159,7 +159,9 @@ class CellStore:
         """Keep these of the cells from `start` on, in this order; release the others."""
         before, cached = self.cells[start:], set(rows)
         self.cells[start:] = [before[row] for row in rows]
-        self._all_cells.let_go(self, [cell for i, cell in enumerate(before) if i not in cached])
+        self._all_cells.release_cells(
+            self, [cell for i, cell in enumerate(before) if i not in cached]
+        )
         path = self.table.path
         self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
         self.check_integrity()
@@ -183,7 +185,7 @@ class CellStore:
         for sequence in self._owned:
             self._all_cells.remove(sequence, length)
         self._all_cells.empty_scratch()
-        self._all_cells.let_go(self, self.cells[length:])
+        self._all_cells.release_cells(self, self.cells[length:])
         del self.cells[length:]
         self._ends, self._through = {}, {}
         if not length:
@@ -236,7 +238,7 @@ class CellStore:
         while self._owned:
             self._all_cells.give_back(self._owned[-1])
             self._owned.pop()
-        self._all_cells.let_go(self, self.cells)
+        self._all_cells.release_cells(self, self.cells)
         self.cells = []
 
     # --- llama.cpp's cells -----------------------------------------------------------------

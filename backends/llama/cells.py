@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from backends.contract.backend import BackendError, KvUse
+from backends.contract.backend import BackendError, KvUsage
 from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
 from backends.llama.prefix import SequenceState
@@ -160,10 +160,10 @@ class Cells:
         return self.n_cells - self._n_used + self._n_dead
 
     @property
-    def use(self) -> KvUse:
+    def use(self) -> KvUsage:
         cells = [cell for cell in list(self._order) if cell.is_live]
         n_holders = sum(sum(not user.has_ended for user in list(cell.users)) for cell in cells)
-        return KvUse(len(cells), n_holders - len(cells))
+        return KvUsage(len(cells), n_holders - len(cells))
 
     def grow(self, sequences: Sequence[CellUser], positions: Sequence[int]) -> None:
         """Record that a pass has written a cell for each of these users, in this order."""
@@ -179,7 +179,7 @@ class Cells:
         of finished users lie between theirs."""
         return max(0, min(num_tokens + self._n_dead, self.n_cells) - self._n_touched)
 
-    def let_go(self, user: CellUser, cells: Sequence[Cell]) -> None:
+    def release_cells(self, user: CellUser, cells: Sequence[Cell]) -> None:
         """Remove a user from these cells."""
         for cell in cells:
             was_dead = not cell.is_live

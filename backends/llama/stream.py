@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.contract.backend import StreamUse
+from backends.contract.backend import TransferStats
 from backends.ggml.library import LlamaError, LlamaModel
 from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
@@ -149,11 +149,11 @@ class StreamedLayers:
             self._embedding.append(RowsInPlace(record, address, self._pager.resident_ranges))
 
     @property
-    def use(self) -> StreamUse:
+    def use(self) -> TransferStats:
         if self._pager is None:
-            return StreamUse()
+            return TransferStats()
         experts = ExpertStats() if self._experts is None else self._experts.stats
-        return StreamUse.of(self._pager.stats, experts)
+        return TransferStats.of(self._pager.stats, experts)
 
     @property
     def unread_bytes(self) -> int:
@@ -164,9 +164,9 @@ class StreamedLayers:
     def pinned_bytes(self) -> int:
         return 0 if self._pager is None else self._pager.pinned_bytes
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         if self._pager is not None:
-            self._pager.pin_bytes(n_bytes)
+            self._pager.set_pinned_bytes(n_bytes)
 
     def decode(self, batch: Batch) -> int:
         """Run one pass; return 0, or 2 if it was stopped. Re-raise errors of the callback."""

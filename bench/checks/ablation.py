@@ -26,7 +26,6 @@ from unittest.mock import patch
 import psutil
 import typer
 
-from bench.commands.sweep import STORAGE_SPEEDS
 from bench.process.child import forget_model
 from bench.process.provenance import collect
 from bench.prompts.workloads import read_prompts
@@ -44,8 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "weight prefetch": ("specdec.planning.weight_prefetch._begin",),
     "saved acceptance statistics": ("specdec.engine.saved_statistics.load_cached",),
     "opportunistic layers": (
-        "specdec.policy.opportunistic_layers.OpportunisticLayers.begin",
-        "specdec.policy.opportunistic_layers.OpportunisticLayers.pin",
+        "specdec.policy.opportunistic_layers.OpportunisticLayers.pin_after_prefill",
+        "specdec.policy.opportunistic_layers.OpportunisticLayers.pin_after_decode",
     ),
 }
 """Functions that return None in place of their work, where a part is switched off."""
@@ -113,26 +112,25 @@ def compare(
     draft_model: Annotated[str, typer.Option("-md", "--draft-model")],
     memory_budget: Annotated[str, typer.Option("--memory-budget")],
     prompts: Annotated[Path, typer.Option("--prompts")],
-    storage: Annotated[str, typer.Option("--storage", help="MB/s, or a name of sweep's.")] = "full",
+    storage: Annotated[float | None, typer.Option("--storage", help="Read limit in MB/s.")] = None,
     n_prompts: Annotated[int, typer.Option("--n-prompts")] = 3,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens")] = 64,
 ) -> None:
     """Measure each part's share of the speed and of the time to the first token."""
-    speed = STORAGE_SPEEDS[storage] if storage in STORAGE_SPEEDS else float(storage)
     file = model if model.is_file() else max(model.glob("*.safetensors"))
-    reads = None if speed is None else ReadLimit(file, int(speed * 1e6))
+    reads = None if storage is None else ReadLimit(file, int(storage * 1e6))
     limits = Limits(parse_bytes(memory_budget), 600.0, reads)
     argv = ["run", "-m", str(model), "-md", draft_model, "--memory-budget", memory_budget]
     argv += ["-c", "1024", "-n", str(max_tokens), "--json", "-p"]
     results: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
     with TemporaryDirectory() as name:
         run_part = partial(measured, limits=limits, folder=Path(name))
-        texts = [prompt.text for prompt in read_prompts(prompts, n_prompts)]
-        for turn, text in enumerate([texts[0], *texts]):
+        chosen = read_prompts(prompts, n_prompts)
+        for turn, prompt in enumerate([chosen[0], *chosen]):
             for part in PARTS if turn % 2 else reversed(PARTS):
                 os.sync()
                 forget_model(model)
-                result = run_part(part, [*argv, text])
+                result = run_part(part, [*argv, prompt.text])
                 if turn:  # the first one fills the cache
                     results[part].append(result)
     typer.echo(table(results))

@@ -27,7 +27,7 @@ from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
 from specdec.metrics.stats import ratio
 from specdec.models.weight_files import largest_weight_file
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
+from specdec.policy.pair_statistics import PairStatistics
 
 if TYPE_CHECKING:
     from specdec.api import LLM
@@ -109,7 +109,7 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
     for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
         llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
-    statistics = {mode: AcceptanceStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
+    statistics = {mode: PairStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
     records: list[Record] = []
     started = time.monotonic()
     for index, prompt in enumerate(spec.prompts):

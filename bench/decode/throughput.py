@@ -78,7 +78,7 @@ def _measure_row(
 ) -> dict[str, Any]:
     prompts = [prompt.text for prompt in spec.prompts[: max(count, spec.min_prompts)]]
     llm.session.forget_prompt()  # every mode prefills the prompts itself
-    before, began = llm.target.stream_use.bytes_streamed, time.perf_counter()
+    before, began = llm.target.transfer_stats.bytes_streamed, time.perf_counter()
     results = []
     for start in range(0, len(prompts), count):
         group = prompts[start : start + count]
@@ -96,7 +96,7 @@ def _measure_row(
         "generated_tokens": n_tokens,
         "seconds": seconds,
         "tokens_per_second": ratio(n_tokens, seconds),
-        "bytes_per_token": ratio(llm.target.stream_use.bytes_streamed - before, n_tokens),
+        "bytes_per_token": ratio(llm.target.transfer_stats.bytes_streamed - before, n_tokens),
         "tokens_per_pass_of_a_sequence": ratio(
             n_tokens - len(results), sum(result.stats.passes for result in results)
         ),

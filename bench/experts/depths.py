@@ -100,12 +100,12 @@ def _decode(llm: LLM, prompt: str, n_tokens: int, into: Depth) -> None:
     llm.generate(prompt, max_tokens=1, ignore_eos=True)
     is_plain = into.num_draft_tokens == 0
     spec = None if is_plain else SpecConfig(num_draft_tokens=into.num_draft_tokens)
-    began, before = time.perf_counter(), llm.target.stream_use
+    began, before = time.perf_counter(), llm.target.transfer_stats
     result = llm.generate(
         prompt, max_tokens=n_tokens, ignore_eos=True, speculative=not is_plain, spec=spec
     )
     into.seconds += time.perf_counter() - began
-    after = llm.target.stream_use
+    after = llm.target.transfer_stats
     into.tokens += result.stats.generated_tokens
     # The prompt's last pass, which gives the first token, is counted as well.
     into.passes += 1 + result.stats.passes

@@ -96,9 +96,9 @@ class _Decoding:
 
 def _decode(llm: LLM, prompt: str, n_tokens: int) -> _Decoding:
     llm.generate(prompt, max_tokens=1, ignore_eos=True)
-    began, before = time.perf_counter(), llm.target.stream_use
+    began, before = time.perf_counter(), llm.target.transfer_stats
     result = llm.generate(prompt, max_tokens=n_tokens, ignore_eos=True)
-    ended, after = time.perf_counter(), llm.target.stream_use
+    ended, after = time.perf_counter(), llm.target.transfer_stats
     return _Decoding(
         began,
         ended,

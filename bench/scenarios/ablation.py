@@ -19,9 +19,9 @@ import numpy as np
 from bench.scenarios.settings import DOES_NOT_PAY, SCENARIOS, SIX, best_fixed, speeds
 from specdec.config import SpecConfig
 from specdec.policy import calibration, cost_model, modes, shared_step, tree_shape
-from specdec.policy.acceptance_statistics import AcceptanceStatistics, ModeStatistics
 from specdec.policy.calibration import Calibration
 from specdec.policy.cost_model import CostModel
+from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 
 SHORT, MEDIUM = 64, 400  # tokens of a sequence
 SEEDS = range(8000, 8004)  # nothing was tuned on them
@@ -56,13 +56,13 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     ],
     "calibration": [(Calibration, "observe", NOTHING)],
     "calibration by buckets (one bias for all)": [(calibration, "_biases", _one_bias_for_all)],
-    "measured times of drafting (the plan's instead)": [
-        (AcceptanceStatistics, "note_drafting", NOTHING)
-    ],
+    "measured times of drafting (the plan's instead)": [(PairStatistics, "note_drafting", NOTHING)],
     "measured times of passes (the plan's instead)": [(CostModel, "observe", NOTHING)],
     "times by size of the pass (one factor instead)": [(cost_model, "_CLOSENESS", math.inf)],
     "the bound on outliers of pass times": [(shared_step, "_MAX_OUTLIER", math.inf)],
-    "slow start, and no more candidates than of use": [(ModeStatistics, "n_candidates", ANYTHING)],
+    "slow start, and no more candidates than of use": [
+        (AcceptanceStatistics, "n_candidates", ANYTHING)
+    ],
     "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
     "the plan's weight of four steps (of half a step)": [(modes, "_PLAN_WEIGHT", 0.5)],
     "parallel drafting": [(CostModel, "is_streamed", property(lambda _: False))],

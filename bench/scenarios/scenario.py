@@ -19,9 +19,9 @@ import numpy as np
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.merged import MergedDrafter
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
 from specdec.verification.acceptance import match_walk
 from specdec.verification.tree import ROOT, DraftTree
@@ -243,7 +243,7 @@ def simulate(
     scenario: Scenario,
     spec: SpecConfig,
     n_tokens: int,
-    acceptance_statistics: AcceptanceStatistics | None = None,
+    pair_statistics: PairStatistics | None = None,
     *,
     start: int = 0,
     n_steps: int = NEVER,
@@ -257,12 +257,10 @@ def simulate(
     if scenario.draft is None:
         spec = replace(spec, spec_type=tuple(set(spec.spec_type) - {"draft"}))
     drafter, model = drafters_of(scenario, spec, text, clock, noise)
-    if acceptance_statistics is None:
+    if pair_statistics is None:
         limit = scenario.max_nodes if spec.num_draft_tokens is None else spec.num_draft_tokens
-        acceptance_statistics = AcceptanceStatistics(
-            scenario.planned(), scenario.planned_draft(), limit
-        )
-    policy = DraftPolicy(spec, acceptance_statistics, NEVER, clock=clock)
+        pair_statistics = PairStatistics(scenario.planned(), scenario.planned_draft(), limit)
+    policy = DraftPolicy(spec, pair_statistics, NEVER, clock=clock)
     context, n = [0, *map(int, text.tokens[1 : 1 + start])], start
     result = Outcome([0.0], [start], [])
     while n < n_tokens and len(result.sizes) < n_steps:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from offload.device.engine import CopyEngine
 from offload.placement.placement import LayerWeights
-from offload.ring.cursor import Taken
-from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.cursor import AcquiredSlot
+from offload.ring.file_source import RingOptions, file_cursor
 from offload.ring.layer_access import LayerAccess
 from offload.storage.aligned import HostMemory
 from offload.storage.direct_io import DirectFile, OpenStorage
@@ -80,7 +80,7 @@ class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
                 )
             slot_bytes = max((layer.slot_bytes for layer in self._layers), default=0)
             super().__init__(
-                walk_files(
+                file_cursor(
                     reads,
                     options,
                     slot_bytes,
@@ -92,10 +92,12 @@ class HostTier(LayerAccess[HostMemory, tuple[Part, ...]]):
             self._free()
             raise
 
-    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> tuple[Part, ...]:
+    def _acquire(
+        self, index: int, acquired_slot: AcquiredSlot[HostMemory] | None
+    ) -> tuple[Part, ...]:
         layer, parts = self._layers[index], []
-        if taken is not None:
-            parts.append(Part(taken.slot.buffer.view[: layer.slot_bytes], 0))
+        if acquired_slot is not None:
+            parts.append(Part(acquired_slot.slot.buffer.view[: layer.slot_bytes], 0))
         if layer.resident_layout.n_bytes:
             pinned = self._pinned[index].memory[: layer.resident_layout.n_bytes]
             parts.append(Part(pinned, layer.slot_bytes))

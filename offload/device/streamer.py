@@ -19,9 +19,9 @@ from typing import Any
 from offload.device.engine import CopyEngine, Event
 from offload.device.host import HostTier
 from offload.device.loading import load_on_device
-from offload.device.supply import CopySupply, DeviceSlot
+from offload.device.source import CopySource, DeviceSlot
 from offload.placement.placement import Placement
-from offload.ring.cursor import LayerCursor, StreamStats, Taken
+from offload.ring.cursor import AcquiredSlot, LayerCursor, StreamStats
 from offload.ring.layer_access import AcquiredLayer, LayerAccess
 from offload.ring.slots import Check
 from offload.storage.direct_io import DirectFile, OpenStorage
@@ -59,7 +59,7 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
         self._plan, self._engine = plan, engine
         self._stalls = _Stalls()
         self._host: HostTier | None = None
-        supply = None
+        source = None
         # First the tensors that stay on the device: once there, they take no pinned memory.
         records = {r.name: r for layer in plan.layers for r in layer.device_records}
         self._resident = load_on_device(
@@ -77,7 +77,7 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
                     storage=storage,
                     progress=progress,
                 )
-                supply = CopySupply(
+                source = CopySource(
                     host, engine, len(copied), plan.n_device_slots, plan.device_slot_bytes
                 )
         except BaseException:
@@ -85,7 +85,7 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
                 self._host.close()
             self._resident.close()
             raise
-        super().__init__(LayerCursor([layer.copied_bytes > 0 for layer in plan.layers], supply))
+        super().__init__(LayerCursor([layer.copied_bytes > 0 for layer in plan.layers], source))
 
     @property
     def stats(self) -> StreamStats:
@@ -104,11 +104,13 @@ class DeviceStreamer(LayerAccess[DeviceSlot, Mapping[str, Any]]):
         self._before = self._engine.record_compute()
         return super()._enter(index, check)
 
-    def _acquire(self, index: int, taken: Taken[DeviceSlot] | None) -> Mapping[str, Any]:
+    def _acquire(
+        self, index: int, acquired_slot: AcquiredSlot[DeviceSlot] | None
+    ) -> Mapping[str, Any]:
         layer = self._plan.layers[index]
-        if taken is None:
+        if acquired_slot is None:
             return {record.name: self._not_copied(record.name) for record in layer.tensors}
-        slot = taken.slot.buffer
+        slot = acquired_slot.slot.buffer
         assert slot.arrived is not None, "a slot is ready once its copies are enqueued"
         self._engine.compute_waits(slot.arrived)
         self._stalls.add(self._before, self._engine.record_compute())

@@ -29,8 +29,8 @@ from offload.paging.memory import (
 )
 from offload.paging.plan import Mappings, ResidentRange, plan_paging
 from offload.placement.placement import LayerWeights
-from offload.ring.cursor import Taken
-from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.cursor import AcquiredSlot
+from offload.ring.file_source import RingOptions, file_cursor
 from offload.ring.pinning_access import PinningAccess
 from offload.storage.aligned import HostMemory, buffer_bytes
 from offload.storage.direct_io import DirectFile, OpenStorage
@@ -95,7 +95,7 @@ class Pager(PinningAccess[HostMemory, None]):
                 storage=storage,
             )
             super().__init__(
-                walk_files(
+                file_cursor(
                     reads,
                     options,
                     plan.slot_bytes,
@@ -122,32 +122,34 @@ class Pager(PinningAccess[HostMemory, None]):
         """Memory of the ring, wherever its pages are."""
         return self._cursor.n_slots * buffer_bytes(self._plan.slot_bytes)
 
-    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> None:
+    def _acquire(self, index: int, acquired_slot: AcquiredSlot[HostMemory] | None) -> None:
         """Move the pages of the slot to the layer's addresses."""
         with self._lock:
             self._cursor.check(index)  # closed while this waited?
-            if taken is not None:
-                parts, address = self._plan.layers[index].parts, taken.slot.buffer.address
-                self._acquired_mappings[taken.read_number] = layer_mapping = LayerMapping.of(
-                    parts, address
+            if acquired_slot is not None:
+                parts, address = self._plan.layers[index].parts, acquired_slot.slot.buffer.address
+                self._acquired_mappings[acquired_slot.read_number] = layer_mapping = (
+                    LayerMapping.of(parts, address)
                 )
                 layer_mapping.acquire()
 
-    def _take_back(self, taken: Taken[HostMemory]) -> None:
+    def _take_back(self, acquired_slot: AcquiredSlot[HostMemory]) -> None:
         with self._lock:
-            layer_mapping = self._acquired_mappings.get(taken.read_number)  # none after `close`
+            layer_mapping = self._acquired_mappings.get(
+                acquired_slot.read_number
+            )  # none after `close`
             if layer_mapping is not None:
                 layer_mapping.take_back()
-                del self._acquired_mappings[taken.read_number]
+                del self._acquired_mappings[acquired_slot.read_number]
 
     def _new_slot(self) -> PageMemory:
         return PageMemory(self._plan.body_bytes, self._plan.edge_bytes)
 
-    def _keep(self, index: int, taken: Taken[HostMemory]) -> None:
+    def _keep(self, index: int, acquired_slot: AcquiredSlot[HostMemory]) -> None:
         """Leave the pages of a pinned layer at its addresses."""
-        self._pinned_mappings[index] = self._acquired_mappings.pop(taken.read_number)
+        self._pinned_mappings[index] = self._acquired_mappings.pop(acquired_slot.read_number)
 
-    def _let_go(self, index: int) -> None:
+    def _before_unpin(self, index: int) -> None:
         self._pinned_mappings[index].take_back()  # where it fails, the layer can still be acquired
         del self._pinned_mappings[index]
 

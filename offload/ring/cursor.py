@@ -4,10 +4,10 @@ Shared by `WeightStreamer` (weights in slots), `Pager` (weights at mapped addres
 `DeviceStreamer` (weights in slots on a device). Layers are visited one after another, cyclically:
 
     cursor.seek(i)           layer i is next; if another was expected, reads begin anew
-    taken = cursor.take(i)   waits for its slot; None if nothing of it streams
+    slot = cursor.acquire(i) waits for its slot; None if nothing of it streams
     cursor.reach(i)          checks the files for changes; layer i + 1 is expected next
     ...
-    cursor.give_back(taken)  the readers may fill the slot again
+    cursor.release(slot)     the readers may fill the slot again
     cursor.leave(i)          after the last layer a pass is complete
 
 From `seek` to `reach` the cursor counts as interrupted: after an error there, the next `seek`
@@ -49,14 +49,14 @@ class StreamStats:
 
 
 @dataclass(frozen=True)
-class Taken(Generic[MemoryT]):
+class AcquiredSlot(Generic[MemoryT]):
     """A slot with the streamed part of one layer."""
 
     slot: Slot[MemoryT]
     read_number: int
 
 
-class Supply(Protocol[MemoryT]):
+class LayerSource(Protocol[MemoryT]):
     """A producer that fills the ring of a cursor: its threads, and the source of the bytes."""
 
     @property
@@ -78,18 +78,18 @@ class Supply(Protocol[MemoryT]):
 
 
 class LayerCursor(Generic[MemoryT]):
-    """The ring, its supply, and the caller's position in the cycle of layers.
+    """The ring, its source, and the caller's position in the cycle of layers.
 
     Args:
         streams: whether something of each layer comes through the ring, in the order of use.
-        supply: fills the ring; None if nothing streams.
-        background: reads what stays in memory; `take` waits for it, too.
+        source: fills the ring; None if nothing streams.
+        background: reads what stays in memory; `acquire` waits for it, too.
     """
 
     def __init__(
         self,
         streams: Sequence[bool],
-        supply: Supply[MemoryT] | None,
+        source: LayerSource[MemoryT] | None,
         background: BackgroundReads | None = None,
     ) -> None:
         self._n_layers = len(streams)
@@ -98,12 +98,12 @@ class LayerCursor(Generic[MemoryT]):
         # fail halfway.
         self._expected: int | None = 0
         self._read_number = 0  # of the next streamed layer
-        self._is_anew = False  # no layer was waited for since `resume_at`
+        self._is_anew = False  # no layer was waited for since `restart_at`
         self._stall_seconds = 0.0
         self._passes, self._is_last_in = 0, False
         self._is_closed = False
-        self._supply = supply
-        self._ring = None if supply is None else supply.ring
+        self._source = source
+        self._ring = None if source is None else source.ring
         self._background = background
         self.pinned: dict[int, MemoryT] = {}
         """Memory of pinned layers, by layer."""
@@ -142,25 +142,25 @@ class LayerCursor(Generic[MemoryT]):
     def seek(self, index: int, *, is_inside: bool) -> None:
         """Make `index` the next layer; inside another layer it must be the expected one.
 
-        If storage failed again after `resume_at`, read once more: that failure may be old, and the
-        error that led to `resume_at` was raised already. A failure of a later layer counts as well,
-        since the same pass will get there.
+        If storage failed again after `restart_at`, read once more: that failure may be old, and
+        the error that led to `restart_at` was raised already. A failure of a later layer counts as
+        well, since the same pass will get there.
         """
         if index != self._expected:
             if is_inside:
                 raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
-            self.resume_at(index)
+            self.restart_at(index)
         elif self._failed_anew(index):
-            self.resume_at(index)
+            self.restart_at(index)
         self._expected = None  # the next steps may fail
 
     def _failed_anew(self, index: int) -> bool:
-        """Return whether storage has failed since `resume_at`, without a caller waiting for it."""
+        """Return whether storage has failed since `restart_at`, without a caller waiting for it."""
         if self._ring is None or not self._is_anew or not self._is_read(index):
             return False
         return isinstance(self._ring.failure, StorageError)  # other errors are permanent
 
-    def take(self, index: int, check: Check | None = None) -> Taken[MemoryT] | None:
+    def acquire(self, index: int, check: Check | None = None) -> AcquiredSlot[MemoryT] | None:
         """Wait until layer `index` is read, and take its slot; None if nothing of it streams.
 
         check: see SlotRing.wait_ready.
@@ -173,9 +173,9 @@ class LayerCursor(Generic[MemoryT]):
         self._is_anew = False
         with self._stalled(index):
             slot = self._ring.wait_ready(self._read_number, check)
-        taken = Taken(slot, self._read_number)
+        acquired_slot = AcquiredSlot(slot, self._read_number)
         self._read_number += 1
-        return taken
+        return acquired_slot
 
     @contextmanager
     def _stalled(self, index: int) -> Iterator[None]:
@@ -192,20 +192,20 @@ class LayerCursor(Generic[MemoryT]):
         `close` came first and closed the files.
         """
         is_last = index == self._n_layers - 1
-        if is_last and self._supply is not None:
+        if is_last and self._source is not None:
             # At the end, because by then all bytes of the pass were read from an unchanged file.
             try:
-                self._supply.check_unchanged()
+                self._source.check_unchanged()
             except StorageError:
                 self.check(index)
                 raise
         self._expected = (index + 1) % self._n_layers
         self._is_last_in |= is_last
 
-    def give_back(self, taken: Taken[MemoryT]) -> None:
+    def release(self, acquired_slot: AcquiredSlot[MemoryT]) -> None:
         """Release the slot to the readers; does nothing if a restart already did."""
         if self._ring is not None:
-            self._ring.release(taken.slot, taken.read_number)
+            self._ring.release(acquired_slot.slot, acquired_slot.read_number)
 
     def leave(self, index: int) -> None:
         """Leave layer `index`; after the last one a pass is complete."""
@@ -213,55 +213,55 @@ class LayerCursor(Generic[MemoryT]):
             self._is_last_in = False
             self._passes += 1
 
-    def break_off(self) -> None:
-        """Abandon the current pass: the next `seek` or `resume_at` begins anew."""
+    def abort_pass(self) -> None:
+        """Abandon the current pass: the next `seek` or `restart_at` begins anew."""
         self._expected, self._is_last_in = None, False
 
-    def resume_at(self, index: int) -> None:
+    def restart_at(self, index: int) -> None:
         """Let the readers begin at the first streamed layer from `index` on; releases all slots."""
-        self.break_off()
+        self.abort_pass()
         if self._ring is not None:
-            assert self._supply is not None
+            assert self._source is not None
             # A read number is never used twice, so that a late release cannot touch a later layer's
             # slot. The readers are at most n_slots numbers ahead.
             self._read_number += self.n_slots + 1
             with self._ring.lock:
-                self._supply.order.begin_at(self._read_number, self._position(index))
+                self._source.order.begin_at(self._read_number, self._position(index))
                 self._ring.restart(self._read_number)
             self._is_anew = True
         self._expected = index
 
-    def pin_layers(self, index: int, taken: Taken[MemoryT], other: MemoryT) -> bool:
+    def pin(self, index: int, acquired_slot: AcquiredSlot[MemoryT], other: MemoryT) -> bool:
         """Pin acquired layer `index` in its memory, and let the ring go on with `other`.
 
         Returns False, and does nothing, if a restart already released the slot. Raises ValueError
         if too few layers would stream.
         """
         assert self._ring is not None
-        assert self._supply is not None
-        order = self._supply.order
+        assert self._source is not None
+        order = self._source.order
         with self._ring.lock:
-            order.pin_layers(self._position(index))
-            memory = self._ring.exchange(taken.slot, taken.read_number, other)
+            order.pin(self._position(index))
+            memory = self._ring.exchange(acquired_slot.slot, acquired_slot.read_number, other)
             if memory is None:
-                order.let_go(self._position(index))
+                order.unpin(self._position(index))
                 return False
         self.pinned[index] = memory
         return True
 
-    def let_go(self, index: int) -> MemoryT:
-        """Unpin layer `index` and return its memory; the layer streams again. Call `resume_at`."""
-        assert self._supply is not None
-        with self._supply.ring.lock:
-            self._supply.order.let_go(self._position(index))
-        self.break_off()
+    def unpin(self, index: int) -> MemoryT:
+        """Unpin layer `index` and return its memory; the layer streams again. Call `restart_at`."""
+        assert self._source is not None
+        with self._source.ring.lock:
+            self._source.order.unpin(self._position(index))
+        self.abort_pass()
         return self.pinned.pop(index)
 
     def chosen(self, n_layers: int) -> frozenset[int]:
         """Return `n_layers` streamed layers to pin, evenly spaced, or as many as may be pinned."""
-        if self._supply is None:
+        if self._source is None:
             return frozenset()
-        return frozenset(self._streamed[at] for at in self._supply.order.chosen(n_layers))
+        return frozenset(self._streamed[at] for at in self._source.order.chosen(n_layers))
 
     def _is_read(self, index: int) -> bool:
         """Return whether layer `index` comes through the ring."""
@@ -274,7 +274,7 @@ class LayerCursor(Generic[MemoryT]):
     def close(self) -> bool:
         """Stop the readers; waiting callers get StreamerClosed. Return False if a read hangs."""
         self._is_closed = True
-        readers = [reader for reader in (self._background, self._supply) if reader is not None]
+        readers = [reader for reader in (self._background, self._source) if reader is not None]
         if self._ring is not None:
             self._ring.close()
         if self._background is not None:
@@ -286,8 +286,8 @@ class LayerCursor(Generic[MemoryT]):
         """Free the memory of the ring, once `close` has returned True."""
         while self.pinned:
             self.pinned.popitem()[1].close()
-        if self._supply is not None:
-            self._supply.free()
+        if self._source is not None:
+            self._source.free()
 
 
 def _close_in(process_id: int, readers: SlotRing[Any, Any] | BackgroundReads) -> None:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
-from offload.ring.cursor import LayerCursor, StreamStats, Taken
+from offload.ring.cursor import AcquiredSlot, LayerCursor, StreamStats
 from offload.ring.slots import Check, MemoryT
 from offload.trace import LAYER, record_since
 
@@ -32,7 +32,7 @@ class AcquiredLayer(Generic[MemoryT]):
     """One layer that is acquired."""
 
     index: int
-    taken: Taken[MemoryT] | None
+    acquired_slot: AcquiredSlot[MemoryT] | None
     """None if nothing of the layer came through the ring."""
     entered: float = field(default_factory=time.perf_counter)
     has_arrived: bool = False
@@ -52,10 +52,10 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
         self._lock = threading.RLock()  # while memory changes its owner, or is freed
 
     @abstractmethod
-    def _acquire(self, index: int, taken: Taken[MemoryT] | None) -> LayerT:
+    def _acquire(self, index: int, acquired_slot: AcquiredSlot[MemoryT] | None) -> LayerT:
         """Return the weights of a layer that was read; `taken` is None if none of it streamed."""
 
-    def _take_back(self, taken: Taken[MemoryT]) -> None:
+    def _take_back(self, acquired_slot: AcquiredSlot[MemoryT]) -> None:
         """Prepare a layer's slot to be filled again."""
 
     def _pin_after_use(self, acquired: AcquiredLayer[MemoryT]) -> bool:
@@ -101,9 +101,9 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
         Nothing is read again if layer 0 is the next one anyway.
         """
         if self._acquired or not self._cursor.is_at_start:
-            self._cursor.break_off()
+            self._cursor.abort_pass()
             self._end(self._acquired)
-            self._cursor.resume_at(0)
+            self._cursor.restart_at(0)
 
     @property
     def stats(self) -> StreamStats:
@@ -150,10 +150,10 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
     def _enter(self, index: int, check: Check | None) -> tuple[AcquiredLayer[MemoryT], LayerT]:
         self._cursor.check(index)
         self._cursor.seek(index, is_inside=bool(self._acquired))
-        acquired = AcquiredLayer(index, self._cursor.take(index, check))
+        acquired = AcquiredLayer(index, self._cursor.acquire(index, check))
         self._acquired.append(acquired)
         try:
-            weights = self._acquire(index, acquired.taken)
+            weights = self._acquire(index, acquired.acquired_slot)
             self._cursor.reach(index)
             acquired.has_arrived = True
         except BaseException:
@@ -166,8 +166,8 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
         for acquired in tuple(acquired_layers):
             if acquired not in self._acquired:
                 continue
-            if acquired.taken is not None and not self._pin_after_use(acquired):
-                self._take_back(acquired.taken)
-                self._cursor.give_back(acquired.taken)
+            if acquired.acquired_slot is not None and not self._pin_after_use(acquired):
+                self._take_back(acquired.acquired_slot)
+                self._cursor.release(acquired.acquired_slot)
             self._acquired.remove(acquired)
             record_since(acquired.entered, LAYER, f"layer {acquired.index}")

@@ -48,13 +48,13 @@ class ReadOrder:
     def max_pinned(self) -> int:
         return max(0, self._n_layers - self._n_slots)
 
-    def pin_layers(self, position: int) -> None:
+    def pin(self, position: int) -> None:
         """Skip this layer from now on."""
         if len(self._pinned) >= self.max_pinned:
             raise ValueError(f"{self._n_slots} of {self._n_layers} layers have to stream")
         self._pinned.add(position)
 
-    def let_go(self, position: int) -> None:
+    def unpin(self, position: int) -> None:
         """Stream the layer again; the caller restarts the ring."""
         self._pinned.discard(position)
 

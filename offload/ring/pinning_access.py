@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from offload.ring.cursor import LayerCursor, Taken
+from offload.ring.cursor import AcquiredSlot, LayerCursor
 from offload.ring.layer_access import AcquiredLayer, LayerAccess, LayerT
 from offload.ring.slots import MemoryT
 
 
 class PinningAccess(LayerAccess[MemoryT, LayerT]):
-    """Layer access with pinned layers; see LayerAccess and `pin_layers`."""
+    """Layer access with pinned layers; see LayerAccess and `set_num_pinned`."""
 
     def __init__(self, cursor: LayerCursor[MemoryT]) -> None:
         super().__init__(cursor)
@@ -30,13 +30,13 @@ class PinningAccess(LayerAccess[MemoryT, LayerT]):
     def _new_slot(self) -> MemoryT:
         """Return memory for the ring in place of a pinned slot. Raises MemoryError."""
 
-    def _keep(self, index: int, taken: Taken[MemoryT]) -> None:
+    def _keep(self, index: int, acquired_slot: AcquiredSlot[MemoryT]) -> None:
         """Note that layer `index` is pinned from now on, as it was acquired."""
 
-    def _let_go(self, index: int) -> None:
+    def _before_unpin(self, index: int) -> None:
         """Prepare layer `index` to be unpinned; its memory is closed after that."""
 
-    def pin_layers(self, n_layers: int) -> int:
+    def set_num_pinned(self, n_layers: int) -> int:
         """Set how many streamed layers to keep in memory after their next use; return how many are
         allowed. Surplus pinned layers are freed and acquired ones released at once.
 
@@ -50,18 +50,18 @@ class PinningAccess(LayerAccess[MemoryT, LayerT]):
             self._num_to_pin = len(self._to_pin)
             surplus = list(self._cursor.pinned)[self._num_to_pin :]
             if surplus:
-                self._cursor.break_off()
+                self._cursor.abort_pass()
                 self._end(self._acquired)
                 for index in surplus:
-                    self._let_go(index)
-                    self._cursor.let_go(index).close()
-                self._cursor.resume_at(0)
+                    self._before_unpin(index)
+                    self._cursor.unpin(index).close()
+                self._cursor.restart_at(0)
             return self._num_to_pin
 
-    def pin_bytes(self, n_bytes: int) -> None:
-        """Pin as many layers as fit into `n_bytes`; see `pin_layers`."""
+    def set_pinned_bytes(self, n_bytes: int) -> None:
+        """Pin as many layers as fit into `n_bytes`; see `set_num_pinned`."""
         if self.n_slots:
-            self.pin_layers(n_bytes // (self.ring_bytes // self.n_slots))
+            self.set_num_pinned(n_bytes // (self.ring_bytes // self.n_slots))
 
     @property
     def num_pinned(self) -> int:
@@ -84,16 +84,20 @@ class PinningAccess(LayerAccess[MemoryT, LayerT]):
             self._lock.release()
 
     def _try_pin(self, acquired: AcquiredLayer[MemoryT]) -> bool:
-        index, taken = acquired.index, acquired.taken
-        if taken is None or index not in self._to_pin or self.num_pinned >= self._num_to_pin:
+        index, acquired_slot = acquired.index, acquired.acquired_slot
+        if (
+            acquired_slot is None
+            or index not in self._to_pin
+            or self.num_pinned >= self._num_to_pin
+        ):
             return False
         try:
             other = self._new_slot()
         except MemoryError:
             self._num_to_pin = self.num_pinned
             return False
-        if self._cursor.pin_layers(index, taken, other):
-            self._keep(index, taken)
+        if self._cursor.pin(index, acquired_slot, other):
+            self._keep(index, acquired_slot)
             return True
         other.close()
         return False

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from offload.placement.placement import LayerWeights
 from offload.ring.background import BackgroundReads, by_need
-from offload.ring.cursor import StreamStats, Taken
-from offload.ring.file_supply import RingOptions, walk_files
+from offload.ring.cursor import AcquiredSlot, StreamStats
+from offload.ring.file_source import RingOptions, file_cursor
 from offload.ring.pinning_access import PinningAccess
 from offload.ring.slots import StreamerClosed
 from offload.storage.aligned import AlignedBuffer, HostMemory, buffer_bytes
@@ -85,7 +85,7 @@ class WeightStreamer(PinningAccess[HostMemory, dict[str, memoryview]]):
                 n_readers=n_readers,
                 storage=storage,
             )
-            super().__init__(walk_files(reads, options, self._slot_bytes, background=background))
+            super().__init__(file_cursor(reads, options, self._slot_bytes, background=background))
         except BaseException:
             resident.close()
             raise
@@ -100,9 +100,11 @@ class WeightStreamer(PinningAccess[HostMemory, dict[str, memoryview]]):
         """Memory of the ring."""
         return self._cursor.n_slots * buffer_bytes(self._slot_bytes)
 
-    def _acquire(self, index: int, taken: Taken[HostMemory] | None) -> dict[str, memoryview]:
+    def _acquire(
+        self, index: int, acquired_slot: AcquiredSlot[HostMemory] | None
+    ) -> dict[str, memoryview]:
         layer = self._layers[index]
-        memory = taken.slot.buffer if taken else self._cursor.pinned.get(index)
+        memory = acquired_slot.slot.buffer if acquired_slot else self._cursor.pinned.get(index)
         views = layer.layout.views(memory.view if memory else memoryview(b""))
         return {
             record.name: views[record.name] if record.name in views else self._resident[record.name]

@@ -36,19 +36,19 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class PlainForm:
-    """Records of plain lines. cached: fields of the line that are repeated."""
+    """Records of plain lines. repeated: fields of the line that are repeated."""
 
-    cached: Mapping[str, Any]
+    repeated: Mapping[str, Any]
 
     def answered(
         self, key: LineKey, result: GenerationResult, tokenizer: TokenSpeller, model: str
     ) -> dict[str, Any]:
         outputs = [_plain_output(output) for output in result.outputs]
-        record = {**_plain_key(key), **self.cached, **outputs[0], "usage": _usage(result)}
+        record = {**_plain_key(key), **self.repeated, **outputs[0], "usage": _usage(result)}
         return record if len(outputs) == 1 else {**record, "outputs": outputs}
 
     def failed(self, key: LineKey, message: str) -> dict[str, Any]:
-        return {**_plain_key(key), **self.cached, "error": _error(message)}
+        return {**_plain_key(key), **self.repeated, "error": _error(message)}
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class ModelDrafter(Drafter):
         assert self._kv is not None, "it has begun"
         chunk = self._kv.cut_to(view)[:-1][:limit]  # the last one's logits are wanted later
         if chunk:
-            self._prefix_cache.make_capacity(self._kv, len(chunk))
+            self._prefix_cache.ensure_capacity(self._kv, len(chunk))
             yield SequenceInput(self._kv, chunk, logits_at=[])
 
     def n_lacking(self, context_ids: Sequence[int]) -> int:
@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
         self._tree, self._is_hit = None, False
         kv, self._kv = self._kv, None
         if kv is not None:
-            self._prefix_cache.end(kv)
+            self._prefix_cache.release(kv)
 
     # --- trees ---------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class ModelDrafter(Drafter):
             return None
         assert self._kv is not None, "it has begun"
         chunk = SequenceInput(self._kv, self._kv.cut_to(view))
-        self._prefix_cache.make_capacity(self._kv, len(chunk.token_ids) + self._limits.max_nodes)
+        self._prefix_cache.ensure_capacity(self._kv, len(chunk.token_ids) + self._limits.max_nodes)
         scores = yield chunk
         return None if scores is None else scores.logits[0]
 
@@ -222,7 +222,7 @@ class ModelDrafter(Drafter):
         """Begin the KV if needed; return False if other sequences leave no capacity for it."""
         if self._kv is None:
             try:
-                self._kv = self._prefix_cache.begin(view)
+                self._kv = self._prefix_cache.allocate(view)
             except BackendError:
                 return False
         return True

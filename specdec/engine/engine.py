@@ -17,7 +17,7 @@ from specdec.policy.opportunistic_layers import OpportunisticLayers
 class Owner(Protocol):
     """Owner of running sequences: prepares them and records their statistics."""
 
-    def begin(self, sequence: Sequence) -> None:
+    def prepare(self, sequence: Sequence) -> None:
         """Prepare a sequence; called in the engine's thread."""
 
     def note_finished(self, request: Request) -> None:
@@ -85,7 +85,7 @@ class Engine(EngineThread):
         Raises errors of the models; the step is then undone by `recover`.
         """
         self._in_pass = batch.requests
-        self._make_way(batch)
+        self._release_layers(batch)
         self.speculation.draft_prefill(batch)
         trees = self.speculation.propose(batch)
         scores = self.speculation.verify(trees, batch)
@@ -114,12 +114,12 @@ class Engine(EngineThread):
             else:
                 sequence.request.fail(error)
 
-    def _make_way(self, batch: Batch) -> None:
+    def _release_layers(self, batch: Batch) -> None:
         """Free opportunistic layers whose memory the batch's prompts need."""
         # swapped-in KV: the draft must still compute its own
         if batch.prefill or batch.has_admitted:
             num_tokens, num_seqs = self._num_cached
-            self.layer_cache.make_capacity(num_tokens + batch.num_prefill_tokens, num_seqs)
+            self.layer_cache.release_for_prefill(num_tokens + batch.num_prefill_tokens, num_seqs)
 
     def _pin_layers(self, batch: Batch, trees: Trees) -> None:
         """Pin layers in memory that the KV cache and activations do not use at the moment."""
@@ -128,11 +128,11 @@ class Engine(EngineThread):
         running = self.scheduler.running
         if batch.prefill:
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
-            self.layer_cache.begin(num_tokens, num_seqs, more_enter=more)
+            self.layer_cache.pin_after_prefill(num_tokens, num_seqs, more_enter=more)
         else:
             num_lacking = sum(seq.drafter.n_lacking(seq.token_ids) for seq in running if seq.drafts)
             num_scored = sum(len(tree) for _, tree in trees)
-            self.layer_cache.pin(num_scored, num_tokens, num_seqs, num_lacking)
+            self.layer_cache.pin_after_decode(num_scored, num_tokens, num_seqs, num_lacking)
 
     @property
     def _num_cached(self) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class Engine(EngineThread):
             if not request.is_aborted:
                 with own_errors(request):
                     for sequence in sequences:
-                        owner.begin(sequence)
+                        owner.prepare(sequence)
             if request.is_aborted or self.scheduler is None:
                 running.finish()
             else:

@@ -99,7 +99,7 @@ class KVCacheManager:
             return False
         has_capacity = self._has_capacity(len(ids), kv)
         if has_capacity:  # also true for the only sequence: then cached KV is dropped for it
-            self.cache.make_capacity(kv, len(ids))
+            self.cache.ensure_capacity(kv, len(ids))
         num_growth_bytes = self._target.kv_growth_bytes(self.cache.n_committed + len(ids))
         if has_capacity and file.load(kv, num_growth_bytes):
             self._totals.add(swapped_in=1, swapped_in_tokens=kv.n_committed)
@@ -114,7 +114,7 @@ class KVCacheManager:
     def _new_kv(self, token_ids: SequenceOf[int], cache_prompt: bool) -> SequenceKV | None:
         """Return KV for a sequence; None if the backend has no capacity beside the running ones."""
         try:
-            return self.cache.begin(token_ids, skips_cache=not cache_prompt)
+            return self.cache.allocate(token_ids, skips_cache=not cache_prompt)
         except BackendError:
             if self.running:
                 return None
@@ -145,7 +145,9 @@ class KVCacheManager:
 
     # --- capacity of a step --------------------------------------------------------------------
 
-    def make_capacity(self, sequences: SequenceOf[Sequence], max_num_nodes: int) -> list[Sequence]:
+    def preempt_for_capacity(
+        self, sequences: SequenceOf[Sequence], max_num_nodes: int
+    ) -> list[Sequence]:
         """Make capacity for the next tokens of each sequence; return the sequences preempted.
 
         max_num_nodes: maximum nodes that one pass scores.
@@ -154,7 +156,7 @@ class KVCacheManager:
         preempted: list[Sequence] = []
         num_nodes = max_num_nodes // max(1, len(remaining))
         for item in remaining:
-            self.cache.make_capacity(item.active_kv, max(num_nodes, item.num_uncomputed))
+            self.cache.ensure_capacity(item.active_kv, max(num_nodes, item.num_uncomputed))
         while True:
             batch = [item.min_rows() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
@@ -180,7 +182,7 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Leave the KV of a finished sequence to the prefix cache."""
         self.running.remove(sequence)
-        self.cache.end(sequence.active_kv)
+        self.cache.release(sequence.active_kv)
         sequence.detach()
 
     def preempt(self, sequence: Sequence) -> None:

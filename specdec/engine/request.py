@@ -9,7 +9,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from backends.contract.backend import StreamUse
+from backends.contract.backend import TransferStats
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.engine.outputs import StreamChunk
@@ -58,7 +58,7 @@ class Request:
         self.streams_output, self.is_cancelled = True, False
         self.error: BaseException | None = None
         self.stats: GenerationStats | None = None
-        self.use_before: StreamUse | None = None
+        self.use_before: TransferStats | None = None
         self.recorder = StatsRecorder(len(prompt_ids))
         self.drafting_index = 0
         self._num_starts = count()  # its `next` is atomic

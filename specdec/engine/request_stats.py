@@ -27,7 +27,7 @@ def stats_of(
     backends: the target first.
     of_all: statistics of the engine.
     """
-    use = backends[0].stream_use
+    use = backends[0].transfer_stats
     before = request.use_before or use
     kv_bytes = sum(backend.kv_bytes for backend in backends)
     recorded = request.recorder.stats()

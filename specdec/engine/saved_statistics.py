@@ -13,7 +13,7 @@ import os
 from backends.contract.cached_checks import processor
 from offload.process.disk_cache import cache_folder, load_cached, save_cached
 from specdec.planning.plan import PlannedModels
-from specdec.policy.acceptance_statistics import acceptance_statistics_of
+from specdec.policy.pair_statistics import pair_statistics_of
 
 _BUDGETS_PER_DOUBLING = 4
 """Classes of memory budgets per doubling: within one, passes take about the same time."""
@@ -37,13 +37,13 @@ class SavedStatistics:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         self._path = cache_folder() / f"pair-{digest}.json"
         costs = plan.cost_model, plan.draft_cost_model
-        self.acceptance_statistics = acceptance_statistics_of(
+        self.pair_statistics = pair_statistics_of(
             *costs, plan.n_draft_tokens, load_cached(self._path)
         )
-        self._before = self.acceptance_statistics.cached()
+        self._before = self.pair_statistics.state_dict()
 
     def save(self) -> None:
         """Write the file if the statistics have changed."""
-        cached = self.acceptance_statistics.cached()
-        if cached != self._before:
-            save_cached(self._path, cached, "the acceptance statistics of these models")
+        state_dict = self.pair_statistics.state_dict()
+        if state_dict != self._before:
+            save_cached(self._path, state_dict, "the acceptance statistics of these models")

@@ -122,7 +122,7 @@ class Scheduler:
         """Return the batch of the next step, preempting sequences where capacity is short."""
         has_admitted = self._allocate_waiting()
         running = sorted(self.running, key=_rank)[: self._max_num_seqs]
-        self.waiting += self.kv.make_capacity(running, self._max_num_nodes)
+        self.waiting += self.kv.preempt_for_capacity(running, self._max_num_nodes)
         running = [sequence for sequence in running if sequence.kv is not None]
         decode = self.kv.within_nodes([seq for seq in running if seq.is_decoding])
         prefill = [seq for seq in running if not seq.is_decoding]

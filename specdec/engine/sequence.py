@@ -78,7 +78,7 @@ class Sequence:
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
 
-    def begin(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
+    def start(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
         """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
         self.drafter, self.policy, self._verifier = drafter, policy, verifier
 

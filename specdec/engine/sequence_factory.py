@@ -14,8 +14,8 @@ from specdec.engine.request import Request
 from specdec.engine.sequence import Sequence
 from specdec.grammar.state import GrammarState
 from specdec.planning.run_plan import RunPlan
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import token_limit
@@ -38,7 +38,7 @@ class SequenceFactory:
         model_context: maximum tokens of a sequence that the model was trained for.
         max_beams: maximum beams: the tokens of a pass that memory was planned for.
         begin_grammar: (parameters, prompt length) -> grammar state of a sequence, if any.
-        acceptance_statistics: those of earlier generations, updated by every step.
+        pair_statistics: those of earlier generations, updated by every step.
     """
 
     tokenizer: TokenDecoder
@@ -50,7 +50,7 @@ class SequenceFactory:
     begin_grammar: Callable[[SamplingParams, int], GrammarState | None]
     drafters: Drafters
     plan: RunPlan
-    acceptance_statistics: AcceptanceStatistics
+    pair_statistics: PairStatistics
 
     def new_sequences(self, request: Request) -> list[Sequence]:
         """Return `params.n` sequences, or one that runs a beam search.
@@ -85,7 +85,7 @@ class SequenceFactory:
             grammar=self.begin_grammar(params, num_prompt_tokens),
         )
 
-    def begin(self, sequence: Sequence) -> None:
+    def prepare(self, sequence: Sequence) -> None:
         """Give it a drafter, policy and verifier; in the engine's thread, which owns the draft."""
         if isinstance(sequence, BeamSequence):
             return
@@ -99,8 +99,8 @@ class SequenceFactory:
             drafter.reset()
         policy = DraftPolicy(
             request.spec,
-            self.acceptance_statistics,
+            self.pair_statistics,
             self.max_context,
             temperature=sampler.params.temperature,
         )
-        sequence.begin(drafter, policy, Verifier(sampler, request.spec, rng))
+        sequence.start(drafter, policy, Verifier(sampler, request.spec, rng))

@@ -35,7 +35,7 @@ from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import plan_models
 from specdec.planning.weight_prefetch import begin_prefetch, remember_prefetch
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
@@ -119,7 +119,7 @@ class Session:
             if self.draft is not None:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
-            self.acceptance_statistics = saved_statistics.acceptance_statistics
+            self.pair_statistics = saved_statistics.pair_statistics
             self._make_scheduler(stack)
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.prefix_cache, self.draft_prefix_cache)
@@ -133,7 +133,7 @@ class Session:
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         prefix_cache = (self.prefix_cache, self.draft_prefix_cache)
-        plan, totals, cost = self.plan, self.totals, self.acceptance_statistics.cost
+        plan, totals, cost = self.plan, self.totals, self.pair_statistics.cost
         assemble(
             self.engine, plan, self.options, target, draft, *prefix_cache, worker, totals, cost
         )
@@ -149,15 +149,15 @@ class Session:
                 draft, self.draft_prefix_cache, self.draft_window, target.max_context, parallel
             ),
             plan=self.plan,
-            acceptance_statistics=self.acceptance_statistics,
+            pair_statistics=self.pair_statistics,
         )
 
-    def use_statistics(self, acceptance_statistics: AcceptanceStatistics) -> None:
+    def use_statistics(self, pair_statistics: PairStatistics) -> None:
         """Use other acceptance statistics: modes of a benchmark must not share them."""
-        self._factory = replace(self._factory, acceptance_statistics=acceptance_statistics)
+        self._factory = replace(self._factory, pair_statistics=pair_statistics)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
-        scheduler.cost = scheduler.kv.cost = acceptance_statistics.cost
+        scheduler.cost = scheduler.kv.cost = pair_statistics.cost
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -166,12 +166,12 @@ class Session:
 
     def start(self, request: Request, sequences: SequenceOf[Sequence]) -> None:
         """Hand a request to the engine; its clocks start here, not when it was created."""
-        request.use_before = self.target.stream_use
+        request.use_before = self.target.transfer_stats
         request.recorder = StatsRecorder(len(request.prompt_ids), totals=self.totals)
         self.engine.add(request, sequences, self)
 
-    def begin(self, sequence: Sequence) -> None:
-        self._factory.begin(sequence)
+    def prepare(self, sequence: Sequence) -> None:
+        self._factory.prepare(sequence)
 
     def note_finished(self, request: Request) -> None:
         if not request.is_aborted:
@@ -253,7 +253,7 @@ class Session:
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Return the tokenizer for grammars; a large vocabulary takes some 100 MB of headroom,
         so opportunistic layers are released first."""
-        self.engine.call(lambda: self.target.pin_layers(0))
+        self.engine.call(lambda: self.target.set_pinned_bytes(0))
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
@@ -272,7 +272,7 @@ class Session:
         return self._last_stats if self._last_stats is not None else self._stats()
 
     def _stats(self) -> EngineStats:
-        use, scheduler = self.target.stream_use, self.engine.scheduler
+        use, scheduler = self.target.transfer_stats, self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
         return replace(
             self.totals.stats(),
@@ -282,8 +282,8 @@ class Session:
             sequences_running=len(scheduler.running),
             sequences_waiting=len(scheduler.waiting),
             kv_bytes=sum(backend.kv_bytes for backend in self.backends),
-            kv_used_bytes=sum(_kv_bytes(item, item.kv_use.n_used) for item in self.backends),
-            kv_shared_bytes=sum(_kv_bytes(item, item.kv_use.n_shared) for item in self.backends),
+            kv_used_bytes=sum(_kv_bytes(item, item.kv_usage.n_used) for item in self.backends),
+            kv_shared_bytes=sum(_kv_bytes(item, item.kv_usage.n_shared) for item in self.backends),
             pinned_bytes=sum(backend.pinned_bytes for backend in self.backends),
             memory_budget_bytes=self.plan.budget_bytes,
         )
@@ -299,7 +299,7 @@ class Session:
         self.check_open()
 
         def save() -> None:
-            self.target.pin_layers(0)  # writing takes memory
+            self.target.set_pinned_bytes(0)  # writing takes memory
             cache.save(self.prefix_cache, self.draft_prefix_cache)
 
         self.engine.call(save)

@@ -78,7 +78,9 @@ class Alternative:
     def decoding(self, n_tokens: int) -> Alternative:
         """Return the plan while sequences of `n_tokens` in total leave unused memory to layers."""
         memory_plan, num_tokens = self.memory_plan, 1 + self.n_tree
-        placement = memory_plan.pinnable.pin_layers(memory_plan.target, n_tokens, num_tokens)
+        placement = memory_plan.pinnable.with_pinned_layers(
+            memory_plan.target, n_tokens, num_tokens
+        )
         target = replace(self.target, placement=placement)
         seconds = _step_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.fading import LASTING, MAX_RETAINED, FadingMean, saved_numbers
+from specdec.policy.moving_average import LASTING, MAX_RETAINED, MovingAverage, saved_numbers
 from specdec.verification.tree import DraftTree
 
 _LARGEST_LOGIT = 7.0
@@ -72,14 +72,14 @@ class Calibration:
         for source in touched:
             self._biases[source] = _biases(self._buckets[source])
 
-    def cached(self) -> dict[str, list[list[float]]]:
+    def state_dict(self) -> dict[str, list[list[float]]]:
         return {" ".join(source): buckets.tolist() for source, buckets in self._buckets.items()}
 
-    def restore(self, cached: object) -> None:
-        """Restore the output of `cached`. Raises ValueError."""
-        if not isinstance(cached, dict) or len(cached) > MAX_RETAINED:
+    def load_state_dict(self, state_dict: object) -> None:
+        """Restore the output of `state_dict`. Raises ValueError."""
+        if not isinstance(state_dict, dict) or len(state_dict) > MAX_RETAINED:
             raise ValueError("no buckets by source")
-        for source, value in cached.items():
+        for source, value in state_dict.items():
             buckets = saved_numbers(value, (_N_BUCKETS, 3))
             if (buckets < 0.0).any() or (buckets[:, 1:] > buckets[:, :1] + 1e-6).any():
                 raise ValueError("more hits than tries")
@@ -100,37 +100,39 @@ class Calibration:
         bucket += (1.0, float(is_hit), q)
 
 
-def level_yield() -> FadingMean:
+def level_yield() -> MovingAverage:
     """Running mean of log(gain / q): gain is the tokens of a level net of their price, q the summed
     draft probability of the level above. It converts the drafter's uncalibrated q.
     """
-    return FadingMean(LASTING, (0.0,))
+    return MovingAverage(LASTING, (0.0,))
 
 
-def note_levels(levels: FadingMean, draft: NDArray[np.float64], gains: NDArray[np.float64]) -> None:
+def note_levels(
+    levels: MovingAverage, draft: NDArray[np.float64], gains: NDArray[np.float64]
+) -> None:
     """Record the total draft probability of levels, and the gain in tokens of the level below."""
     if len(draft):
         x, y = (np.log(np.maximum(values, _MIN_GAIN)) for values in (draft, gains))
         levels.add(float(np.mean(y - x)), n=len(draft))
 
 
-def worthwhile_level(levels: FadingMean, gain: float) -> float:
+def worthwhile_level(levels: MovingAverage, gain: float) -> float:
     """Return the draft probability of a level below which the next one gains `gain` tokens."""
     (log_ratio,) = levels.means
     return math.exp(min(0.0, math.log(max(gain, _MIN_GAIN)) - log_ratio))
 
 
-def chain_survival() -> FadingMean:
+def chain_survival() -> MovingAverage:
     """Return the mean acceptance rate of sampled chains, whatever their tokens are.
 
     For rules that verify tokens drawn from q: their chains must be sized before they are drawn
     (see DraftPolicy), so only the acceptance of earlier chains may be used: one rate for every
     depth (Leviathan et al. 2023).
     """
-    return FadingMean(1.0 - 1.0 / _MEMORY, (ASSUMED_LEVEL_ACCEPTANCE,), _PRIOR_CHAIN_TOKENS)
+    return MovingAverage(1.0 - 1.0 / _MEMORY, (ASSUMED_LEVEL_ACCEPTANCE,), _PRIOR_CHAIN_TOKENS)
 
 
-def note_chain(survival: FadingMean, n_drafted: int, n_accepted: int) -> None:
+def note_chain(survival: MovingAverage, n_drafted: int, n_accepted: int) -> None:
     """Record that `n_accepted` tokens of a chain of `n_drafted` were accepted."""
     for i in range(min(n_drafted, n_accepted + 1)):
         survival.add(float(i < n_accepted))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.model import level_width
-from specdec.policy.fading import LASTING, RECENT, saved_numbers
+from specdec.policy.moving_average import LASTING, RECENT, saved_numbers
 
 _RESIDENT_SLACK = 1.5
 """Maximum duration of a pass of free tokens, relative to one token, where no reads hide the
@@ -126,13 +126,13 @@ class CostModel:
         self._sums[knot] += (1.0, math.log(seconds / self.planned_seconds(num_tokens)))
         self._fit()
 
-    def cached(self) -> NDArray[np.float64]:
-        """Return [knot, (weight, weighted sum of log seconds)] for `restore`, under any plan."""
+    def state_dict(self) -> NDArray[np.float64]:
+        """Return [knot, (weight, weighted sum of log seconds)], to be loaded under any plan."""
         return self._sums + np.outer(self._sums[:, 0], (0.0, 1.0)) * _log_planned(self)
 
-    def restore(self, cached: object) -> None:
+    def load_state_dict(self, state_dict: object) -> None:
         """Count another process's measurements as one pass of each size. Raises ValueError."""
-        sums = saved_numbers(cached, self._sums.shape)
+        sums = saved_numbers(state_dict, self._sums.shape)
         if (sums[:, 0] < 0.0).any():
             raise ValueError("weights below zero")
         sums = sums / np.maximum(sums[:, :1], 1.0)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.calibration import note_chain
 from specdec.policy.cost_model import level_seconds
 from specdec.policy.modes import DraftChoice, Outcome
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -62,7 +62,7 @@ class DraftPolicy:
 
     Args:
         config: options that the user fixed; the others are chosen here.
-        acceptance_statistics: costs and acceptance so far, updated by every step.
+        pair_statistics: costs and acceptance so far, updated by every step.
         max_context: maximum tokens of a sequence.
         temperature: sampling temperature; acceptance is learnt apart for classes of it.
         clock: returns seconds.
@@ -71,7 +71,7 @@ class DraftPolicy:
     def __init__(
         self,
         config: SpecConfig,
-        acceptance_statistics: AcceptanceStatistics,
+        pair_statistics: PairStatistics,
         max_context: int,
         *,
         temperature: float = 0.0,
@@ -81,12 +81,12 @@ class DraftPolicy:
         self.max_context = max_context
         self.clock = clock
         self.is_chain = config.acceptance != "match"
-        self.acceptance_statistics = acceptance_statistics
-        cost, draft_cost = acceptance_statistics.cost, acceptance_statistics.draft_cost
+        self.pair_statistics = pair_statistics
+        cost, draft_cost = pair_statistics.cost, pair_statistics.draft_cost
         if config.num_draft_tokens is not None:
             n_nodes = n_likely = config.num_draft_tokens
         else:
-            n_nodes = acceptance_statistics.n_nodes
+            n_nodes = pair_statistics.n_nodes
             # Likely size of a tree before anything is measured: the free tokens of a pass, even
             # if there is memory for more.
             n_likely = min(cost.num_free_tokens - 1, n_nodes)
@@ -107,7 +107,7 @@ class DraftPolicy:
             planned = (tokens, seconds / num_seqs) if self._has_model else None
             return DraftChoice(planned, cost.planned_seconds(num_seqs) / num_seqs)
 
-        self.mode_statistics = self.acceptance_statistics.mode_statistics(
+        self.acceptance_statistics = self.pair_statistics.acceptance_statistics(
             (
                 config.drafters,
                 config.acceptance,
@@ -117,7 +117,7 @@ class DraftPolicy:
             first_choice,
         )
         self.shape = TreeShape(
-            config, self.acceptance_statistics, self.mode_statistics, self._has_model
+            config, self.pair_statistics, self.acceptance_statistics, self._has_model
         )
         self.step = Step(0.0, False)
         self._n_steps = 0
@@ -154,7 +154,7 @@ class DraftPolicy:
         """Return whether steps of `num_seqs` sequences use the draft model now."""
         if self.config.num_draft_tokens is not None:
             return self._has_model
-        return self._has_model and self.mode_statistics.choice(num_seqs).is_draft_better
+        return self._has_model and self.acceptance_statistics.choice(num_seqs).is_draft_better
 
     @property
     def is_whole(self) -> bool:
@@ -171,12 +171,12 @@ class DraftPolicy:
 
         Return the outcome for its choice; None if it is no evidence.
         """
-        this, mode_statistics = self.step, self.mode_statistics
+        this, acceptance_statistics = self.step, self.acceptance_statistics
         emitted = acceptance.emitted(tree)
         if self.is_chain:
-            note_chain(mode_statistics.chain, tree.n_drafted, len(tree.follow(emitted)) - 1)
+            note_chain(acceptance_statistics.chain, tree.n_drafted, len(tree.follow(emitted)) - 1)
         elif this.candidates is not None:
-            mode_statistics.calibration.observe(this.candidates, emitted)
+            acceptance_statistics.calibration.observe(this.candidates, emitted)
         if not this.is_typical or self.config.num_draft_tokens is not None:
             return None
         self._note_plain()
@@ -184,10 +184,10 @@ class DraftPolicy:
 
     @property
     def choice(self) -> DraftChoice:
-        return self.mode_statistics.choice(self.step.num_seqs)
+        return self.acceptance_statistics.choice(self.step.num_seqs)
 
     def _begin(self, is_fixed: bool, is_typical: bool, num_seqs: int) -> Step:
-        choice, before = self.mode_statistics.choice(num_seqs), self.step
+        choice, before = self.acceptance_statistics.choice(num_seqs), self.step
         uses_draft = self._has_model if is_fixed else choice.is_draft_better
         if is_typical and not is_fixed:
             uses_draft = choice.next_uses_draft(self.shape.min_draft_seconds(num_seqs))
@@ -203,7 +203,7 @@ class DraftPolicy:
 
     def _note_plain(self) -> None:
         num_seqs = self.step.num_seqs
-        self.choice.plain_seconds = self.acceptance_statistics.cost.seconds(num_seqs) / num_seqs
+        self.choice.plain_seconds = self.pair_statistics.cost.seconds(num_seqs) / num_seqs
 
 
 def _temperature_class(temperature: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from specdec.policy.fading import LASTING, FadingMean, saved_numbers
+from specdec.policy.moving_average import LASTING, MovingAverage, saved_numbers
 
 _BUDGET_SHARE = 0.015
 """Share of a sequence's tokens that trials of a draft not in use may lose: a draft that never pays
@@ -50,10 +50,10 @@ class DraftChoice:
 
     def __init__(self, with_draft: tuple[float, float] | None, plain_seconds: float) -> None:
         # Same decay as the draft's mean, so that both follow a change at the same pace.
-        self._plain = FadingMean(LASTING, (plain_seconds,), _PLAN_WEIGHT)
+        self._plain = MovingAverage(LASTING, (plain_seconds,), _PLAN_WEIGHT)
         self._draft = None
         if with_draft is not None:
-            self._draft = FadingMean(LASTING, with_draft, _PLAN_WEIGHT)
+            self._draft = MovingAverage(LASTING, with_draft, _PLAN_WEIGHT)
         self._budget = _FIRST_BUDGET
         self.plain_seconds = plain_seconds
 
@@ -70,19 +70,19 @@ class DraftChoice:
         tokens, seconds = self._draft.means
         return max(self._plain_rate, tokens / max(seconds, 1e-9))
 
-    def cached(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
-            "plain": self._plain.cached(),
-            "draft": None if self._draft is None else self._draft.cached(),
+            "plain": self._plain.state_dict(),
+            "draft": None if self._draft is None else self._draft.state_dict(),
             "budget": self._budget,
         }
 
-    def restore(self, cached: Any) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Restore another process's state, weighted like the plan's. Raises ValueError."""
-        self._plain.restore(cached["plain"])
+        self._plain.load_state_dict(state_dict["plain"])
         if self._draft is not None:
-            self._draft.restore(cached["draft"])
-        budget = float(saved_numbers(cached["budget"], ()))
+            self._draft.load_state_dict(state_dict["draft"])
+        budget = float(saved_numbers(state_dict["budget"], ()))
         self._budget = min(max(budget, -_FIRST_BUDGET), _PLAN_WEIGHT * _FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:

@@ -62,7 +62,7 @@ class OpportunisticLayers:
         self._draft_level_tokens = draft_level_tokens
         self._row_bytes = bytes_per_row(activation_bytes, max_num_tokens)
 
-    def make_capacity(self, n_tokens: int, num_seqs: int = 1) -> None:
+    def release_for_prefill(self, n_tokens: int, num_seqs: int = 1) -> None:
         """Release layers before a pass with prefill chunks, which may take the planned maximum.
 
         n_tokens, num_seqs: totals after the pass, to which the KV caches may grow.
@@ -72,17 +72,19 @@ class OpportunisticLayers:
             return
         left = self._left(self._activation_bytes + self._draft_bytes, n_tokens, num_seqs)
         if left < 0:
-            self._target.pin_layers(max(0, pinned + left))
+            self._target.set_pinned_bytes(max(0, pinned + left))
 
     def free_memory(self, n_bytes: int) -> bool:
         """Release layers before a file of `n_bytes` is mapped between passes; return whether it
         fits in the budget."""
         pinned = self._target.pinned_bytes
         if pinned:
-            self._target.pin_layers(max(0, pinned - n_bytes))
+            self._target.set_pinned_bytes(max(0, pinned - n_bytes))
         return process_memory().rss_bytes + n_bytes <= self._whole_bytes
 
-    def begin(self, n_tokens: int, num_seqs: int = 1, *, more_enter: bool = False) -> None:
+    def pin_after_prefill(
+        self, n_tokens: int, num_seqs: int = 1, *, more_enter: bool = False
+    ) -> None:
         """Pin layers after a pass with prefill chunks.
 
         Its memory says little about decode steps, which may take less. So layers are pinned only
@@ -93,9 +95,11 @@ class OpportunisticLayers:
             return
         left = self._left(self._activation_bytes + self._draft_bytes, n_tokens, num_seqs)
         if left > 0 and not more_enter:
-            self._target.pin_layers(self._target.pinned_bytes + left)
+            self._target.set_pinned_bytes(self._target.pinned_bytes + left)
 
-    def pin(self, num_tokens: int, n_tokens: int, num_seqs: int = 1, n_lacking: int = 0) -> None:
+    def pin_after_decode(
+        self, num_tokens: int, n_tokens: int, num_seqs: int = 1, n_lacking: int = 0
+    ) -> None:
         """Pin or release layers after a decode step of `num_tokens` tokens.
 
         The next step may have more tokens, and the KV caches may grow. Layers are pinned as soon as
@@ -113,7 +117,7 @@ class OpportunisticLayers:
         left = self._left(to_come, n_tokens, num_seqs)
         pinned = self._target.pinned_bytes
         if left > 0 or (pinned and left < -RESERVE_BYTES // 2):
-            self._target.pin_layers(max(0, pinned + left))
+            self._target.set_pinned_bytes(max(0, pinned + left))
 
     def _left(self, to_come: int, n_tokens: int, num_seqs: int) -> int:
         """Return the unused bytes, if `to_come` are needed beside the recent peak; may be < 0."""

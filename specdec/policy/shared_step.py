@@ -48,7 +48,7 @@ def trim_together(
         n_left = None
         if max_nodes is not None:
             n_left = max_nodes - n_whole + len(trees) - len(weighed)
-        cost = policies[0].acceptance_statistics.cost
+        cost = policies[0].pair_statistics.cost
         chosen, price = choose_nodes(candidate_trees, cost, num_others, n_left)
         for i, shape, this, candidate_tree, indices in zip(
             weighed, shapes, steps, candidate_trees, chosen, strict=True
@@ -56,7 +56,7 @@ def trim_together(
             trimmed[i] = shape.cut(candidate_tree, indices, price, this.uses_draft)
     for policy, tree in zip(policies, trimmed, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
-            policy.mode_statistics.note_retained(tree.n_drafted)
+            policy.acceptance_statistics.note_retained(tree.n_drafted)
         policy.step.num_tokens = num_other_tokens + sum(map(len, trimmed))
     return trimmed
 
@@ -64,7 +64,7 @@ def trim_together(
 def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
     """Record the step's drafting time and each sequence's share: equal for all that used the draft,
     except that sequences whose draft cache was behind pay for catching up alone."""
-    now, acceptance_statistics = policies[0].clock(), policies[0].acceptance_statistics
+    now, pair_statistics = policies[0].clock(), policies[0].pair_statistics
     for policy, tree in zip(policies, trees, strict=True):
         policy.step.drafted_at, policy.step.candidates = now, tree
     used = [policy.step for policy in policies if policy.step.uses_draft]
@@ -75,9 +75,9 @@ def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) 
     seconds = usual = now - min(this.began for this in used)
     behind = [this for this in used if this.is_catching_up]
     if behind:  # this step's time is no measurement of usual drafting
-        usual = min(seconds, n_runs * acceptance_statistics.run_seconds)
+        usual = min(seconds, n_runs * pair_statistics.run_seconds)
     else:
-        acceptance_statistics.note_drafting(n_runs, seconds)
+        pair_statistics.note_drafting(n_runs, seconds)
     for this in used:
         this.draft_seconds = usual / len(used)
     for this in behind:
@@ -92,7 +92,7 @@ def should_draft_ahead(policies: Sequence[DraftPolicy]) -> bool:
     """
     for policy in policies:
         this, setting = policy.step, policy.config.draft_ahead
-        pays = this.uses_draft and policy.acceptance_statistics.cost.is_streamed
+        pays = this.uses_draft and policy.pair_statistics.cost.is_streamed
         this.is_ahead = setting == "on" or (setting == "auto" and pays)
     return any(policy.step.is_ahead for policy in policies)
 
@@ -105,7 +105,7 @@ def observe_together(
     Each sequence pays for an equal share of the pass without drafts, and for its own draft tokens.
     Sequences with the same DraftChoice count as one mean outcome: it chose once for all of them.
     """
-    this, cost = policies[0].step, policies[0].acceptance_statistics.cost
+    this, cost = policies[0].step, policies[0].pair_statistics.cost
     seconds = policies[0].clock() - this.drafted_at
     seconds = min(seconds, _MAX_OUTLIER * cost.seconds(this.num_tokens))
     cost.observe(this.num_tokens, seconds)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy.acceptance_statistics import AcceptanceStatistics, ModeStatistics
 from specdec.policy.calibration import note_levels, worthwhile_level
 from specdec.policy.modes import DraftChoice
+from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 from specdec.policy.shared_pass import CandidateTree
 from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
@@ -26,21 +26,21 @@ class TreeShape:
 
     Args:
         config: options that the user fixed.
-        acceptance_statistics: seconds of passes and drafting.
-        mode_statistics: acceptance in this mode of choosing tokens.
+        pair_statistics: seconds of passes and drafting.
+        acceptance_statistics: acceptance in this mode of choosing tokens.
         has_model: whether one of the drafters is a model, whose runs take time.
     """
 
     def __init__(
         self,
         config: SpecConfig,
+        pair_statistics: PairStatistics,
         acceptance_statistics: AcceptanceStatistics,
-        mode_statistics: ModeStatistics,
         has_model: bool,
     ) -> None:
         self._config = config
-        self._acceptance_statistics, self._cost = acceptance_statistics, acceptance_statistics.cost
-        self._mode_statistics = mode_statistics
+        self._pair_statistics, self._cost = pair_statistics, pair_statistics.cost
+        self._acceptance_statistics = acceptance_statistics
         self._has_model = has_model
         self._num_seqs = 1
 
@@ -50,7 +50,7 @@ class TreeShape:
         num_seqs: sequences that share the step's drafting and its pass.
         """
         self._num_seqs = num_seqs
-        limit = min(limit, self._mode_statistics.n_candidates)
+        limit = min(limit, self._acceptance_statistics.n_candidates)
         if self._config.acceptance != "match":
             return TreeLimits(self._chain_length(min(limit, depth), uses_draft), depth, 1)
         minimum = self._min_level_probability(uses_draft)
@@ -58,7 +58,7 @@ class TreeShape:
 
     def candidate_tree(self, tree: DraftTree) -> CandidateTree:
         """Return a proposal with its acceptance probabilities and throughput price."""
-        probs = self._mode_statistics.calibration.path_probabilities(tree)
+        probs = self._acceptance_statistics.calibration.path_probabilities(tree)
         return CandidateTree(tree, probs, self._choice.rate)
 
     def cut(
@@ -66,7 +66,7 @@ class TreeShape:
     ) -> DraftTree:
         """Return the nodes of a candidate tree to verify, where one more would cost `price`."""
         tree, n_drafted = candidate_tree.tree, len(indices) - 1
-        self._mode_statistics.note_retained(n_drafted)
+        self._acceptance_statistics.note_retained(n_drafted)
         if uses_draft and tree.n_drafted:
             self._note_levels(tree, np.maximum(candidate_tree.probabilities - price, 0.0))
         return tree if n_drafted == tree.n_drafted else tree.subset(indices)
@@ -75,18 +75,18 @@ class TreeShape:
         """Return the seconds that one level and one node of a sequence add to a step without the
         draft: its share of the drafting, and the time of one more token."""
         seconds = self._cost.table(num_seqs + 1)[num_seqs - 1 :]
-        return self._acceptance_statistics.run_seconds / num_seqs + max(
+        return self._pair_statistics.run_seconds / num_seqs + max(
             0.0, float(seconds[-1] - seconds[0])
         )
 
     @property
     def _level_seconds(self) -> float:
         """Seconds of a sequence's share of a run of the draft."""
-        return self._acceptance_statistics.run_seconds / self._num_seqs
+        return self._pair_statistics.run_seconds / self._num_seqs
 
     @property
     def _choice(self) -> DraftChoice:
-        return self._mode_statistics.choice(self._num_seqs)
+        return self._acceptance_statistics.choice(self._num_seqs)
 
     def _min_level_probability(self, uses_draft: bool) -> float:
         """Return the minimum draft probability of a level for one more run of the draft to pay.
@@ -102,7 +102,7 @@ class TreeShape:
         if self._config.draft_depth is not None:
             return 0.0
         min_gain = self._choice.rate * self._level_seconds
-        return worthwhile_level(self._mode_statistics.levels, min_gain)
+        return worthwhile_level(self._acceptance_statistics.levels, min_gain)
 
     def _chain_length(self, limit: int, uses_draft: bool) -> int:
         """Return the length of a chain to draw, from the acceptance of earlier chains alone.
@@ -112,7 +112,7 @@ class TreeShape:
         """
         if limit < 1:
             return 0
-        tokens = np.cumsum(self._mode_statistics.chain.means[0] ** np.arange(limit + 1))
+        tokens = np.cumsum(self._acceptance_statistics.chain.means[0] ** np.arange(limit + 1))
         seconds = self._cost.table(self._num_seqs + limit)[self._num_seqs - 1 :]
         tokens = tokens[: len(seconds)]
         if uses_draft:
@@ -129,4 +129,4 @@ class TreeShape:
         deepest = int(depths[is_drafted].max(initial=0))
         draft = np.bincount(depths, weights=np.exp(tree.path_log_probs)).astype(np.float64)
         gained = np.bincount(depths, weights=gains).astype(np.float64)
-        note_levels(self._mode_statistics.levels, draft[1:deepest], gained[2 : deepest + 1])
+        note_levels(self._acceptance_statistics.levels, draft[1:deepest], gained[2 : deepest + 1])

@@ -21,9 +21,9 @@ from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -98,7 +98,7 @@ class LoneSequence:
         self._target, self._speculation = target, Speculation(target, worker=ahead)
         self._recorder = recorder or StatsRecorder()
         self._sampler, self._spec = sampler, spec
-        policy = DraftPolicy(spec, AcceptanceStatistics(FREE, None, 99), target.max_context)
+        policy = DraftPolicy(spec, PairStatistics(FREE, None, 99), target.max_context)
         self._parts = drafter, policy, Verifier(sampler, spec, rng)
 
     @property
@@ -110,7 +110,7 @@ class LoneSequence:
         request.recorder = self._recorder
         sequence = EngineSequence(request, self._sampler, TokenLimit(2**30, None))
         self.sequence = sequence
-        sequence.begin(*self._parts)
+        sequence.start(*self._parts)
         kv = own(self._target)
         kv.cut_to(prompt)
         sequence.attach(kv)
@@ -161,9 +161,7 @@ def make_controller(
 
 def limits_after(context_ids: Sequence[int], spec: SpecConfig) -> TreeLimits:
     """Return the limits of the next proposal of such a controller, with the tree size of `spec`."""
-    return DraftPolicy(spec, AcceptanceStatistics(FREE, None, 99), 256).limits(
-        len(context_ids), 99, 256
-    )
+    return DraftPolicy(spec, PairStatistics(FREE, None, 99), 256).limits(len(context_ids), 99, 256)
 
 
 def run(

@@ -133,7 +133,7 @@ class KvSimulation:
         if first == sequence.kv.table.num_tokens:
             n_free = self.pool.n_free
         try:
-            places = sequence.kv.make_capacity(first, num_tokens)
+            places = sequence.kv.append_positions(first, num_tokens)
         except BackendError:
             self.n_full += 1
             assert n_free is None or n_blocks > n_free

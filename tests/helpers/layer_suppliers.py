@@ -190,7 +190,7 @@ class RingLayers(SuppliedLayers):
         ring, acquired = self.access._cursor._ring, self.access._acquired
         used = [slot for slot in ring.slots if slot.state is SlotState.IN_USE] if ring else []
         assert all(item.index != index for item in acquired)
-        assert len(used) == sum(item.taken is not None for item in acquired)
+        assert len(used) == sum(item.acquired_slot is not None for item in acquired)
 
     def is_freed(self, memory: Any) -> bool:
         return memory._map is None or memory._map.closed
@@ -268,9 +268,9 @@ class WatchedReads(FaultyReads):
         if self.layers is not None:
             address = np.frombuffer(view, np.uint8).ctypes.data
             for acquired in tuple(self.layers.access._acquired):
-                if acquired.taken is None:
+                if acquired.acquired_slot is None:
                     continue
-                start = acquired.taken.slot.buffer.address
+                start = acquired.acquired_slot.slot.buffer.address
                 if start <= address < start + self._slot_bytes:
                     self.wrong.append(f"layer {acquired.index} is acquired and overwritten")
         try:

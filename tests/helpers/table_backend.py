@@ -8,7 +8,7 @@ import numpy as np
 from alone import own
 from exact_rules import Rows
 
-from backends.contract.backend import Backend, KvUse
+from backends.contract.backend import Backend, KvUsage
 from backends.contract.nodes import NodeTable
 from backends.contract.sequence import SavedTensors, SequenceInput, SequenceKV, SequenceOutput
 from offload.formats.mapped import TensorShape
@@ -113,8 +113,8 @@ class TableBackend(Backend):
         return 0
 
     @property
-    def kv_use(self) -> KvUse:
-        return KvUse(0, 0)
+    def kv_usage(self) -> KvUsage:
+        return KvUsage(0, 0)
 
     def close(self) -> None:
         pass

@@ -39,7 +39,7 @@ class PinnableMemory:
     slot_bytes: int = 0
     """Memory of one pinned layer."""
 
-    def pin_layers(self, placement: Placement, n_tokens: int, num_tokens: int) -> Placement:
+    def with_pinned_layers(self, placement: Placement, n_tokens: int, num_tokens: int) -> Placement:
         """Return the placement with pinned layers, for `n_tokens` in the KV cache."""
         if not self.slot_bytes:
             return placement

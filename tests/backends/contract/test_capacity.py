@@ -27,20 +27,20 @@ def backend(kind: Kind) -> Iterator[RecoveringBackend[Any]]:
 def test_a_fork_holds_the_prompt_once(backend: RecoveringBackend[Any]) -> None:
     first = backend.new_sequence()
     first.prefill(PROMPT)
-    before = backend.kv_use
+    before = backend.kv_usage
     assert (before.n_used >= 150, before.n_shared) == (True, 0)
     forks = [first.fork() for _ in range(6)]
-    assert backend.kv_use.n_used == before.n_used
-    assert backend.kv_use.n_shared >= 6 * 150
+    assert backend.kv_usage.n_used == before.n_used
+    assert backend.kv_usage.n_shared >= 6 * 150
     row = forks[0].prefill([7])
-    assert before.n_used < backend.kv_use.n_used <= before.n_used + 64  # at most a block
+    assert before.n_used < backend.kv_usage.n_used <= before.n_used + 64  # at most a block
     first.close()
     assert np.array_equal(forks[1].prefill([7]), row)
     with pytest.raises(BackendError, match="cannot fork at 200: 151 are committed"):
         forks[1].fork(200)
     for fork in forks:
         fork.close()
-    assert backend.kv_use == (0, 0)
+    assert backend.kv_usage == (0, 0)
 
 
 def test_tokens_run_out_and_come_back(backend: RecoveringBackend[Any]) -> None:
@@ -103,7 +103,7 @@ def test_counted_memory_is_what_a_sequence_takes(
     own(backend).prefill(PROMPT[:n_tokens])
     assert backend.kv_bytes <= before + to_come
     assert backend.kv_bytes <= kind.source(n_layers=2).kv_bytes(256, 40)
-    assert backend.n_kv_allocated >= backend.kv_use.n_used >= n_tokens
+    assert backend.n_kv_allocated >= backend.kv_usage.n_used >= n_tokens
 
 
 def test_a_part_of_a_prompt_needs_no_logits(backend: RecoveringBackend[Any]) -> None:
@@ -118,10 +118,10 @@ def test_a_sibling_has_sequences_of_its_own(kind: Kind, backend: RecoveringBacke
     sizes = {"max_context": 30, "max_nodes": 8, "max_num_tokens": 8}
     if kind.is_streamed:
         with pytest.raises(BackendError, match="cannot share its weights"):
-            backend.sibling(**sizes)
+            backend.with_shared_weights(**sizes)
         return
     row = own(backend).prefill([5, 6, 7])
-    with backend.sibling(**sizes) as other:
+    with backend.with_shared_weights(**sizes) as other:
         assert (own(other).n_committed, own(backend).n_committed) == (0, 3)
         assert np.array_equal(own(other).prefill([5, 6, 7]), row)
         assert own(backend).n_committed == 3

@@ -111,8 +111,8 @@ def test_where_the_weights_are_decides_nothing(streamed: Kind, is_exact: bool) -
     ):
         pairs = zip(conversation(resident), conversation(backend), strict=True)
         assert all(np.array_equal(*pair) for pair in pairs)
-        assert resident.stream_use.bytes_streamed == 0
-        assert backend.stream_use.bytes_streamed > 0
+        assert resident.transfer_stats.bytes_streamed == 0
+        assert backend.transfer_stats.bytes_streamed > 0
 
 
 def test_a_pass_reads_the_model_once_for_all_sequences(streamed: Kind) -> None:
@@ -122,10 +122,10 @@ def test_a_pass_reads_the_model_once_for_all_sequences(streamed: Kind) -> None:
     with streamed.load(n_layers=n_layers) as backend:
         sequences = [backend.new_sequence() for _ in range(3)]
         for num_seqs in (1, 3):
-            before = backend.stream_use.bytes_streamed
+            before = backend.transfer_stats.bytes_streamed
             for _ in range(8):
                 batch = [SequenceInput(sequence, [5, 6]) for sequence in sequences[:num_seqs]]
                 backend.forward(batch)
-            n_read = backend.stream_use.bytes_streamed - before
+            n_read = backend.transfer_stats.bytes_streamed - before
             n_ahead = (N_SLOTS + 2) * n_model // n_layers
             assert 8 * (n_model - n_ahead) <= n_read <= 8 * n_model * 1.5 + n_ahead

@@ -54,7 +54,7 @@ def test_traffic_of_a_pass(tier: str, checkpoint_factory) -> None:
     with TorchBackend(model, DeviceWeights(model, plan, CpuEngine())) as backend:
         for _ in range(4):
             own(backend).extend([5], [PREFIX])
-        use = backend.stream_use
+        use = backend.transfer_stats
         assert 4 * plan.moved_bytes <= use.bytes_copied <= 5 * plan.moved_bytes
         # A file ends before its last block does, and how far the read-ahead gets varies.
         tensors = [r.n_bytes for layer in plan.layers for r in layer.tensors if tier == STORAGE]
@@ -82,10 +82,10 @@ def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
         on_device(directory, CpuEngine()) as streamed,
         pytest.raises(BackendError, match="cannot share its weights"),
     ):
-        streamed.sibling(**sizes)
+        streamed.with_shared_weights(**sizes)
     with on_device(directory, CpuEngine(), all_there) as pinned:
         expected = own(pinned).prefill(PROMPT)
-        with pinned.sibling(**sizes) as other:
+        with pinned.with_shared_weights(**sizes) as other:
             assert np.array_equal(own(other).prefill(PROMPT), expected)
             again = own(pinned).prefill(own(pinned).cut_to(PROMPT))
             assert np.array_equal(again, own(other).prefill(own(other).cut_to(PROMPT)))

@@ -18,7 +18,7 @@ from paper_models import PaperModel
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backends.contract.backend import PREFIX, BackendError, StreamUse, UnsupportedModel
+from backends.contract.backend import PREFIX, BackendError, TransferStats, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
 from backends.ggml.library import LlamaError, LlamaLog, LlamaModel, load_library
@@ -134,7 +134,7 @@ def test_contract_in_memory(load_mode, path):
         _, again = own(backend).extend([7, 5], [PREFIX] * 2)
         assert np.abs(rows - again).max() < 1e-2
         assert own(backend).extend([8], [PREFIX], logits_at=[])[1].shape == (0, VOCAB)
-        assert backend.stream_use == StreamUse()
+        assert backend.transfer_stats == TransferStats()
     backend.close()
     with pytest.raises(BackendError, match="closed"):
         own(backend).prefill([3])

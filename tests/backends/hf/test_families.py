@@ -66,14 +66,14 @@ def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
         own(backend).prefill(PROMPT[:4])
-        before = backend.stream_use.bytes_streamed
+        before = backend.transfer_stats.bytes_streamed
         expected = reference_logits(directory, PROMPT)[-1]
         assert np.abs(own(backend).prefill(PROMPT[4:]) - expected).max() <= TOLERANCE * scale(
             expected
         )
         one_pass = sum(layer.slot_bytes for layer in load_hf_model(directory).layer_weights)
         # Chunks go through a layer while it is in memory; only read-ahead comes on top.
-        assert backend.stream_use.bytes_streamed - before <= 2 * one_pass
+        assert backend.transfer_stats.bytes_streamed - before <= 2 * one_pass
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -113,7 +113,7 @@ def test_where_the_weights_are_decides_nothing(dtype, tmp_path):
         expected = exercise(mapped)
         assert same(expected, exercise(pinned))
         assert same(expected, exercise(streamed))
-        assert streamed.stream_use.bytes_streamed > 0
+        assert streamed.transfer_stats.bytes_streamed > 0
 
 
 def test_the_last_tokens_of_a_context_fit(tmp_path):

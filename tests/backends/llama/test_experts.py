@@ -76,13 +76,13 @@ def test_a_pass_asks_for_the_experts_of_its_rows(models, paging):
             own(backend).extend([7], [PREFIX])
         first = visits_of(trace)
         assert [len(experts) for _, experts in first] == [2] * 3
-        before = backend.stream_use
+        before = backend.transfer_stats
         assert before.experts_asked == sum(counts) + 6
         own(backend).rollback(len(PROMPT))
         with recording() as trace:
             own(backend).extend([7], [PREFIX])
         assert visits_of(trace) == first
-        after = backend.stream_use  # all of them are in memory
+        after = backend.transfer_stats  # all of them are in memory
         assert after.bytes_streamed == before.bytes_streamed
         assert after.experts_found == before.experts_found + 6
 
@@ -109,7 +109,7 @@ def test_the_more_memory_the_less_is_read(models, paging):
         n_bytes = int(share * sum(x.n_bytes for x in model.experts))
         with streamed_experts(model, n_bytes) as backend:
             exercise(backend)
-            n_read.append(backend.stream_use.bytes_streamed)
+            n_read.append(backend.transfer_stats.bytes_streamed)
     assert all(more > less for more, less in pairwise(n_read))
 
 

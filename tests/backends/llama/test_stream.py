@@ -108,11 +108,11 @@ def test_a_pass_reads_every_streamed_layer_once(models, paging):
     model = models("llama", n_layers=6)
     with streamed(model) as backend:
         own(backend).prefill(PROMPT)
-        before = backend.stream_use.bytes_streamed
+        before = backend.transfer_stats.bytes_streamed
         for _ in range(10):
             own(backend).extend([5], [PREFIX])
         one_pass = sum(layer.slot_bytes for layer in model.layers)
-        read = backend.stream_use.bytes_streamed - before
+        read = backend.transfer_stats.bytes_streamed - before
         # Two slots are read ahead at either end.
         assert 9 * one_pass < read < 11 * one_pass
 

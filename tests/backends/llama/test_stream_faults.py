@@ -92,14 +92,14 @@ def test_cancel_in_the_middle_of_a_pass(models, paging):
         was_ended = threading.Event()
         thread = threading.Thread(target=interrupt)
         thread.start()
-        before = backend.stream_use.bytes_streamed
+        before = backend.transfer_stats.bytes_streamed
         with pytest.raises(PassCancelled):
             keep_extending(backend)
         was_ended.set()
         thread.join()
         disk.slow.clear()
         one_pass = sum(layer.slot_bytes for layer in model.layers)
-        assert backend.stream_use.bytes_streamed - before < 2 * one_pass
+        assert backend.transfer_stats.bytes_streamed - before < 2 * one_pass
         assert own(backend).n_committed == len(PROMPT)
         own(backend).rollback(0)
         assert same(exercise(backend), expected)

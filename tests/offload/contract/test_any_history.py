@@ -195,7 +195,7 @@ class LayerHistory(RuleBasedStateMachine):
         if self.access.num_pinned > self.num_to_pin:  # some are unpinned, and all released
             self.forget_all()
             self.expected = 0
-        assert self.access.pin_layers(n_layers) == self.num_to_pin
+        assert self.access.set_num_pinned(n_layers) == self.num_to_pin
         if is_used:
             self.run_passes(2, None)
 
@@ -276,7 +276,7 @@ class LayerHistory(RuleBasedStateMachine):
             for index in late:
                 self.access.leave(index)
             self.access.restart()
-            assert self.access.pin_layers(2) == 0
+            assert self.access.set_num_pinned(2) == 0
         self.open(failing)
 
     # --- at any time ----------------------------------------------------------------------------

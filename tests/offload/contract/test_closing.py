@@ -93,14 +93,14 @@ def test_a_close_while_the_files_are_checked_is_no_fault_of_the_files(
     tmp_path: Path, kind: Kind
 ) -> None:
     with kind(page_weights(tmp_path), 2) as layers:
-        supply = layers.access._cursor._supply
-        assert supply is not None
-        check = supply.check_unchanged
+        source = layers.access._cursor._source
+        assert source is not None
+        check = source.check_unchanged
 
         def close_and_check() -> None:
             layers.access.close()
             check()
 
-        supply.check_unchanged = close_and_check  # type: ignore[method-assign]
+        source.check_unchanged = close_and_check  # type: ignore[method-assign]
         with pytest.raises(StreamerClosed):
             layers.run_passes()

@@ -146,7 +146,7 @@ def test_overwriting_is_noticed_by_the_end_of_the_pass(
 ) -> None:
     weights = page_weights(tmp_path)
     with kind(weights, 2) as layers:
-        layers.access.pin_layers(num_pinned)
+        layers.access.set_num_pinned(num_pinned)
         layers.run_passes(2)
         assert layers.access.num_pinned == num_pinned
         change(tmp_path / "shard-0.bin")

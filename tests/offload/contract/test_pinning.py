@@ -31,7 +31,7 @@ def test_pinned_layers_are_not_read_again(weights: Weights, kind: Kind, num_pinn
     with kind(weights, 2) as layers:
         access = layers.access
         layers.run_passes()
-        assert access.pin_layers(num_pinned) == num_pinned
+        assert access.set_num_pinned(num_pinned) == num_pinned
         layers.run_passes()
         assert access.num_pinned == num_pinned
         access.restart()
@@ -59,7 +59,7 @@ def test_fewer_are_pinned_if_memory_is_short(weights: Weights, kind: Kind, monke
 
         make = layers.access._new_slot
         monkeypatch.setattr(layers.access, "_new_slot", scarce)
-        layers.access.pin_layers(3)
+        layers.access.set_num_pinned(3)
         layers.run_passes(3)
         assert layers.access.num_pinned == 1
 
@@ -68,7 +68,7 @@ def test_fewer_are_pinned_if_memory_is_short(weights: Weights, kind: Kind, monke
 def test_without_address_space_none_is_pinned(tmp_path: Path, kind: Kind) -> None:
     with kind(write_weights(tmp_path, [[3_000_000]] * 5), 2, read_bytes=1 << 20) as layers:
         layers.run_passes()
-        layers.access.pin_layers(3)
+        layers.access.set_num_pinned(3)
         with no_more_address_space():
             for index in range(5):
                 layers.access.enter(index)
@@ -83,10 +83,10 @@ def test_the_memory_is_given_back(weights: Weights, kind: Kind, monkeypatch) -> 
         access = layers.access
         make = access._new_slot
         monkeypatch.setattr(access, "_new_slot", lambda: made.append(make()) or made[-1])
-        access.pin_layers(3)
+        access.set_num_pinned(3)
         layers.run_passes(2)
         pinned = list(access._cursor.pinned.values())
-        access.pin_layers(1)
+        access.set_num_pinned(1)
         assert [layers.is_freed(memory) for memory in pinned] == [False, True, True]
         layers.run_passes(2)
         layers.check_budget()
@@ -97,7 +97,7 @@ def test_the_memory_is_given_back(weights: Weights, kind: Kind, monkeypatch) -> 
 def test_an_error_in_a_layer_keeps_it(weights: Weights, kind: Kind) -> None:
     """The bytes are correct, whatever happened to the computation."""
     with kind(weights, 2) as layers:
-        layers.access.pin_layers(3)
+        layers.access.set_num_pinned(3)
         for index in range(N_LAYERS):
             with pytest.raises(ZeroDivisionError), layers.layer(index):
                 raise ZeroDivisionError
@@ -111,7 +111,7 @@ def test_a_forgotten_layer_may_be_collected_by_a_reader(
     """The collector runs while a reader asks for the next layer: freeing must not take its lock."""
     with kind(write_weights(tmp_path, [[20_000]] * 5), 2) as layers:
         access = layers.access
-        access.pin_layers(3)
+        access.set_num_pinned(3)
         assert 2 in access._to_pin
         layers.run_passes(stop_before=1)
         forgotten: list[Any] = []

@@ -28,12 +28,12 @@ def test_what_could_not_be_given_back_can_be_asked_for_again(weights, monkeypatc
         raise AddressSpaceError("no")
 
     with mapped(weights) as files, Pager(files.layers, [], files.mappings, 2) as pager:
-        pager.pin_layers(2)
+        pager.set_num_pinned(2)
         files.run_passes(pager, 2)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "move_pages", refused)
             with pytest.raises(AddressSpaceError):
-                pager.pin_layers(0)
-        pager.pin_layers(0)
+                pager.set_num_pinned(0)
+        pager.set_num_pinned(0)
         assert pager.num_pinned == 0
         files.run_passes(pager, 2)

@@ -12,7 +12,7 @@ import pytest
 from streaming import Gate
 from weight_files import write_weights
 
-from offload.ring import file_supply
+from offload.ring import file_source
 from offload.ring.streamer import WeightStreamer, resident_footprint
 from offload.storage.aligned import ALIGNMENT, buffer_bytes
 
@@ -53,7 +53,7 @@ def test_released_slots_are_poisoned_and_nothing_is_allocated(
     weights = write_weights(tmp_path, [[20_000], [30_000], [10_000]])
     gate = Gate(3)  # one read per layer: the gate shuts before the next pass
     with WeightStreamer(weights.layers, 3, storage=gate.storage, poison=True) as streamer:
-        monkeypatch.setattr(file_supply, "AlignedBuffer", None)  # a call would fail
+        monkeypatch.setattr(file_source, "AlignedBuffer", None)  # a call would fail
         with streamer.layer(0) as tensors:
             view = tensors["layers.0.t0"]
             weights.check(0, tensors)

@@ -74,8 +74,8 @@ def test_a_draft_that_streams_too_changes_nothing(monkeypatch):
     with specdec.load("pair:target.gguf", "pair:target.gguf", **options) as llm:
         result = llm.generate(PROMPT, SAMPLED)
         assert result.stats.accepted_tokens > 0
-        assert llm.target.stream_use.bytes_streamed > 0
-        assert llm.draft.stream_use.bytes_streamed > 0
+        assert llm.target.transfer_stats.bytes_streamed > 0
+        assert llm.draft.transfer_stats.bytes_streamed > 0
         assert result.token_ids == llm.generate(PROMPT, SAMPLED, speculative=False).token_ids
 
 

@@ -53,7 +53,7 @@ def backend(model: Path) -> Iterator[Backend]:
 
 
 def test_siblings_keep_apart(backend: Backend) -> None:
-    with backend.sibling(max_context=64, max_nodes=8, max_num_tokens=8) as sibling:
+    with backend.with_shared_weights(max_context=64, max_nodes=8, max_num_tokens=8) as sibling:
         assert sibling.max_context == 64
         other = sibling.new_sequence()
         expected = own(backend).prefill(PROMPT)
@@ -73,7 +73,7 @@ def test_siblings_keep_apart(backend: Backend) -> None:
 
 def test_siblings_in_two_threads(backend: Backend) -> None:
     expected = own(backend).prefill(PROMPT)
-    with backend.sibling(max_context=64, max_nodes=8, max_num_tokens=8) as other:
+    with backend.with_shared_weights(max_context=64, max_nodes=8, max_num_tokens=8) as other:
         actual: list[np.ndarray] = []
 
         def work(item: Backend) -> None:

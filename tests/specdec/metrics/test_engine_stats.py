@@ -66,15 +66,15 @@ def test_kv_that_sequences_share_is_in_use_once(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=1024) as llm:
         text = llm.target.new_sequence()
         text.prefill(PROMPT)
-        before = llm.target.kv_use
+        before = llm.target.kv_usage
         other = text.fork(2 * BLOCK_SIZE)
         assert before == (3 * BLOCK_SIZE, 0)
-        assert llm.target.kv_use == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        assert llm.target.kv_usage == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE)
         n_bytes = llm.target.kv_bytes * 2 * BLOCK_SIZE // llm.target.n_kv_allocated
         assert llm.stats.kv_shared_bytes == n_bytes
         other.close()
         text.close()
-        assert llm.target.kv_use == (0, 0)
+        assert llm.target.kv_usage == (0, 0)
 
 
 def test_preempted_sequences_are_counted(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_cells_that_sequences_share_are_in_use_once(tmp_path: Path) -> None:
         text.prefill([5, 6, 7, 8])
         other = text.fork(3)
         other.prefill([9])
-        assert llm.target.kv_use == (5, 3)
+        assert llm.target.kv_usage == (5, 3)
         other.close()
-        assert llm.target.kv_use == (4, 0)
+        assert llm.target.kv_usage == (4, 0)
         text.close()

@@ -128,12 +128,12 @@ def test_cached_statistics_hold_under_another_plan(
     for num_tokens, seconds in passes:
         cost.observe(num_tokens, seconds)
     same, other = replace(cost), CostModel(2.0, 0.4, 0.1)
-    same.restore(cost.cached().tolist())
-    other.restore(cost.cached().tolist())
-    assert same.cached() == pytest.approx(other.cached(), abs=1e-6)
+    same.load_state_dict(cost.state_dict().tolist())
+    other.load_state_dict(cost.state_dict().tolist())
+    assert same.state_dict() == pytest.approx(other.state_dict(), abs=1e-6)
     if len(passes) == 1:
         num_tokens = 1 << (passes[0][0].bit_length() - 1)  # one of the learnt sizes
         cost, other = replace(cost), replace(other)
         cost.observe(num_tokens, passes[0][1])
-        other.restore(cost.cached().tolist())
+        other.load_state_dict(cost.state_dict().tolist())
         assert other.seconds(num_tokens) == pytest.approx(passes[0][1])

@@ -11,10 +11,10 @@ from exact_rules import Case, chain_error, table_rows
 from bench.scenarios.scenario import Clock
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.shared_step import observe_together, trim_together
 from specdec.verification.acceptance import Acceptance, rejection_walk
 from specdec.verification.block import block_walk
@@ -27,10 +27,10 @@ DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 def new_policy(
     config: SpecConfig, cost: CostModel, draft_cost: CostModel | None = None, **keywords: Any
 ) -> DraftPolicy:
-    acceptance_statistics = AcceptanceStatistics(
+    pair_statistics = PairStatistics(
         cost, draft_cost, min(cost.num_free_tokens - 1, MAX_AUTO_NODES)
     )
-    return DraftPolicy(config, acceptance_statistics, 1000, **keywords)
+    return DraftPolicy(config, pair_statistics, 1000, **keywords)
 
 
 def test_an_explicit_number_is_not_changed():
@@ -45,7 +45,7 @@ def test_an_explicit_number_is_not_changed():
 )
 def test_depth_stays_within_context_and_tokens_wanted(context, requested, depth):
     cost = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
-    policy = DraftPolicy(SpecConfig(), AcceptanceStatistics(cost, None, 99), 100)
+    policy = DraftPolicy(SpecConfig(), PairStatistics(cost, None, 99), 100)
     assert policy.limits(context, requested, 1000).max_depth == depth
 
 
@@ -80,9 +80,9 @@ def test_running_the_prompt_does_not_count_against_the_draft():
     node = tree.add(0, 1, -0.1)
     tree.n_runs = tree.n_run_nodes = 1
     clock.now += 100.0  # as long as eleven passes
-    (cached,) = trim_together([policy], [tree])
-    clock.now += FREE.seconds(len(cached))
-    observe_together([policy], [Acceptance((0, node), 99, True)], [cached])
+    (state_dict,) = trim_together([policy], [tree])
+    clock.now += FREE.seconds(len(state_dict))
+    observe_together([policy], [Acceptance((0, node), 99, True)], [state_dict])
     assert policy.limits(12, 64, 1000).max_nodes
 
 
@@ -96,20 +96,20 @@ def test_a_fixed_depth_is_respected():
 def test_each_acceptance_rule_has_its_own_statistics() -> None:
     """A lower threshold accepts more of the same draft's tokens."""
     cost, clock = CostModel(0.0, 1.0, 0.1), Clock()
-    acceptance_statistics = AcceptanceStatistics(cost, DRAFT, 8)
+    pair_statistics = PairStatistics(cost, DRAFT, 8)
     likely = DraftTree(0)
     likely.add(0, 1, -0.1)
 
     def num_retained(threshold: float | None, n_steps: int = 1) -> int:
         """Return the retained nodes of a likely tree, after steps in which such trees failed."""
         config = SpecConfig(accept_threshold=threshold)
-        policy = DraftPolicy(config, acceptance_statistics, 1000, clock=clock)
+        policy = DraftPolicy(config, pair_statistics, 1000, clock=clock)
         for _ in range(n_steps):
             policy.limits(10, 64, 1000)
-            (cached,) = trim_together([policy], [likely])
-            clock.now += cost.seconds(len(cached))
-            observe_together([policy], [Acceptance((0,), 99, False)], [cached])
-        return cached.n_drafted
+            (state_dict,) = trim_together([policy], [likely])
+            clock.now += cost.seconds(len(state_dict))
+            observe_together([policy], [Acceptance((0,), 99, False)], [state_dict])
+        return state_dict.n_drafted
 
     assert num_retained(0.1) == 1
     assert num_retained(0.1, n_steps=40) == 0

@@ -88,7 +88,7 @@ def test_a_draft_never_overdraws_its_regret_budget(promised: float, steps) -> No
 
 def budget(choice: DraftChoice) -> float:
     """Return the tokens that trials may still lose."""
-    return float(choice.cached()["budget"])
+    return float(choice.state_dict()["budget"])
 
 
 def test_a_loss_is_charged_to_the_budget_and_a_gain_added() -> None:

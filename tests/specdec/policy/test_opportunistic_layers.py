@@ -31,7 +31,7 @@ class Target:
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         return self._kv_growth_bytes * max(1, num_new_seqs) + n_tokens
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         self.pinned_bytes = n_bytes
         self.asked.append(n_bytes)
 
@@ -50,10 +50,10 @@ def test_spare_memory_is_pinned_except_a_reserve(peak: list[int]) -> None:
         target, None, 10 * RESERVE_BYTES, activation_bytes=256 * 100, max_num_tokens=33
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.pin(num_tokens=33, n_tokens=0)
+    layer_cache.pin_after_decode(num_tokens=33, n_tokens=0)
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
-    target.pin_layers(0)
-    layer_cache.pin(num_tokens=3, n_tokens=0)  # 30 rows more may come
+    target.set_pinned_bytes(0)
+    layer_cache.pin_after_decode(num_tokens=3, n_tokens=0)  # 30 rows more may come
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
 
 
@@ -72,13 +72,13 @@ def test_memory_of_an_idle_draft_is_not_pinned(peak: list[int]) -> None:
     )
     rest = 300 + 5300 + 7000
     for n_lacking, num_tokens in ((300, 256), (256, 256), (200, 200), (9, 9), (8, 8), (1, 8)):
-        target.pin_layers(0)
-        layer_cache.pin(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
+        target.set_pinned_bytes(0)
+        layer_cache.pin_after_decode(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
         assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - num_tokens * 100
-    layer_cache.make_capacity(n_tokens=300)
+    layer_cache.release_for_prefill(n_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 8 * 100, "more layers would have fit"
     peak[0] = target.pinned_bytes
-    layer_cache.make_capacity(n_tokens=300)
+    layer_cache.release_for_prefill(n_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 256 * 100
 
 
@@ -94,10 +94,10 @@ def test_each_sequence_without_draft_kv_begins_a_block(peak: list[int]) -> None:
         max_num_tokens=1,
         draft_prefix_cache=sequences,
     )
-    layer_cache.pin(num_tokens=1, n_tokens=0, num_seqs=20)
+    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0, num_seqs=20)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 17 * 5000
     peak[0] = target.pinned_bytes
-    layer_cache.make_capacity(n_tokens=0, num_seqs=30)
+    layer_cache.release_for_prefill(n_tokens=0, num_seqs=30)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 27 * 5000
 
 
@@ -108,14 +108,14 @@ def test_unread_weights_are_not_counted_as_spare(peak: list[int]) -> None:
     layer_cache = OpportunisticLayers(
         target, draft, 10 * RESERVE_BYTES, activation_bytes=0, max_num_tokens=1
     )
-    layer_cache.pin(num_tokens=1, n_tokens=0)
+    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 70_300
 
 
 def test_a_mapped_file_takes_the_pinned_memory() -> None:
     target: Any = Target()
     layer_cache = OpportunisticLayers(target, None, MANY, activation_bytes=0, max_num_tokens=1)
-    target.pin_layers(10)
+    target.set_pinned_bytes(10)
     assert layer_cache.free_memory(4)
     assert target.pinned_bytes == 6
     assert not layer_cache.free_memory(MANY), "not even with all of it"
@@ -127,7 +127,7 @@ def test_a_target_in_memory_has_nothing_to_hold(peak: list[int]) -> None:
     layer_cache = OpportunisticLayers(
         target, None, MANY, activation_bytes=0, max_num_tokens=1, is_streamed=False
     )
-    layer_cache.pin(num_tokens=1, n_tokens=0)
+    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
     assert not target.asked
 
 
@@ -139,17 +139,17 @@ def test_pinned_memory_follows_used_memory(peak: list[int]) -> None:
     own = 4 * RESERVE_BYTES
     for _ in range(3):  # once pinned, it counts as used, and no more is pinned
         peak[0] = own + target.pinned_bytes
-        layer_cache.pin(1, 0)
+        layer_cache.pin_after_decode(1, 0)
         assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
     n_asked = len(target.asked)
     peak[0] += RESERVE_BYTES // 4  # a part of the reserve is there for that
-    layer_cache.pin(1, 0)
+    layer_cache.pin_after_decode(1, 0)
     assert len(target.asked) == n_asked
     peak[0] += RESERVE_BYTES
-    layer_cache.pin(1, 0)
+    layer_cache.pin_after_decode(1, 0)
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - RESERVE_BYTES * 5 // 4
     peak[0] += MANY
-    layer_cache.pin(1, 0)
+    layer_cache.pin_after_decode(1, 0)
     assert target.pinned_bytes == 0
 
 
@@ -159,18 +159,18 @@ def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
         target, None, 10 * RESERVE_BYTES, activation_bytes=RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.pin(num_tokens=1, n_tokens=0)
+    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
     pinned = target.pinned_bytes
     peak[0] += pinned
-    layer_cache.make_capacity(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
+    layer_cache.release_for_prefill(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
     assert 0 < pinned - target.pinned_bytes <= RESERVE_BYTES + 3000
-    target.pin_layers(3 * RESERVE_BYTES)
+    target.set_pinned_bytes(3 * RESERVE_BYTES)
     peak[0] = 4 * RESERVE_BYTES + target.pinned_bytes
     target.asked.clear()
-    layer_cache.make_capacity(n_tokens=3000)
+    layer_cache.release_for_prefill(n_tokens=3000)
     assert target.asked == [], "memory suffices: nothing is released or pinned"
     peak[0] = MANY
-    layer_cache.make_capacity(n_tokens=3000)
+    layer_cache.release_for_prefill(n_tokens=3000)
     assert target.pinned_bytes == 0
 
 
@@ -180,12 +180,12 @@ def test_behind_a_prompt_memory_for_the_widest_pass_is_left(peak: list[int]) -> 
         target, None, 10 * RESERVE_BYTES, activation_bytes=2 * RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.begin(n_tokens=300, more_enter=True)
+    layer_cache.pin_after_prefill(n_tokens=300, more_enter=True)
     assert target.asked == [], "the next prompt would ask it back"
-    layer_cache.begin(n_tokens=300)
+    layer_cache.pin_after_prefill(n_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300
     peak[0] = MANY
-    layer_cache.begin(n_tokens=300)
+    layer_cache.pin_after_prefill(n_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300, "steps of decoding may take less"
 
 

@@ -27,8 +27,8 @@ from bench.scenarios.settings import (
     speeds,
 )
 from specdec.config import SpecConfig
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.cost_model import CostModel
+from specdec.policy.pair_statistics import PairStatistics
 
 SHORT, MEDIUM = 64, 400  # tokens of an output
 SEEDS = range(8)
@@ -219,9 +219,7 @@ def test_passes_are_followed_while_drafting_goes_on_beside_them() -> None:
     spec, n_tokens = SpecConfig(draft_ahead="on"), 520
     actual = []
     for seed in SEEDS:
-        acceptance_statistics = AcceptanceStatistics(
-            scenario.planned(), scenario.planned_draft(), MAX_NODES
-        )
-        simulate(replace(scenario, seed=seed), spec, n_tokens, acceptance_statistics)
-        actual.append(acceptance_statistics.cost.seconds(12))
+        pair_statistics = PairStatistics(scenario.planned(), scenario.planned_draft(), MAX_NODES)
+        simulate(replace(scenario, seed=seed), spec, n_tokens, pair_statistics)
+        actual.append(pair_statistics.cost.seconds(12))
     assert sum(actual) / len(actual) == pytest.approx(4.0 * 1.1, rel=0.2)

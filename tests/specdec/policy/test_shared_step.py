@@ -9,9 +9,9 @@ import pytest
 
 from bench.scenarios.scenario import Clock
 from specdec.config import SpecConfig
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -20,11 +20,11 @@ COST = CostModel(read_seconds=1.0, fixed_seconds=0.0, seconds_per_token=0.01)
 DRAFT = CostModel(read_seconds=0.01, fixed_seconds=0.0, seconds_per_token=1e-6)
 
 
-def step_of(num_seqs: int, is_right: bool) -> tuple[AcceptanceStatistics, DraftPolicy]:
+def step_of(num_seqs: int, is_right: bool) -> tuple[PairStatistics, DraftPolicy]:
     """One step in which every draft has one node, accepted or not."""
-    clock, acceptance_statistics = Clock(), AcceptanceStatistics(COST, DRAFT, 99)
+    clock, pair_statistics = Clock(), PairStatistics(COST, DRAFT, 99)
     policies = [
-        DraftPolicy(SpecConfig(("draft",)), acceptance_statistics, 1000, clock=clock)
+        DraftPolicy(SpecConfig(("draft",)), pair_statistics, 1000, clock=clock)
         for _ in range(num_seqs)
     ]
     trees = []
@@ -35,12 +35,12 @@ def step_of(num_seqs: int, is_right: bool) -> tuple[AcceptanceStatistics, DraftP
         tree.n_runs = tree.n_run_nodes = 1
         trees.append(tree)
     clock.now += 0.01
-    cached = trim_together(policies, trees)
-    clock.now += COST.seconds(sum(map(len, cached)))
+    state_dict = trim_together(policies, trees)
+    clock.now += COST.seconds(sum(map(len, state_dict)))
     path = (0, 1) if is_right else (0,)
-    outcomes = [Acceptance(path[: len(tree)], 99, is_right) for tree in cached]
-    observe_together(policies, outcomes, cached)
-    return acceptance_statistics, policies[0]
+    outcomes = [Acceptance(path[: len(tree)], 99, is_right) for tree in state_dict]
+    observe_together(policies, outcomes, state_dict)
+    return pair_statistics, policies[0]
 
 
 @pytest.mark.parametrize("is_right", [False, True])
@@ -49,7 +49,7 @@ def test_a_step_of_equal_sequences_counts_as_one_of_them(is_right: bool) -> None
     budgets = []
     for num_seqs in (2, 3):  # which share a choice
         _, policy = step_of(num_seqs, is_right)
-        budgets.append(policy.choice.cached()["budget"])
+        budgets.append(policy.choice.state_dict()["budget"])
     assert budgets[0] == pytest.approx(budgets[1], abs=0.02)
 
 
@@ -58,34 +58,34 @@ def test_the_plan_shares_the_free_tokens_among_the_sequences() -> None:
     _, policy = step_of(1, is_right=True)
     for num_seqs in (1, 4, 20):
         assert policy.uses_draft(num_seqs)
-    rates = [policy.mode_statistics.choice(n).rate for n in (1, 4, 20)]
+    rates = [policy.acceptance_statistics.choice(n).rate for n in (1, 4, 20)]
     assert rates == sorted(rates)
     assert rates[-1] > 3 * 20 / 1.2  # more than three tokens a sequence
 
 
 def test_single_delayed_passes_count_little() -> None:
-    clock, acceptance_statistics = Clock(), AcceptanceStatistics(COST, None, 64)
-    policy = DraftPolicy(SpecConfig(("ngram",)), acceptance_statistics, 1000, clock=clock)
+    clock, pair_statistics = Clock(), PairStatistics(COST, None, 64)
+    policy = DraftPolicy(SpecConfig(("ngram",)), pair_statistics, 1000, clock=clock)
     for i in range(40):
         policy.limits(10, 64, 1000)
-        (cached,) = trim_together([policy], [DraftTree(0)])
+        (state_dict,) = trim_together([policy], [DraftTree(0)])
         clock.now += 30.0 if i % 10 == 3 else 1.5
-        observe_together([policy], [Acceptance((0,), 99, False)], [cached])
-    assert acceptance_statistics.cost.seconds(1) == pytest.approx(1.5, rel=0.15)
+        observe_together([policy], [Acceptance((0,), 99, False)], [state_dict])
+    assert pair_statistics.cost.seconds(1) == pytest.approx(1.5, rel=0.15)
 
 
 def seconds_of_step(n_entering: int, note: Callable[[float], None]) -> None:
-    clock, acceptance_statistics = Clock(), AcceptanceStatistics(COST, DRAFT, 64)
-    policy = DraftPolicy(SpecConfig(("draft",)), acceptance_statistics, 1000, clock=clock)
+    clock, pair_statistics = Clock(), PairStatistics(COST, DRAFT, 64)
+    policy = DraftPolicy(SpecConfig(("draft",)), pair_statistics, 1000, clock=clock)
     policy.limits(10, 64, 1000)
     tree = DraftTree(0)
-    (cached,) = trim_together([policy], [tree], n_entering)
+    (state_dict,) = trim_together([policy], [tree], n_entering)
     clock.now += COST.seconds(1 + n_entering)
     record = policy.choice.record
     policy.choice.record = lambda uses, outcome, num_seqs: (  # type: ignore[method-assign]
         note(outcome.seconds), record(uses, outcome, num_seqs)
     )  # fmt: skip
-    observe_together([policy], [Acceptance((0,), 99, False)], [cached])
+    observe_together([policy], [Acceptance((0,), 99, False)], [state_dict])
 
 
 def test_prefill_chunks_pay_for_their_own_tokens() -> None:
@@ -109,12 +109,9 @@ def test_prefill_chunks_pay_for_their_own_tokens() -> None:
 def test_trees_are_drafted_ahead_where_the_target_streams(
     requested: str, read_seconds: float, uses_draft: bool, is_ahead: bool
 ) -> None:
-    acceptance_statistics = AcceptanceStatistics(
-        replace(COST, read_seconds=read_seconds), DRAFT, 99
-    )
+    pair_statistics = PairStatistics(replace(COST, read_seconds=read_seconds), DRAFT, 99)
     policies = [
-        DraftPolicy(SpecConfig(draft_ahead=requested), acceptance_statistics, 1000)
-        for _ in range(2)
+        DraftPolicy(SpecConfig(draft_ahead=requested), pair_statistics, 1000) for _ in range(2)
     ]
     for policy in policies:
         policy.limits(10, 64, 1000, 2)

@@ -14,8 +14,8 @@ from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner, Shape, Smallest
 from specdec.planning.search import Alternative, Measurements, Search
-from specdec.policy.acceptance_statistics import AcceptanceStatistics
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
+from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
 
 BASE_BYTES = 300 * MIB
@@ -189,8 +189,8 @@ def test_trees_are_as_large_as_copies_hide_them():
 def test_the_policy_uses_the_memory_of_a_plan_for_a_gpu():
     alternative = weigh_by_rows(1e-15)
     costs = alternative.target.cost_model(), alternative.draft.cost_model()
-    acceptance_statistics = AcceptanceStatistics(*costs, alternative.memory_plan.n_drafted)
-    policy = DraftPolicy(SpecConfig(("draft",)), acceptance_statistics, 4096)
+    pair_statistics = PairStatistics(*costs, alternative.memory_plan.n_drafted)
+    policy = DraftPolicy(SpecConfig(("draft",)), pair_statistics, 4096)
     assert policy.n_nodes == alternative.memory_plan.n_drafted >= 4 * MAX_AUTO_NODES
 
 

@@ -47,7 +47,7 @@ class Target:
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         return OPTIONS.target_nodes(4) * MIB // 4
 
-    def pin_layers(self, n_bytes: int) -> None:
+    def set_pinned_bytes(self, n_bytes: int) -> None:
         self.pinned_bytes = n_bytes
 
 
@@ -66,7 +66,7 @@ def test_it_is_what_unused_memory_would_hold(
     layer_cache = OpportunisticLayers(
         target, None, 2 * GIB, activation_bytes=activations, max_num_tokens=max_num_tokens
     )
-    layer_cache.pin(NUM_TOKENS, n_tokens)
+    layer_cache.pin_after_decode(NUM_TOKENS, n_tokens)
     placement = item.memory_plan.target
     pinned = item.decoding(n_tokens).target.placement
     num_pinned = placement.n_streamed_layers - pinned.n_streamed_layers

@@ -1,4 +1,4 @@
-"""Layers copied from the host's tier into slots on a device: the supply of the device's ring.
+"""Layers copied from the host's tier into slots on a device: the source of the device's ring.
 
 It is the ring that files are read into, one level up: one thread takes a layer's parts in the host,
 enqueues their copies and goes on to the next; the layer counts as ready once they are enqueued. The
@@ -31,7 +31,7 @@ class DeviceSlot:
         self.buffer.close()
 
 
-class CopySupply:
+class CopySource:
     """A ring of device slots and the thread that fills them from `host`, which it closes.
 
     Args:

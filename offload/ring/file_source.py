@@ -51,7 +51,7 @@ class RingOptions:
         return layout.pieces(shared)
 
 
-class FileSupply:
+class FileLayerSource:
     """Open files, and threads that read them into a ring.
 
     Args:
@@ -116,7 +116,7 @@ def _uncommitted_slot(n_bytes: int) -> HostMemory:
     return AlignedBuffer(n_bytes, is_committed=False, in_children=False)
 
 
-def walk_files(
+def file_cursor(
     reads: Sequence[tuple[ReadChunk, ...]],
     options: RingOptions,
     slot_bytes: int,
@@ -125,15 +125,16 @@ def walk_files(
     make_fence: Callable[[], Fence] | None = None,
     background: BackgroundReads | None = None,
 ) -> LayerCursor[HostMemory]:
-    """Return a cursor over layers that are read from files; see FileSupply. `reads` has all layers.
+    """Return a cursor over layers that are read from files; see FileLayerSource.
 
+    reads: those of all layers.
     background: closed if this raises.
     """
     streamed = [pieces for pieces in reads if pieces]
-    supply = None
+    source = None
     try:
         if streamed:
-            supply = FileSupply(
+            source = FileLayerSource(
                 streamed, options, slot_bytes, allocate=allocate, make_fence=make_fence
             )
     except BaseException:
@@ -141,4 +142,4 @@ def walk_files(
             background.close()
             background.join(JOIN_SECONDS)
         raise
-    return LayerCursor([bool(pieces) for pieces in reads], supply, background)
+    return LayerCursor([bool(pieces) for pieces in reads], source, background)

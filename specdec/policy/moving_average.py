@@ -1,4 +1,4 @@
-"""Exponentially fading means, and their state in files."""
+"""Exponential moving averages, and their state in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_RETAINED = 16
 doublings of the number of sequences in a pass."""
 
 
-class FadingMean:
+class MovingAverage:
     """Means of one or several numbers that are measured together.
 
     Args:
@@ -39,13 +39,13 @@ class FadingMean:
     def means(self) -> tuple[float, ...]:
         return tuple((self._sums[1:] / self._sums[0]).tolist())
 
-    def cached(self) -> list[float]:
+    def state_dict(self) -> list[float]:
         result: list[float] = self._sums.tolist()
         return result
 
-    def restore(self, cached: object) -> None:
-        """Restore the output of `cached`. Raises ValueError."""
-        sums = saved_numbers(cached, self._sums.shape)
+    def load_state_dict(self, state_dict: object) -> None:
+        """Restore the output of `state_dict`. Raises ValueError."""
+        sums = saved_numbers(state_dict, self._sums.shape)
         if sums[0] <= 0.0:
             raise ValueError("no mean")
         self._sums = sums * min(1.0, self._weight / sums[0])

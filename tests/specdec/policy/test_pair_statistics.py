@@ -14,50 +14,50 @@ from hypothesis import strategies as st
 from bench.scenarios.scenario import MAX_NODES, Scenario, simulate
 from bench.scenarios.settings import SIX
 from specdec.config import SpecConfig
-from specdec.policy.acceptance_statistics import AcceptanceStatistics, acceptance_statistics_of
 from specdec.policy.cost_model import CostModel
+from specdec.policy.pair_statistics import PairStatistics, pair_statistics_of
 
 COST, DRAFT = CostModel(1.0, 0.2, 0.05), CostModel(0.02, 0.0, 1e-6)
 SCENARIO = SIX["streamed, greedy"]
 
 
-def fresh(scenario: Scenario, cached: Any = None) -> AcceptanceStatistics:
-    return acceptance_statistics_of(scenario.planned(), scenario.planned_draft(), MAX_NODES, cached)
+def fresh(scenario: Scenario, state_dict: Any = None) -> PairStatistics:
+    return pair_statistics_of(scenario.planned(), scenario.planned_draft(), MAX_NODES, state_dict)
 
 
 def learnt(scenario: Scenario, n_tokens: int = 200) -> Any:
     """The file's content after a generation."""
-    acceptance_statistics = fresh(scenario)
-    simulate(replace(scenario, seed=77), SpecConfig(), n_tokens, acceptance_statistics)
-    return json.loads(json.dumps(acceptance_statistics.cached()))
+    pair_statistics = fresh(scenario)
+    simulate(replace(scenario, seed=77), SpecConfig(), n_tokens, pair_statistics)
+    return json.loads(json.dumps(pair_statistics.state_dict()))
 
 
 def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() -> None:
-    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 32)
+    pair_statistics = PairStatistics(COST, DRAFT, 32)
     for _ in range(5):
-        acceptance_statistics.cost.observe(17, 3.0)
-        acceptance_statistics.note_drafting(4, 0.4)
-    cached = json.loads(json.dumps(acceptance_statistics.cached()))
-    other = acceptance_statistics_of(CostModel(2.0, 0.4, 0.1), DRAFT, 32, cached)
+        pair_statistics.cost.observe(17, 3.0)
+        pair_statistics.note_drafting(4, 0.4)
+    state_dict = json.loads(json.dumps(pair_statistics.state_dict()))
+    other = pair_statistics_of(CostModel(2.0, 0.4, 0.1), DRAFT, 32, state_dict)
     assert other.cost.seconds(17) == pytest.approx(3.0, rel=0.02)
-    assert other.run_seconds == pytest.approx(acceptance_statistics.run_seconds)
+    assert other.run_seconds == pytest.approx(pair_statistics.run_seconds)
 
 
 def test_cached_statistics_count_little_against_measurements() -> None:
-    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 32)
+    pair_statistics = PairStatistics(COST, DRAFT, 32)
     for _ in range(50):
-        acceptance_statistics.cost.observe(17, 1.0)
-    again = acceptance_statistics_of(COST, DRAFT, 32, acceptance_statistics.cached())
+        pair_statistics.cost.observe(17, 1.0)
+    again = pair_statistics_of(COST, DRAFT, 32, pair_statistics.state_dict())
     for _ in range(8):
         again.cost.observe(17, 3.0)
     assert again.cost.seconds(17) > 2.3
 
 
 def test_caching_a_prefix_twice_changes_nothing() -> None:
-    cached = learnt(SCENARIO)
+    state_dict = learnt(SCENARIO)
     assert (
-        fresh(SCENARIO, cached).cached()["mode_statistics"].keys()
-        == cached["mode_statistics"].keys()
+        fresh(SCENARIO, state_dict).state_dict()["acceptance"].keys()
+        == state_dict["acceptance"].keys()
     )
 
 
@@ -71,8 +71,8 @@ JSON = st.recursive(
 @given(st.data())
 def test_a_broken_file_is_ignored(data: st.DataObject) -> None:
     """Any part of the file is replaced by anything."""
-    cached = learnt_once()
-    place: Any = cached
+    state_dict = learnt_once()
+    place: Any = state_dict
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))
         key = data.draw(st.sampled_from(keys))
@@ -80,7 +80,7 @@ def test_a_broken_file_is_ignored(data: st.DataObject) -> None:
             break
         place = place[key]
     place[key] = data.draw(JSON)
-    outcome = simulate(SCENARIO, SpecConfig(), 20, fresh(SCENARIO, cached))
+    outcome = simulate(SCENARIO, SpecConfig(), 20, fresh(SCENARIO, state_dict))
     assert outcome.counts[-1] >= 20
 
 
@@ -91,44 +91,46 @@ def learnt_once(_cache: list[str] = []) -> Any:  # noqa: B006 (kept on purpose)
 
 
 @pytest.mark.parametrize(
-    "cached", [None, 7, [], {}, {"version": 3}, {"version": 4}, "x", float("nan")]
+    "state_dict", [None, 7, [], {}, {"version": 3}, {"version": 4}, "x", float("nan")]
 )
-def test_anything_else_is_no_experience(cached: Any) -> None:
-    assert fresh(SCENARIO, cached).cached() == fresh(SCENARIO).cached()
+def test_anything_else_is_no_experience(state_dict: Any) -> None:
+    assert fresh(SCENARIO, state_dict).state_dict() == fresh(SCENARIO).state_dict()
 
 
 def test_another_version_is_not_used() -> None:
     """The previous version, for example, measured parallel drafting."""
-    cached = {**learnt_once(), "version": 3, "ahead": [[1.0, 0.1]] * 3}
-    assert fresh(SCENARIO, cached).cached() == fresh(SCENARIO).cached()
+    state_dict = {**learnt_once(), "version": 3, "ahead": [[1.0, 0.1]] * 3}
+    assert fresh(SCENARIO, state_dict).state_dict() == fresh(SCENARIO).state_dict()
 
 
 @pytest.mark.parametrize("chain", [[8.0, 9.0], [8.0, -1.0], [0.0, 0.0]])
 def test_a_broken_share_of_chains_is_learnt_again(chain: list[float]) -> None:
-    cached = learnt_once()
-    for mode_statistics in cached["mode_statistics"].values():
-        mode_statistics["chain"] = chain
-    acceptance_statistics = fresh(SCENARIO, cached)
-    simulate(SCENARIO, SpecConfig(), 20, acceptance_statistics)
-    (mode_statistics,) = acceptance_statistics.cached()["mode_statistics"].values()
-    assert mode_statistics["chain"] == pytest.approx([8.0, 8.0 * 0.85])
+    state_dict = learnt_once()
+    for acceptance_statistics in state_dict["acceptance"].values():
+        acceptance_statistics["chain"] = chain
+    pair_statistics = fresh(SCENARIO, state_dict)
+    simulate(SCENARIO, SpecConfig(), 20, pair_statistics)
+    (acceptance_statistics,) = pair_statistics.state_dict()["acceptance"].values()
+    assert acceptance_statistics["chain"] == pytest.approx([8.0, 8.0 * 0.85])
 
 
 def test_it_is_bounded() -> None:
-    acceptance_statistics = AcceptanceStatistics(COST, DRAFT, 1024)
-    simulate(SCENARIO, SpecConfig(), 100, acceptance_statistics)
-    (mode_statistics,) = acceptance_statistics.cached()["mode_statistics"].values()
+    pair_statistics = PairStatistics(COST, DRAFT, 1024)
+    simulate(SCENARIO, SpecConfig(), 100, pair_statistics)
+    (acceptance_statistics,) = pair_statistics.state_dict()["acceptance"].values()
     many = {
-        **acceptance_statistics.cached(),
-        "mode_statistics": {str(i): mode_statistics for i in range(1000)},
+        **pair_statistics.state_dict(),
+        "acceptance": {str(i): acceptance_statistics for i in range(1000)},
     }
-    assert len(json.dumps(acceptance_statistics_of(COST, DRAFT, 1024, many).cached())) < 100_000
+    assert len(json.dumps(pair_statistics_of(COST, DRAFT, 1024, many).state_dict())) < 100_000
 
 
-def first_steps(scenario: Scenario, seed: int, cached: Any, n_steps: int = 4) -> tuple[int, int]:
+def first_steps(
+    scenario: Scenario, seed: int, state_dict: Any, n_steps: int = 4
+) -> tuple[int, int]:
     """Return (tokens of the first steps, tokens of fixed trees of 64 nodes in the same places)."""
     item = replace(scenario, seed=seed)
-    outcome = simulate(item, SpecConfig(), 120, fresh(scenario, cached))
+    outcome = simulate(item, SpecConfig(), 120, fresh(scenario, state_dict))
     fixed = 0
     for start in outcome.counts[:n_steps]:
         fixed += (
@@ -141,7 +143,7 @@ def first_steps(scenario: Scenario, seed: int, cached: Any, n_steps: int = 4) ->
 @pytest.mark.parametrize("name", ["streamed, greedy", "streamed, sampled"])
 def test_the_first_steps_gain_as_much_as_a_fixed_tree_of_64_nodes(name: str) -> None:
     scenario = SIX[name]
-    cached = learnt(scenario, 400)
-    for known, share in ((cached, 0.95), (None, 0.85)):
+    state_dict = learnt(scenario, 400)
+    for known, share in ((state_dict, 0.95), (None, 0.85)):
         actual = np.sum([first_steps(scenario, seed, known) for seed in range(16)], axis=0)
         assert actual[0] >= share * actual[1]

@@ -12,10 +12,16 @@ from typing import Any
 
 from specdec.policy.calibration import Calibration, chain_survival, level_yield
 from specdec.policy.cost_model import CostModel, level_seconds
-from specdec.policy.fading import LASTING, MAX_RETAINED, RECENT, FadingMean, saved_numbers
 from specdec.policy.modes import DraftChoice
+from specdec.policy.moving_average import (
+    LASTING,
+    MAX_RETAINED,
+    RECENT,
+    MovingAverage,
+    saved_numbers,
+)
 
-_VERSION = 5
+_VERSION = 6
 """Version of the saved statistics; files of other versions are ignored."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""
@@ -25,7 +31,7 @@ and maximum growth over trees that were worth verifying lately (bench/scenarios:
 with 32 nodes, 0.997 with 8; without any bound: docs/policy.md)."""
 
 
-class ModeStatistics:
+class AcceptanceStatistics:
     """Acceptance statistics of one mode of choosing tokens.
 
     make: returns the planned choice for a number of sequences in one pass.
@@ -57,31 +63,31 @@ class ModeStatistics:
         """Record that a tree of `n_nodes` nodes was worth verifying."""
         self._max_retained = max(float(n_nodes), RECENT * self._max_retained)
 
-    def cached(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
-            "choices": {str(size): choice.cached() for size, choice in self._choices.items()},
-            "calibration": self.calibration.cached(),
-            "chain": self.chain.cached(),
-            "levels": self.levels.cached(),
+            "choices": {str(size): choice.state_dict() for size, choice in self._choices.items()},
+            "calibration": self.calibration.state_dict(),
+            "chain": self.chain.state_dict(),
+            "levels": self.levels.state_dict(),
             "max_retained": self._max_retained,
         }
 
-    def restore(self, cached: Any) -> None:
-        """Restore the output of `cached`. Raises ValueError, TypeError, KeyError."""
-        for name, choice in dict(cached["choices"]).items():
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore the output of `state_dict`. Raises ValueError, TypeError, KeyError."""
+        for name, choice in dict(state_dict["choices"]).items():
             size = int(name)
             if not 1 <= size <= MAX_RETAINED:
                 raise ValueError("no number of sequences")
-            self.choice(2 ** (size - 1)).restore(choice)
-        self.calibration.restore(cached["calibration"])
-        self.chain.restore(cached["chain"])
+            self.choice(2 ** (size - 1)).load_state_dict(choice)
+        self.calibration.load_state_dict(state_dict["calibration"])
+        self.chain.load_state_dict(state_dict["chain"])
         if not 0.0 < self.chain.means[0] <= 1.0:
             raise ValueError("no acceptance rate of chains")
-        self.levels.restore(cached["levels"])
-        self._max_retained = float(saved_numbers(cached["max_retained"], ()))
+        self.levels.load_state_dict(state_dict["levels"])
+        self._max_retained = float(saved_numbers(state_dict["max_retained"], ()))
 
 
-class AcceptanceStatistics:
+class PairStatistics:
     """Costs, and statistics for each mode of choosing tokens; the plan's values at first.
 
     Args:
@@ -96,8 +102,8 @@ class AcceptanceStatistics:
     def __init__(self, cost: CostModel, draft_cost: CostModel | None, n_nodes: int) -> None:
         run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
         self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
-        self._drafts = FadingMean(LASTING, (run_seconds,))
-        self._mode_statistics: dict[tuple[object, ...], ModeStatistics] = {}
+        self._drafts = MovingAverage(LASTING, (run_seconds,))
+        self._acceptance_statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
         self._saved: dict[str, Any] = {}  # statistics of other processes, not restored yet
 
     @property
@@ -109,48 +115,48 @@ class AcceptanceStatistics:
         if n_runs:
             self._drafts.add(seconds / n_runs, n=n_runs)
 
-    def mode_statistics(
+    def acceptance_statistics(
         self, key: tuple[object, ...], make: Callable[[int], DraftChoice]
-    ) -> ModeStatistics:
+    ) -> AcceptanceStatistics:
         """Return the statistics of one mode of choosing tokens; new ones begin with `make`."""
-        if key not in self._mode_statistics:
-            self._mode_statistics[key] = ModeStatistics(make)
-            if (cached := self._saved.pop(str(key), None)) is not None:
+        if key not in self._acceptance_statistics:
+            self._acceptance_statistics[key] = AcceptanceStatistics(make)
+            if (state_dict := self._saved.pop(str(key), None)) is not None:
                 try:
-                    self._mode_statistics[key].restore(cached)
+                    self._acceptance_statistics[key].load_state_dict(state_dict)
                 except _BROKEN:
-                    self._mode_statistics[key] = ModeStatistics(make)
-        return self._mode_statistics[key]
+                    self._acceptance_statistics[key] = AcceptanceStatistics(make)
+        return self._acceptance_statistics[key]
 
-    def cached(self) -> dict[str, Any]:
-        """Return JSON-serialisable state, for `acceptance_statistics_of` in another process."""
-        mode_statistics = {
-            str(key): mode_statistics.cached()
-            for key, mode_statistics in self._mode_statistics.items()
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON-serialisable state, for `pair_statistics_of` in another process."""
+        acceptance_statistics = {
+            str(key): acceptance_statistics.state_dict()
+            for key, acceptance_statistics in self._acceptance_statistics.items()
         }
         return {
             "version": _VERSION,
-            "passes": self.cost.cached().tolist(),
-            "drafts": self._drafts.cached(),
-            "mode_statistics": dict(
-                [*mode_statistics.items(), *self._saved.items()][:MAX_RETAINED]
+            "passes": self.cost.state_dict().tolist(),
+            "drafts": self._drafts.state_dict(),
+            "acceptance": dict(
+                [*acceptance_statistics.items(), *self._saved.items()][:MAX_RETAINED]
             ),
         }
 
 
-def acceptance_statistics_of(
-    cost: CostModel, draft_cost: CostModel | None, n_nodes: int, cached: Any = None
-) -> AcceptanceStatistics:
-    """Return statistics that begin with another process's `cached` ones, where these are valid."""
-    loaded = AcceptanceStatistics(cost, draft_cost, n_nodes)
+def pair_statistics_of(
+    cost: CostModel, draft_cost: CostModel | None, n_nodes: int, state_dict: Any = None
+) -> PairStatistics:
+    """Return statistics that begin with another process's `state_dict`, where these are valid."""
+    loaded = PairStatistics(cost, draft_cost, n_nodes)
     try:
-        if cached["version"] == _VERSION:
-            loaded.cost.restore(cached["passes"])
-            loaded._drafts.restore(cached["drafts"])
+        if state_dict["version"] == _VERSION:
+            loaded.cost.load_state_dict(state_dict["passes"])
+            loaded._drafts.load_state_dict(state_dict["drafts"])
             if loaded.run_seconds < 0.0:
                 raise ValueError("no duration of a draft run")
-            mode_statistics = list(dict(cached["mode_statistics"]).items())
-            loaded._saved = dict(mode_statistics[:MAX_RETAINED])
+            acceptance_statistics = list(dict(state_dict["acceptance"]).items())
+            loaded._saved = dict(acceptance_statistics[:MAX_RETAINED])
     except _BROKEN:
-        return AcceptanceStatistics(cost, draft_cost, n_nodes)
+        return PairStatistics(cost, draft_cost, n_nodes)
     return loaded
