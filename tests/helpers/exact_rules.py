@@ -25,19 +25,19 @@ class ScriptedDecisions:
 
     def __init__(self, script: tuple[int, ...]) -> None:
         self._script = script
-        self.acquired_slot: list[int] = []
+        self.taken: list[int] = []
         self.weight = 1.0
         self.open: list[tuple[int, list[int]]] = []  # (decision index, its other outcomes)
 
     def _decide(self, probs: np.ndarray) -> int:
-        index = len(self.acquired_slot)
+        index = len(self.taken)
         possible = [int(i) for i in np.flatnonzero(probs)]
         if index < len(self._script):
             outcome = self._script[index]
         else:
             outcome = possible[0]
             self.open.append((index, possible[1:]))
-        self.acquired_slot.append(outcome)
+        self.taken.append(outcome)
         self.weight *= float(probs[outcome])
         return outcome
 
@@ -56,7 +56,7 @@ def enumerate_outcomes(run: Callable[[ScriptedDecisions], Any]) -> Iterator[tupl
         result = run(decisions)
         yield result, decisions.weight
         for index, rest in decisions.open:
-            scripts.extend((*decisions.acquired_slot[:index], other) for other in rest)
+            scripts.extend((*decisions.taken[:index], other) for other in rest)
 
 
 @dataclass
