@@ -30,7 +30,7 @@ class DraftWorker:
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
-    def beside(
+    def draft_during(
         self,
         run_pass: Callable[[], T],
         cancel_pass: Callable[[], None],
@@ -65,7 +65,7 @@ class DraftWorker:
         return result
 
     def close(self) -> None:
-        """End the thread; the next `beside` starts it again. Idempotent."""
+        """End the thread; the next `draft_during` starts it again. Idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

@@ -88,12 +88,12 @@ class Engine(EngineThread):
         self._release_layers(batch)
         self.speculation.draft_prefill(batch)
         trees = self.speculation.propose(batch)
-        scores = self.speculation.verify(trees, batch)
+        outputs = self.speculation.forward(trees, batch)
         verified = [
             (sequence, sequence.accept(tree, result))
-            for (sequence, tree), result in zip(trees, scores, strict=False)
+            for (sequence, tree), result in zip(trees, outputs, strict=False)
         ]
-        for chunk, result in zip(batch.prefill, scores[len(trees) :], strict=True):
+        for chunk, result in zip(batch.prefill, outputs[len(trees) :], strict=True):
             chunk.sequence.sample_first(result)
         self.speculation.observe(verified)
         self._in_pass = ()

@@ -89,28 +89,30 @@ class Speculation:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)
         return max(0, num_nodes)
 
-    def verify(self, trees: Trees, batch: Batch) -> list[SequenceOutput]:
+    def forward(self, trees: Trees, batch: Batch) -> list[SequenceOutput]:
         """Run the target's forward pass, with parallel drafting where it pays.
 
-        Return the scores of the trees, then those of the prefill chunks.
+        Return the outputs of the trees, then those of the prefill chunks.
         """
         inputs = _inputs(trees, batch)
         if not inputs:
             return []
         resumed = [chunk for chunk in batch.prefill if chunk.sequence.num_new_tokens]
         num_recomputed = sum(chunk.num_tokens for chunk in resumed)
-        scores = self._verify(trees, inputs)
+        outputs = self._draft_and_forward(trees, inputs)
         self.totals.add(recomputed_tokens=num_recomputed)
-        return scores
+        return outputs
 
-    def _verify(self, trees: Trees, inputs: SequenceOf[SequenceInput]) -> list[SequenceOutput]:
+    def _draft_and_forward(
+        self, trees: Trees, inputs: SequenceOf[SequenceInput]
+    ) -> list[SequenceOutput]:
         drafting, worker = _drafting([sequence for sequence, _ in trees]), self._worker
         if worker is None:
-            return self._forward(trees, inputs)
+            return self._forward_target(trees, inputs)
         can_draft = any(sequence.drafter.can_draft_ahead for sequence in drafting)
         if not can_draft or not should_draft_ahead([item.policy for item in drafting]):
             worker.close()
-            return self._forward(trees, inputs)
+            return self._forward_target(trees, inputs)
 
         def draft(should_stop: Callable[[], bool]) -> None:
             with ExitStack() as clocks:
@@ -123,14 +125,14 @@ class Speculation:
                 ]
                 run_batched(steps, should_stop, self._max_draft_tokens)
 
-        return worker.beside(
-            lambda: self._forward(trees, inputs, is_drafting_ahead=True),
+        return worker.draft_during(
+            lambda: self._forward_target(trees, inputs, is_drafting_ahead=True),
             self._target.request_cancel,
             draft,
             self._cancel_draft,
         )
 
-    def _forward(
+    def _forward_target(
         self, trees: Trees, inputs: SequenceOf[SequenceInput], *, is_drafting_ahead: bool = False
     ) -> list[SequenceOutput]:
         num_tokens = sum(len(item.token_ids) for item in inputs)
@@ -143,12 +145,12 @@ class Speculation:
                         num_tokens, is_drafting_ahead=is_drafting_ahead, has_pinned=has_pinned
                     )
                 )
-            scores = self._target.forward(inputs)
+            outputs = self._target.forward(inputs)
         seconds = time.perf_counter() - began
         self.totals.add(
             passes=1, batch_tokens=num_tokens, prefill_tokens=num_prompt, pass_seconds=seconds
         )
-        return scores
+        return outputs
 
     @staticmethod
     def observe(verified: SequenceOf[tuple[Sequence, VerifiedTree | None]]) -> None:

@@ -38,14 +38,14 @@ def steps(
     speculation = Speculation(target)
     beams.attach(own(target))
     prefill = Batch(prefill=[PrefillChunk(beams, beams.prefill_chunk(len(prompt)))])
-    beams.sample_first(speculation.verify([], prefill)[0])
+    beams.sample_first(speculation.forward([], prefill)[0])
     check(beams)
     yield beams
     while beams.is_open:
         batch = Batch(decode=[beams])
         trees = speculation.propose(batch)
         check(beams)
-        beams.accept(trees[0][1], speculation.verify(trees, batch)[0])
+        beams.accept(trees[0][1], speculation.forward(trees, batch)[0])
         check(beams)
         yield beams
 

@@ -76,7 +76,7 @@ class SteppedAhead(DraftWorker):
         super().__init__()
         self._n_levels = iter(n_levels)
 
-    def beside(self, run_pass: Any, cancel_pass: Any, draft: Any, cancel_draft: Any) -> Any:
+    def draft_during(self, run_pass: Any, cancel_pass: Any, draft: Any, cancel_draft: Any) -> Any:
         n_levels, n_asked = next(self._n_levels), count()
         draft(lambda: next(n_asked) >= n_levels)
         return run_pass()
@@ -115,7 +115,7 @@ class LoneSequence:
         kv.cut_to(prompt)
         sequence.attach(kv)
         chunk = PrefillChunk(sequence, sequence.prefill_chunk(len(prompt)))
-        scores = self._speculation.verify([], Batch(prefill=[chunk]))
+        scores = self._speculation.forward([], Batch(prefill=[chunk]))
         sequence.sample_first(scores[0])
         self._check()
         return sequence.token_ids[-1]
@@ -125,7 +125,7 @@ class LoneSequence:
         sequence._limit = TokenLimit(sequence.num_new_tokens + max_tokens, None)
         trees = self._speculation.propose(batch)
         self._check()
-        scores = self._speculation.verify(trees, batch)
+        scores = self._speculation.forward(trees, batch)
         verified = sequence.accept(trees[0][1], scores[0])
         self._check()
         assert verified is not None

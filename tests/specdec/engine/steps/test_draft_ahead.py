@@ -103,7 +103,7 @@ def test_the_output_is_plain_decodings(
 def test_a_pass_that_runs_alone_ends_the_thread() -> None:
     """The draft's workers would slow the products of the pass."""
     thread = DraftWorker()
-    thread.beside(lambda: None, lambda: None, lambda should_stop: None, lambda: None)
+    thread.draft_during(lambda: None, lambda: None, lambda should_stop: None, lambda: None)
     assert "specdec-draft" in {thread.name for thread in threading.enumerate()}
     run(TableBackend(TARGET, VOCAB), PROMPT, 2, NgramDrafter(), ahead=thread)
     assert "specdec-draft" not in {thread.name for thread in threading.enumerate()}

@@ -63,7 +63,7 @@ def is_usable(ahead: DraftWorker) -> bool:
         draft.began.wait()
         return "done"
 
-    result = ahead.beside(run_pass, draft.cancel, draft.until_stopped, draft.cancel)
+    result = ahead.draft_during(run_pass, draft.cancel, draft.until_stopped, draft.cancel)
     return result == "done" and not draft.is_running and not draft.cancelled.is_set()
 
 
@@ -82,7 +82,7 @@ def test_the_pass_runs_here_and_the_draft_elsewhere(ahead: DraftWorker) -> None:
         drafting.set()
 
     for _ in range(3):
-        assert ahead.beside(run_pass, run_pass, run_draft, run_pass) == 7
+        assert ahead.draft_during(run_pass, run_pass, run_draft, run_pass) == 7
     assert threads[1::2] == [threading.current_thread()] * 3
     assert len(set(threads)) == 2, "one thread serves all passes"
 
@@ -113,7 +113,7 @@ def test_a_draft_that_has_begun_something_finishes_it(ahead: DraftWorker, draft:
             pass
         finished.append("level")
 
-    ahead.beside(run_pass, draft.cancel, run_draft, draft.cancel)
+    ahead.draft_during(run_pass, draft.cancel, run_draft, draft.cancel)
     assert finished == ["level"]
     assert not draft.cancelled.is_set()
 
@@ -124,7 +124,7 @@ def test_an_error_of_the_pass_ends_the_draft(ahead: DraftWorker, draft: Work) ->
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        ahead.beside(run_pass, lambda: None, draft.until_cancelled, draft.cancel)
+        ahead.draft_during(run_pass, lambda: None, draft.until_cancelled, draft.cancel)
     assert not draft.is_running
     assert is_usable(ahead)
 
@@ -136,7 +136,7 @@ def test_an_error_of_the_draft_ends_the_pass_and_is_the_one_raised(
         raise OSError("the draft's disk is gone")
 
     with pytest.raises(OSError, match="the draft's disk is gone"):
-        ahead.beside(passing.until_cancelled, passing.cancel, run_draft, lambda: None)
+        ahead.draft_during(passing.until_cancelled, passing.cancel, run_draft, lambda: None)
     assert not passing.is_running
     assert is_usable(ahead)
 
@@ -154,7 +154,7 @@ def test_a_cancel_that_comes_before_the_pass_is_repeated(ahead: DraftWorker) -> 
         raise OSError("first")
 
     with pytest.raises(OSError, match="first"):
-        ahead.beside(run_pass, n_cancels.release, run_draft, lambda: None)
+        ahead.draft_during(run_pass, n_cancels.release, run_draft, lambda: None)
 
 
 def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: DraftWorker) -> None:
@@ -164,7 +164,7 @@ def test_an_error_of_the_draft_after_the_pass_is_raised(ahead: DraftWorker) -> N
         raise OSError("late")
 
     with pytest.raises(OSError, match="late"):
-        ahead.beside(lambda: 1, lambda: None, run_draft, lambda: None)
+        ahead.draft_during(lambda: 1, lambda: None, run_draft, lambda: None)
     assert is_usable(ahead)
 
 
