@@ -1,5 +1,6 @@
 # make demo    install, then run a grown target in less than half its size
-# make test    install the test extras (llama.cpp is compiled once), then lint, types and all tests
+# make test    install the test extras (llama.cpp is compiled once), then lint, types and tests
+# make test-all   the tests that are marked slow as well
 # make mutants changes of the exact parts, each of which a test must notice (hours)
 # make test-arm   what memory and processors decide, in an emulated arm64 Debian (root; docs/install.md)
 # make bench   specdec against other programs (grows a 6 GB target first)
@@ -15,15 +16,16 @@ BUDGET  ?= 3.5GiB
 ARM      := build/arm
 ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
 
-.PHONY: demo test test-arm mutants bench clean
+.PHONY: demo test test-all test-arm mutants bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
 
-test: $(VENV)/.installed-dev
+test: TESTS := -m "not slow"
+test test-all: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TESTS)
 
 mutants: $(VENV)/.installed-dev
 	$(PIP) "mutmut>=3.8,<4"

@@ -18,6 +18,21 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # no assertions 
 hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that `slow_except` leaves out as slow."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow_except"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for same in cases.values():
+        (n_quick,) = same[0].get_closest_marker("slow_except").args
+        quick = {len(same) * i // n_quick for i in range(n_quick)}
+        for index, item in enumerate(same):
+            if index not in quick:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _offline() -> None:
     """Block all network access in tests."""

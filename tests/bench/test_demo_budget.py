@@ -68,6 +68,7 @@ def test_a_budget_that_is_too_small_for_the_size(
     assert "give --size 0.9GB or more" in error
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_a_stand_in_is_planned_for() -> None:
     small = smallest_budget(STAND_IN)

@@ -56,6 +56,7 @@ def test_greedy_is_what_transformers_generates(llm, target):
     assert list(result.token_ids) == expected[0, len(ids) :].tolist()
 
 
+@pytest.mark.slow
 def test_every_stop_position_cuts_the_output_there(target):
     """The target is its own draft, so that stops fall inside accepted runs, at every offset."""
     size = {"num_draft_tokens": 64, "tree_width": 32}
@@ -134,6 +135,7 @@ def test_a_full_context_ends_the_sequence(llm):
     assert len(result.token_ids) == 256 - 250
 
 
+@pytest.mark.slow
 def test_rejection_rule_end_to_end(target, draft):
     """Seeds repeat if the length of chains is fixed; the policy's own length depends on timings."""
     fixed = {"acceptance": "rejection", "num_draft_tokens": 6}
@@ -146,6 +148,7 @@ def test_rejection_rule_end_to_end(target, draft):
         assert greedy.token_ids == llm.generate(PROMPT, max_tokens=30, speculative=False).token_ids
 
 
+@pytest.mark.slow
 def test_the_same_output_at_every_budget(tmp_path, draft):
     """The model streams almost wholly, in part, and not at all."""
     wide = save_model(tmp_path, seed=2, **WIDE)
@@ -268,6 +271,7 @@ def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
     assert stats.pass_times[0].num_tokens == 1 + 12
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -53,6 +53,7 @@ def other_system(request, tmp_path):
     return run, missing
 
 
+@pytest.mark.slow_except(1)
 def test_every_command_is_one_line(other_system) -> None:
     run, missing = other_system
     for words in command_lines():

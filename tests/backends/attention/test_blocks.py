@@ -146,6 +146,7 @@ def test_little_scratch_changes_no_bit(
     assert torch.equal(case.together(), expected)
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("n_threads", [2, 3])
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96)])

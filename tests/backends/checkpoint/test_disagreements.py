@@ -103,6 +103,7 @@ def check(directory: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(odd=disagreements())
 @example(odd=Disagreement())

@@ -67,6 +67,7 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
         ]
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantised_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def scarce(kind: Kind, family: str, *, is_exact: bool = True) -> RecoveringBacke
     return backend
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize(
     ("name", "family", "is_exact", "max_examples"),
     [

@@ -33,6 +33,7 @@ def equal(item: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(item, other, strict=True))
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("copies", Policy)
 def test_every_family_is_bit_equal_to_memory(family: str, copies: Policy, checkpoint_factory):

@@ -132,6 +132,7 @@ def found_in_a_process(*models):
     return said.splitlines()
 
 
+@pytest.mark.slow
 def test_a_mixture_leaves_ggmls_tiles_out(models):
     """Each order needs its own process: ggml asks once per process."""
     dense, experts = (models(name, dtype="Q4_K", hidden=1024) for name in ("llama", "mixtral"))

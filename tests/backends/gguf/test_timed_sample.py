@@ -34,6 +34,7 @@ def test_only_architectures_that_run_here_are_sampled() -> None:
     assert {FAMILIES[name].architecture for name in DENSE} == SAMPLED_ARCHITECTURES
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("layers", [(2,), (1, 3)])
 @pytest.mark.parametrize("family", DENSE)
 def test_llama_cpp_runs_a_sample_of_every_architecture(

@@ -32,6 +32,7 @@ def load(source: HfSource, max_context: int = CONTEXT):
     return source.load(Loading(placement, max_context, MAX_NODES, MAX_NODES))
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_history_gives_the_bits_of_one_token_per_pass(
@@ -54,6 +55,7 @@ LONG_FAMILIES = {
 }
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", LONG_FAMILIES)
 def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tmp_path) -> None:
@@ -64,6 +66,7 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
         try_sequences(backend, Plain(plain), max_examples=4, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_torch_threads")
 @pytest.mark.parametrize(("family", "n_threads"), [("llama", 2), ("gemma2", 1), ("bloom", 3)])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:

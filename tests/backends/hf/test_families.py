@@ -28,6 +28,7 @@ def streamed(directory, **options):
     return TorchBackend(model, CpuWeights(model, model.layer_weights, 2), **options)
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_and_tree_equal_transformers(family, checkpoint_factory):
     directory = checkpoint_factory(family)

@@ -42,6 +42,7 @@ def opened(directory, n_slots=None, **options):
     return TorchBackend(model, CpuWeights(model, model.layer_weights, 2, experts=plan), **options)
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("n_slots", [None, 2])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_prefill_and_tree_equal_transformers(family, n_slots, checkpoint_factory):
@@ -80,6 +81,7 @@ def test_experts_of_integers_are_refused(family, checkpoint_factory, tmp_path):
         load_hf_model(directory)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_any_history_gives_the_bits_of_one_token_per_pass(

@@ -14,6 +14,7 @@ from backends.hf.products import Product, products_of
 from backends.hf.self_test import find_exactness, min_batch_tokens_of_product
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs llama-cpp-python")
 def test_other_threads_and_another_library_are_tried_out(
     checkpoint_factory, tmp_path, monkeypatch

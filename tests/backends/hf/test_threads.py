@@ -95,6 +95,7 @@ print(process_memory().anonymous_bytes - before)
 """
 
 
+@pytest.mark.slow
 def test_products_of_many_numbers_of_rows_keep_few_kernels() -> None:
     """With up to 1 024 in each cache, the library default, they took 312 MB besides the plan."""
     done = subprocess.run(

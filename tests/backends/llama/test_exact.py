@@ -37,6 +37,7 @@ def load(source, max_context=CONTEXT, load_mode="mmap", placement=None):
     return source.load(Loading(placement or whole, max_context, MAX_NODES, MAX_NODES, load_mode))
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

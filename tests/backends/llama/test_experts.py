@@ -35,6 +35,7 @@ pytestmark = pytest.mark.gguf
 SHAPE = {"n_layers": 3, "n_experts": 8, "feed_forward": 256}
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("n_slots", [0, 2])
 @pytest.mark.parametrize(
     ("family", "dtype"), [("mixtral", "Q4_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q4_K")]
@@ -102,6 +103,7 @@ def test_nothing_is_read_for_padding_rows(rows, models, paging):
     assert len(asked[1][-1][1]) <= 4
 
 
+@pytest.mark.slow
 def test_the_more_memory_the_less_is_read(models, paging):
     model = models("qwen3moe", **SHAPE)
     n_read = []
@@ -113,6 +115,7 @@ def test_the_more_memory_the_less_is_read(models, paging):
     assert all(more > less for more, less in pairwise(n_read))
 
 
+@pytest.mark.slow
 def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monkeypatch):
     model = models("qwen3moe", **SHAPE)
     with in_memory(model) as expected:
@@ -136,6 +139,7 @@ def test_a_failing_read_surfaces_and_the_next_pass_is_right(models, paging, monk
             own(backend).rollback(0)
 
 
+@pytest.mark.slow
 def test_a_cancelled_pass_ends_while_its_reads_hang_and_the_next_is_right(
     models, paging, monkeypatch
 ):

@@ -47,6 +47,7 @@ def norms(model):
 PLANS = [bare, one_role, first_and_last_layer, all_but_one_layer, norms]
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("dtype", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bit_equal_to_the_model_in_memory(family, dtype, models, paging):
@@ -55,6 +56,7 @@ def test_bit_equal_to_the_model_in_memory(family, dtype, models, paging):
         assert same(exercise(actual), exercise(expected))
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("n_splits", [1, 3])

@@ -100,6 +100,7 @@ REAL = {
 """Real models, with three feed-forward matrices."""
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("name", REAL)
 def test_flops_of_real_models_are_those_that_torch_counts(name: str) -> None:
     """The meta device allocates nothing."""

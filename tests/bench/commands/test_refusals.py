@@ -103,6 +103,7 @@ def test_options_alone_are_refused_before_a_model_is_looked_for(
     assert os.listdir() == ["pipe"]
 
 
+@pytest.mark.slow_except(9)
 @pytest.mark.parametrize(("argv", "part"), WITH_A_MODEL)
 def test_options_are_refused_before_anything_is_measured(
     argv: str, part: str, folder: Path, target: Path, capsys: pytest.CaptureFixture[str]

@@ -49,6 +49,7 @@ def result(target: Path) -> dict[str, Any]:
 # --- measurement ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> None:
     points = result["points"]
     assert [(p["rate"], p["n_draft_tokens"]) for p in points] == [
@@ -166,6 +167,7 @@ def test_the_fastest_chain_of_each_rate() -> None:
 # --- command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "curve.json"
     argv = f"curve -m {target} --threads 1 -c 512 --rates 0.8 --sizes 3 -n 12 --n-prompts 1"

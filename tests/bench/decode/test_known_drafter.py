@@ -109,6 +109,7 @@ class Counting(KnownAccuracyDrafter):
             self.tokens.append(acceptance.n_accepted + 1)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(("accuracy", "n"), [(0.5, 4), (0.9, 8), (0.95, 16)])
 def test_the_controller_accepts_what_the_formula_says(accuracy: float, n: int) -> None:
     prompt = [1, 2, 3]

@@ -30,6 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("speedup") / "target", seed=1)
 
 
+@pytest.mark.slow
 def test_json_report(
     capfd: pytest.CaptureFixture[str], target: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -97,6 +98,7 @@ def test_outputs_of_an_exact_target_must_be_equal(
         assert "a differs from token 2 on: an ERROR, the target is exact" in out
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_gguf_models(capfd: pytest.CaptureFixture[str]) -> None:
     """GGUF models take the same options."""

@@ -35,6 +35,7 @@ def test_rules_say_nothing_where_no_cache_was_asked() -> None:
     assert rules([], 8) == {}
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_budget_in_a_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +52,7 @@ def test_the_command_measures_every_budget_in_a_process(
     assert "Belady" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_sizes_of_trees_alternate_and_give_the_same_outputs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return actual
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     ("kind", "pictures", "words"),
     [

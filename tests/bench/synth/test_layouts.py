@@ -63,6 +63,7 @@ def outputs_of(folder: Path) -> list[list[int]]:
         return [list(llm.generate(prompt, **options).token_ids) for prompt in PROMPTS]
 
 
+@pytest.mark.slow_except(1)
 def test_it_computes_what_its_bf16_form_does(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resident, plain = outputs_of(grown), outputs_of(grown.parent / "plain")
     force_streaming(monkeypatch)
@@ -179,6 +180,7 @@ def test_sides_that_are_no_multiples_of_a_block_are_refused(
     assert not (tmp_path / "grown").exists()
 
 
+@pytest.mark.slow_except(1)
 def test_the_command_line_writes_them(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def tied_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow_except(2)
 @DTYPES
 def test_a_written_source_is_llama_quantizes_to_the_byte(
     source: Path, tmp_path: Path, dtype: str
@@ -84,6 +85,7 @@ def test_a_written_source_is_llama_quantizes_to_the_byte(
     assert own == llama
 
 
+@pytest.mark.slow_except(9)
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES_OF_RULES.values(), ids=SHAPES_OF_RULES)
 def test_types_are_llama_quantizes(
@@ -108,6 +110,7 @@ def test_llama_2_70bs_values_are_stored_more_precisely(
     assert ("Q4_K" in kinds) == (n_kv_heads == 2)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("dtype", ["q4_k_m", "q5_k_m", "iq4_xs"])
 def test_what_is_not_random_is_llama_quantizes_to_the_byte(
     source: Path, tmp_path: Path, dtype: str
@@ -120,6 +123,7 @@ def test_what_is_not_random_is_llama_quantizes_to_the_byte(
     assert all(own.data[name] == llama.data[name] for name in names)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("dtype", ["q4_k_m", "q5_k_m", "q6_k", "iq4_xs"])
 def test_grown_text_is_that_of_llama_quantizes_file(
     source: Path, tmp_path: Path, dtype: str
@@ -134,6 +138,7 @@ def test_grown_text_is_that_of_llama_quantizes_file(
     assert (own.argmax(1) == llama.argmax(1)).all()
 
 
+@pytest.mark.slow_except(6)
 @DTYPES
 @pytest.mark.parametrize("n_bytes", [1_000_000_000, 6_000_000_000])
 @pytest.mark.parametrize("tied", [False, True])

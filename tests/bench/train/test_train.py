@@ -179,6 +179,7 @@ def test_rates_warm_up_stay_and_fall() -> None:
     assert [options.phase(p).length for p in (0.0, 0.49, 0.5, 1.5)] == [8, 8, 16, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_training_lowers_the_loss_and_resumes(tokenizer, tmp_path: Path) -> None:
     model = build_model(draft_config(tokenizer), seed=0)

@@ -23,6 +23,7 @@ def fail_if(condition: bool) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("resume", [0, None])
 def test_a_transient_error_at_every_read(tmp_path: Path, kind: Kind, resume: int | None) -> None:
     weights = small_weights(tmp_path)

@@ -77,6 +77,7 @@ def test_a_transient_error_at_every_read(tmp_path: Path, policies, resume: int |
             assert walk_with_errors(streamer, device, weights, StorageError, resume) == 1
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize("resume", [0, None])
 def test_a_copy_that_cannot_be_enqueued(tmp_path: Path, policies, resume: int | None) -> None:

@@ -88,6 +88,7 @@ def empty_tensors(n_tensors: int) -> dict[str, Any]:
     return {f"t{number}": empty for number in range(n_tensors)}
 
 
+@pytest.mark.slow
 def test_as_many_tensors_as_are_accepted(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "model.safetensors", empty_tensors(MAX_TENSORS))
     assert len(read_header_and_metadata(path)[1]) == MAX_TENSORS
@@ -95,6 +96,7 @@ def test_as_many_tensors_as_are_accepted(tmp_path: Path) -> None:
     refused(tmp_path, "holds 65537 tensors; at most 65536")
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("value", [b"[]", b"0", b'{"":0}', b'"a"'])
 def test_headers_of_many_small_values_cost_little(tmp_path: Path, value: bytes) -> None:
     values = b",".join([value] * (15 * MIB // (len(value) + 1)))

@@ -159,6 +159,7 @@ print("survived")
 """
 
 
+@pytest.mark.slow_except(3)
 @needs_whole_pages
 @pytest.mark.parametrize("moment", ["before", "after", "closed", "write"])
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -12,6 +12,7 @@ from offload.ring.slots import SlotRing, SlotState, StreamerClosed, Work
 from offload.storage.aligned import AlignedBuffer
 
 
+@pytest.mark.slow
 def test_no_order_of_events_shows_stale_content() -> None:
     n_consumed, n_seeds = 0, 3000
     for seed in range(n_seeds):

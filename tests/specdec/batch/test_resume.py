@@ -74,6 +74,7 @@ def test_a_kill_between_the_output_and_the_end_of_the_partial_file(
     assert files_in(source.parent) == {"in.jsonl", "out.jsonl"}
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.floats(0, 0.04), max_size=5), st.randoms(use_true_random=False))
 def test_kills_at_any_moment(

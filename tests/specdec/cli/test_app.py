@@ -114,6 +114,7 @@ def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str], models: 
     assert set(promised.split()) <= set(value["stats"])
 
 
+@pytest.mark.slow
 def test_every_draft_option_gives_the_same_output(
     capsys: pytest.CaptureFixture[str], models: Models
 ) -> None:

@@ -129,6 +129,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     name=st.sampled_from(NAMES),

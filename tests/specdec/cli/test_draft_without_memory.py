@@ -47,6 +47,7 @@ def argv(command: str, pair: tuple[str, str], budget: int, *more: str) -> list[s
     return [command, *models, "--memory-budget", f"{budget}B", *more]
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("command", ["plan", "run", "chat", "batch"])
 def test_a_command_says_it_once_and_runs(
     command: str,
@@ -82,6 +83,7 @@ def test_the_json_of_a_run_names_the_budgets(
     assert "the draft is left out" in note
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("kind", ["draft", "draft,ngram"])
 def test_a_demanded_draft_is_refused(
     kind: str, pair: tuple[str, str], budget: int, capsys: pytest.CaptureFixture[str]
@@ -101,6 +103,7 @@ def test_another_vocabulary_stays_an_error(
     )
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     "options", [{}, {"acceptance": "rejection", "draft_window": 3000, "draft_device": "cpu"}]
 )

@@ -60,6 +60,7 @@ def test_the_end_of_the_process_searches_no_garbage(entry: str) -> None:
     assert run.stdout.splitlines()[-1:] == ["True"]
 
 
+@pytest.mark.slow
 def test_what_runs_a_model_is_imported_for_good() -> None:
     """Garbage collection of torch's and transformers' objects takes a third of a second, and unused
     imports take a tenth of all import time."""

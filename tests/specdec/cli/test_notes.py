@@ -22,6 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     ("more", "note"),
     [
@@ -125,6 +126,7 @@ def test_a_closed_stdout_is_reported_first(command: str, name: str) -> None:
     assert run.stderr == f"{name}: error: stdout is closed: send it to a file, or to /dev/null\n"
 
 
+@pytest.mark.slow
 def test_closed_streams_do_no_harm(models: Models, tmp_path: Path) -> None:
     argv = f"-m specdec run -m {models.target} -n 2"
     run = run_in_shell(f"{argv} -p ab 2>&-")

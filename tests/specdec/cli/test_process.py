@@ -56,6 +56,7 @@ def test_ctrl_c_in_the_middle_of_a_streamed_pass(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(models: Models) -> None:
     process = start_interpreter(models.run_argv(*LONG))
     wait_for_output(process)
@@ -84,6 +85,7 @@ def test_enforced_run(models: Models) -> None:
     assert err == b""
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_no_child_behind(models: Models) -> None:
     require_cgroup()
     process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))
@@ -94,6 +96,7 @@ def test_sigterm_leaves_no_child_behind(models: Models) -> None:
     assert err == b""
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_enforced_run(models: Models) -> None:
     require_cgroup()
     process = start(models.run_argv(*LONG, "--memory-budget", "1GiB", "--enforce"))

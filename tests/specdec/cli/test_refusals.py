@@ -96,6 +96,7 @@ BEFORE_A_MODEL: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_except(14)
 @pytest.mark.parametrize(
     ("options", "message"), BEFORE_A_MODEL, ids=[item for item, _ in BEFORE_A_MODEL]
 )
@@ -131,6 +132,7 @@ def test_a_mistake_that_the_model_shows(
     expect_error(capsys, ["run", "-m", str(models.target), *argv], message)
 
 
+@pytest.mark.slow_except(9)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -81,6 +81,7 @@ def test_a_file_that_is_wrong(
 KNOWN = b"model = 'm'\n[serve]\nhost = '10.0.0.1'\nport = 80\nthreads = 2\n[run]\ntop-p = 0.5\n"
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, len(KNOWN)), n_replaced=st.integers(0, 20), data=st.binary(max_size=8))
 def test_changed_bytes_of_a_file_are_taken_or_refused_in_one_line(

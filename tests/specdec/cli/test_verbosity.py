@@ -15,6 +15,7 @@ def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
     return actual.out, actual.err
 
 
+@pytest.mark.slow
 def test_quiet_leaves_notes_and_verbose_shows_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -155,6 +155,7 @@ def pair():
         yield target, draft
 
 
+@pytest.mark.slow
 def test_the_targets_noise_raises_acceptance(pair) -> None:
     """The output still equals plain decoding with the same seed, whatever the drafter used."""
     target, draft = pair

@@ -83,6 +83,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("draft"), seed=0, num_hidden_layers=1)
 
 
+@pytest.mark.slow
 def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> None:
     with specdec.load(target, draft, draft_window=16, **OPTIONS) as llm:
         assert llm.draft is not None
@@ -105,6 +106,7 @@ def test_a_windowed_draft_leaves_the_output_alone(target: Path, draft: Path) -> 
     assert sum(n_run for n_run, _ in pinned) < 3 * len(result.token_ids)
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_sequence_changes_nothing(target: Path, draft: Path) -> None:
     results = []
     for window in (None, 250):

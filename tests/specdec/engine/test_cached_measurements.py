@@ -11,6 +11,7 @@ from offload.process import disk_cache
 from specdec.metrics.stats import MeasuredPass
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     ("times_planned", "n_passes", "has_pinned", "is_retained"),
     [

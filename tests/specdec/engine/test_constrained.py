@@ -54,6 +54,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("sampling", [GREEDY, *({**SAMPLED, "seed": i} for i in range(4))])
 def test_every_drafter_gives_plain_constrained_decoding(
@@ -67,6 +68,7 @@ def test_every_drafter_gives_plain_constrained_decoding(
     assert conforms(json.loads(actual.text), PERSON)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=schemas(), seed=st.integers(0, 1000), is_greedy=st.booleans())
 def test_a_whole_answer_always_conforms(
@@ -80,6 +82,7 @@ def test_a_whole_answer_always_conforms(
         assert conforms(json.loads(actual.text), schema)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 @pytest.mark.parametrize("drafts", [("draft",), ("ngram",)])
 def test_the_rules_of_chains_keep_to_it(llm: LLM, acceptance: str, drafts: tuple[str, ...]) -> None:

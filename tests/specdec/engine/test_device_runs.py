@@ -51,6 +51,7 @@ def _same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generating.DraftPolicy", policy)
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("drafting", ["model", "random", "lenient"])
 def test_the_output_is_the_hosts(drafting, request_name, engine, checkpoint_factory) -> None:

@@ -49,11 +49,13 @@ def plain(grown: Path) -> dict[SamplingParams, tuple[int, ...]]:
     return dict(zip((GREEDY, SAMPLED), sequences, strict=True))
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("draft", ["pair:draft.gguf", "pair:draft", None])
 def test_no_draft_changes_the_output(grown, plain, draft):
     assert ids(grown, draft, GREEDY, SAMPLED) == [plain[GREEDY], plain[SAMPLED]]
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("more_mib", [0, 40])
 def test_a_streamed_target_says_the_same_within_its_budget(grown, plain, more_mib):
     options = {"ctx_size": 256, "num_draft_tokens": 12}
@@ -68,6 +70,7 @@ def test_a_streamed_target_says_the_same_within_its_budget(grown, plain, more_mi
             assert result.stats.mean_acceptance_length > 1.5
 
 
+@pytest.mark.slow
 def test_a_draft_that_streams_too_changes_nothing(monkeypatch):
     force_streaming(monkeypatch)
     options = {"ctx_size": 256, "num_draft_tokens": 8, "spec_type": "draft,ngram"}
@@ -79,6 +82,7 @@ def test_a_draft_that_streams_too_changes_nothing(monkeypatch):
         assert result.token_ids == llm.generate(PROMPT, SAMPLED, speculative=False).token_ids
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(("mode", "is_mapped"), [("ram", False), ("mmap", True)])
 def test_a_load_mode_is_obeyed(grown, plain, mode, is_mapped):
     with specdec.load(grown, ctx_size=256, load_mode=mode, spec_type="none") as llm:
@@ -103,6 +107,7 @@ def test_a_mixture_without_separate_experts_is_read_whole(tmp_path):
         assert f"warning: {warning}" in llm.plan.lines()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_gguf_draft():
     alone = ids("pair:target", None, GREEDY, spec_type="none")
     assert ids("pair:target", "pair:draft.gguf", GREEDY) == alone
@@ -116,6 +121,7 @@ def test_formats_of_one_model_have_one_vocabulary():
     assert result.n_equal == result.n_target_tokens == result.n_draft_tokens
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_takes_less_of_the_budget(grown):
     def cache_bytes(**options: object) -> int:
         return dict(specdec.plan_run(grown, ctx_size=2048, **options).parts)["target KV cache"]

@@ -47,6 +47,7 @@ def tokens(llm: LLM) -> tuple[int, ...]:
     return llm.generate(PROMPT, max_tokens=N_TOKENS).token_ids
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     "step", [53, pytest.param(23, marks=pytest.mark.slow)], ids=lambda step: f"every {step}"
 )
@@ -64,6 +65,7 @@ def test_interrupts_at_calls(llm: LLM, step: int) -> None:
     assert n_interrupted > 1
 
 
+@pytest.mark.slow
 def test_signals_at_any_time(llm: LLM) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

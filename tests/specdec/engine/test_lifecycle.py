@@ -53,6 +53,7 @@ def test_one_stream_in_two_threads(small_llm: LLM) -> None:
     assert sorted(taken) == sorted(stream.result.token_ids)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_stream_is_cancelled_by_another_thread(small_llm: LLM, beams: int) -> None:
     """A cancel between two passes keeps the tokens generated so far."""
@@ -116,6 +117,7 @@ def test_a_cancel_inside_of_the_generation_ends_it_with_the_pass(small_llm: LLM)
     assert len(streams[0].result.token_ids) < 20
 
 
+@pytest.mark.slow_except(1)
 def test_cancels_at_any_time(small_llm: LLM) -> None:
     """The reader's loop ends, never in an error, and the next generation is unaffected."""
     expected = small_llm.generate(PROMPT, max_tokens=30).token_ids

@@ -60,6 +60,7 @@ def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return actual
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.usefixtures("two_cpus")
 def test_threads_follow_the_load_between_passes(
     model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ def plain_outputs(target):
     return [(prompt, run(target, prompt, N_TOKENS)) for prompt in prompts()]
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])
 def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_outputs):
     make = {
@@ -59,6 +60,7 @@ def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_outputs):
         assert run(target, prompt, N_TOKENS, make(prompt + plain)) == plain
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_do_not_depend_on_the_draft(seed, target, twin, other):
     params = SamplingParams(

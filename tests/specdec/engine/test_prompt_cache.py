@@ -99,6 +99,7 @@ def check_same(result: GenerationResult, other: GenerationResult) -> None:
         assert getattr(result.stats, name) == getattr(other.stats, name)
 
 
+@pytest.mark.slow_except(1)
 def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
@@ -141,6 +142,7 @@ def test_a_file_that_is_up_to_date_is_left_alone(llm: LLM, opened: Opened, copy:
     assert copy.stat().st_ino == saved
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("kind", ["drafted ahead", "beams"])
 def test_a_running_sequence_continues(pair: Pair, tmp_path: Path, kind: str) -> None:
     """Saving drops live nodes without disturbing its drafter or its beams."""
@@ -300,6 +302,7 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         llm.session.forget_prompt()
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_a_sliding_window_on_llama_cpp(tmp_path: Path) -> None:
     """llama.cpp's saved window is useless to another prompt; for a draft it is left out."""

@@ -59,6 +59,7 @@ requests = st.tuples(
 )
 
 
+@pytest.mark.slow_except(1)
 @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data(), history=st.lists(requests, min_size=2, max_size=5))
 def test_any_history_of_prompts(

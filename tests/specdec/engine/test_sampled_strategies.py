@@ -33,6 +33,7 @@ N_DRAWS = 400
 REJECT_BELOW = 1e-6  # our seeds are fixed: a correct sampler always passes
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_strategies_have_generates_distribution(name, reference_model, resident):
     """Pairs of the first two tokens: their exact chances from the model's own probabilities.
@@ -63,6 +64,7 @@ def test_sampled_strategies_have_generates_distribution(name, reference_model, r
         assert stats.chisquare(observed, expected).pvalue > REJECT_BELOW
 
 
+@pytest.mark.slow
 def test_beam_sampling_has_generates_distribution(reference_model, resident):
     """The better of two beams is as frequent as in transformers, which draws in a batch."""
     config = config_of({"do_sample": True, "eos_token_id": [], **BEAM_SAMPLED})

@@ -10,6 +10,7 @@ from reference_decoding import PROMPT
 import specdec
 
 
+@pytest.mark.slow
 def test_several_sequences_are_those_of_neighbouring_seeds(resident):
     options = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.9, "logprobs": 2}
     result = resident.generate(PROMPT, n=4, seed=2**64 - 2, **options)

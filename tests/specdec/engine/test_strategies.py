@@ -75,6 +75,7 @@ def streamed(reference_target, reference_draft):
             yield llm
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_deterministic_strategies_equal_generate(name, reference_model, resident, streamed):
     config = config_of(STRATEGIES[name])

@@ -28,6 +28,7 @@ def model(request: Any, tmp_path: Path) -> Path:
     return save_tiny_gguf("llama", tmp_path / "m.gguf", hidden=256, feed_forward=512)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_readers(model: Path, n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_streaming(monkeypatch)

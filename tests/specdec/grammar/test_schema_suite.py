@@ -46,6 +46,7 @@ def test_two_hundred_schemas_are_taken_and_the_others_refused_in_one_line() -> N
         assert "\n" not in refusal
 
 
+@pytest.mark.slow
 def test_complete_answers_are_valid_and_all_are_plain_decodings(llm: LLM) -> None:
     some = suite.spread(TAKEN, 20)
     actual = [

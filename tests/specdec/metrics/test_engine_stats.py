@@ -77,6 +77,7 @@ def test_kv_that_sequences_share_is_in_use_once(tmp_path: Path) -> None:
         assert llm.target.kv_usage == (0, 0)
 
 
+@pytest.mark.slow
 def test_preempted_sequences_are_counted(tmp_path: Path) -> None:
     with load(tmp_path, kv_tokens=320, num_draft_tokens=0) as llm:
         llm.session.engine.scheduler.kv.cost = CostModel(0.0, 0.0, 1.0)  # files are quicker

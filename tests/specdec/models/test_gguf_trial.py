@@ -58,6 +58,7 @@ def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[object]:
     return [*fast, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("name", some_slow(EACH_PLACE, REST))
 def test_a_single_defect(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
     """One defect per abort in llama.cpp runs under all commands, the others under one."""
@@ -67,6 +68,7 @@ def test_a_single_defect(name: str, tmp_path: Path, commands: ForkedCommands) ->
         assert_one_line(commands.run(argv))
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", some_slow(KINDS, sorted(HARMLESS)))
 def test_what_llama_cpp_bears(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
     path = (BROKEN.get(name) or TinyModel(name)).write(tmp_path / "well.gguf")

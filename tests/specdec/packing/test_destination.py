@@ -168,6 +168,7 @@ def test_a_difference_after_packing_is_reported(
     assert not pack(plain, tmp_path / "packed", verify=False).is_verified
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     plain = save_packable("llama", tmp_path / "plain")
     out = tmp_path / "packed"

@@ -24,6 +24,7 @@ from specdec.pair import pair_path
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "gpt-neox", "gpt2", "minicpm3")
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_equal_in_every_bit(family: str, tmp_path: Path) -> None:
     plain = save_packable(family, tmp_path / "plain")
@@ -52,6 +53,7 @@ def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> N
         np.testing.assert_array_equal(item, other)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
 def test_a_packed_model_is_a_model_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int

@@ -70,6 +70,7 @@ def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
     assert actual.stats.accepted_tokens > 0
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("loaded", "asked"),

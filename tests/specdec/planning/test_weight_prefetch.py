@@ -62,6 +62,7 @@ def streaming_budget(model: Path) -> int:
     return plan.smallest_budget_bytes + 64 * MIB
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_second_start_takes_them(
     model: Path, cache: Path, taken: list[bool], streams: bool
@@ -95,6 +96,7 @@ def test_a_checkpoint_that_was_replaced_is_read_as_it_is(
     assert taken in ([], [False])
 
 
+@pytest.mark.slow
 def test_a_broken_record_is_no_record(model: Path, cache: Path, taken: list[bool]) -> None:
     first = text(model)
     (record,) = cache.glob("weights-*.json")

@@ -140,6 +140,7 @@ def first_steps(
     return outcome.counts[n_steps], fixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["streamed, greedy", "streamed, sampled"])
 def test_the_first_steps_gain_as_much_as_a_fixed_tree_of_64_nodes(name: str) -> None:
     scenario = SIX[name]

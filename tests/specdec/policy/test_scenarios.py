@@ -42,12 +42,14 @@ def rates(
     return [speed.rate for speed in speeds(scenario, spec, lengths, seeds)]
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("name", SIX)
 def test_it_comes_near_the_best_fixed_size(name: str) -> None:
     (best,) = best_fixed(SIX[name], (MEDIUM,), SEEDS)
     assert rates(SIX[name], SpecConfig(), MEDIUM)[0] > 0.97 * best.rate
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", REST)
 def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
     """With random delays of passes, three seeds are too few: processors round differently, and one
@@ -58,6 +60,7 @@ def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
     assert rates(REST[name], SpecConfig(), MEDIUM, seeds=seeds)[0] > 0.88 * best.rate
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_is_never_slower_than_plain_decoding(name: str) -> None:
     actual = rates(SCENARIOS[name], SpecConfig(), SHORT, MEDIUM, seeds=FEW_SEEDS)
@@ -96,6 +99,7 @@ SHORT_USELESS = {
 }
 
 
+@pytest.mark.slow
 def test_drafts_that_do_not_pay_cost_little_of_a_short_sequence() -> None:
     """A draft whose level takes much of a pass costs more than the mean (0.92, very dear)."""
     ratios = []
@@ -116,6 +120,7 @@ def test_neither_does_one_whose_depth_the_user_fixed(name: str, depth: int) -> N
     assert rate > 0.945 * rates(scenario, PLAIN, SHORT)[0]
 
 
+@pytest.mark.slow
 def test_good_drafts_are_used_within_a_short_sequence() -> None:
     ratios = []
     for scenario in SIX.values():
@@ -153,6 +158,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_followed(name: str) -> None:
     """Some steps after the change the speed is near that of the best size for the new regime."""
@@ -186,6 +192,7 @@ def test_trees_are_drafted_ahead_where_the_target_streams(target, same_as, size)
         assert rates["auto"] == rates[same_as]
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("planned_error", [1.0, 2.5])
 def test_a_costly_draft_is_retained_though_n_grams_are_lucky_at_times(planned_error: float) -> None:
     """Eight levels take as long as a pass, and the output copies short passages."""

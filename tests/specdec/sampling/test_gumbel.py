@@ -201,6 +201,7 @@ def test_without_a_seed_every_sampler_draws_its_own() -> None:
     assert len({Sampler(params, n_tokens=4).seed for _ in range(8)}) == 8
 
 
+@pytest.mark.slow
 def test_joint_of_two_positions_is_the_targets() -> None:
     """Over seeds, two tokens in a row have the probability p(a)·p(b|a), with a tree in between."""
     target = MarkovTarget(3, seed=5)

@@ -133,6 +133,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_step_equals_transformers_class(options: dict) -> None:
     params = SamplingParams(**options)

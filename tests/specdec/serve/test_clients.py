@@ -41,6 +41,7 @@ def test_a_client_that_disconnects_ends_its_sequence(small: Server) -> None:
     assert small.post(COMPLETIONS, SHORT)[0] == 200
 
 
+@pytest.mark.slow
 def test_many_clients_that_go_away_leave_nothing(small: Server) -> None:
     """No threads, files, requests or KV stay: a sequence of the whole context still fits."""
     assert disconnect(small, n_clients=30) == {}
@@ -81,6 +82,7 @@ def test_idle_connections_beyond_the_limit_are_closed(served_model: Path) -> Non
         assert b" 200 " in cached.recv(4096)
 
 
+@pytest.mark.slow
 def test_forty_at_once_before_a_queue_of_12(served_model: Path) -> None:
     """Every request is answered, and each scheduled one has the output that it has alone."""
     more = ("--spec-type", "none", "-c", "256", "--kv-tokens", "4096", "--max-queue", "12")
@@ -162,6 +164,7 @@ def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
     assert small.post(COMPLETIONS, SHORT)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_all(served_model: Path) -> None:
     """The connection has no request any more, and still a part of the answer."""
     body = {**LONG, "max_tokens": 120, "logprobs": 20, "n": 200}

@@ -56,6 +56,7 @@ def test_a_call_is_answered(served_pair: Server, text: str) -> None:
         assert json.loads(answer)["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_program_runs(served_pair: Server) -> None:
     pytest.importorskip("openai")
     (program,) = PROGRAMS

@@ -79,6 +79,7 @@ def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_sequence_end_and_no_other_begin(served_model: Path) -> None:
     with OwnServer(served_model, *SMALL) as mortal, begun(mortal.ready()) as raw:
         mortal.process.send_signal(signal.SIGTERM)
@@ -114,6 +115,7 @@ def test_a_second_signal_does_not_wait(served_model: Path) -> None:
         assert server.end() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_reads_its_log_any_more(served_model: Path) -> None:
     """In `specdec serve 2>&1 | tee log` Ctrl-C also ends tee: the server drained forever."""
     argv = [sys.executable, "-m", "specdec", "serve", "-m", str(served_model), "--port", "0"]

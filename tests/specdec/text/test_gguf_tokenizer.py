@@ -87,6 +87,7 @@ def test_edges(ours: GgufTokenizer, theirs: Tokenizer, text: str) -> None:
     assert_same(ours, theirs, text)
 
 
+@pytest.mark.slow
 def test_every_character_of_the_basic_plane(ours: GgufTokenizer, theirs: Tokenizer) -> None:
     letters = [chr(i) for i in range(0x10000) if not 0xD800 <= i < 0xE000 and i not in NEWEST]
     for start in range(0, len(letters), 16):

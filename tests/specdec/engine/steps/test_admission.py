@@ -14,6 +14,7 @@ from specdec.checks import ConfigError
 from specdec.policy.cost_model import CostModel
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_prefilled_in_chunks_beside_others(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def expected(llm: LLM) -> tuple[int, ...]:
     return _EXPECTED[id(llm)]
 
 
+@pytest.mark.slow_except(1)
 def test_both_work_at_once_and_the_output_is_plain_decodings(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

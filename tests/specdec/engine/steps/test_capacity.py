@@ -41,6 +41,7 @@ def test_no_prompt_without_capacity_is_scheduled(llm: LLM) -> None:
     assert llm.stats.preempted == 0
 
 
+@pytest.mark.slow
 def test_ended_sequences_are_dropped_before_a_running_one(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +62,7 @@ def test_ended_sequences_are_dropped_before_a_running_one(
     assert not any(num_retained)
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_more_sequences_than_llama_cpp_has(tmp_path: Path) -> None:
     """llama.cpp needs two for each running or cached sequence: the oldest cached ones are dropped,
@@ -77,6 +79,7 @@ def test_more_sequences_than_llama_cpp_has(tmp_path: Path) -> None:
         assert llm.stats.preempted == 0
 
 
+@pytest.mark.slow
 def test_blocks_that_sequences_begin_in_one_pass_are_foreseen(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ def test_two_steps_of_a_chain_rule_are_exact(rule: str) -> None:
     assert steps_error(rule) <= EXACT
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("check", CHECKS)
 def test_steps_are_as_defined(check: Callable[[], bool]) -> None:
     assert check()

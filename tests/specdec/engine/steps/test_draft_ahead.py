@@ -71,6 +71,7 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     return {tree.tokens_on_path(i): round(tree.log_probs[i], 6) for i in range(len(tree))}
 
 
+@pytest.mark.slow_except(1)
 @settings(max_examples=60, deadline=None)
 @given(
     share=st.sampled_from([1.0, 0.7, 0.0]),
@@ -109,6 +110,7 @@ def test_a_pass_that_runs_alone_ends_the_thread() -> None:
     assert "specdec-draft" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(share=st.sampled_from([1.0, 0.7, 0.0]), spec=SPECS, levels=LEVELS, with_ngram=st.booleans())
 def test_a_proposal_is_the_one_that_begins_with_nothing(
@@ -283,6 +285,7 @@ def models(request: Any, tmp_path_factory: Any, checkpoint_factory: Any) -> Iter
         yield target, draft, fresh
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     ("params", "is_blind"),
     [(GREEDY, False), (SamplingParams(temperature=0.9, seed=1), False)]

@@ -40,6 +40,7 @@ def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]
         yield loaded
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_sequences_that_come_and_go_at_random(llm: LLM, fresh: LLM, data: st.DataObject) -> None:
@@ -90,6 +91,7 @@ def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.draft_prefix_cache._in_use
 
 
+@pytest.mark.slow_except(1)
 def test_a_list_of_prompts(llm: LLM, fresh: LLM) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(14)]
     results = llm.generate(prompts, params(0.0))

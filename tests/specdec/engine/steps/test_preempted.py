@@ -54,6 +54,7 @@ def check_equal(llm: LLM, temperature: float = 0.0) -> None:
     assert kv_manager.files.n_bytes == 0
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_their_kv_comes_back_from_files(llm: LLM, temperature: float) -> None:
     check_equal(llm, temperature)
@@ -68,6 +69,7 @@ def full(_: int, __: int, ___: int) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow_except(1)
 def test_a_full_disk_makes_them_recomputed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     check_equal(llm)
@@ -76,6 +78,7 @@ def test_a_full_disk_makes_them_recomputed(llm: LLM, monkeypatch: pytest.MonkeyP
     assert llm.stats.recomputed_tokens > 0
 
 
+@pytest.mark.slow
 def test_recomputing_is_used_if_it_is_quicker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.session.engine.scheduler.kv, "cost", CostModel(0.0, 0.0, 1e-6))
     check_equal(llm)
@@ -83,6 +86,7 @@ def test_recomputing_is_used_if_it_is_quicker(llm: LLM, monkeypatch: pytest.Monk
     assert llm.stats.swapped_in == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise BackendError("damaged")
@@ -114,6 +118,7 @@ def begin_all(llm: LLM, steps: Stepping) -> list[Any]:
     return streams
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_who_is_over_leaves_no_file(llm: LLM, tmp_path: Path, end: str) -> None:
     with Stepping(llm) as steps:
