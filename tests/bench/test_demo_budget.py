@@ -86,6 +86,7 @@ def test_a_checkpoint_s_stand_in_is_planned_for() -> None:
     assert 200 * MIB < needed < 1_287 * MIB  # the demo's own memory
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_what_cannot_be_planned_for() -> None:
     assert smallest_budget(replace(STAND_IN, n_bytes=1000)) is None

@@ -48,6 +48,7 @@ def run_module(*argv: str) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_is_named_as_it_was_called() -> None:
     assert "Usage: specdec demo" in run_module("specdec", "demo", "--help")
     assert "Usage: specdec-bench demo" in run_module("bench", "demo", "--help")

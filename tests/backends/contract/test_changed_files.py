@@ -32,7 +32,7 @@ def replace(path: Path) -> None:
     os.replace(copy, path)
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("change", [overwrite, replace])
 def test_a_changed_file_is_refused(
     streamed: Kind,

@@ -93,6 +93,7 @@ def placement(source: ModelSource, streams: bool) -> Placement:
     return plan_placement(source.layers, n_bytes, n_slots=2 if streams else None)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("name", CASES)
 def test_loading_and_computing_leave_nothing_there(name: str, tmp_path: Path) -> None:
     case = CASES[name]

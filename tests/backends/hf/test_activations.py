@@ -52,7 +52,7 @@ def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
     return limit
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_planned_bytes_cover_what_a_prompt_takes(

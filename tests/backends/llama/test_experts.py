@@ -220,6 +220,7 @@ def test_a_plan_holds_what_is_no_expert_and_gives_the_rest_to_experts(models):
     assert minimum.experts.n_slots >= 8
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_the_model_in_memory(models, monkeypatch):
     """With speculation, with scarce memory, and with sequences that share passes."""
     path = models("qwen3moe", hidden=256, **SHAPE).path

@@ -72,6 +72,7 @@ def shape_flops(shape: ModelShape, num_tokens: int, context: int) -> int:
     return total(pass_work(shape, num_tokens, context, num_tokens).values()).flops
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("family", DENSE)
 def test_flops_are_those_that_torch_counts(family: str) -> None:
     config = config_of(family)

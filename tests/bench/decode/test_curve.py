@@ -62,6 +62,7 @@ def test_tokens_per_pass_are_those_of_the_formula(result: dict[str, Any]) -> Non
         assert abs(point["accuracy"] - point["rate"]) < 0.15
 
 
+@pytest.mark.slow
 def test_every_output_is_that_of_plain_decoding(result: dict[str, Any]) -> None:
     assert result["is_exact"]
     assert result["differences"] == []

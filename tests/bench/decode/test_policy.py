@@ -90,6 +90,7 @@ def test_output_that_is_not_the_targets_own_is_reported() -> None:
     assert [row[0] for row in table.rows] == ["2x2", "auto  LOSSY (--accept-threshold)"]
 
 
+@pytest.mark.slow
 def test_a_sweep_decodes_the_same_sequence_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,13 +63,14 @@ def outputs_of(folder: Path) -> list[list[int]]:
         return [list(llm.generate(prompt, **options).token_ids) for prompt in PROMPTS]
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 def test_it_computes_what_its_bf16_form_does(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resident, plain = outputs_of(grown), outputs_of(grown.parent / "plain")
     force_streaming(monkeypatch)
     assert resident == plain == outputs_of(grown)
 
 
+@pytest.mark.slow
 def test_its_text_is_transformers_on_the_dequantised_weights(grown: Path, tmp_path: Path) -> None:
     """The comparison is in float32: in bf16 the two round sums in different places."""
     from transformers import AutoModelForCausalLM

@@ -118,6 +118,7 @@ class TestGguf:
         got = gguf_logits(tmp_path / "f16.gguf", IDS)
         np.testing.assert_allclose(got, expected, atol=0.02 * expected.std())
 
+    @pytest.mark.slow_except(1)
     @pytest.mark.parametrize("dtype", ["q4_k_m", "mxfp4", "q4_0"])
     def test_quantised_experts_add_no_noise(
         self, wide_source: Path, tmp_path: Path, dtype: str

@@ -96,6 +96,7 @@ def test_types_are_llama_quantizes(
     assert own.file_type == llama.file_type
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("dtype", ["q4_k_s", "q4_k_m"])
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_llama_2_70bs_values_are_stored_more_precisely(
@@ -138,7 +139,7 @@ def test_grown_text_is_that_of_llama_quantizes_file(
     assert (own.argmax(1) == llama.argmax(1)).all()
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.slow_except(1)
 @DTYPES
 @pytest.mark.parametrize("n_bytes", [1_000_000_000, 6_000_000_000])
 @pytest.mark.parametrize("tied", [False, True])

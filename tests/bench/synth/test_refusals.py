@@ -154,6 +154,7 @@ def test_mistakes_on_the_command_line_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_the_command_line_writes_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gguf = pytest.importorskip("gguf")

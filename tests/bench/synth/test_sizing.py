@@ -36,7 +36,7 @@ def test_sizes_are_met_closely(n_bytes: int, vocab_size: int | None) -> None:
 STORAGES = {"bf16": LAYOUTS["bf16"], "int4": LAYOUTS["int4"], "q4_k_m": RECIPES["q4_k_m"]}
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=list(STORAGES))
 @pytest.mark.parametrize("like", [None, "llama-3-8b", "llama-2-7b"])
 @pytest.mark.parametrize("vocab_size", [None, 4096])

@@ -15,6 +15,7 @@ from offload.ring.cursor import StreamStats
 Kind = type[SuppliedLayers]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("n_slots", range(1, 8))
 def test_every_layer_count_and_ring_depth(tmp_path: Path, kind: Kind, n_slots: int) -> None:
     for n_layers in range(1, 8):

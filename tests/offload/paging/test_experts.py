@@ -101,6 +101,7 @@ def paged(mixture: Mixture) -> Iterator[PagedExperts]:
     made.close()
 
 
+@pytest.mark.slow
 def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixture, paged) -> None:
     rng, limit = np.random.default_rng(1), mixture.plan(14).n_bytes
     for step in range(30):

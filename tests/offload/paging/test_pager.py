@@ -22,7 +22,7 @@ from offload.storage import aligned
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remainder", "flags"),
     [(0, MAP_SHARED), (PAGE, MAP_PRIVATE), (HUGE // 2, MAP_PRIVATE), (HUGE - PAGE, MAP_SHARED)],

@@ -51,7 +51,7 @@ LOADS = {
 }
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LOADS)
 def test_each_librarys_libgomp_was_loaded_with_its_number(library: str) -> None:
     """libgomp reports the number itself at its start."""

@@ -24,7 +24,7 @@ def id_of_a_dead_process() -> int:
     return process.pid
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-m", "bench", "synth", "--size", "4GB", "-o", str(tmp_path / "grown")]

@@ -126,6 +126,7 @@ def test_every_draft_option_gives_the_same_output(
     assert strings.count(strings[0]) == len(strings)
 
 
+@pytest.mark.slow
 def test_prompt_from_stdin_and_file(
     capsys: pytest.CaptureFixture[str],
     models: Models,

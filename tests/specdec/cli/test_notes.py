@@ -66,6 +66,7 @@ def test_only_a_draft_model_drafts_ahead(
     assert "note: --draft-ahead has no effect: only a draft model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.gguf
 def test_notes_on_files_that_are_mapped(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")

@@ -194,6 +194,7 @@ def test_a_mistake_in_the_options_of_a_command(
     assert "/pair/" not in capsys.readouterr().err  # an embedded model keeps its given name
 
 
+@pytest.mark.slow
 def test_user_errors_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     refused = [
         (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),

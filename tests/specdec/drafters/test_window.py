@@ -150,6 +150,7 @@ def test_on_llama_cpp(tmp_path: Path) -> None:
         assert result.token_ids == llm.generate(prompt, speculative=False, **options).token_ids
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_window_only(target: Path, draft: Path) -> None:
     def kv_bytes(ctx_size: int, **options: int) -> int:
         plan = specdec.plan_run(target, draft, **{**OPTIONS, "ctx_size": ctx_size}, **options)

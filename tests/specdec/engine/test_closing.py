@@ -24,6 +24,7 @@ from specdec.api import LLM, ModelClosed, ModelElsewhere
 from specdec.engine.stream import GenerationStream
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # for forking with threads
 def test_a_fork_is_refused_and_leaves_the_model_to_its_parent(small_llm: LLM) -> None:
@@ -118,6 +119,7 @@ def test_closing_inside_a_generation(small_llm: LLM) -> None:
         small_llm.generate(PROMPT, max_tokens=50, logits_processors=[processor])
 
 
+@pytest.mark.slow
 def test_a_failed_generation_is_freed(small_llm: LLM) -> None:
     """The error's traceback leads to the stream, and so to the model."""
 
@@ -167,6 +169,7 @@ def on_alarm() -> Iterator[Callable[[Callable[..., object]], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("error", [None, Left])
 def test_closing_in_a_signal_handler(
     small_llm: LLM, on_alarm: Any, error: type[Left] | None
@@ -201,6 +204,7 @@ def test_closing_in_a_signal_handler(
         small_llm.generate(PROMPT)
 
 
+@pytest.mark.slow
 def test_closing_in_a_signal_handler_at_any_place(small_target: Path) -> None:
     """The signal comes between any two steps of the caller, also while it waits for nothing yet."""
     n_places = 0

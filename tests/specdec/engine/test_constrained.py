@@ -159,6 +159,7 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(("schema", "pattern"), KEYWORDS, ids=[p for _, p in KEYWORDS])
 def test_keywords_of_schemas(llm: LLM, schema: dict[str, Any], pattern: str) -> None:
     for sampling in (GREEDY, {"temperature": 1.0, "seed": 3}):

@@ -82,6 +82,7 @@ def drafter(draft: Backend, params: SamplingParams) -> ModelDrafter:
     return ModelDrafter(draft, VOCAB, ranker=ranker)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chains_are_those_of_the_host(rule, engine, checkpoint_factory) -> None:
     """Chains are drawn from the same rows with the same random numbers."""

@@ -56,6 +56,7 @@ except (ModelClosed, SystemExit) as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "output"), [("go on", "ModelClosed"), ("leave", "SystemExit")])
 def test_closing_in_a_signal_handler(tmp_path: Path, then: str, output: str) -> None:
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")

@@ -55,7 +55,7 @@ def test_no_draft_changes_the_output(grown, plain, draft):
     assert ids(grown, draft, GREEDY, SAMPLED) == [plain[GREEDY], plain[SAMPLED]]
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more_mib", [0, 40])
 def test_a_streamed_target_says_the_same_within_its_budget(grown, plain, more_mib):
     options = {"ctx_size": 256, "num_draft_tokens": 12}
@@ -82,7 +82,7 @@ def test_a_draft_that_streams_too_changes_nothing(monkeypatch):
         assert result.token_ids == llm.generate(PROMPT, SAMPLED, speculative=False).token_ids
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "is_mapped"), [("ram", False), ("mmap", True)])
 def test_a_load_mode_is_obeyed(grown, plain, mode, is_mapped):
     with specdec.load(grown, ctx_size=256, load_mode=mode, spec_type="none") as llm:
@@ -139,6 +139,7 @@ def test_the_backend_has_the_cache_that_was_planned(grown):
         assert llm.target.kv_bytes == dict(llm.plan.parts)["target KV cache"]
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     ("present", "smaller"), [("f16", ["q8_0", "q4_0"]), ("q8_0", ["q4_0"]), ("q4_0", [])]
 )
@@ -174,6 +175,7 @@ def test_a_tree_wider_than_llama_cpp_can_follow_is_refused(grown):
         specdec.plan_run(grown, num_draft_tokens=300)
 
 
+@pytest.mark.slow
 def test_a_gguf_run_loads_neither_torch_nor_transformers(grown):
     code = f"""
 import sys, specdec

@@ -30,6 +30,7 @@ def test_a_generation_inside_a_generation_is_refused(small_llm: LLM) -> None:
     assert small_llm.generate(PROMPT, max_tokens=10).token_ids == expected
 
 
+@pytest.mark.slow
 def test_a_second_thread_waits_for_the_pass_and_disturbs_nothing(small_llm: LLM) -> None:
     alone = small_llm.generate([9, 8], max_tokens=30).token_ids
     processor = Pinned()
@@ -42,6 +43,7 @@ def test_a_second_thread_waits_for_the_pass_and_disturbs_nothing(small_llm: LLM)
     assert sum((chunk.token_ids for chunk in second.chunks), ()) == alone
 
 
+@pytest.mark.slow
 def test_one_stream_in_two_threads(small_llm: LLM) -> None:
     """Every chunk goes to one of them."""
     stream = small_llm.stream(PROMPT, max_tokens=40)
@@ -53,7 +55,7 @@ def test_one_stream_in_two_threads(small_llm: LLM) -> None:
     assert sorted(taken) == sorted(stream.result.token_ids)
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_stream_is_cancelled_by_another_thread(small_llm: LLM, beams: int) -> None:
     """A cancel between two passes keeps the tokens generated so far."""

@@ -82,6 +82,7 @@ def test_threads_follow_the_load_between_passes(
     assert actual.logprobs == expected.logprobs  # floats, compared by bits
 
 
+@pytest.mark.slow
 def test_threads_that_were_asked_for_stay(
     model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_threads_that_were_asked_for_stay(
     assert set(threads_of_passes) == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cpus")
 def test_where_sums_depend_on_threads_their_number_stays(
     model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch

@@ -99,7 +99,7 @@ def check_same(result: GenerationResult, other: GenerationResult) -> None:
         assert getattr(result.stats, name) == getattr(other.stats, name)
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
@@ -116,6 +116,7 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
         ]
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     "prompt", [PROMPT, PROMPT[:-5], [*PROMPT[:12], 7, 8, 9], [50, 51]], ids=lambda p: str(len(p))
 )
@@ -318,6 +319,7 @@ def test_a_sliding_window_on_llama_cpp(tmp_path: Path) -> None:
             assert result.stats.reused_prompt_tokens == n_reused
 
 
+@pytest.mark.slow
 def test_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_any_history_of_prompts(
         assert n_reused == max((common_length(pinned, prompt[:-1]) for pinned in cached), default=0)
 
 
+@pytest.mark.slow
 def test_a_conversation_computes_its_new_words_only(models: tuple[LLM, LLM]) -> None:
     llm, fresh = models
     prompt = [200, *TEXT]

@@ -50,7 +50,7 @@ def test_another_model_is_another_pair(small_target: Path, tmp_path_factory, fol
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"version": 1}', b"\xff" * 99])
 def test_a_broken_file_is_ignored(small_target: Path, folder: Path, content: bytes) -> None:
     with specdec.load(small_target, ctx_size=128) as llm:

@@ -53,7 +53,7 @@ def test_a_copy_computes_in_the_number_format_of_its_source(tmp_path: Path) -> N
         np.testing.assert_array_equal(item, other)
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [decoder.PIECE_BYTES, 128 * 384 * 2])
 def test_a_packed_model_is_a_model_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int

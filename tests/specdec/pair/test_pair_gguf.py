@@ -36,6 +36,7 @@ def test_logits_equal_the_checkpoints(name: str) -> None:
     np.testing.assert_allclose(gguf_logits(path, ids), expected, atol=1e-2 * expected.std())
 
 
+@pytest.mark.slow
 def test_the_files_are_made_from_the_checkpoints(tmp_path: Path) -> None:
     """A newly trained pair needs new files: `python -m tests.helpers.pair_gguf`."""
     from pair_gguf import write_pair

@@ -36,6 +36,7 @@ def generate(target: Path, draft: Path | None, **options: Any) -> specdec.Genera
         return llm.generate(PROMPT, max_tokens=16, temperature=0.8, seed=3, ignore_eos=True)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda", "auto"])
 def test_the_tokens_are_those_of_the_cpu(models, monkeypatch, draft_device):
     expected = generate(*models)
@@ -70,7 +71,7 @@ def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
     assert actual.stats.accepted_tokens > 0
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("loaded", "asked"),
@@ -97,6 +98,7 @@ def test_every_generation_mode_gives_the_cpus_tokens(
     assert [item.token_ids for item in actual] == [item.token_ids for item in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_device", ["cpu", "cuda"])
 def test_a_sequence_continues_from_its_file_and_after_a_cancel(
     models, monkeypatch, tmp_path, draft_device

@@ -196,6 +196,7 @@ def save(kind: str, folder: Path) -> Path:
     return save_tiny_gguf("llama", folder / "m.gguf", n_layers=8, hidden=256, feed_forward=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", pytest.param("gguf", marks=pytest.mark.gguf)])
 def test_outputs_are_equal_with_fewer_reads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -201,6 +201,7 @@ LISTS = [
 ]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("params", LISTS, ids=lambda p: f"T={p.temperature} {p.top_p}")
 @pytest.mark.parametrize("prompt_length", [1, 4])
 def test_the_pipeline_is_the_one_generate_builds(

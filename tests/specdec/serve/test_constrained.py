@@ -69,6 +69,7 @@ def test_a_schema_that_is_none(client: Any) -> None:
         chat(client, response_format=form)
 
 
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize(
     ("schema", "named"),
     [

@@ -141,6 +141,7 @@ def test_a_head_that_does_not_come(locked: Server) -> None:
         assert raw.recv(4096) == b""
 
 
+@pytest.mark.slow
 def test_two_hundred_slow_connections(locked: Server) -> None:
     """Half of them send a head, half a body that never ends: others are served, these end."""
     post = ["POST /v1/completions HTTP/1.1", "Host: x", KEY, "Content-Type: application/json"]

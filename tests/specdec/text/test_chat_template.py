@@ -62,7 +62,7 @@ HUGE = [
 ]
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [ENDLESS, *HUGE])
 def test_a_template_without_end_is_ended(template: str) -> None:
     """Such a template blocked the server from reading prompts, and filled the memory."""

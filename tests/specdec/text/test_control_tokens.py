@@ -81,6 +81,7 @@ def encoded(kind: str, template: str | None, messages: list[dict[str, Any]]) -> 
     return tokenizer.encode_chat(messages)
 
 
+@pytest.mark.slow_except(1)
 @each_kind
 @settings(deadline=None, max_examples=50)
 @given(

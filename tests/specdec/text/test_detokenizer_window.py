@@ -77,6 +77,7 @@ BYTES = st.sampled_from([b"\x80", b"\x9f", b"\xa0", b"\xac", b"\xc3", b"\xe2", b
 TOKENS = st.lists(BYTES | st.just(b"a"), min_size=1, max_size=4).map(b"".join)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(vocabulary=st.lists(TOKENS, min_size=1, max_size=5), data=st.data())
 def test_any_bytes_and_special_tokens(vocabulary: list[bytes], data: st.DataObject) -> None:

@@ -166,6 +166,7 @@ def test_user_errors_are_reported_before_a_model_is_loaded(
     assert out.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_answered(models: Models, tmp_path: Path) -> None:
     source, partial = tmp_path / "in.jsonl", tmp_path / "out.jsonl.partial"
     source.write_text('{"prompt": "a", "max_tokens": 5}\n' * 3000)

@@ -24,6 +24,7 @@ def reported(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> list
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_several_prompts_are_answered_with_one_load(
     capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
 ) -> None:
@@ -37,6 +38,7 @@ def test_several_prompts_are_answered_with_one_load(
     assert "=== 2 of 2 ===\n" + both[1]["text"] in out
 
 
+@pytest.mark.slow
 def test_a_turn_is_given_as_the_template_has_it(
     capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

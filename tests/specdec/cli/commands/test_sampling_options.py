@@ -49,6 +49,7 @@ def test_beam_search(capsys: pytest.CaptureFixture[str], models: Models) -> None
     assert outputs[0]["score"] >= outputs[1]["score"]
 
 
+@pytest.mark.slow
 def test_constraints_come_from_files(
     capsys: pytest.CaptureFixture[str], models: Models, tmp_path: Path
 ) -> None:

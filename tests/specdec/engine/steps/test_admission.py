@@ -54,6 +54,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_others(
         assert batches[0] == [len(LONG)]
 
 
+@pytest.mark.slow
 def test_its_draft_is_prefilled_in_chunks_beside_it(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

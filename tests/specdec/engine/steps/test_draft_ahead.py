@@ -71,7 +71,7 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     return {tree.tokens_on_path(i): round(tree.log_probs[i], 6) for i in range(len(tree))}
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     share=st.sampled_from([1.0, 0.7, 0.0]),

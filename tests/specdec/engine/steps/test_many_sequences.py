@@ -91,7 +91,7 @@ def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.draft_prefix_cache._in_use
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 def test_a_list_of_prompts(llm: LLM, fresh: LLM) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(14)]
     results = llm.generate(prompts, params(0.0))

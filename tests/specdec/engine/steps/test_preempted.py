@@ -69,7 +69,7 @@ def full(_: int, __: int, ___: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 def test_a_full_disk_makes_them_recomputed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     check_equal(llm)
