@@ -1,6 +1,7 @@
-"""Ablation of what surrounds decoding: start-up and memory, with one part switched off.
+r"""Ablation of what surrounds decoding: start-up and memory, with one part switched off.
 
-    python -m bench.checks.ablation -m build/grown-6gb -md pair:draft --memory-budget 3.5GiB
+    python -m bench.checks.ablation compare -m build/grown-6gb -md pair:draft \
+        --memory-budget 3.5GiB --prompts human_eval.jsonl --storage 1000
 
 Runs `specdec run` in fresh processes inside a memory cgroup, with an empty page cache, in turns
 over the parts and the prompts. Each part has run once before, so that measurements of the machine,

@@ -20,7 +20,7 @@ _BUDGETS_PER_DOUBLING = 4
 
 
 class SavedStatistics:
-    """The acceptance statistics of a loaded pair, and the file that caches them."""
+    """The statistics of a loaded pair, and the file that caches them."""
 
     def __init__(self, planned: PlannedModels) -> None:
         plan = planned.plan

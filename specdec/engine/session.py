@@ -153,7 +153,7 @@ class Session:
         )
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
-        """Use other acceptance statistics: modes of a benchmark must not share them."""
+        """Use other pair statistics: modes of a benchmark must not share them."""
         self._factory = replace(self._factory, pair_statistics=pair_statistics)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the models are loaded"

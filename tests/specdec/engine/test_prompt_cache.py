@@ -104,16 +104,12 @@ def test_the_next_process_goes_on(pair: Pair, llm: LLM, copy: Path) -> None:
     llm.generate(PROMPT, cache_prompt=False, **ASKED)
     expected = llm.generate([*PROMPT, 7], **ASKED)
     with specdec.load(pair.target, pair.draft, prompt_cache_file=copy, **OPTIONS) as other:
-        assert (
-            other.session.prefix_cache.newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
-        )
+        newest = other.session.prefix_cache.newest
+        assert newest.n_committed == len(PROMPT) + ASKED["max_tokens"] - 1
         check_same(other.generate([*PROMPT, 7], **ASKED), expected)
     with specdec.load(pair.target, prompt_cache_file=copy, **OPTIONS) as other:
-        assert list(other.session.prefix_cache.newest.committed_ids) == [
-            *PROMPT,
-            7,
-            *expected.token_ids[:-1],
-        ]
+        committed = list(other.session.prefix_cache.newest.committed_ids)
+        assert committed == [*PROMPT, 7, *expected.token_ids[:-1]]
 
 
 @pytest.mark.slow_except(2)
