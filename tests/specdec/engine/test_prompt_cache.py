@@ -33,8 +33,7 @@ ASKED = {"max_tokens": 6, "ignore_eos": True, "logprobs": True}
 class Pair(NamedTuple):
     target: Path
     draft: Path
-    rest: tuple[Path, Path]
-    """Models of the same shape with different weights."""
+    rest: tuple[Path, Path]  # models of the same shape with different weights
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
