@@ -40,7 +40,7 @@ def assemble(
     """
     max_nodes = options.max_target_tokens(plan.n_draft_tokens)
     parts = dict(plan.parts)
-    engine.layer_cache = OpportunisticLayers(
+    engine.opportunistic_layers = OpportunisticLayers(
         target,
         draft,
         plan.budget_bytes,
@@ -60,7 +60,7 @@ def assemble(
         max_nodes=max_nodes,
         totals=totals,
     )
-    files = KvFiles(target, free_memory=engine.layer_cache.free_memory)
+    files = KvFiles(target, free_memory=engine.opportunistic_layers.free_memory)
     max_num_seqs = options.parallel
     engine.scheduler = Scheduler(
         KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs),

@@ -45,12 +45,13 @@ class Engine(EngineThread):
     """Runs the steps of all requests in a thread that owns the models.
 
     Attributes:
-        scheduler, speculation, layer_cache: set once the models are loaded, in this thread.
+        scheduler, speculation, opportunistic_layers: set once the models are loaded, in this
+            thread.
     """
 
     scheduler: Scheduler | None = None
     speculation: Speculation
-    layer_cache: OpportunisticLayers
+    opportunistic_layers: OpportunisticLayers
 
     def __init__(self) -> None:
         self._running: list[Running] = []
@@ -119,7 +120,9 @@ class Engine(EngineThread):
         # swapped-in KV: the draft must still compute its own
         if batch.prefill or batch.has_admitted:
             num_tokens, num_seqs = self._num_cached
-            self.layer_cache.release_for_prefill(num_tokens + batch.num_prefill_tokens, num_seqs)
+            self.opportunistic_layers.release_for_prefill(
+                num_tokens + batch.num_prefill_tokens, num_seqs
+            )
 
     def _pin_layers(self, batch: Batch, trees: Trees) -> None:
         """Pin layers in memory that the KV cache and activations do not use at the moment."""
@@ -128,11 +131,13 @@ class Engine(EngineThread):
         running = self.scheduler.running
         if batch.prefill:
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
-            self.layer_cache.pin_after_prefill(num_tokens, num_seqs, more_enter=more)
+            self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, more_enter=more)
         else:
             num_lacking = sum(seq.drafter.n_lacking(seq.token_ids) for seq in running if seq.drafts)
             num_scored = sum(len(tree) for _, tree in trees)
-            self.layer_cache.pin_after_decode(num_scored, num_tokens, num_seqs, num_lacking)
+            self.opportunistic_layers.pin_after_decode(
+                num_scored, num_tokens, num_seqs, num_lacking
+            )
 
     @property
     def _num_cached(self) -> tuple[int, int]:

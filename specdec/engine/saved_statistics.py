@@ -1,7 +1,7 @@
 """Acceptance statistics of a pair of models, kept in the disk cache from process to process.
 
 The key is what they depend on: the processor, the models, the versions of what computes them, and
-the memory budgets. A lost or broken file is learnt again.
+the bytes moved in every pass. A lost or broken file is learnt again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from offload.process.disk_cache import cache_folder, load_cached, save_cached
 from specdec.planning.plan import PlannedModels
 from specdec.policy.pair_statistics import pair_statistics_of
 
-_BUDGETS_PER_DOUBLING = 4
-"""Classes of memory budgets per doubling: within one, passes take about the same time."""
+_CLASSES_PER_DOUBLING = 4
+"""Classes of bytes moved in every pass, per doubling: within one, passes take about as long."""
 
 
 class SavedStatistics:
@@ -24,14 +24,16 @@ class SavedStatistics:
 
     def __init__(self, planned: PlannedModels) -> None:
         plan = planned.plan
-        models = [planned.target] if planned.draft is None else [planned.target, planned.draft]
+        models = [model for model in (planned.target, planned.draft) if model is not None]
+        placements = [p for p in (plan.placement, plan.draft_placement) if p is not None]
         key = (
             processor(),
             os.cpu_count(),
             [model.source.fingerprint() for model in models],
             [
-                round(_BUDGETS_PER_DOUBLING * math.log2(1 + n_bytes))
-                for n_bytes in (plan.budget_bytes, plan.vram_budget_bytes)
+                round(_CLASSES_PER_DOUBLING * math.log2(1 + n_bytes))
+                for placement in placements
+                for n_bytes in (placement.streamed_bytes, placement.moved_bytes)
             ],
         )
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]

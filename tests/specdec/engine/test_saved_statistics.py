@@ -36,6 +36,15 @@ def test_it_is_written_once_when_the_model_is_closed(small_target: Path, folder:
     assert not list(folder.iterdir())
 
 
+def test_a_resident_model_has_one_file_whatever_the_budget(
+    small_target: Path, folder: Path
+) -> None:
+    for memory_budget in ("600MiB", "2GiB"):
+        with specdec.load(small_target, ctx_size=128, memory_budget=memory_budget) as llm:
+            llm.generate(PROMPT, max_tokens=8)
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_a_load_that_taught_nothing_writes_nothing(small_target: Path, folder: Path) -> None:
     specdec.load(small_target, ctx_size=128).close()
     assert not list(folder.iterdir())

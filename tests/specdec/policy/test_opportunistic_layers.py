@@ -46,21 +46,21 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_spare_memory_is_pinned_except_a_reserve(peak: list[int]) -> None:
     target: Any = Target()
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=256 * 100, max_num_tokens=33
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.pin_after_decode(num_tokens=33, n_tokens=0)
+    opportunistic.pin_after_decode(num_tokens=33, n_tokens=0)
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
     target.set_pinned_bytes(0)
-    layer_cache.pin_after_decode(num_tokens=3, n_tokens=0)  # 30 rows more may come
+    opportunistic.pin_after_decode(num_tokens=3, n_tokens=0)  # 30 rows more may come
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
 
 
 def test_memory_of_an_idle_draft_is_not_pinned(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(5000)
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target,
         draft,
         10 * RESERVE_BYTES,
@@ -73,12 +73,12 @@ def test_memory_of_an_idle_draft_is_not_pinned(peak: list[int]) -> None:
     rest = 300 + 5300 + 7000
     for n_lacking, num_tokens in ((300, 256), (256, 256), (200, 200), (9, 9), (8, 8), (1, 8)):
         target.set_pinned_bytes(0)
-        layer_cache.pin_after_decode(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
+        opportunistic.pin_after_decode(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
         assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - num_tokens * 100
-    layer_cache.release_for_prefill(n_tokens=300)
+    opportunistic.release_for_prefill(n_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 8 * 100, "more layers would have fit"
     peak[0] = target.pinned_bytes
-    layer_cache.release_for_prefill(n_tokens=300)
+    opportunistic.release_for_prefill(n_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 256 * 100
 
 
@@ -86,7 +86,7 @@ def test_each_sequence_without_draft_kv_begins_a_block(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(5000)
     sequences: Any = SimpleNamespace(n_in_use=3)
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target,
         draft,
         10 * RESERVE_BYTES,
@@ -94,10 +94,10 @@ def test_each_sequence_without_draft_kv_begins_a_block(peak: list[int]) -> None:
         max_num_tokens=1,
         draft_prefix_cache=sequences,
     )
-    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0, num_seqs=20)
+    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0, num_seqs=20)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 17 * 5000
     peak[0] = target.pinned_bytes
-    layer_cache.release_for_prefill(n_tokens=0, num_seqs=30)
+    opportunistic.release_for_prefill(n_tokens=0, num_seqs=30)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 27 * 5000
 
 
@@ -105,87 +105,87 @@ def test_unread_weights_are_not_counted_as_spare(peak: list[int]) -> None:
     target: Any = Target(0)
     draft: Any = Target(0)
     target.unread_bytes, draft.unread_bytes = 300, 70_000
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, draft, 10 * RESERVE_BYTES, activation_bytes=0, max_num_tokens=1
     )
-    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 70_300
 
 
 def test_a_mapped_file_takes_the_pinned_memory() -> None:
     target: Any = Target()
-    layer_cache = OpportunisticLayers(target, None, MANY, activation_bytes=0, max_num_tokens=1)
+    opportunistic = OpportunisticLayers(target, None, MANY, activation_bytes=0, max_num_tokens=1)
     target.set_pinned_bytes(10)
-    assert layer_cache.free_memory(4)
+    assert opportunistic.free_memory(4)
     assert target.pinned_bytes == 6
-    assert not layer_cache.free_memory(MANY), "not even with all of it"
+    assert not opportunistic.free_memory(MANY), "not even with all of it"
     assert target.pinned_bytes == 0
 
 
 def test_a_target_in_memory_has_nothing_to_hold(peak: list[int]) -> None:
     target: Any = Target(0)
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, MANY, activation_bytes=0, max_num_tokens=1, is_streamed=False
     )
-    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
     assert not target.asked
 
 
 def test_pinned_memory_follows_used_memory(peak: list[int]) -> None:
     target: Any = Target()
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=0, max_num_tokens=1
     )
     own = 4 * RESERVE_BYTES
     for _ in range(3):  # once pinned, it counts as used, and no more is pinned
         peak[0] = own + target.pinned_bytes
-        layer_cache.pin_after_decode(1, 0)
+        opportunistic.pin_after_decode(1, 0)
         assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
     n_asked = len(target.asked)
     peak[0] += RESERVE_BYTES // 4  # a part of the reserve is there for that
-    layer_cache.pin_after_decode(1, 0)
+    opportunistic.pin_after_decode(1, 0)
     assert len(target.asked) == n_asked
     peak[0] += RESERVE_BYTES
-    layer_cache.pin_after_decode(1, 0)
+    opportunistic.pin_after_decode(1, 0)
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - RESERVE_BYTES * 5 // 4
     peak[0] += MANY
-    layer_cache.pin_after_decode(1, 0)
+    opportunistic.pin_after_decode(1, 0)
     assert target.pinned_bytes == 0
 
 
 def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
     target: Any = Target(0)
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
     pinned = target.pinned_bytes
     peak[0] += pinned
-    layer_cache.release_for_prefill(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
+    opportunistic.release_for_prefill(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
     assert 0 < pinned - target.pinned_bytes <= RESERVE_BYTES + 3000
     target.set_pinned_bytes(3 * RESERVE_BYTES)
     peak[0] = 4 * RESERVE_BYTES + target.pinned_bytes
     target.asked.clear()
-    layer_cache.release_for_prefill(n_tokens=3000)
+    opportunistic.release_for_prefill(n_tokens=3000)
     assert target.asked == [], "memory suffices: nothing is released or pinned"
     peak[0] = MANY
-    layer_cache.release_for_prefill(n_tokens=3000)
+    opportunistic.release_for_prefill(n_tokens=3000)
     assert target.pinned_bytes == 0
 
 
 def test_behind_a_prompt_memory_for_the_widest_pass_is_left(peak: list[int]) -> None:
     target: Any = Target(0)
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, 10 * RESERVE_BYTES, activation_bytes=2 * RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    layer_cache.pin_after_prefill(n_tokens=300, more_enter=True)
+    opportunistic.pin_after_prefill(n_tokens=300, more_enter=True)
     assert target.asked == [], "the next prompt would ask it back"
-    layer_cache.pin_after_prefill(n_tokens=300)
+    opportunistic.pin_after_prefill(n_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300
     peak[0] = MANY
-    layer_cache.pin_after_prefill(n_tokens=300)
+    opportunistic.pin_after_prefill(n_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300, "steps of decoding may take less"
 
 

@@ -63,10 +63,10 @@ def test_it_is_what_unused_memory_would_hold(
     target: Any = Target()
     max_num_tokens = OPTIONS.max_target_tokens(4)
     activations = parts["target activations"]
-    layer_cache = OpportunisticLayers(
+    opportunistic = OpportunisticLayers(
         target, None, 2 * GIB, activation_bytes=activations, max_num_tokens=max_num_tokens
     )
-    layer_cache.pin_after_decode(NUM_TOKENS, n_tokens)
+    opportunistic.pin_after_decode(NUM_TOKENS, n_tokens)
     placement = item.memory_plan.target
     pinned = item.decoding(n_tokens).target.placement
     num_pinned = placement.n_streamed_layers - pinned.n_streamed_layers
