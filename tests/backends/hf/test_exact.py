@@ -32,7 +32,7 @@ def load(source: HfSource, max_context: int = CONTEXT):
     return source.load(Loading(placement, max_context, MAX_NODES, MAX_NODES))
 
 
-@pytest.mark.slow_except(5)
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_history_gives_the_bits_of_one_token_per_pass(
@@ -55,7 +55,7 @@ LONG_FAMILIES = {
 }
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", LONG_FAMILIES)
 def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tmp_path) -> None:

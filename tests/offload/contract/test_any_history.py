@@ -296,6 +296,7 @@ class LayerHistory(RuleBasedStateMachine):
                 self.layers.check_absent(index)
 
 
+@pytest.mark.slow_except(1)
 def test_any_history(kind: type[SuppliedLayers]) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     limits = settings(

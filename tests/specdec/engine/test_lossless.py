@@ -46,7 +46,7 @@ def plain_outputs(target):
     return [(prompt, run(target, prompt, N_TOKENS)) for prompt in prompts()]
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("kind", ["self", "other model", "random", "always wrong", "merged"])
 def test_greedy_equals_plain_decoding(kind, target, twin, other, plain_outputs):
     make = {

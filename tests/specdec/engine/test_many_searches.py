@@ -156,7 +156,7 @@ def test_the_search_of_the_larger_priority_goes_first(llm: LLM) -> None:
     check_nothing_left(llm)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_beams_that_hold_all_live_nodes_end_no_sequence(
     tmp_path_factory: pytest.TempPathFactory, seed: int

@@ -90,7 +90,7 @@ def test_siblings_in_two_threads(backend: Backend) -> None:
     assert all(np.array_equal(item, expected) for item in actual)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except(1)
 def test_a_window_over_the_whole_sequence_is_always_right(model: Path) -> None:
     with specdec.load(model, "self:window=180", **OPTIONS) as llm:
         result = llm.generate(PROMPT, max_tokens=60, ignore_eos=True)

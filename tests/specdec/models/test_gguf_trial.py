@@ -58,7 +58,7 @@ def some_slow(fast: Sequence[str], slow: Sequence[str]) -> list[object]:
     return [*fast, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.slow_except(8)
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("name", some_slow(EACH_PLACE, REST))
 def test_a_single_defect(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
     """One defect per abort in llama.cpp runs under all commands, the others under one."""

@@ -42,14 +42,14 @@ def rates(
     return [speed.rate for speed in speeds(scenario, spec, lengths, seeds)]
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIX)
 def test_it_comes_near_the_best_fixed_size(name: str) -> None:
     (best,) = best_fixed(SIX[name], (MEDIUM,), SEEDS)
     assert rates(SIX[name], SpecConfig(), MEDIUM)[0] > 0.97 * best.rate
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow_except(1)
 @pytest.mark.parametrize("name", REST)
 def test_it_does_so_where_drafts_and_plans_mislead(name: str) -> None:
     """With random delays of passes, three seeds are too few: processors round differently, and one

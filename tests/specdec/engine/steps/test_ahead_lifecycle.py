@@ -118,7 +118,7 @@ def test_both_work_at_once_and_the_output_is_plain_decodings(
     assert 0.0 < stats.overlapped_draft_seconds <= min(stats.draft_seconds, stats.pass_seconds)
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.slow_except(2)
 def test_an_error_of_the_draft(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise SpecdecError("the draft's disk is gone")

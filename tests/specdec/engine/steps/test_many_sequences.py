@@ -107,6 +107,7 @@ def test_a_list_of_prompts(llm: LLM, fresh: LLM) -> None:
     check_nothing_left(llm)
 
 
+@pytest.mark.slow_except(1)
 def test_threads_share_passes(llm: LLM, fresh: LLM) -> None:
     requests = [(i % len(PROMPTS), (0.0, 0.8)[i % 2], None) for i in range(9)]
     for request in requests:
@@ -184,6 +185,7 @@ def test_a_cancel_beside_others_does_not_cut_their_pass(llm: LLM, fresh: LLM) ->
     assert pinned.result.token_ids == alone(fresh, (4, 0.0, None))
 
 
+@pytest.mark.slow
 def test_the_last_request_is_preempted_and_swapped_in(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
