@@ -34,7 +34,7 @@ class SpecConfig:
     spec_type: tuple[str, ...] = SPEC_TYPES  # () = plain decoding
     num_draft_tokens: int | None = option(  # nodes of a tree, its root not counted
         None,
-        "Draft tokens per pass; auto: as many as pay, measured every step.",
+        "Draft tokens per pass; auto: decided in every step from measured times.",
         SPECULATION,
         metavar="N|auto",
         at_least=0,

@@ -170,7 +170,7 @@ class Backend(ABC):
         """Positions that sequences use; any thread may read it."""
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """Return the maximum bytes by which the KV cache grows by the end of a pass over nodes.
+        """Return the maximum growth of the KV cache in the next pass over nodes, in bytes.
 
         n_tokens: tokens of all sequences together before those nodes.
         num_new_seqs: sequences among them that have not begun yet.

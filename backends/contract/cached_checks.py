@@ -16,7 +16,7 @@ _UNKNOWN: Any = "unknown"
 _SETTINGS = ("ATEN_", "DNNL_", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Prefixes of environment variables that change the kernels of libraries or their numbers of
 threads (MKL_CBWR=COMPATIBLE, OMP_THREAD_LIMIT=1)."""
-_DECIDE_NOTHING = frozenset(
+_IRRELEVANT_VARIABLES = frozenset(
     ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GGML_NO_BACKTRACE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 )
 """Variables without effect on results: waiting threads, ggml's backtraces, size of a kernel cache.
@@ -66,7 +66,7 @@ def machine(libraries: str) -> str:
 
 def _settings() -> str:
     names = sorted(name for name in os.environ if name.startswith(_SETTINGS))
-    names = [name for name in names if name not in _DECIDE_NOTHING]
+    names = [name for name in names if name not in _IRRELEVANT_VARIABLES]
     return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 

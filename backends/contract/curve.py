@@ -64,7 +64,7 @@ class ComputeCurve:
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
         return ComputeCurve(self.num_tokens, tuple(alone), tuple(beside))
 
-    def filled_up(self, min_batch_tokens: int) -> ComputeCurve:
+    def padded_to(self, min_batch_tokens: int) -> ComputeCurve:
         """Return the curve of passes that are padded to `min_batch_tokens`: fewer take as long."""
         if min_batch_tokens == 1:
             return self
@@ -89,7 +89,7 @@ class ComputeCurve:
         return cls(sizes, alone, beside)
 
     @property
-    def is_slowed(self) -> bool:
+    def is_slowed_by_reads(self) -> bool:
         """Whether reads were found to slow the computation down."""
         return self.beside_reads != self.alone
 

@@ -23,10 +23,10 @@ class Exactness:
     is_thread_invariant: bool = False
     """Whether this holds for any number of threads, so that it may change between passes."""
 
-    def may_follow_load(self) -> bool:
+    def can_change_threads(self) -> bool:
         """Return whether passes may use fewer threads while other programs compute: either their
         bits do not depend on that, or they need not be exact."""
         return self.is_thread_invariant or not self.is_exact
 
 
-NOT_ASKED = Exactness(False, "--exact off")
+EXACT_OFF = Exactness(False, "--exact off")

@@ -1,4 +1,4 @@
-"""NodeTable: which rows of a KV cache tentative nodes occupy, and which nodes attend to which.
+"""Node table: the rows of a KV cache that tentative nodes occupy, and their attention mask.
 
     rows of the cache:  [ committed prefix | live nodes, in order of arrival ]
                           0 .. n_committed-1   n_committed ..
@@ -121,8 +121,8 @@ class NodeTable:
         rows = self._rows()
         for node in nodes:
             self._require(node, rows)
-        doomed = [rows[node] for node in nodes]
-        keep = [r for r in range(len(self)) if not self._ancestors[r, doomed].any()]
+        pruned = [rows[node] for node in nodes]
+        keep = [r for r in range(len(self)) if not self._ancestors[r, pruned].any()]
         self._select(keep)
         return keep
 

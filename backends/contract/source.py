@@ -12,7 +12,7 @@ from pathlib import Path
 
 from backends.contract.backend import Backend
 from backends.contract.curve import ComputeCurve
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from offload.formats.tensors import TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights, Placement
@@ -169,7 +169,7 @@ class ModelSource(ABC):
     @property
     def exactness(self) -> Exactness:
         """Whether a backend of this source is exact, and if not why; checked once and cached."""
-        return NOT_ASKED
+        return EXACT_OFF
 
     @property
     @abstractmethod

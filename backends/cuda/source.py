@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from backends.contract.backend import Backend
-from backends.contract.exactness import NOT_ASKED
+from backends.contract.exactness import EXACT_OFF
 from backends.contract.source import Loading, ModelCompute
 from backends.cuda import probe
 from backends.cuda.engine import CudaEngine
@@ -36,7 +36,7 @@ class HfGpuSource(HfSource):
 
     @cached_property
     def exactness(self) -> TorchExactness:
-        return TorchExactness(False, "not tested on a GPU" if self._is_exact else NOT_ASKED.reason)
+        return TorchExactness(False, "not tested on a GPU" if self._is_exact else EXACT_OFF.reason)
 
     @property
     def non_layer_bytes(self) -> int:

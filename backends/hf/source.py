@@ -18,7 +18,7 @@ from backends.attention.blocks import REVISION
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
-from backends.contract.exactness import NOT_ASKED
+from backends.contract.exactness import EXACT_OFF
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.feedforward.linear import library_of, slow_products
 from backends.hf.activations import activation_bytes
@@ -115,7 +115,7 @@ class HfSource(ModelSource):
             return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
-        curve = curve.filled_up(self.exactness.min_batch_tokens)
+        curve = curve.padded_to(self.exactness.min_batch_tokens)
         measure = partial(measure_decoding, n_threads=self._n_threads, reading=reading)
         decoding = self._decoding(measure)
         return self._compute(curve, decoding)
@@ -163,7 +163,7 @@ class HfSource(ModelSource):
     @cached_property
     def exactness(self) -> TorchExactness:
         if not self._is_exact:
-            return TorchExactness(**asdict(NOT_ASKED))
+            return TorchExactness(**asdict(EXACT_OFF))
         return find_exactness(self.model, self._n_threads)
 
     def check_unchanged(self) -> None:
@@ -188,5 +188,5 @@ class HfSource(ModelSource):
             num_kv_slots=loading.num_kv_slots,
             exactness=self.exactness,
             n_threads=self._n_threads,
-            follows_load=self._follows_load and self.exactness.may_follow_load(),
+            follows_load=self._follows_load and self.exactness.can_change_threads(),
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from backends.contract.backend import BackendError, ContextFull, KvUsage, TransferStats
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens
@@ -77,7 +77,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         load_mode: str = "stream",
         n_readers: int | None = None,
         progress: Progress | None = None,
-        exactness: Exactness = NOT_ASKED,
+        exactness: Exactness = EXACT_OFF,
         num_kv_slots: int | None = None,
         max_num_seqs: int = 1,
         follows_load: bool = False,

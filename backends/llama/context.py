@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from backends.contract.backend import BackendError
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus
@@ -49,8 +49,8 @@ class ContextOptions:
     cache_type_v: str = "f16"
     flash_attention: bool | None = None
     """None: llama.cpp's default, on if it can."""
-    exactness: Exactness = NOT_ASKED
-    """If exact, passes are padded, and flash attention is required, as it was checked."""
+    exactness: Exactness = EXACT_OFF
+    """Pad passes and require flash attention, if exact."""
     num_kv_slots: int | None = None
     """Tokens and nodes of all sequences together; None: enough for one sequence."""
     max_num_seqs: int = 1

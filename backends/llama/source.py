@@ -13,7 +13,7 @@ from pathlib import Path
 from backends.contract.backend import Backend
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.source import CACHE_TYPES, BackendOptions, Loading, ModelCompute, ModelSource
 from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.tiles import kernels_in_use, leave_out_tiles
@@ -96,7 +96,7 @@ class GgufSource(ModelSource):
             run = find_exact_run(self.model, self._n_threads, *types)
             return self._checked(run) if run.exactness.is_exact else run
         type_k, type_v = (name or DEFAULT_CACHE_TYPE for name in types)
-        return ExactRun(NOT_ASKED, type_k, type_v)
+        return ExactRun(EXACT_OFF, type_k, type_v)
 
     def _checked(self, run: ExactRun) -> ExactRun:
         """Return `run`, marked as not exact if llama.cpp does not use flash attention after all."""
@@ -242,7 +242,7 @@ class GgufSource(ModelSource):
                 for name, n in n_bytes.items()
             ]
         )
-        return curve.filled_up(self.exactness.min_batch_tokens)
+        return curve.padded_to(self.exactness.min_batch_tokens)
 
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
@@ -258,7 +258,7 @@ class GgufSource(ModelSource):
             max_num_seqs=loading.max_num_seqs,
             max_outputs=loading.max_num_tokens,
             n_threads=self._n_threads,
-            follows_load=self._options.n_threads is None and self.exactness.may_follow_load(),
+            follows_load=self._options.n_threads is None and self.exactness.can_change_threads(),
             cache_type_k=self._run.type_k,
             cache_type_v=self._run.type_v,
             placement=loading.placement,

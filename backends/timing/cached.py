@@ -14,7 +14,11 @@ from typing import Any
 
 from backends.contract.cached_checks import processor
 from backends.contract.curve import ComputeCurve
-from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.disk_cache import (
+    cache_folder,
+    load_cached_measurement,
+    save_cached_measurement,
+)
 from offload.process.other_processes import beside_other_processes
 from offload.storage.read_limit import read_limit_in_force
 
@@ -42,7 +46,7 @@ def cached_curve(
     machine = f"{what} {device} {os.cpu_count()} {processor()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
     path = cache_folder() / f"{_PREFIX}{digest}.json"
-    cached = _read(load_cached_figure(path) or {})
+    cached = _read(load_cached_measurement(path) or {})
     if cached is not None:
         return cached
     with beside_other_processes() as remaining:
@@ -53,7 +57,7 @@ def cached_curve(
             "alone": curve.alone,
             "beside_reads": curve.beside_reads,
         }
-        save_cached_figure(path, kinds, "how fast this machine computes")
+        save_cached_measurement(path, kinds, "how fast this machine computes")
     return curve
 
 

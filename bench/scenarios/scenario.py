@@ -23,7 +23,7 @@ from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
-from specdec.verification.acceptance import match_walk
+from specdec.verification.acceptance import verify_match
 from specdec.verification.tree import ROOT, DraftTree
 
 WIDTH = 6
@@ -271,7 +271,7 @@ def simulate(
         if scenario.stumbles and noise.random() < scenario.stumbles:
             disturbed = STUMBLE
         clock.now += pass_seconds(scenario, len(tree), n, is_ahead) * disturbed
-        acceptance = match_walk(tree, chooser(text, tree, len(context)))
+        acceptance = verify_match(tree, chooser(text, tree, len(context)))
         observe_together([policy], [acceptance], [tree])
         tokens = acceptance.emitted(tree)
         context.extend(tokens)

@@ -1,4 +1,4 @@
-"""Which expert is evicted for another, and how often a rule finds what is asked for.
+"""Eviction of experts, and the hit rate of a rule.
 
 A pass accesses the layers in order and asks each for some experts. Least recently used would be the
 worst rule here if the cache has less than one pass asks for: it evicts exactly what the next layers
@@ -69,7 +69,7 @@ class ExpertIndex:
         self._rule = rule
         self._slot_of: dict[tuple[int, int], int] = {}
         self._uses: dict[tuple[int, int], tuple[float, int]] = {}
-        """For every expert that was ever used: (its score then, the access of its layer)."""
+        """Score of each expert at its last use, and the number of that access of its layer."""
         self._visits: defaultdict[int, int] = defaultdict(int)
         self._now = 0
 

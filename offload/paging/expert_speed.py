@@ -21,7 +21,11 @@ from offload.experts.readers import ExpertStats
 from offload.paging.address_space import MappedRange, reserve, unmap
 from offload.paging.experts import PagedExperts
 from offload.placement.experts import ExpertCachePlan, LayerExperts
-from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.disk_cache import (
+    cache_folder,
+    load_cached_measurement,
+    save_cached_measurement,
+)
 from offload.process.other_processes import beside_other_processes
 from offload.storage.aligned import page_up
 from offload.storage.direct_io import DirectFile
@@ -65,14 +69,14 @@ def missing_seconds_per_byte(layers: Sequence[LayerExperts | None]) -> float:
     paths = _paths(layers)
     cache = cache_folder() / _name(layers, paths[0])
     is_limited = any(read_limit_in_force(path) is not None for path in paths)
-    known = None if is_limited else _sane((load_cached_figure(cache) or {}).get(_FIGURE))
+    known = None if is_limited else _sane((load_cached_measurement(cache) or {}).get(_FIGURE))
     if known is not None:
         return known
     with beside_other_processes() as load:
         n_bytes, seconds = _measure(layers, paths)
     result = seconds / n_bytes
     if n_bytes >= _MIN_BYTES and not is_limited and not load.are_busy:
-        save_cached_figure(cache, {_FIGURE: result}, "how fast missing experts are fetched")
+        save_cached_measurement(cache, {_FIGURE: result}, "how fast missing experts are fetched")
     return result
 
 

@@ -1,1 +1,1 @@
-"""Which layers stay in memory, and how long a forward pass over the others takes."""
+"""Placement of layers, and the duration of a forward pass over the streamed ones."""

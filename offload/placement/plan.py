@@ -1,4 +1,4 @@
-"""Which tensors stay in memory, and how many slots the ring has.
+"""Placement of tensors in memory, and the number of slots of the ring.
 
 Layers are read in a cycle, the worst case of every cache that keeps what was used last; a fixed
 pinned set saves exactly its share of the reads. With B bytes for weights, L layers and W slots,

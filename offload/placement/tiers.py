@@ -1,4 +1,4 @@
-"""Which layers stay in a device's memory, which in pinned host memory, and which on storage.
+"""Placement of layers in a device's memory, in pinned host memory, and on storage.
 
 A pass computes on the device, beside copies to it, beside reads from storage; the slowest of the
 three sets its time. A tensor on the device saves its copy in every pass, and its read; a tensor in

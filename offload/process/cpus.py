@@ -1,4 +1,4 @@
-"""How many processors this process may keep busy, and how many other programs leave free.
+"""Number of processors that this process may keep busy, and that other programs leave free.
 
 A container sees all processors of the machine, but gets a quota of their time: threads beyond it
 only wait for each other. Source: cgroup-v2.rst and scheduler/sched-bwc.rst of Linux. The same holds

@@ -61,7 +61,7 @@ def save_cached(path: Path, value: Mapping[str, Any], name: str) -> None:
         )
 
 
-def load_cached_figure(path: Path) -> dict[str, Any] | None:
+def load_cached_measurement(path: Path) -> dict[str, Any] | None:
     """Return what `save_cached_figure` wrote, with `measured_at`; None if older than a month."""
     figure = load_cached(path)
     measured_at = figure.get("measured_at") if isinstance(figure, dict) else None
@@ -73,13 +73,13 @@ def load_cached_figure(path: Path) -> dict[str, Any] | None:
     return dict(figure)
 
 
-def save_cached_figure(path: Path, figure: Mapping[str, Any], name: str) -> None:
+def save_cached_measurement(path: Path, figure: Mapping[str, Any], name: str) -> None:
     """Save a figure that was measured now; a warning that it failed begins with `name`."""
     save_cached(path, {"measured_at": time.time(), **figure}, name)
     _in_use.add(path)
 
 
-def forget_figures() -> None:
+def forget_measurements() -> None:
     """Delete the figures in use, which were contradicted: the next process measures anew."""
     for path in _in_use:
         with suppress(OSError):

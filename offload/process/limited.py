@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended, and the resources it took."""
+    """Exit status and resources of a process."""
 
     exit: str
     """OK, OOM_KILLED (by the kernel, at the limit), TIMED_OUT or FAILED."""

@@ -1,4 +1,4 @@
-"""How much memory this process may use, and how much it uses.
+"""Memory limit and memory use of this process.
 
 In a container the machine's memory is the host's; the process is killed at the limit of its memory
 cgroup or of one of the parents. Source: cgroup-v1/memory.rst and cgroup-v2.rst of Linux.

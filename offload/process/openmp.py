@@ -1,4 +1,4 @@
-"""How threads of OpenMP wait for each other, set while libgomp is loaded.
+"""Wait policy of OpenMP's threads, set while libgomp is loaded.
 
 At the end of every product its threads meet at a barrier. A thread that spins there for long takes
 its processor away from other programs, and from the very thread that it waits for; one that sleeps

@@ -128,7 +128,7 @@ class BackgroundReads:
 
     # --- in the threads --------------------------------------------------------------------
 
-    def next_piece(self) -> tuple[int, ReadChunk] | None:
+    def next_chunk(self) -> tuple[int, ReadChunk] | None:
         """Return the next chunk to read; None if none is left, or a read failed."""
         with self._arrived:
             if self._error is not None or not self._waiting:
@@ -154,7 +154,7 @@ class BackgroundReads:
 
 
 def _read_all(reads: BackgroundReads) -> None:
-    while (work := reads.next_piece()) is not None:
+    while (work := reads.next_chunk()) is not None:
         reads.fetch(*work)
 
 

@@ -18,7 +18,11 @@ from typing import Any
 
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
-from offload.process.disk_cache import cache_folder, load_cached_figure, save_cached_figure
+from offload.process.disk_cache import (
+    cache_folder,
+    load_cached_measurement,
+    save_cached_measurement,
+)
 from offload.process.other_processes import beside_other_processes
 from offload.ring.slots import StreamerClosed
 from offload.ring.streamer import StreamStats, WeightStreamer
@@ -85,7 +89,7 @@ def measure_storage(
     bandwidth = stats.bytes_read / max(stats.read_seconds, 1e-9)
     profile = DeviceProfile(bandwidth, read_bytes, n_readers, direct, time.time(), device)
     if stats.bytes_read >= _MIN_BYTES and not is_limited and not load.are_busy:
-        save_cached_figure(cache, asdict(profile), "the measured storage speed")
+        save_cached_measurement(cache, asdict(profile), "the measured storage speed")
     return profile
 
 
@@ -169,7 +173,7 @@ def _chunks(path: Path, n_bytes: int, read_bytes: int, n_readers: int) -> list[L
 
 def _load(cache: Path) -> DeviceProfile | None:
     try:
-        profile = DeviceProfile(**(load_cached_figure(cache) or {}))
+        profile = DeviceProfile(**(load_cached_measurement(cache) or {}))
     except TypeError:  # fields of another version, or none
         return None
     return profile if _is_sane(profile) else None

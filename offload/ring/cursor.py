@@ -3,12 +3,12 @@
 Shared by `WeightStreamer` (weights in slots), `Pager` (weights at mapped addresses) and
 `DeviceStreamer` (weights in slots on a device). Layers are visited one after another, cyclically:
 
-    cursor.seek(i)           layer i is next; if another was expected, reads begin anew
+    cursor.begin_layer(i)    layer i is next; if another was expected, reads start over
     slot = cursor.acquire(i) waits for its slot; None if nothing of it streams
-    cursor.reach(i)          checks the files for changes; layer i + 1 is expected next
+    cursor.mark_ready(i)     checks the files for changes; layer i + 1 is expected next
     ...
     cursor.release(slot)     the readers may fill the slot again
-    cursor.leave(i)          after the last layer a pass is complete
+    cursor.end_layer(i)      after the last layer a pass is complete
 
 From `seek` to `reach` the cursor counts as interrupted: after an error there, the next `seek`
 begins anew.
@@ -98,7 +98,7 @@ class LayerCursor(Generic[MemoryT]):
         # fail halfway.
         self._expected: int | None = 0
         self._read_number = 0  # of the next streamed layer
-        self._is_anew = False  # no layer was waited for since `restart_at`
+        self._has_restarted = False  # no layer was waited for since `restart_at`
         self._stall_seconds = 0.0
         self._passes, self._is_last_in = 0, False
         self._is_closed = False
@@ -115,7 +115,7 @@ class LayerCursor(Generic[MemoryT]):
 
     @property
     def stats(self) -> StreamStats:
-        bytes_read, read_seconds = self._ring.reading_figures() if self._ring else (0, 0.0)
+        bytes_read, read_seconds = self._ring.read_stats() if self._ring else (0, 0.0)
         return StreamStats(bytes_read, self._stall_seconds, read_seconds, self._passes)
 
     @property
@@ -139,24 +139,23 @@ class LayerCursor(Generic[MemoryT]):
         if self._is_closed:
             raise StreamerClosed("the weight streamer is closed; load the model again")
 
-    def seek(self, index: int, *, is_inside: bool) -> None:
+    def begin_layer(self, index: int, *, is_inside: bool) -> None:
         """Make `index` the next layer; inside another layer it must be the expected one.
 
-        If storage failed again after `restart_at`, read once more: that failure may be old, and
-        the error that led to `restart_at` was raised already. A failure of a later layer counts as
-        well, since the same pass will get there.
+        Retry once if a read failed after `restart_at`: no caller has seen that error yet, and it
+        may have passed. A failure of a later layer counts as well, since the pass will get there.
         """
         if index != self._expected:
             if is_inside:
                 raise RuntimeError(f"layer {index} was asked for out of order inside another layer")
             self.restart_at(index)
-        elif self._failed_anew(index):
+        elif self._failed_since_restart(index):
             self.restart_at(index)
         self._expected = None  # the next steps may fail
 
-    def _failed_anew(self, index: int) -> bool:
+    def _failed_since_restart(self, index: int) -> bool:
         """Return whether storage has failed since `restart_at`, without a caller waiting for it."""
-        if self._ring is None or not self._is_anew or not self._is_read(index):
+        if self._ring is None or not self._has_restarted or not self._is_read(index):
             return False
         return isinstance(self._ring.failure, StorageError)  # other errors are permanent
 
@@ -170,7 +169,7 @@ class LayerCursor(Generic[MemoryT]):
                 self._background.wait(index, check)
         if self._ring is None or not self._is_read(index):
             return None
-        self._is_anew = False
+        self._has_restarted = False
         with self._stalled(index):
             slot = self._ring.wait_ready(self._read_number, check)
         acquired_slot = AcquiredSlot(slot, self._read_number)
@@ -185,7 +184,7 @@ class LayerCursor(Generic[MemoryT]):
         finally:
             self._stall_seconds += record_since(started, WAIT, f"wait for layer {index}")
 
-    def reach(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         """Mark layer `index` as in place.
 
         Raises StorageError at the last layer of a pass if a file changed, and StreamerClosed if
@@ -207,14 +206,14 @@ class LayerCursor(Generic[MemoryT]):
         if self._ring is not None:
             self._ring.release(acquired_slot.slot, acquired_slot.read_number)
 
-    def leave(self, index: int) -> None:
+    def end_layer(self, index: int) -> None:
         """Leave layer `index`; after the last one a pass is complete."""
         if index == self._n_layers - 1 and self._is_last_in:
             self._is_last_in = False
             self._passes += 1
 
     def abort_pass(self) -> None:
-        """Abandon the current pass: the next `seek` or `restart_at` begins anew."""
+        """Abandon the current pass: the next `begin_layer` or `restart_at` starts over."""
         self._expected, self._is_last_in = None, False
 
     def restart_at(self, index: int) -> None:
@@ -228,7 +227,7 @@ class LayerCursor(Generic[MemoryT]):
             with self._ring.lock:
                 self._source.order.begin_at(self._read_number, self._position(index))
                 self._ring.restart(self._read_number)
-            self._is_anew = True
+            self._has_restarted = True
         self._expected = index
 
     def pin(self, index: int, acquired_slot: AcquiredSlot[MemoryT], other: MemoryT) -> bool:

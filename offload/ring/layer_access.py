@@ -1,4 +1,4 @@
-"""Acquires and releases the layers of a cursor, one at a time or several, also after errors.
+"""Access to the layers of a cursor, one at a time or several, also after errors.
 
 Shared by `WeightStreamer`, `HostTier`, `DeviceStreamer` and `Pager`: a layer is valid from `enter`
 to `leave`, or inside the with-block of `layer`, and `restart` releases all acquired layers.
@@ -53,7 +53,10 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
 
     @abstractmethod
     def _acquire(self, index: int, acquired_slot: AcquiredSlot[MemoryT] | None) -> LayerT:
-        """Return the weights of a layer that was read; `taken` is None if none of it streamed."""
+        """Return the weights of a layer that was read.
+
+        acquired_slot: None if none of it was streamed.
+        """
 
     def _take_back(self, acquired_slot: AcquiredSlot[MemoryT]) -> None:
         """Prepare a layer's slot to be filled again."""
@@ -72,9 +75,9 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
         acquired, weights = self._enter(index, check)
         try:
             yield weights
-        finally:  # should this run late, not a layer that was acquired after a restart
+        finally:  # if this runs after a restart, a layer acquired since stays
             self._end([acquired])
-        self._cursor.leave(index)
+        self._cursor.end_layer(index)
 
     def enter(self, index: int, check: Check | None = None) -> LayerT:
         """Wait until layer `index` is in memory; return its bytes as they are in the file.
@@ -93,7 +96,7 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
     def leave(self, index: int) -> None:
         """Release layer `index`; does nothing if `restart` already did."""
         self._end([acquired for acquired in self._acquired if acquired.index == index])
-        self._cursor.leave(index)
+        self._cursor.end_layer(index)
 
     def restart(self) -> None:
         """Begin again at layer 0, as after a pass that was given up, with all layers released.
@@ -149,12 +152,12 @@ class LayerAccess(ABC, Generic[MemoryT, LayerT]):
 
     def _enter(self, index: int, check: Check | None) -> tuple[AcquiredLayer[MemoryT], LayerT]:
         self._cursor.check(index)
-        self._cursor.seek(index, is_inside=bool(self._acquired))
+        self._cursor.begin_layer(index, is_inside=bool(self._acquired))
         acquired = AcquiredLayer(index, self._cursor.acquire(index, check))
         self._acquired.append(acquired)
         try:
             weights = self._acquire(index, acquired.acquired_slot)
-            self._cursor.reach(index)
+            self._cursor.mark_ready(index)
             acquired.has_arrived = True
         except BaseException:
             self._end([acquired])

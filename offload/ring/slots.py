@@ -104,13 +104,13 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
     def __init__(
         self,
         buffers: Iterable[MemoryT],
-        pieces_of: Callable[[int], Sequence[ReadChunkT]],
+        read_chunks: Callable[[int], Sequence[ReadChunkT]],
         *,
         make_fence: Callable[[], Fence] | None = None,
         poison: Callable[[MemoryT], None] | None = None,
     ) -> None:
         self.slots = tuple(Slot(index, buffer) for index, buffer in enumerate(buffers))
-        self._pieces_of = pieces_of
+        self._pieces_of = read_chunks
         self._make_fence = make_fence
         self._poison = poison
         # Reentrant: an abandoned layer may be collected, and released, while the lock is held.
@@ -242,7 +242,7 @@ class SlotRing(Generic[MemoryT, ReadChunkT]):
         for slot in self.slots:
             slot.buffer.close()
 
-    def reading_figures(self) -> tuple[int, float]:
+    def read_stats(self) -> tuple[int, float]:
         """Return (bytes read, seconds in which at least one read was running), since the start."""
         with self.lock:
             running = time.perf_counter() - self._busy_since if self._n_busy else 0.0

@@ -79,7 +79,7 @@ class WeightPrefetch:
     ) -> None:
         self._selection, self._check_unchanged = selection, check_unchanged
         self._reads = PausableReads()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="specdec-early")
+        pool = ThreadPoolExecutor(1, thread_name_prefix="specdec-prefetch")
         self._opening: Future[Weights] | None = pool.submit(
             open_weights, selection, progress, self._reads.open
         )

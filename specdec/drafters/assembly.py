@@ -21,14 +21,14 @@ from specdec.verification.tree import DraftTree
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing: plain decoding."""
+    """Drafter without proposals: plain decoding."""
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         return DraftTree(context_ids[-1])
 
 
 class Drafters:
-    """Makes the drafters of each sequence of a session.
+    """Factory of the drafters of a session's sequences.
 
     Args:
         draft: the draft model, if there is one.
@@ -51,7 +51,7 @@ class Drafters:
         self._match_rates = MatchRates()  # hit rates of n-grams, shared by all sequences
         self._noise = NoiseRows(noise_positions(num_seqs))
 
-    def of_text(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
+    def for_sequence(self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator) -> Drafter:
         """Return a sequence's drafter, for its sampler; rng: draws for the chain rules."""
         drafters: list[Drafter] = []
         if "draft" in spec.drafters and self._draft is not None:

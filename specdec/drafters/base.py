@@ -29,7 +29,7 @@ class TreeLimits:
 
 
 class Drafter(ABC):
-    """Proposes trees of candidate tokens, and learns from what the target accepts.
+    """Source of draft trees; learns from what the target accepts.
 
     A drafter never sees the target's logits or choices of the step it drafts for, so that any tree
     is lossless. A draft tree without nodes below the root is a valid proposal.
@@ -45,18 +45,20 @@ class Drafter(ABC):
             limits: bounds of the tree.
         """
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
         """Propose in steps, for a drafter that runs a model: several sequences share its passes
         (specdec.drafters.batched_drafting)."""
         return self.propose(context_ids, limits)
         yield  # makes this a generator
 
-    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
+    def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         """Prefill the next `limit` tokens of a context, in steps, beside other sequences' decoding:
         all at once they would delay the first step that drafts."""
         yield from ()
 
-    def n_lacking(self, context_ids: Sequence[int]) -> int:
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         """Return the maximum tokens of the context that a draft model must compute before it can
         draft; 0 without a model."""
         return 0

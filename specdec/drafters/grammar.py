@@ -20,7 +20,7 @@ SOURCE = "grammar"
 
 
 class GrammarDrafter(Drafter):
-    """Proposes the forced tokens as a chain of probability 1; nothing where there is a choice.
+    """Drafter of forced tokens, as a chain of probability 1; nothing where there is a choice.
 
     The chain may be deeper than `max_depth`, which limits runs of a draft model: this needs none.
 
@@ -83,10 +83,12 @@ class WithinGrammar(Drafter):
         self._drafter, self._grammar = drafter, grammar
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        return run_steps(self.proposing(context_ids, limits))
+        return run_steps(self.propose_in_steps(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
-        tree = yield from self._drafter.proposing(context_ids, limits)
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
+        tree = yield from self._drafter.propose_in_steps(context_ids, limits)
         allowed = {ROOT}
         for node in range(1, len(tree)):
             parent = tree.parents[node]
@@ -96,8 +98,8 @@ class WithinGrammar(Drafter):
                     allowed.add(node)
         return tree if len(allowed) == len(tree) else tree.subset(sorted(allowed))
 
-    def n_lacking(self, context_ids: Sequence[int]) -> int:
-        return self._drafter.n_lacking(context_ids)
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
+        return self._drafter.num_uncomputed(context_ids)
 
     @property
     def can_draft_ahead(self) -> bool:

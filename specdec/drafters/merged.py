@@ -28,20 +28,22 @@ class MergedDrafter(Drafter):
         self.drafters = tuple(drafters)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        return run_steps(self.proposing(context_ids, limits))
+        return run_steps(self.propose_in_steps(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
         trees = []
         for drafter in self.drafters:
-            trees.append((yield from drafter.proposing(context_ids, limits)))
+            trees.append((yield from drafter.propose_in_steps(context_ids, limits)))
         return narrowed(merge_trees(trees), limits.width).best_subset(limits.max_nodes)
 
-    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
+    def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         for drafter in self.drafters:
-            yield from drafter.reading(context_ids, limit)
+            yield from drafter.prefill_in_steps(context_ids, limit)
 
-    def n_lacking(self, context_ids: Sequence[int]) -> int:
-        return sum(drafter.n_lacking(context_ids) for drafter in self.drafters)
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
+        return sum(drafter.num_uncomputed(context_ids) for drafter in self.drafters)
 
     @property
     def can_draft_ahead(self) -> bool:

@@ -48,7 +48,7 @@ def level_width(n_nodes: int) -> int:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with its own model and its own KV cache.
+    """Drafter with its own model and its own KV cache.
 
     While it has a tree, the draft's cache contains the context, or a window of it, up to and
     including the pending token, which is the tree's root, and the KV of the nodes that were run.
@@ -91,9 +91,11 @@ class ModelDrafter(Drafter):
         self._is_hit = False
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
-        return run_steps(self.proposing(context_ids, limits))
+        return run_steps(self.propose_in_steps(context_ids, limits))
 
-    def proposing(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftSteps[DraftTree]:
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
         self._limits, self._context = limits, context_ids
         view = self._window.view(context_ids)
         n_hidden = len(context_ids) - len(view)
@@ -127,7 +129,7 @@ class ModelDrafter(Drafter):
         proposal.n_runs, proposal.n_run_nodes = len(widths), sum(widths)
         return proposal
 
-    def reading(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
+    def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         view = self._window.view(context_ids)
         if not self._has_begun(view):
             return
@@ -137,7 +139,7 @@ class ModelDrafter(Drafter):
             self._prefix_cache.ensure_capacity(self._kv, len(chunk))
             yield SequenceInput(self._kv, chunk, logits_at=[])
 
-    def n_lacking(self, context_ids: Sequence[int]) -> int:
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         if self._kv is None or self._window.n_recent is not None:  # the window may jump next
             return len(self._window.view(context_ids))
         return len(context_ids) - self._kv.n_committed

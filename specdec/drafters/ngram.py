@@ -123,7 +123,7 @@ class MatchRates:
 
 
 class NgramDrafter(Drafter):
-    """Proposes continuations of the longest n-grams that end the context.
+    """Drafter of the continuations of the longest n-grams that end the context.
 
     A candidate's probability is (hit rate of matches of this length, learned online) × (its share
     among the continuations, recent ones weighing more). The probability that the longest match

@@ -135,7 +135,7 @@ class BeamSequence(Sequence):
         return len(self._pending)
 
     @property
-    def keeps_nodes(self) -> bool:
+    def has_live_nodes(self) -> bool:
         return True
 
     @property
@@ -171,8 +171,8 @@ class BeamSequence(Sequence):
         return _ONE_TOKEN[0]
         yield  # makes this a generator
 
-    def min_rows(self) -> SequenceInput:
-        return self.decode_chunk(_ONE_TOKEN[0]) if self._has_started else super().min_rows()
+    def min_input(self) -> SequenceInput:
+        return self.decode_chunk(_ONE_TOKEN[0]) if self._has_started else super().min_input()
 
     def decode_chunk(self, tree: DraftTree) -> SequenceInput:
         parents, token_ids = zip(*self._pending, strict=True)

@@ -31,6 +31,10 @@ class Running(NamedTuple):
     sequences: SequenceOf[Sequence]
     owner: Owner
 
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
     def finish(self) -> None:
         """Complete outputs and statistics, and wake whoever waits for the request."""
         try:
@@ -42,7 +46,7 @@ class Running(NamedTuple):
 
 
 class Engine(EngineThread):
-    """Runs the steps of all requests in a thread that owns the models.
+    """Main loop over the steps of all requests, in a thread that owns the models.
 
     Attributes:
         scheduler, speculation, opportunistic_layers: set once the models are loaded, in this
@@ -91,11 +95,11 @@ class Engine(EngineThread):
         trees = self.speculation.propose(batch)
         outputs = self.speculation.forward(trees, batch)
         verified = [
-            (sequence, sequence.accept(tree, result))
-            for (sequence, tree), result in zip(trees, outputs, strict=False)
+            (sequence, sequence.accept(tree, output))
+            for (sequence, tree), output in zip(trees, outputs.trees, strict=True)
         ]
-        for chunk, result in zip(batch.prefill, outputs[len(trees) :], strict=True):
-            chunk.sequence.sample_first(result)
+        for chunk, output in zip(batch.prefill, outputs.prefill, strict=True):
+            chunk.sequence.sample_first(output)
         self.speculation.observe(verified)
         self._in_pass = ()
         self._pin_layers(batch, trees)
@@ -117,8 +121,8 @@ class Engine(EngineThread):
 
     def _release_layers(self, batch: Batch) -> None:
         """Free opportunistic layers whose memory the batch's prompts need."""
-        # swapped-in KV: the draft must still compute its own
-        if batch.prefill or batch.has_admitted:
+        # KV that was swapped in is the target's; the draft computes its own, which takes memory.
+        if batch.prefill or batch.has_scheduled_new:
             num_tokens, num_seqs = self._num_cached
             self.opportunistic_layers.release_for_prefill(
                 num_tokens + batch.num_prefill_tokens, num_seqs
@@ -131,12 +135,14 @@ class Engine(EngineThread):
         running = self.scheduler.running
         if batch.prefill:
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
-            self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, more_enter=more)
+            self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, has_more_prefill=more)
         else:
-            num_lacking = sum(seq.drafter.n_lacking(seq.token_ids) for seq in running if seq.drafts)
+            num_uncomputed = sum(
+                seq.drafter.num_uncomputed(seq.token_ids) for seq in running if seq.drafts
+            )
             num_scored = sum(len(tree) for _, tree in trees)
             self.opportunistic_layers.pin_after_decode(
-                num_scored, num_tokens, num_seqs, num_lacking
+                num_scored, num_tokens, num_seqs, num_uncomputed
             )
 
     @property
@@ -149,11 +155,8 @@ class Engine(EngineThread):
         """Free finished sequences, and finish requests whose sequences have all finished."""
         assert self.scheduler is not None, "requests are added when the models are loaded"
         self.scheduler.free_finished()
-        is_over = [
-            all(sequence.is_finished for sequence in running.sequences) for running in self._running
-        ]
-        finished = [item for item, is_end in zip(self._running, is_over, strict=True) if is_end]
-        self._running = [item for item in self._running if item not in finished]
+        finished = [running for running in self._running if running.is_finished]
+        self._running = [running for running in self._running if running not in finished]
         for running in finished:
             self.scheduler.totals.add(requests=1)
             running.finish()

@@ -23,22 +23,23 @@ FILE_SECONDS = 0.01
 FILE_BYTES_PER_SECOND = 200e6
 """Bandwidth of each direction on a slow disk. On a faster disk a file would already pay for fewer
 tokens, but only few are lost: 15 tokens of a 3B in bf16 take 60 ms."""
-_OWN_SHARE = 0.5
+_MIN_UNSHARED_FRACTION = 0.5
 """Minimum fraction of a sequence's tokens whose KV no other sequence shares, for swapping to pay:
 shared KV takes no memory of its own, KV from a file does."""
-_PAYS_TO_WAIT = 16
+_MIN_SHARED_PREFIX = 16
 """Minimum common prefix, in tokens, for a prompt to wait for another one that is computing it."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
 
 
 class KVCacheManager:
-    """Allocates, frees and preempts the target's KV of sequences.
+    """Manager of the sequences' KV in the target: allocation, prefix reuse, preemption.
 
     Args:
         cache: the target's prefix cache.
         files: store of swapped-out KV.
         cost: seconds of passes.
+        totals: counters of preempted and swapped sequences.
         max_num_seqs: maximum number of sequences that have KV at a time.
 
     Attributes:
@@ -65,7 +66,7 @@ class KVCacheManager:
         """Give a waiting sequence its cached KV and capacity for the rest; False if it waits."""
         if len(self.running) >= self._max_num_seqs or self._waits_for_another(sequence):
             return False
-        if sequence.keeps_nodes and any(item.keeps_nodes for item in self.running):
+        if sequence.has_live_nodes and any(item.has_live_nodes for item in self.running):
             return False
         while not (
             self._swap_in(sequence)
@@ -139,7 +140,7 @@ class KVCacheManager:
             if not sequence.request.cache_prompt or other.is_decoding:
                 continue
             num_common = common_length(other.token_ids, ids)
-            if num_common - other.active_kv.n_committed >= _PAYS_TO_WAIT:
+            if num_common - other.active_kv.n_committed >= _MIN_SHARED_PREFIX:
                 return True
         return False
 
@@ -158,7 +159,7 @@ class KVCacheManager:
         for item in remaining:
             self.cache.ensure_capacity(item.active_kv, max(num_nodes, item.num_uncomputed))
         while True:
-            batch = [item.min_rows() for item in remaining]
+            batch = [item.min_input() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
                 return preempted
             if self.cache.drop_oldest():
@@ -168,7 +169,7 @@ class KVCacheManager:
             self.preempt(remaining[-1])  # the lowest rank
             preempted.append(remaining.pop())
 
-    def within_nodes(self, decode: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
+    def limit_to_free_nodes(self, decode: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
         """Return the first sequences whose step fits the free nodes: beams may use most of them."""
         num_left = self._target.num_free_nodes
         for index, item in enumerate(decode):
@@ -192,7 +193,7 @@ class KVCacheManager:
         kv = sequence.active_kv
         num_bytes = kv.n_committed * self._target.kv_bytes // max(1, self._target.n_kv_allocated)
         num_shared = self._num_shared(sequence, kv)
-        if not sequence.keeps_nodes and self._pays_off(kv.n_committed, num_shared, num_bytes):
+        if not sequence.has_live_nodes and self._pays_off(kv.n_committed, num_shared, num_bytes):
             sequence.kv_file = self.files.write(kv)
         self.cache.drop(kv)
         sequence.detach()
@@ -218,7 +219,7 @@ class KVCacheManager:
     def _pays_off(self, num_tokens: int, num_shared: int, num_bytes: int) -> bool:
         """Return whether writing and reading a file is quicker than recomputing its tokens."""
         num_own = num_tokens - num_shared
-        if num_own < _OWN_SHARE * num_tokens:
+        if num_own < _MIN_UNSHARED_FRACTION * num_tokens:
             return False
         seconds = self.cost.seconds(1 + num_own) - self.cost.seconds(1)
         return seconds > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND

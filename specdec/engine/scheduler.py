@@ -24,9 +24,9 @@ from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 
-LONGEST_PASS = 1.5
+MAX_PASS_RATIO = 1.5
 """Maximum duration of a pass with prefill chunks, as a multiple of a decode-only pass."""
-UNNOTICED_SECONDS = 0.25
+MIN_PASS_LIMIT_SECONDS = 0.25
 """Passes up to this duration are always allowed: no reader notices the gap, and a model in memory
 would otherwise need hundreds of passes for a long prompt."""
 
@@ -52,7 +52,7 @@ class Batch:
     decode: SequenceOf[Sequence] = ()
     prefill: SequenceOf[PrefillChunk] = ()
     max_num_tokens: int | None = None
-    has_admitted: bool = False
+    has_scheduled_new: bool = False
     """Whether a sequence was given KV, which may have been swapped in."""
 
     def __bool__(self) -> bool:
@@ -73,12 +73,14 @@ class Batch:
 
 
 class Scheduler:
-    """Chooses the sequences of each step, in the engine's thread.
+    """Scheduler of each step's sequences; runs in the engine's thread.
 
     Args:
         kv: manager of the sequences' KV.
         cost: seconds of passes.
+        totals: counters of the engine.
         max_num_seqs: maximum sequences of one pass.
+        max_num_nodes: maximum nodes that one pass scores.
         max_prefill_tokens: maximum prompt tokens of one pass.
     """
 
@@ -120,17 +122,17 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Return the batch of the next step, preempting sequences where capacity is short."""
-        has_admitted = self._allocate_waiting()
+        has_scheduled_new = self._allocate_waiting()
         running = sorted(self.running, key=_rank)[: self._max_num_seqs]
         self.waiting += self.kv.preempt_for_capacity(running, self._max_num_nodes)
         running = [sequence for sequence in running if sequence.kv is not None]
-        decode = self.kv.within_nodes([seq for seq in running if seq.is_decoding])
+        decode = self.kv.limit_to_free_nodes([seq for seq in running if seq.is_decoding])
         prefill = [seq for seq in running if not seq.is_decoding]
         max_num_tokens = self._max_num_tokens(decode) if prefill and decode else None
         num_left = self._max_prefill_tokens
         if max_num_tokens is not None:
             num_left = min(num_left, max_num_tokens - _num_tokens(decode))
-        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_admitted)
+        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_scheduled_new)
 
     def _allocate_waiting(self) -> bool:
         """Allocate KV for waiting sequences in order of rank; return whether any got it."""
@@ -164,7 +166,7 @@ class Scheduler:
         cost, num_tokens = self.cost, _num_tokens(decode)
         if not any(sequence.request.streams_output for sequence in decode):
             return max(num_tokens + 1, min(self._max_prefill_tokens, MAX_MEASURED_TOKENS))
-        seconds = max(LONGEST_PASS * cost.seconds(num_tokens), UNNOTICED_SECONDS)
+        seconds = max(MAX_PASS_RATIO * cost.seconds(num_tokens), MIN_PASS_LIMIT_SECONDS)
         return max(num_tokens + 1, cost.max_num_tokens(seconds))
 
 

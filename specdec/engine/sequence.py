@@ -74,7 +74,8 @@ class Sequence:
         self._num_cached_tokens = 0
         self._num_taken = 0
         self._pieces: list[str] = []
-        self._finish_reason = "cancelled"
+        self._finish_reason: str | None = None
+        """Why it ended by itself: "stop" or "length"."""
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
 
@@ -95,13 +96,8 @@ class Sequence:
         return self.request.drafter is None or self.request.drafting_index >= self.index
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has not ended by itself (stop or length)."""
-        return self._finish_reason == "cancelled"
-
-    @property
     def is_finished(self) -> bool:
-        return self.request.is_aborted or not self.is_open
+        return self.request.is_aborted or self._finish_reason is not None
 
     @property
     def active_kv(self) -> SequenceKV:
@@ -134,7 +130,7 @@ class Sequence:
         return 1
 
     @property
-    def keeps_nodes(self) -> bool:
+    def has_live_nodes(self) -> bool:
         """Whether live nodes survive a step; memory is planned for one such sequence."""
         return False
 
@@ -151,7 +147,7 @@ class Sequence:
         is_swapped_in: it is the sequence's own KV, which had been swapped out.
         """
         self.kv = kv
-        self.request.recorder.record_admitted()
+        self.request.recorder.record_scheduled()
         if not self.num_new_tokens and not is_swapped_in:
             self._num_cached_tokens = kv.n_committed
 
@@ -172,7 +168,7 @@ class Sequence:
         """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
         try:
             if self.policy.uses_draft(num_seqs):
-                yield from self.drafter.reading(self.token_ids, max_tokens)
+                yield from self.drafter.prefill_in_steps(self.token_ids, max_tokens)
         except Exception as error:
             self.request.fail(error)
 
@@ -185,7 +181,7 @@ class Sequence:
         limit = min(self.active_kv.num_free_slots, 1 + limit)
         try:
             limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
-            tree = yield from self.drafter.proposing(self.token_ids, limits)
+            tree = yield from self.drafter.propose_in_steps(self.token_ids, limits)
             check_proposal(
                 tree,
                 self.token_ids[-1],
@@ -198,7 +194,7 @@ class Sequence:
             self.request.fail(error)
             return DraftTree(self.token_ids[-1])
 
-    def min_rows(self) -> SequenceInput:
+    def min_input(self) -> SequenceInput:
         """Return the minimum input of the next step, to query the capacity it takes."""
         return SequenceInput(self.active_kv, [0] * max(1, self.num_uncomputed))
 
@@ -269,7 +265,7 @@ class Sequence:
         """Emit new tokens and their text up to the sequence's end; return the number of tokens."""
         taken, text = self._take(new_ids)
         self.request.put(StreamChunk(text, tuple(taken), self.index))
-        if not self.is_open:
+        if self._finish_reason is not None:
             self.request.drafting_index = self.index + 1
             if final_text := self._flush():
                 self.request.put(StreamChunk(final_text, (), self.index))
@@ -284,7 +280,7 @@ class Sequence:
             if update.stop is not None:
                 new_ids = new_ids[: update.n_tokens]
                 self._finish_reason = "stop"
-        if self.is_open:
+        if self._finish_reason is None:
             if new_ids[-1] in stop_ids:
                 self._finish_reason = "stop"
             elif num_before + len(new_ids) >= self._limit.n_tokens:
@@ -331,7 +327,7 @@ class Sequence:
         output = CompletionOutput(
             text="".join(self._pieces),
             token_ids=tuple(self.token_ids[self._num_prompt_tokens :][:num_taken]),
-            finish_reason=self._finish_reason,
+            finish_reason=self._finish_reason or "cancelled",
             logprobs=tuple(self._logprobs[:num_taken]) if params.logprobs else None,
             top_logprobs=tuple(self._top_logprobs[:num_taken]) if params.n_top_logprobs else None,
             seed=None if params.is_greedy else self.sampler.seed,

@@ -30,7 +30,7 @@ which never gets so large."""
 
 @dataclass(frozen=True)
 class SequenceFactory:
-    """Makes sequences for one pair of loaded models.
+    """Factory of the sequences of one pair of loaded models.
 
     Attributes:
         num_tokens: number of tokens that both the tokenizer and the target have.
@@ -94,7 +94,7 @@ class SequenceFactory:
         rng = np.random.Generator(np.random.Philox(key=key))
         drafter = request.drafter
         if drafter is None:
-            drafter = self.drafters.of_text(sampler, request.spec, rng)
+            drafter = self.drafters.for_sequence(sampler, request.spec, rng)
         else:
             drafter.reset()
         policy = DraftPolicy(

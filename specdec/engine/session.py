@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
-from offload.process.disk_cache import forget_figures
+from offload.process.disk_cache import forget_measurements
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.drafters.assembly import Drafters
@@ -41,14 +41,14 @@ from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn
 
-_CONTRADICTION = 1.5
+_REMEASURE_RATIO = 1.5
 """Ratio of measured to planned pass times at which the machine is measured again: the cached
 measurement may have been taken beside other programs."""
 _ENOUGH_PASSES = 8
 
 
 class Session:
-    """Loads models as planned, and keeps them until `close`.
+    """Models loaded as planned, with their engine, until `close`.
 
     Args:
         options: models, memory budget and other options of the run.
@@ -196,8 +196,8 @@ class Session:
         ]
         if len(ratios) < _ENOUGH_PASSES:
             return
-        if not 1 / _CONTRADICTION < statistics.median(ratios) < _CONTRADICTION:
-            forget_figures()
+        if not 1 / _REMEASURE_RATIO < statistics.median(ratios) < _REMEASURE_RATIO:
+            forget_measurements()
 
     @property
     def model_flops(self) -> ModelFlops | None:

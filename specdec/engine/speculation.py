@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from backends.contract.backend import Backend
 from backends.contract.sequence import SequenceInput, SequenceOutput
@@ -18,17 +19,23 @@ from specdec.policy.shared_step import observe_together, should_draft_ahead, tri
 from specdec.verification.tree import ROOT, DraftTree
 
 Trees = list[tuple[Sequence, DraftTree]]
-_MANY = 2**20
+
+
+class StepOutputs(NamedTuple):
+    """Outputs of one forward pass, in the order of its inputs."""
+
+    trees: list[SequenceOutput]
+    prefill: list[SequenceOutput]
 
 
 class Speculation:
-    """Drafts with one model and verifies with another.
+    """Drafting with one model and verification with another.
 
     Args:
         target: the target model.
         draft: the draft model, if any; used only to cancel its passes.
-        worker: drafts in parallel to passes where the policy wants it; None: never.
-        max_draft_tokens: maximum tokens of one pass of the draft.
+        worker: drafts in parallel to passes where the policy wants it.
+        max_draft_tokens: maximum tokens of one pass of the draft; None: any number.
         max_nodes: maximum nodes that one pass of the target scores.
         totals: counters of passes.
     """
@@ -36,14 +43,14 @@ class Speculation:
     def __init__(
         self,
         target: Backend,
-        draft: Backend | None = None,
-        worker: DraftWorker | None = None,
+        draft: Backend | None,
+        worker: DraftWorker,
         *,
-        max_draft_tokens: int | None = None,
-        max_nodes: int = _MANY,
-        totals: Totals | None = None,
+        max_draft_tokens: int | None,
+        max_nodes: int,
+        totals: Totals,
     ) -> None:
-        self.totals = totals or Totals()
+        self.totals = totals
         self._target, self._draft, self._worker = target, draft, worker
         self._max_draft_tokens, self._max_nodes = max_draft_tokens, max_nodes
 
@@ -89,26 +96,21 @@ class Speculation:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)
         return max(0, num_nodes)
 
-    def forward(self, trees: Trees, batch: Batch) -> list[SequenceOutput]:
-        """Run the target's forward pass, with parallel drafting where it pays.
-
-        Return the outputs of the trees, then those of the prefill chunks.
-        """
+    def forward(self, trees: Trees, batch: Batch) -> StepOutputs:
+        """Run the target's forward pass, with parallel drafting where it pays."""
         inputs = _inputs(trees, batch)
         if not inputs:
-            return []
+            return StepOutputs([], [])
         resumed = [chunk for chunk in batch.prefill if chunk.sequence.num_new_tokens]
         num_recomputed = sum(chunk.num_tokens for chunk in resumed)
         outputs = self._draft_and_forward(trees, inputs)
         self.totals.add(recomputed_tokens=num_recomputed)
-        return outputs
+        return StepOutputs(outputs[: len(trees)], outputs[len(trees) :])
 
     def _draft_and_forward(
         self, trees: Trees, inputs: SequenceOf[SequenceInput]
     ) -> list[SequenceOutput]:
         drafting, worker = _drafting([sequence for sequence, _ in trees]), self._worker
-        if worker is None:
-            return self._forward_target(trees, inputs)
         can_draft = any(sequence.drafter.can_draft_ahead for sequence in drafting)
         if not can_draft or not should_draft_ahead([item.policy for item in drafting]):
             worker.close()

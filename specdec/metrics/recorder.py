@@ -90,7 +90,7 @@ class StatsRecorder:
         self._last = clock()  # when the last tokens came; at first, when the request did
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
-    def record_admitted(self) -> None:
+    def record_scheduled(self) -> None:
         """Note that the sequence is scheduled for the first time; before, it was queued."""
         if self._first is None and not self._counted.queue_seconds:
             self._add(queue_seconds=self.clock() - self._last)
@@ -234,9 +234,9 @@ class StatsRecorder:
         for item in self._pass_times:
             seconds_by_size[item.num_tokens, item.is_drafting_ahead].append(item.seconds)
         slowed = unslowed = 0.0
-        for (num_tokens, is_slowed), seconds in seconds_by_size.items():
+        for (num_tokens, is_slowed_by_reads), seconds in seconds_by_size.items():
             alone = seconds_by_size.get((num_tokens, False))
-            if is_slowed and alone:
+            if is_slowed_by_reads and alone:
                 slowed += sum(seconds)
                 unslowed += len(seconds) * sum(alone) / len(alone)
         return slowed, unslowed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
@@ -36,7 +36,7 @@ class RunPlan(RenamedFields):
     chosen: Alternative
     alternatives: tuple[Alternative, ...]
     """All memory plans that were predicted, the chosen one among them."""
-    exactness: Exactness = NOT_ASKED
+    exactness: Exactness = EXACT_OFF
     """Exactness of the target on its device."""
     uses_mmap: bool = False
     """Whether the target's weights are left to the page cache and not counted."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
-from specdec.policy.moving_average import LASTING, MAX_RETAINED, MovingAverage, saved_numbers
+from specdec.policy.moving_average import LASTING, MAX_SAVED_ENTRIES, MovingAverage, saved_numbers
 from specdec.verification.tree import DraftTree
 
 _LARGEST_LOGIT = 7.0
@@ -77,7 +77,7 @@ class Calibration:
 
     def load_state_dict(self, state_dict: object) -> None:
         """Restore the output of `state_dict`. Raises ValueError."""
-        if not isinstance(state_dict, dict) or len(state_dict) > MAX_RETAINED:
+        if not isinstance(state_dict, dict) or len(state_dict) > MAX_SAVED_ENTRIES:
             raise ValueError("no buckets by source")
         for source, value in state_dict.items():
             buckets = saved_numbers(value, (_N_BUCKETS, 3))
@@ -100,9 +100,11 @@ class Calibration:
         bucket += (1.0, float(is_hit), q)
 
 
-def level_yield() -> MovingAverage:
-    """Running mean of log(gain / q): gain is the tokens of a level net of their price, q the summed
-    draft probability of the level above. It converts the drafter's uncalibrated q.
+def depth_gain() -> MovingAverage:
+    """Return the running mean of log(gain / q), which calibrates the drafter's q.
+
+    gain: tokens that a level adds, minus their price.
+    q: total draft probability of the level above.
     """
     return MovingAverage(LASTING, (0.0,))
 
@@ -116,13 +118,13 @@ def note_levels(
         levels.add(float(np.mean(y - x)), n=len(draft))
 
 
-def worthwhile_level(levels: MovingAverage, gain: float) -> float:
-    """Return the draft probability of a level below which the next one gains `gain` tokens."""
+def min_level_probability(levels: MovingAverage, gain: float) -> float:
+    """Return the minimum total draft probability of a level whose next one gains `gain` tokens."""
     (log_ratio,) = levels.means
     return math.exp(min(0.0, math.log(max(gain, _MIN_GAIN)) - log_ratio))
 
 
-def chain_survival() -> MovingAverage:
+def chain_acceptance_rate() -> MovingAverage:
     """Return the mean acceptance rate of sampled chains, whatever their tokens are.
 
     For rules that verify tokens drawn from q: their chains must be sized before they are drawn

@@ -49,7 +49,7 @@ class Step:
 
 
 class DraftPolicy:
-    """Chooses the size of every tree, from measured times and learnt probabilities of acceptance.
+    """Size of every tree, chosen from measured times and learnt probabilities of acceptance.
 
     A step emits 1 + sum of P tokens, P being the probability that a node of its tree is accepted,
     and takes T(num_tokens) + drafting seconds. With the throughput price λ, the tokens per second

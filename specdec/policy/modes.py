@@ -40,8 +40,8 @@ class Outcome(NamedTuple):
 class DraftChoice:
     """Choice between decoding with the draft model and without it.
 
-    A draft is compared with plain decoding even where n-grams draft without it: their gain varies,
-    and a lucky passage of theirs would make every step of a good draft a loss.
+    N-grams are not part of the comparison: their gain varies, and one lucky passage would make a
+    good draft look slow.
 
     Args:
         with_draft: planned (tokens, seconds) of a step; None without a draft model.

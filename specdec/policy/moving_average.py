@@ -11,9 +11,9 @@ RECENT, LASTING = 0.9, 2.0 ** (-1 / 32)
 """Decay of a measurement per later one. RECENT averages the last ten steps, so that a change shows
 within as many; LASTING the last 45, for values whose single steps scatter by their own size, or
 that are seldom measured."""
-_LARGEST_KEPT = 1e9
+_MAX_SAVED_VALUE = 1e9
 """Bound on numbers in a file: no time, token count or weight comes near it."""
-MAX_RETAINED = 16
+MAX_SAVED_ENTRIES = 16
 """Maximum entries of a kind in a file: modes of choosing tokens, combinations of drafters,
 doublings of the number of sequences in a pass."""
 
@@ -27,8 +27,8 @@ class MovingAverage:
         weight: measurements that `expected` counts as; also the maximum weight of restored state.
     """
 
-    def __init__(self, fade: float, expected: Sequence[float], weight: float = 1.0) -> None:
-        self._fade, self._weight = fade, weight
+    def __init__(self, decay: float, expected: Sequence[float], weight: float = 1.0) -> None:
+        self._fade, self._weight = decay, weight
         self._sums = weight * np.array([1.0, *expected])
 
     def add(self, *values: float, n: int = 1) -> None:
@@ -57,6 +57,6 @@ def saved_numbers(value: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
         numbers = np.array(value, dtype=np.float64)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    if numbers.shape != shape or not (np.abs(numbers) < _LARGEST_KEPT).all():
+    if numbers.shape != shape or not (np.abs(numbers) < _MAX_SAVED_VALUE).all():
         raise ValueError(f"not {shape} numbers")
     return numbers

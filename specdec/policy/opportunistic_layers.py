@@ -19,13 +19,13 @@ _CHUNK_TOKENS = 256
 """Minimum prompt tokens of a pass that a plan's activations are made for."""
 
 
-def bytes_per_row(activation_bytes: int, max_num_tokens: int) -> float:
+def activation_bytes_per_token(activation_bytes: int, max_num_tokens: int) -> float:
     """Return activation bytes per token; max_num_tokens: maximum tokens of a decode step."""
     return activation_bytes / max(max_num_tokens, _CHUNK_TOKENS)
 
 
 class OpportunisticLayers:
-    """Decides how many bytes of layers the target may pin; none if it does not stream.
+    """Number of bytes of layers that the target may pin; 0 if it does not stream.
 
     Args:
         target: the model whose layers are pinned.
@@ -60,19 +60,21 @@ class OpportunisticLayers:
         self._max_num_tokens, self._activation_bytes = max_num_tokens, activation_bytes
         self._draft_bytes = draft_activation_bytes
         self._draft_level_tokens = draft_level_tokens
-        self._row_bytes = bytes_per_row(activation_bytes, max_num_tokens)
+        self._bytes_per_token = activation_bytes_per_token(activation_bytes, max_num_tokens)
 
-    def release_for_prefill(self, n_tokens: int, num_seqs: int = 1) -> None:
+    def release_for_prefill(self, num_cached_tokens: int, num_seqs: int = 1) -> None:
         """Release layers before a pass with prefill chunks, which may take the planned maximum.
 
-        n_tokens, num_seqs: totals after the pass, to which the KV caches may grow.
+        num_cached_tokens, num_seqs: totals after the pass, to which the KV caches may grow.
         """
         pinned = self._target.pinned_bytes
         if not pinned:
             return
-        left = self._left(self._activation_bytes + self._draft_bytes, n_tokens, num_seqs)
-        if left < 0:
-            self._target.set_pinned_bytes(max(0, pinned + left))
+        unused_bytes = self._unused_bytes(
+            self._activation_bytes + self._draft_bytes, num_cached_tokens, num_seqs
+        )
+        if unused_bytes < 0:
+            self._target.set_pinned_bytes(max(0, pinned + unused_bytes))
 
     def free_memory(self, n_bytes: int) -> bool:
         """Release layers before a file of `n_bytes` is mapped between passes; return whether it
@@ -83,47 +85,58 @@ class OpportunisticLayers:
         return process_memory().rss_bytes + n_bytes <= self._whole_bytes
 
     def pin_after_prefill(
-        self, n_tokens: int, num_seqs: int = 1, *, more_enter: bool = False
+        self, num_cached_tokens: int, num_seqs: int = 1, *, has_more_prefill: bool = False
     ) -> None:
         """Pin layers after a pass with prefill chunks.
 
         Its memory says little about decode steps, which may take less. So layers are pinned only
         beside the widest planned pass and never released here; none if more prompts follow.
-        n_tokens, num_seqs: totals after the pass.
+        num_cached_tokens, num_seqs: totals after the pass.
         """
         if not self._is_streamed:
             return
-        left = self._left(self._activation_bytes + self._draft_bytes, n_tokens, num_seqs)
-        if left > 0 and not more_enter:
-            self._target.set_pinned_bytes(self._target.pinned_bytes + left)
+        unused_bytes = self._unused_bytes(
+            self._activation_bytes + self._draft_bytes, num_cached_tokens, num_seqs
+        )
+        if unused_bytes > 0 and not has_more_prefill:
+            self._target.set_pinned_bytes(self._target.pinned_bytes + unused_bytes)
 
     def pin_after_decode(
-        self, num_tokens: int, n_tokens: int, num_seqs: int = 1, n_lacking: int = 0
+        self,
+        num_step_tokens: int,
+        num_cached_tokens: int,
+        num_seqs: int = 1,
+        num_uncomputed: int = 0,
     ) -> None:
-        """Pin or release layers after a decode step of `num_tokens` tokens.
+        """Pin or release layers after a decode step of `num_step_tokens` tokens.
 
         The next step may have more tokens, and the KV caches may grow. Layers are pinned as soon as
         there is memory, and released once half of the reserve is used.
 
-        n_tokens, num_seqs: totals of the sequences.
-        n_lacking: tokens that the draft has to compute in its next pass, if more than a tree level.
+        num_cached_tokens, num_seqs: totals of the sequences.
+        num_uncomputed: tokens that the draft has to compute in its next pass, if more than a tree
+            level.
         """
         if not self._is_streamed:
             return
-        to_come = int(max(0, self._max_num_tokens - num_tokens) * self._row_bytes)
-        draft_tokens = max(n_lacking, self._draft_level_tokens)
-        token_bytes = bytes_per_row(self._draft_bytes, self._draft_level_tokens)
-        to_come += min(self._draft_bytes, int(draft_tokens * token_bytes))
-        left = self._left(to_come, n_tokens, num_seqs)
+        reserved_bytes = int(max(0, self._max_num_tokens - num_step_tokens) * self._bytes_per_token)
+        draft_tokens = max(num_uncomputed, self._draft_level_tokens)
+        token_bytes = activation_bytes_per_token(self._draft_bytes, self._draft_level_tokens)
+        reserved_bytes += min(self._draft_bytes, int(draft_tokens * token_bytes))
+        unused_bytes = self._unused_bytes(reserved_bytes, num_cached_tokens, num_seqs)
         pinned = self._target.pinned_bytes
-        if left > 0 or (pinned and left < -RESERVE_BYTES // 2):
-            self._target.set_pinned_bytes(max(0, pinned + left))
+        if unused_bytes > 0 or (pinned and unused_bytes < -RESERVE_BYTES // 2):
+            self._target.set_pinned_bytes(max(0, pinned + unused_bytes))
 
-    def _left(self, to_come: int, n_tokens: int, num_seqs: int) -> int:
-        """Return the unused bytes, if `to_come` are needed beside the recent peak; may be < 0."""
-        to_come += self._target.unread_bytes + self._target.kv_growth_bytes(n_tokens)
+    def _unused_bytes(self, reserved_bytes: int, num_cached_tokens: int, num_seqs: int) -> int:
+        """Return the bytes unused beside the recent peak and `reserved_bytes`; may be negative."""
+        reserved_bytes += self._target.unread_bytes + self._target.kv_growth_bytes(
+            num_cached_tokens
+        )
         if self._draft is not None:
             n_begun = 0 if self._draft_prefix_cache is None else self._draft_prefix_cache.n_in_use
             n_new = max(0, num_seqs - n_begun)  # each begins a KV block of its own
-            to_come += self._draft.unread_bytes + self._draft.kv_growth_bytes(n_tokens, n_new)
-        return self._budget_bytes - recent_peak_rss() - to_come - RESERVE_BYTES
+            reserved_bytes += self._draft.unread_bytes + self._draft.kv_growth_bytes(
+                num_cached_tokens, n_new
+            )
+        return self._budget_bytes - recent_peak_rss() - reserved_bytes - RESERVE_BYTES

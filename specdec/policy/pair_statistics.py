@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specdec.policy.calibration import Calibration, chain_survival, level_yield
+from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
 from specdec.policy.cost_model import CostModel, level_seconds
 from specdec.policy.modes import DraftChoice
 from specdec.policy.moving_average import (
     LASTING,
-    MAX_RETAINED,
+    MAX_SAVED_ENTRIES,
     RECENT,
     MovingAverage,
     saved_numbers,
@@ -41,7 +41,7 @@ class AcceptanceStatistics:
         self._make = make
         self._choices: dict[int, DraftChoice] = {}
         self.calibration = Calibration()
-        self.chain, self.levels = chain_survival(), level_yield()
+        self.chain, self.levels = chain_acceptance_rate(), depth_gain()
         self._max_retained = _FIRST_NODES / _GROWTH
 
     def choice(self, num_seqs: int = 1) -> DraftChoice:
@@ -59,7 +59,7 @@ class AcceptanceStatistics:
         """Nodes to request from drafters: somewhat more than recent trees retained."""
         return max(_FIRST_NODES // _GROWTH, int(_GROWTH * self._max_retained))
 
-    def note_retained(self, n_nodes: int) -> None:
+    def observe_tree_size(self, n_nodes: int) -> None:
         """Record that a tree of `n_nodes` nodes was worth verifying."""
         self._max_retained = max(float(n_nodes), RECENT * self._max_retained)
 
@@ -76,7 +76,7 @@ class AcceptanceStatistics:
         """Restore the output of `state_dict`. Raises ValueError, TypeError, KeyError."""
         for name, choice in dict(state_dict["choices"]).items():
             size = int(name)
-            if not 1 <= size <= MAX_RETAINED:
+            if not 1 <= size <= MAX_SAVED_ENTRIES:
                 raise ValueError("no number of sequences")
             self.choice(2 ** (size - 1)).load_state_dict(choice)
         self.calibration.load_state_dict(state_dict["calibration"])
@@ -100,14 +100,14 @@ class PairStatistics:
     """
 
     def __init__(self, cost: CostModel, draft_cost: CostModel | None, n_nodes: int) -> None:
-        run_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
+        draft_pass_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
         self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
-        self._drafts = MovingAverage(LASTING, (run_seconds,))
+        self._drafts = MovingAverage(LASTING, (draft_pass_seconds,))
         self._acceptance_statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
         self._saved: dict[str, Any] = {}  # statistics of other processes, not restored yet
 
     @property
-    def run_seconds(self) -> float:
+    def draft_pass_seconds(self) -> float:
         """Seconds of one run of the draft model, which computes a level of all sequences."""
         return self._drafts.means[0]
 
@@ -139,7 +139,7 @@ class PairStatistics:
             "passes": self.cost.state_dict().tolist(),
             "drafts": self._drafts.state_dict(),
             "acceptance": dict(
-                [*acceptance_statistics.items(), *self._saved.items()][:MAX_RETAINED]
+                [*acceptance_statistics.items(), *self._saved.items()][:MAX_SAVED_ENTRIES]
             ),
         }
 
@@ -153,10 +153,10 @@ def pair_statistics_of(
         if state_dict["version"] == _VERSION:
             loaded.cost.load_state_dict(state_dict["passes"])
             loaded._drafts.load_state_dict(state_dict["drafts"])
-            if loaded.run_seconds < 0.0:
+            if loaded.draft_pass_seconds < 0.0:
                 raise ValueError("no duration of a draft run")
             acceptance_statistics = list(dict(state_dict["acceptance"]).items())
-            loaded._saved = dict(acceptance_statistics[:MAX_RETAINED])
+            loaded._saved = dict(acceptance_statistics[:MAX_SAVED_ENTRIES])
     except _BROKEN:
         return PairStatistics(cost, draft_cost, n_nodes)
     return loaded

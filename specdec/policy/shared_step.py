@@ -36,46 +36,49 @@ def trim_together(
     """
     _note_drafting(policies, trees)
     trimmed = list(trees)
-    weighed = [i for i, policy in enumerate(policies) if not policy.is_whole]
-    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in weighed)
-    if weighed:
-        steps = [policies[i].step for i in weighed]
-        shapes = [policies[i].shape for i in weighed]
+    trimmable = [i for i, policy in enumerate(policies) if not policy.is_whole]
+    n_whole = sum(len(tree) for i, tree in enumerate(trees) if i not in trimmable)
+    if trimmable:
+        steps = [policies[i].step for i in trimmable]
+        shapes = [policies[i].shape for i in trimmable]
         candidate_trees = [
-            shape.candidate_tree(trees[i]) for i, shape in zip(weighed, shapes, strict=True)
+            shape.candidate_tree(trees[i]) for i, shape in zip(trimmable, shapes, strict=True)
         ]
         num_others = num_other_tokens + n_whole
         n_left = None
         if max_nodes is not None:
-            n_left = max_nodes - n_whole + len(trees) - len(weighed)
+            n_left = max_nodes - n_whole + len(trees) - len(trimmable)
         cost = policies[0].pair_statistics.cost
         chosen, price = choose_nodes(candidate_trees, cost, num_others, n_left)
         for i, shape, this, candidate_tree, indices in zip(
-            weighed, shapes, steps, candidate_trees, chosen, strict=True
+            trimmable, shapes, steps, candidate_trees, chosen, strict=True
         ):
             trimmed[i] = shape.cut(candidate_tree, indices, price, this.uses_draft)
     for policy, tree in zip(policies, trimmed, strict=True):
         if policy.is_chain and policy.config.num_draft_tokens is None:
-            policy.acceptance_statistics.note_retained(tree.n_drafted)
+            policy.acceptance_statistics.observe_tree_size(tree.n_drafted)
         policy.step.num_tokens = num_other_tokens + sum(map(len, trimmed))
     return trimmed
 
 
 def _note_drafting(policies: Sequence[DraftPolicy], trees: Sequence[DraftTree]) -> None:
-    """Record the step's drafting time and each sequence's share: equal for all that used the draft,
-    except that sequences whose draft cache was behind pay for catching up alone."""
+    """Record the step's drafting time.
+
+    Sequences that used the draft share it equally; those whose draft cache lacked tokens also pay
+    for computing these.
+    """
     now, pair_statistics = policies[0].clock(), policies[0].pair_statistics
     for policy, tree in zip(policies, trees, strict=True):
         policy.step.drafted_at, policy.step.candidates = now, tree
     used = [policy.step for policy in policies if policy.step.uses_draft]
-    if not used:
+    if not used:  # n-grams alone: next to nothing, and nobody's draft model is judged by it
         policies[0].step.draft_seconds = now - policies[0].step.began
         return
     n_runs = max(tree.n_runs for tree in trees)
     seconds = usual = now - min(this.began for this in used)
     behind = [this for this in used if this.is_catching_up]
     if behind:  # this step's time is no measurement of usual drafting
-        usual = min(seconds, n_runs * pair_statistics.run_seconds)
+        usual = min(seconds, n_runs * pair_statistics.draft_pass_seconds)
     else:
         pair_statistics.note_drafting(n_runs, seconds)
     for this in used:

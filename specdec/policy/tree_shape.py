@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
-from specdec.policy.calibration import note_levels, worthwhile_level
+from specdec.policy.calibration import min_level_probability, note_levels
 from specdec.policy.modes import DraftChoice
 from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 from specdec.policy.shared_pass import CandidateTree
@@ -22,7 +22,7 @@ from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
 
 class TreeShape:
-    """Shapes trees by measured costs and acceptance.
+    """Limits and trimming of trees by measured costs and acceptance.
 
     Args:
         config: options that the user fixed.
@@ -66,7 +66,7 @@ class TreeShape:
     ) -> DraftTree:
         """Return the nodes of a candidate tree to verify, where one more would cost `price`."""
         tree, n_drafted = candidate_tree.tree, len(indices) - 1
-        self._acceptance_statistics.note_retained(n_drafted)
+        self._acceptance_statistics.observe_tree_size(n_drafted)
         if uses_draft and tree.n_drafted:
             self._note_levels(tree, np.maximum(candidate_tree.probabilities - price, 0.0))
         return tree if n_drafted == tree.n_drafted else tree.subset(indices)
@@ -75,14 +75,14 @@ class TreeShape:
         """Return the seconds that one level and one node of a sequence add to a step without the
         draft: its share of the drafting, and the time of one more token."""
         seconds = self._cost.table(num_seqs + 1)[num_seqs - 1 :]
-        return self._pair_statistics.run_seconds / num_seqs + max(
+        return self._pair_statistics.draft_pass_seconds / num_seqs + max(
             0.0, float(seconds[-1] - seconds[0])
         )
 
     @property
     def _level_seconds(self) -> float:
         """Seconds of a sequence's share of a run of the draft."""
-        return self._pair_statistics.run_seconds / self._num_seqs
+        return self._pair_statistics.draft_pass_seconds / self._num_seqs
 
     @property
     def _choice(self) -> DraftChoice:
@@ -102,7 +102,7 @@ class TreeShape:
         if self._config.draft_depth is not None:
             return 0.0
         min_gain = self._choice.rate * self._level_seconds
-        return worthwhile_level(self._acceptance_statistics.levels, min_gain)
+        return min_level_probability(self._acceptance_statistics.levels, min_gain)
 
     def _chain_length(self, limit: int, uses_draft: bool) -> int:
         """Return the length of a chain to draw, from the acceptance of earlier chains alone.

@@ -144,7 +144,7 @@ class Sampler:
         prefix_of: Callable[[int], Sequence[int]],
         logits_of: Callable[[int], NDArray[np.float32]],
     ) -> Callable[[int], int]:
-        """Return `choose` as a function of a tree node, for `match_walk`.
+        """Return `choose` as a function of a tree node, for `verify_match`.
 
         The position of the token after a node is the length of its prefix.
         """

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from specdec.config import SpecConfig
 from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import Acceptance, lenient, match_walk, rejection_walk
-from specdec.verification.block import block_walk
+from specdec.verification.acceptance import Acceptance, lenient, verify_match, verify_rejection
+from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
 
 ChainRule = Callable[..., Acceptance]
-_CHAIN_RULES: dict[str, ChainRule] = {"rejection": rejection_walk, "block": block_walk}
+_CHAIN_RULES: dict[str, ChainRule] = {"rejection": verify_rejection, "block": verify_block}
 
 
 class Verifier:
@@ -66,7 +66,7 @@ class Verifier:
                 return np.exp(sampler.log_probs(_prefix(context_ids, tree, node), logits[node]))
 
             choose = lenient(tree, choose, target_probs, self._accept_threshold)
-        return match_walk(tree, choose, max_tokens, sampler.stop_tokens)
+        return verify_match(tree, choose, max_tokens, sampler.stop_tokens)
 
     def _decide(
         self,

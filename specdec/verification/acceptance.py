@@ -4,9 +4,9 @@ Words, as in vLLM: *accepted* tokens are draft tokens that stay; a *recovered* t
 first one that does not; a *bonus* token follows when there was nothing left to reject. Every step
 emits the accepted tokens and exactly one recovered or bonus token, which becomes the next root.
 
-`match_walk` chooses the target's token first and then looks it up in the tree. Since the draft has
-no part in the choice, any tree is lossless. `rejection_walk` (Leviathan et al. 2023, Chen et al.
-2023) verifies one chain whose tokens were drawn from known distributions q, token by token;
+`verify_match` chooses the target's token first and then looks it up in the tree. Since the draft
+has no part in the choice, any tree is lossless. `verify_rejection` (Leviathan et al. 2023, Chen et
+al. 2023) verifies one chain whose tokens were drawn from known distributions q, token by token;
 `specdec.verification.block` verifies such a chain as a whole. `lenient` is the only rule that is
 not lossless, and only used where a caller asks for it.
 """
@@ -68,7 +68,7 @@ class RandomDecisions:
         return sample_index(probs, self._rng.random())
 
 
-def match_walk(
+def verify_match(
     tree: DraftTree,
     choose: Callable[[int], int],
     max_tokens: int | None = None,
@@ -100,7 +100,7 @@ def lenient(
     target_probs: Callable[[int], Probs],
     threshold: float,
 ) -> Callable[[int], int]:
-    """Return a lossy `choose` for `match_walk` that accepts draft tokens that are likely enough.
+    """Return a lossy `choose` for `verify_match` that accepts draft tokens that are likely enough.
 
     If the target's own token was drafted, it is taken. If not, the drafted token with the largest
     target probability takes its place if that is at least `threshold`: the output is then not the
@@ -126,7 +126,7 @@ def lenient(
     return choose_leniently
 
 
-def rejection_walk(
+def verify_rejection(
     tree: DraftTree,
     target_probs: Callable[[int], Probs],
     rng: np.random.Generator | Decisions,
@@ -140,12 +140,12 @@ def rejection_walk(
             row was chosen deterministically: its q is one-hot.
         target_probs: node index -> p, the target's distribution after that node.
         rng: source of the decisions.
-        max_tokens, stop_tokens: as in `match_walk`.
+        max_tokens, stop_tokens: as in `verify_match`.
     Raises:
         ValueError: the tree branches.
     """
     check_limit(max_tokens)
-    check_chain(tree, "rejection_walk")
+    check_chain(tree, "verify_rejection")
     decisions = as_decisions(rng)
     path = [ROOT]
     while True:

@@ -53,7 +53,7 @@ class _Block(NamedTuple):
     ends_text: bool  # the last token is a stop token, or the last one wanted
 
 
-def block_walk(
+def verify_block(
     tree: DraftTree,
     target_probs: Callable[[int], Probs],
     rng: np.random.Generator | Decisions,
@@ -68,12 +68,12 @@ def block_walk(
         target_probs: node index -> p, the target's distribution after that node; called along the
             chain until no later token can be accepted.
         rng: source of the decisions.
-        max_tokens, stop_tokens: as in `match_walk`.
+        max_tokens, stop_tokens: as in `verify_match`.
     Raises:
         ValueError: the tree branches.
     """
     check_limit(max_tokens)
-    check_chain(tree, "block_walk")
+    check_chain(tree, "verify_block")
     decisions = as_decisions(rng)
     block = _judge(tree, target_probs, max_tokens, stop_tokens)
     n_accepted = _longest_accepted(block, decisions)

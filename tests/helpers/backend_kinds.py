@@ -15,7 +15,7 @@ from cpu_engine import CpuEngine
 from gguf_models import save_tiny_gguf
 from tiered import STORAGE, tiered_model
 
-from backends.contract.exactness import NOT_ASKED
+from backends.contract.exactness import EXACT_OFF
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.source import BackendOptions, ModelSource
 from offload.placement.placement import Placement
@@ -96,7 +96,7 @@ class Kind:
 
         run = source._run
         types = {"cache_type_k": run.type_k, "cache_type_v": run.type_v} if is_exact else TYPES
-        exactness = run.exactness if is_exact else NOT_ASKED
+        exactness = run.exactness if is_exact else EXACT_OFF
         if self.is_streamed:
             options["placement"] = Placement(source.layers, N_SLOTS)
         else:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from alone import own
+from generating import speculation_of
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
 from specdec.engine.beam_sequence import BeamSequence, Hypothesis
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
-from specdec.engine.speculation import Speculation
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -35,17 +35,17 @@ def steps(
     )
     request = Request(prompt, params, SpecConfig())
     beams = BeamSequence(request, sampler, TokenLimit(limit, None), lambda: None)
-    speculation = Speculation(target)
+    speculation = speculation_of(target)
     beams.attach(own(target))
     prefill = Batch(prefill=[PrefillChunk(beams, beams.prefill_chunk(len(prompt)))])
-    beams.sample_first(speculation.forward([], prefill)[0])
+    beams.sample_first(speculation.forward([], prefill).prefill[0])
     check(beams)
     yield beams
-    while beams.is_open:
+    while not beams.is_finished:
         batch = Batch(decode=[beams])
         trees = speculation.propose(batch)
         check(beams)
-        beams.accept(trees[0][1], speculation.forward(trees, batch)[0])
+        beams.accept(trees[0][1], speculation.forward(trees, batch).trees[0])
         check(beams)
         yield beams
 

@@ -66,7 +66,7 @@ def steps_error(rule: str = "rejection") -> float:
         vars(decisions).update(vars(recording))
         return tuple(tokens)
 
-    names = ModelDrafter.proposing.__globals__
+    names = ModelDrafter.propose_in_steps.__globals__
     original = names["sample_index"]
     names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.verification.acceptance import Acceptance, match_walk
+from specdec.verification.acceptance import Acceptance, verify_match
 from specdec.verification.tree import DraftTree
 
 Rows = Callable[[tuple[int, ...]], np.ndarray]  # prefix -> distribution [vocab]
@@ -104,10 +104,10 @@ def match_rule(
     tree: DraftTree,
     target_probs: Callable[[int], np.ndarray],
     decisions: Any,
-    walk: Rule = match_walk,
+    walk: Rule = verify_match,
     **options: Any,
 ) -> Acceptance:
-    """Run match_walk with its choices enumerated: the target's token is y with probability p(y)."""
+    """Run verify_match with its choices enumerated: the target's token is y with p(y)."""
     return walk(tree, lambda node: decisions.categorical(target_probs(node)), **options)
 
 

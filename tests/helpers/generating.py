@@ -20,7 +20,7 @@ from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.engine.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
-from specdec.metrics.recorder import StatsRecorder
+from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
@@ -82,6 +82,24 @@ class SteppedAhead(DraftWorker):
         return run_pass()
 
 
+class NeverAhead(DraftWorker):
+    """A worker that drafts nothing while passes run."""
+
+    def draft_during(self, run_pass: Any, cancel_pass: Any, draft: Any, cancel_draft: Any) -> Any:
+        return run_pass()
+
+
+def speculation_of(target: Backend, worker: DraftWorker | None = None) -> Speculation:
+    return Speculation(
+        target,
+        None,
+        worker or NeverAhead(),
+        max_draft_tokens=None,
+        max_nodes=2**20,
+        totals=Totals(),
+    )
+
+
 class LoneSequence:
     """A sequence and the steps that decode it, alone, on the target's own KV."""
 
@@ -95,7 +113,7 @@ class LoneSequence:
         ahead: DraftWorker | None = None,
         rng: Any = None,
     ) -> None:
-        self._target, self._speculation = target, Speculation(target, worker=ahead)
+        self._target, self._speculation = target, speculation_of(target, ahead)
         self._recorder = recorder or StatsRecorder()
         self._sampler, self._spec = sampler, spec
         policy = DraftPolicy(spec, PairStatistics(FREE, None, 99), target.max_context)
@@ -116,7 +134,7 @@ class LoneSequence:
         sequence.attach(kv)
         chunk = PrefillChunk(sequence, sequence.prefill_chunk(len(prompt)))
         scores = self._speculation.forward([], Batch(prefill=[chunk]))
-        sequence.sample_first(scores[0])
+        sequence.sample_first(scores.prefill[0])
         self._check()
         return sequence.token_ids[-1]
 
@@ -126,7 +144,7 @@ class LoneSequence:
         trees = self._speculation.propose(batch)
         self._check()
         scores = self._speculation.forward(trees, batch)
-        verified = sequence.accept(trees[0][1], scores[0])
+        verified = sequence.accept(trees[0][1], scores.trees[0])
         self._check()
         assert verified is not None
         self._speculation.observe([(sequence, verified)])

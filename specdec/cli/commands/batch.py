@@ -32,12 +32,19 @@ _TEXT_OPTIONS = (
 """Load options that can change the output: a batch is resumed with the same ones only."""
 
 Source = Annotated[
-    Path, typer.Argument(metavar="IN.jsonl", help="A request a line.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="IN.jsonl", help="Input file, one request per line.", show_default=False
+    ),
 ]
 Output = Annotated[
     Path,
     typer.Option(
-        "-o", "--output-file", metavar="OUT.jsonl", help="A record a line.", show_default=False
+        "-o",
+        "--output-file",
+        metavar="OUT.jsonl",
+        help="Output file, one record per line.",
+        show_default=False,
     ),
 ]
 Order = Annotated[

@@ -24,7 +24,7 @@ from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.config import MAX_DRAFT_TOKENS
 from specdec.planning.memory.parts import Parts, parts_of_run
-from specdec.planning.memory.pinnable import PinnableMemory, foresee
+from specdec.planning.memory.pinnable import PinnableMemory, estimate_pinnable
 from specdec.planning.memory.placement_planner import (
     CpuPlacementPlanner,
     GpuPlacementPlanner,
@@ -84,7 +84,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Smallest:
+class MinBudget:
     """The smallest budgets that work, in bytes."""
 
     host_bytes: int
@@ -105,9 +105,9 @@ class MemoryPlan:
     draft: Placement | None
     ctx_size: int
     shape: Shape
-    smallest: Smallest
+    smallest: MinBudget
     """The smallest budgets that work for this plan: with the draft if it has one."""
-    smallest_alone: Smallest
+    smallest_alone: MinBudget
     """The smallest budgets that work without a draft model."""
     vram: MemoryBudget | None = None
     """The GPU's ledger, if the target runs there."""
@@ -200,7 +200,7 @@ class MemoryPlanner:
         target_plan = self._target.place(budget.available_bytes, device_bytes)
         _reserve(budget, vram, self._target.parts(target_plan))
         source, table = self._target.source, dict(budget.table())
-        pinnable = foresee(
+        pinnable = estimate_pinnable(
             table, source, target_plan, self.options, self._ctx_size, shape.n_drafted
         )
         return MemoryPlan(
@@ -216,16 +216,16 @@ class MemoryPlanner:
         )
 
     @cached_property
-    def smallest(self) -> Smallest:
+    def smallest(self) -> MinBudget:
         """The smallest budgets that work: for the smallest tree and the minimum of both models."""
         return self._smallest([Shape(self.min_drafted, device) for device in self.draft_devices])
 
     @cached_property
-    def smallest_alone(self) -> Smallest:
+    def smallest_alone(self) -> MinBudget:
         """The smallest budgets that work without the draft model."""
         return self._smallest([Shape(self.min_drafted, None)])
 
-    def _smallest(self, shapes: Sequence[Shape]) -> Smallest:
+    def _smallest(self, shapes: Sequence[Shape]) -> MinBudget:
         needed, needed_vram = [], []
         for shape in shapes:
             parts = self._parts(self._ctx_size, shape)
@@ -234,9 +234,9 @@ class MemoryPlanner:
                 if needed_vram[-1] > self._gpu.vram_bytes:
                     continue
             needed.append(self._needed(parts, shape, self._divide_vram(parts, shape)))
-        return Smallest(_rounded(min(needed, default=0)), _rounded(min(needed_vram, default=0)))
+        return MinBudget(_rounded(min(needed, default=0)), _rounded(min(needed_vram, default=0)))
 
-    def _smallest_of(self, shape: Shape) -> Smallest:
+    def _smallest_of(self, shape: Shape) -> MinBudget:
         return self.smallest if self._draft(shape) is not None else self.smallest_alone
 
     def _draft(self, shape: Shape) -> PlacementPlanner | None:

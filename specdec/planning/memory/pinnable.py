@@ -15,7 +15,7 @@ from offload.placement.placement import Placement
 from offload.placement.plan import pin_layers_of
 from offload.units import MIB
 from specdec.planning.memory.parts import DRAFTING_PARTS
-from specdec.policy.opportunistic_layers import RESERVE_BYTES, bytes_per_row
+from specdec.policy.opportunistic_layers import RESERVE_BYTES, activation_bytes_per_token
 from specdec.run_options import RunOptions
 
 SEQUENCE_TOKENS = 512
@@ -34,21 +34,23 @@ class PinnableMemory:
     kv_tokens: int = 0
     """Maximum number of tokens of all sequences together."""
     kv_token_bytes: int = 0
-    row_bytes: int = 0
+    activation_token_bytes: int = 0
     """Activation bytes per token by which a pass narrower than the widest leaves memory unused."""
     slot_bytes: int = 0
     """Memory of one pinned layer."""
 
-    def with_pinned_layers(self, placement: Placement, n_tokens: int, num_tokens: int) -> Placement:
-        """Return the placement with pinned layers, for `n_tokens` in the KV cache."""
+    def with_pinned_layers(
+        self, placement: Placement, num_cached_tokens: int, num_step_tokens: int
+    ) -> Placement:
+        """Return the placement with pinned layers, in steps of `num_step_tokens`."""
         if not self.slot_bytes:
             return placement
-        n_kv_bytes = min(n_tokens, self.kv_tokens) * self.kv_token_bytes
-        n_bytes = self.max_bytes - n_kv_bytes + num_tokens * self.row_bytes
+        n_kv_bytes = min(num_cached_tokens, self.kv_tokens) * self.kv_token_bytes
+        n_bytes = self.max_bytes - n_kv_bytes + num_step_tokens * self.activation_token_bytes
         return pin_layers_of(placement, max(0, n_bytes) // self.slot_bytes)
 
 
-def foresee(
+def estimate_pinnable(
     parts: Mapping[str, int],
     source: ModelSource,
     placement: Placement,
@@ -67,9 +69,11 @@ def foresee(
     kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
     token_bytes = kv_bytes // max(1, n_tokens - 1)
     activations = parts["target activations"]
-    row_bytes = int(bytes_per_row(activations, num_tokens))
+    activation_token_bytes = int(activation_bytes_per_token(activations, num_tokens))
     unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
-    to_come = num_tokens * row_bytes + n_nodes * token_bytes
-    to_come += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
-    max_bytes = unused - IN_USE_BYTES - to_come - RESERVE_BYTES
-    return PinnableMemory(max_bytes, n_tokens, token_bytes, row_bytes, source.slot_bytes(placement))
+    reserved_bytes = num_tokens * activation_token_bytes + n_nodes * token_bytes
+    reserved_bytes += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
+    max_bytes = unused - IN_USE_BYTES - reserved_bytes - RESERVE_BYTES
+    return PinnableMemory(
+        max_bytes, n_tokens, token_bytes, activation_token_bytes, source.slot_bytes(placement)
+    )

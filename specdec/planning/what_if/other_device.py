@@ -168,7 +168,7 @@ def _measurements_of(
     storage = device.storage_bytes_per_second
     if gpu is not None:
         return Measurements(storage, compute, None, drafting, device.pcie_bytes_per_second or 0.0)
-    if compute.per_byte.is_slowed:
+    if compute.per_byte.is_slowed_by_reads:
         share = min(1.0, storage / machine.storage_bytes_per_second)
         compute = replace(compute, per_byte=compute.per_byte.beside_fewer_reads(share))
     missing = _expert_seconds(machine, target, total_bytes)

@@ -67,8 +67,8 @@ def test_mixtures_are_sums_at_every_number_of_tokens():
 
 def test_what_a_byte_read_costs_stays_where_fewer_are_read():
     item = curve(1.0, 2.0, beside=(2.0, 2.0))
-    assert item.is_slowed
+    assert item.is_slowed_by_reads
     half = item.beside_fewer_reads(0.5)
     assert [half.beside_factor(n) for n in (1, 4)] == [1.5, 1.0]
     assert half.alone == item.alone
-    assert not item.beside_fewer_reads(0.0).is_slowed
+    assert not item.beside_fewer_reads(0.0).is_slowed_by_reads

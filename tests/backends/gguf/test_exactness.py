@@ -12,7 +12,7 @@ import pytest
 from gguf_models import save_tiny_gguf
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.exactness import NOT_ASKED, Exactness
+from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.source import BackendOptions
 from backends.ggml import batch_invariance
 from backends.ggml.batch_invariance import fewer_outputs, find_min_batch_tokens
@@ -229,7 +229,7 @@ def test_checks_run_once_for_a_machine(models, monkeypatch, tmp_path):
 def test_a_source_that_is_not_asked_is_as_before(tmp_path):
     path = save_tiny_gguf("llama", tmp_path / "m.gguf")
     plain, asked = (GgufSource(path, BackendOptions(1, is_exact=on)) for on in (False, True))
-    assert plain.exactness is NOT_ASKED
+    assert plain.exactness is EXACT_OFF
     assert asked.exactness.is_exact
     assert plain.fingerprint() != asked.fingerprint()  # results are not shared between the two
     assert plain.smaller_cache_types == asked.smaller_cache_types == ("q8_0", "q4_0")
@@ -258,10 +258,10 @@ def test_capacity_for_padding_rows():
 
 def test_few_tokens_take_as_long_as_the_padded_pass():
     curve = ComputeCurve((1, 4, 16), (1.0, 4.0, 16.0), (2.0, 8.0, 32.0))
-    filled = curve.filled_up(8)
+    filled = curve.padded_to(8)
     assert [filled.seconds(n) for n in (1, 3, 8, 16)] == [8.0, 8.0, 8.0, 16.0]
     assert filled.beside_factor(1) == filled.beside_factor(16) == 2.0
-    assert curve.filled_up(1) is curve
+    assert curve.padded_to(1) is curve
 
 
 def test_attention_that_was_not_checked_is_refused(models, monkeypatch):

@@ -95,7 +95,7 @@ def test_an_invalid_curve_is_measured_again(change: dict[str, Any], find, measur
 def test_contradicted_measurements_are_repeated(find, measured, folder) -> None:
     find()
     find("that")
-    disk_cache.forget_figures()
+    disk_cache.forget_measurements()
     assert not list(folder.iterdir())
     find()
     assert len(measured) == 3

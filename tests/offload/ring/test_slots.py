@@ -134,10 +134,10 @@ def test_busy_time_is_counted_once(ring: SlotRing, monkeypatch: pytest.MonkeyPat
     now[0] += 3
     ring.publish(first, 10)
     now[0] += 2
-    assert ring.reading_figures() == (10, 5.0)  # the second is still running
+    assert ring.read_stats() == (10, 5.0)  # the second is still running
     ring.publish(second, 20)
     now[0] += 50
-    assert ring.reading_figures() == (30, 5.0)
+    assert ring.read_stats() == (30, 5.0)
 
 
 class CountedFences:

@@ -92,14 +92,14 @@ def test_only_missing_tokens_are_computed_next(backend):
     for drafter in (ModelDrafter(backend, 96), ModelDrafter(backend, 96, window=window)):
         drafter.reset()
         merged = MergedDrafter([NgramDrafter(), drafter])
-        assert merged.n_lacking(CONTEXT) == len(CONTEXT)
+        assert merged.num_uncomputed(CONTEXT) == len(CONTEXT)
         tree = merged.propose(CONTEXT, TreeLimits(24, 6, 2))
         drafter.observe(Acceptance((0,), 50, is_bonus=True), tree)
         context = [*CONTEXT, 50, 51, 52]  # two more steps without the draft
         n_computed = drafter._kv.n_committed
         # A window may jump with the next token, and half of it is recomputed.
         expected = len(context) - (n_computed if drafter._window.n_recent is None else 0)
-        assert merged.n_lacking(context) == expected
+        assert merged.num_uncomputed(context) == expected
         drafter.propose(context, TreeLimits(24, 6, 2))
         assert drafter._kv.n_committed - n_computed <= expected
         drafter.reset()

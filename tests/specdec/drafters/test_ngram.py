@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specdec.drafters import NgramDrafter, TreeLimits
 from specdec.drafters.ngram import MAX_OCCURRENCES, NgramIndex
-from specdec.verification.acceptance import Acceptance, match_walk
+from specdec.verification.acceptance import Acceptance, verify_match
 from specdec.verification.tree import DraftTree
 
 LIMITS = TreeLimits(max_nodes=32, max_depth=8, width=4)
@@ -23,7 +23,7 @@ def branches(tree: DraftTree) -> set[tuple[int, ...]]:
 
 def true_continuation(tree: DraftTree, tokens: list[int]) -> Acceptance:
     """Return the outcome of a step in which the target emits `tokens`."""
-    return match_walk(tree, lambda node: tokens[tree.depths[node]])
+    return verify_match(tree, lambda node: tokens[tree.depths[node]])
 
 
 contexts = st.lists(st.integers(0, 3), min_size=1, max_size=60)

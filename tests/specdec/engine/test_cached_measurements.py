@@ -30,7 +30,7 @@ def test_measurements_stay_cached_while_passes_take_as_planned(
 ) -> None:  # fmt: skip
     figure = tmp_path / "figure.json"
     monkeypatch.setattr(disk_cache, "_in_use", set())
-    disk_cache.save_cached_figure(figure, {}, "a figure")
+    disk_cache.save_cached_measurement(figure, {}, "a figure")
     with specdec.load(small_target, ctx_size=64) as llm:
         planned = llm.plan.cost_model.seconds(4)
         # Pinned while they ran, whatever is pinned after the last one.

@@ -97,7 +97,7 @@ def test_threads_that_were_asked_for_stay(
 def test_where_sums_depend_on_threads_their_number_stays(
     model: Path, threads_of_passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Exactness, "may_follow_load", lambda self: False)
+    monkeypatch.setattr(Exactness, "can_change_threads", lambda self: False)
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
     with specdec.load(model, **SIZE) as llm:
         llm.generate(PROMPT, max_tokens=4)

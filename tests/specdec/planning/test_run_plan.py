@@ -17,7 +17,7 @@ from offload.budget import MemoryBudget
 from offload.placement.plan import plan_placement
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.memory_plan import MemoryPlan, Shape, Smallest
+from specdec.planning.memory.memory_plan import MemoryPlan, MinBudget, Shape
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Measurements, predict
 from specdec.planning.what_if.machines import Machines
@@ -36,7 +36,7 @@ def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: obj
             None,
             128,
             Shape(4),
-            smallest := Smallest(smallest_bytes),
+            smallest := MinBudget(smallest_bytes),
             smallest,
         )
         for n_slots in (2, 3)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from specdec.policy.assumptions import ASSUMED_LEVEL_ACCEPTANCE
 from specdec.policy.calibration import (
     Calibration,
-    chain_survival,
-    level_yield,
+    chain_acceptance_rate,
+    depth_gain,
+    min_level_probability,
     note_chain,
     note_levels,
-    worthwhile_level,
 )
 from specdec.verification.tree import DraftTree
 
@@ -99,7 +99,7 @@ def test_sources_have_separate_statistics_and_old_ones_fade() -> None:
 
 
 def test_survival_of_chains_is_their_share() -> None:
-    survival = chain_survival()
+    survival = chain_acceptance_rate()
     assert survival.means == pytest.approx((ASSUMED_LEVEL_ACCEPTANCE,))
     rng = np.random.default_rng(0)
     for _ in range(2000):
@@ -109,13 +109,13 @@ def test_survival_of_chains_is_their_share() -> None:
 
 
 def test_levels_are_worth_what_such_ones_gained() -> None:
-    levels = level_yield()
-    assert worthwhile_level(levels, 0.3) == pytest.approx(0.3)  # as predicted by the draft
-    assert worthwhile_level(levels, 7.0) == 1.0  # below the lowest level of a tree
+    levels = depth_gain()
+    assert min_level_probability(levels, 0.3) == pytest.approx(0.3)  # as predicted by the draft
+    assert min_level_probability(levels, 7.0) == 1.0  # below the lowest level of a tree
     for _ in range(40):
         note_levels(levels, np.array([0.9, 0.6, 0.3]), np.array([0.45, 0.3, 0.15]))
         note_levels(levels, np.array([]), np.array([]))  # a tree of one level is no evidence
-    assert worthwhile_level(levels, 0.3) == pytest.approx(0.6, rel=0.01)
+    assert min_level_probability(levels, 0.3) == pytest.approx(0.6, rel=0.01)
 
 
 def test_each_bucket_is_learnt_for_itself() -> None:

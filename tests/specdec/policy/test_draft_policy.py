@@ -16,8 +16,8 @@ from specdec.policy.cost_model import CostModel
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.shared_step import observe_together, trim_together
-from specdec.verification.acceptance import Acceptance, rejection_walk
-from specdec.verification.block import block_walk
+from specdec.verification.acceptance import Acceptance, verify_rejection
+from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
 
 FREE = CostModel(read_seconds=9.0, fixed_seconds=0.0, seconds_per_token=0.001)
@@ -182,7 +182,7 @@ def test_the_length_of_a_chain_follows_the_fate_of_earlier_ones():
     assert length(1) < length(4) < length(20)
 
 
-@pytest.mark.parametrize("rule", [rejection_walk, block_walk])
+@pytest.mark.parametrize("rule", [verify_rejection, verify_block])
 def test_cutting_drawn_tokens_would_change_the_distribution(rule):
     """The reason, exactly, over all chains and decisions. A length fixed beforehand is harmless."""
     case = Case(3, 2, table_rows(3, 1), table_rows(3, 2))

@@ -50,10 +50,10 @@ def test_spare_memory_is_pinned_except_a_reserve(peak: list[int]) -> None:
         target, None, 10 * RESERVE_BYTES, activation_bytes=256 * 100, max_num_tokens=33
     )
     peak[0] = 4 * RESERVE_BYTES
-    opportunistic.pin_after_decode(num_tokens=33, n_tokens=0)
+    opportunistic.pin_after_decode(num_step_tokens=33, num_cached_tokens=0)
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000
     target.set_pinned_bytes(0)
-    opportunistic.pin_after_decode(num_tokens=3, n_tokens=0)  # 30 rows more may come
+    opportunistic.pin_after_decode(num_step_tokens=3, num_cached_tokens=0)  # 30 rows more may come
     assert target.pinned_bytes == 5 * RESERVE_BYTES - 1000 - 30 * 100
 
 
@@ -71,14 +71,16 @@ def test_memory_of_an_idle_draft_is_not_pinned(peak: list[int]) -> None:
         drafting_bytes=7000,
     )
     rest = 300 + 5300 + 7000
-    for n_lacking, num_tokens in ((300, 256), (256, 256), (200, 200), (9, 9), (8, 8), (1, 8)):
+    for num_uncomputed, num_tokens in ((300, 256), (256, 256), (200, 200), (9, 9), (8, 8), (1, 8)):
         target.set_pinned_bytes(0)
-        opportunistic.pin_after_decode(num_tokens=1, n_tokens=300, n_lacking=n_lacking)
+        opportunistic.pin_after_decode(
+            num_step_tokens=1, num_cached_tokens=300, num_uncomputed=num_uncomputed
+        )
         assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - num_tokens * 100
-    opportunistic.release_for_prefill(n_tokens=300)
+    opportunistic.release_for_prefill(num_cached_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 8 * 100, "more layers would have fit"
     peak[0] = target.pinned_bytes
-    opportunistic.release_for_prefill(n_tokens=300)
+    opportunistic.release_for_prefill(num_cached_tokens=300)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - rest - 256 * 100
 
 
@@ -94,10 +96,10 @@ def test_each_sequence_without_draft_kv_begins_a_block(peak: list[int]) -> None:
         max_num_tokens=1,
         draft_prefix_cache=sequences,
     )
-    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0, num_seqs=20)
+    opportunistic.pin_after_decode(num_step_tokens=1, num_cached_tokens=0, num_seqs=20)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 17 * 5000
     peak[0] = target.pinned_bytes
-    opportunistic.release_for_prefill(n_tokens=0, num_seqs=30)
+    opportunistic.release_for_prefill(num_cached_tokens=0, num_seqs=30)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 27 * 5000
 
 
@@ -108,7 +110,7 @@ def test_unread_weights_are_not_counted_as_spare(peak: list[int]) -> None:
     opportunistic = OpportunisticLayers(
         target, draft, 10 * RESERVE_BYTES, activation_bytes=0, max_num_tokens=1
     )
-    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_step_tokens=1, num_cached_tokens=0)
     assert target.pinned_bytes == 9 * RESERVE_BYTES - 70_300
 
 
@@ -127,7 +129,7 @@ def test_a_target_in_memory_has_nothing_to_hold(peak: list[int]) -> None:
     opportunistic = OpportunisticLayers(
         target, None, MANY, activation_bytes=0, max_num_tokens=1, is_streamed=False
     )
-    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_step_tokens=1, num_cached_tokens=0)
     assert not target.asked
 
 
@@ -159,18 +161,20 @@ def test_a_prompt_takes_no_more_than_it_adds(peak: list[int]) -> None:
         target, None, 10 * RESERVE_BYTES, activation_bytes=RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    opportunistic.pin_after_decode(num_tokens=1, n_tokens=0)
+    opportunistic.pin_after_decode(num_step_tokens=1, num_cached_tokens=0)
     pinned = target.pinned_bytes
     peak[0] += pinned
-    opportunistic.release_for_prefill(n_tokens=3000)  # the widest pass, and 3 000 bytes of KV
+    opportunistic.release_for_prefill(
+        num_cached_tokens=3000
+    )  # the widest pass, and 3 000 bytes of KV
     assert 0 < pinned - target.pinned_bytes <= RESERVE_BYTES + 3000
     target.set_pinned_bytes(3 * RESERVE_BYTES)
     peak[0] = 4 * RESERVE_BYTES + target.pinned_bytes
     target.asked.clear()
-    opportunistic.release_for_prefill(n_tokens=3000)
+    opportunistic.release_for_prefill(num_cached_tokens=3000)
     assert target.asked == [], "memory suffices: nothing is released or pinned"
     peak[0] = MANY
-    opportunistic.release_for_prefill(n_tokens=3000)
+    opportunistic.release_for_prefill(num_cached_tokens=3000)
     assert target.pinned_bytes == 0
 
 
@@ -180,12 +184,12 @@ def test_behind_a_prompt_memory_for_the_widest_pass_is_left(peak: list[int]) -> 
         target, None, 10 * RESERVE_BYTES, activation_bytes=2 * RESERVE_BYTES, max_num_tokens=1
     )
     peak[0] = 4 * RESERVE_BYTES
-    opportunistic.pin_after_prefill(n_tokens=300, more_enter=True)
+    opportunistic.pin_after_prefill(num_cached_tokens=300, has_more_prefill=True)
     assert target.asked == [], "the next prompt would ask it back"
-    opportunistic.pin_after_prefill(n_tokens=300)
+    opportunistic.pin_after_prefill(num_cached_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300
     peak[0] = MANY
-    opportunistic.pin_after_prefill(n_tokens=300)
+    opportunistic.pin_after_prefill(num_cached_tokens=300)
     assert target.pinned_bytes == 3 * RESERVE_BYTES - 300, "steps of decoding may take less"
 
 

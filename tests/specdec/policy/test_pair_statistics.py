@@ -40,7 +40,7 @@ def test_times_are_known_in_the_next_process_though_its_plan_is_another_one() ->
     state_dict = json.loads(json.dumps(pair_statistics.state_dict()))
     other = pair_statistics_of(CostModel(2.0, 0.4, 0.1), DRAFT, 32, state_dict)
     assert other.cost.seconds(17) == pytest.approx(3.0, rel=0.02)
-    assert other.run_seconds == pytest.approx(pair_statistics.run_seconds)
+    assert other.draft_pass_seconds == pytest.approx(pair_statistics.draft_pass_seconds)
 
 
 def test_cached_statistics_count_little_against_measurements() -> None:

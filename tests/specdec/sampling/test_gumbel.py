@@ -14,7 +14,7 @@ from specdec.sampling.gumbel import SMALLEST_UNIFORM, gumbel_at, gumbel_noise
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
 from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import match_walk
+from specdec.verification.acceptance import verify_match
 from specdec.verification.tree import DraftTree
 
 N_DRAWS = 60_000
@@ -124,7 +124,7 @@ def decode(
             lambda node, tree=tree: [*text, *tree.tokens_on_path(node)],
             lambda node, tree=tree: target.logits([*text, *tree.tokens_on_path(node)]),
         )
-        outcome = match_walk(tree, choose, n_tokens + 2 - len(text), sampler.stop_tokens)
+        outcome = verify_match(tree, choose, n_tokens + 2 - len(text), sampler.stop_tokens)
         text.extend(outcome.emitted(tree))
         if outcome.next_token in sampler.stop_tokens:
             break
@@ -217,7 +217,7 @@ def test_joint_of_two_positions_is_the_targets() -> None:
                 lambda u, d=draft, t=text: [*t, *d.tokens_on_path(u)],
                 lambda u, d=draft, t=text: target.logits([*t, *d.tokens_on_path(u)]),
             )
-            text = [*text, *match_walk(draft, choose, 4 - len(text)).emitted(draft)]
+            text = [*text, *verify_match(draft, choose, 4 - len(text)).emitted(draft)]
         counts[text[2], text[3]] += 1
     first = np.exp(target.table[0, 1].astype(float))
     second = np.exp(target.table[1].astype(float))

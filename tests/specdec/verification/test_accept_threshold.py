@@ -20,7 +20,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.planning.plan import plan_run
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import lenient, match_walk
+from specdec.verification.acceptance import lenient, verify_match
 from specdec.verification.tree import DraftTree
 
 VOCAB = 5
@@ -58,7 +58,7 @@ def test_each_token_is_the_targets_own_or_the_likeliest_drafted_one(
     tree = random_tree(tree_seed)
     choose = own_choice(tree, choice_seed)
     probs = lambda node: ROWS(tree.tokens_on_path(node))  # noqa: E731
-    outcome = match_walk(tree, lenient(tree, choose, probs, threshold))
+    outcome = verify_match(tree, lenient(tree, choose, probs, threshold))
     for node, token in zip(outcome.path, outcome.emitted(tree), strict=True):
         own, p = choose(node), probs(node)
         drafted = {item: p[item] for item in tree.children(node) if item < VOCAB}
@@ -78,10 +78,10 @@ def test_it_never_accepts_less_than_the_lossless_rule_up_to_where_they_part(
     tree = random_tree(tree_seed)
     choose = own_choice(tree, choice_seed)
     probs = lambda node: ROWS(tree.tokens_on_path(node))  # noqa: E731
-    lossless = match_walk(tree, choose)
-    lossy = match_walk(tree, lenient(tree, choose, probs, threshold))
+    lossless = verify_match(tree, choose)
+    lossy = verify_match(tree, lenient(tree, choose, probs, threshold))
     assert lossy.path[: len(lossless.path)] == lossless.path
-    assert match_walk(tree, lenient(tree, choose, probs, 1.0)) == lossless
+    assert verify_match(tree, lenient(tree, choose, probs, 1.0)) == lossless
 
 
 def lossy(threshold: float) -> SpecConfig:

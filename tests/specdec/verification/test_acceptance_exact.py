@@ -16,16 +16,16 @@ from exact_rules import (
 from specdec.verification.acceptance import (
     Acceptance,
     accept_probability,
-    match_walk,
-    rejection_walk,
     residual,
     sample_index,
+    verify_match,
+    verify_rejection,
 )
-from specdec.verification.block import block_walk
+from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
 
 EXACT = 1e-12
-CHAIN_WALKS = [rejection_walk, block_walk]
+CHAIN_WALKS = [verify_rejection, verify_block]
 
 
 @pytest.mark.parametrize("walk", CHAIN_WALKS)
@@ -134,7 +134,7 @@ def test_stop_token_at_every_offset_of_a_full_match(stop_offset: int) -> None:
     node = 0
     for token in tokens[:3]:
         node = tree.add(node, token, -0.1)
-    outcome = match_walk(tree, lambda u: tokens[tree.depths[u]], None, {tokens[stop_offset]})
+    outcome = verify_match(tree, lambda u: tokens[tree.depths[u]], None, {tokens[stop_offset]})
     assert outcome.emitted(tree) == tuple(tokens[: stop_offset + 1])
     assert outcome.n_accepted == stop_offset
     assert outcome.is_bonus == (stop_offset == 3)
@@ -144,11 +144,11 @@ def test_named_outcomes_of_matching() -> None:
     tree = DraftTree(0)
     a = tree.add(0, 1, -0.1)
     b = tree.add(a, 2, -0.1)
-    everything = match_walk(tree, {0: 1, a: 2, b: 9}.__getitem__)
+    everything = verify_match(tree, {0: 1, a: 2, b: 9}.__getitem__)
     assert everything == Acceptance((0, a, b), 9, is_bonus=True)
-    nothing = match_walk(tree, {0: 4}.__getitem__)
+    nothing = verify_match(tree, {0: 4}.__getitem__)
     assert nothing == Acceptance((0,), 4, is_bonus=False)
-    without_draft = match_walk(DraftTree(0), {0: 4}.__getitem__)
+    without_draft = verify_match(DraftTree(0), {0: 4}.__getitem__)
     assert without_draft == Acceptance((0,), 4, is_bonus=True)
 
 
@@ -212,4 +212,4 @@ def test_misuse_is_an_error() -> None:
         with pytest.raises(ValueError, match="branches"):
             walk(tree, lambda node: np.ones(3) / 3, np.random.default_rng(0))
     with pytest.raises(ValueError, match="at least one token"):
-        match_walk(tree, lambda node: 0, max_tokens=0)
+        verify_match(tree, lambda node: 0, max_tokens=0)

@@ -19,8 +19,8 @@ from exact_rules import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.verification.acceptance import rejection_walk
-from specdec.verification.block import block_walk
+from specdec.verification.acceptance import verify_rejection
+from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
 
 EXACT = 1e-12
@@ -42,8 +42,10 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_it_is_exact_and_never_accepts_less_than_rejection(case: Case) -> None:
-    assert chain_error(block_walk, case) <= EXACT
-    assert expected_accepted(block_walk, case) >= expected_accepted(rejection_walk, case) - EXACT
+    assert chain_error(verify_block, case) <= EXACT
+    assert (
+        expected_accepted(verify_block, case) >= expected_accepted(verify_rejection, case) - EXACT
+    )
 
 
 def expected_by_the_papers_formula(case: Case) -> float:
@@ -65,15 +67,15 @@ def expected_by_the_papers_formula(case: Case) -> float:
 def test_expected_length_is_the_papers(vocab: int, depth: int, kind: str) -> None:
     case = make_case(vocab, depth, seed=vocab + depth, kind=kind)
     expected = expected_by_the_papers_formula(case)
-    assert expected_accepted(block_walk, case) == pytest.approx(expected, abs=EXACT)
+    assert expected_accepted(verify_block, case) == pytest.approx(expected, abs=EXACT)
 
 
 def test_example_of_the_paper() -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 accepted by rejection, 11/9 as a block."""
     p, q = np.array([1.0, 2.0]) / 3.0, np.array([2.0, 1.0]) / 3.0
     case = Case(2, 2, lambda prefix: p, lambda prefix: q)
-    assert expected_accepted(rejection_walk, case) == pytest.approx(10 / 9, abs=EXACT)
-    assert expected_accepted(block_walk, case) == pytest.approx(11 / 9, abs=EXACT)
+    assert expected_accepted(verify_rejection, case) == pytest.approx(10 / 9, abs=EXACT)
+    assert expected_accepted(verify_block, case) == pytest.approx(11 / 9, abs=EXACT)
 
 
 def test_one_token_is_the_rejection_rule() -> None:
@@ -85,17 +87,17 @@ def test_one_token_is_the_rejection_rule() -> None:
                 (item.emitted(tree), round(weight, 12))
                 for item, weight in outcomes(walk, tree, case)
             )
-            for walk in (block_walk, rejection_walk)
+            for walk in (verify_block, verify_rejection)
         )
         assert block == rejection
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
     case = make_case(4, 3, seed=2, kind="same")
-    assert expected_accepted(block_walk, case) == pytest.approx(3.0, abs=EXACT)
+    assert expected_accepted(verify_block, case) == pytest.approx(3.0, abs=EXACT)
     tree = chain_of((1, 2, 0), case.draft)
-    assert {item.n_accepted for item, _ in outcomes(block_walk, tree, case)} == {3}
-    assert all(item.is_bonus for item, _ in outcomes(block_walk, tree, case))
+    assert {item.n_accepted for item, _ in outcomes(verify_block, tree, case)} == {3}
+    assert all(item.is_bonus for item, _ in outcomes(verify_block, tree, case))
 
 
 def test_nothing_behind_an_impossible_token_is_computed() -> None:
@@ -109,11 +111,11 @@ def test_nothing_behind_an_impossible_token_is_computed() -> None:
         return p
 
     tree = chain_of((0, 2, 1, 0), lambda prefix: q)
-    outcome = block_walk(tree, target_probs, np.random.default_rng(0))
+    outcome = verify_block(tree, target_probs, np.random.default_rng(0))
     assert outcome.n_accepted <= 1
     assert sorted(set(asked)) == [0, 1]
     asked.clear()
-    outcome = block_walk(tree, target_probs, np.random.default_rng(0), stop_tokens=frozenset({0}))
+    outcome = verify_block(tree, target_probs, np.random.default_rng(0), stop_tokens=frozenset({0}))
     assert asked == [0]
     assert outcome.emitted(tree) == (0,)
 
@@ -121,13 +123,13 @@ def test_nothing_behind_an_impossible_token_is_computed() -> None:
 def test_named_outcomes() -> None:
     p = np.array([0.5, 0.5])
     tree = chain_of((0, 1), lambda prefix: p)
-    whole = block_walk(tree, lambda node: p, np.random.default_rng(0))
+    whole = verify_block(tree, lambda node: p, np.random.default_rng(0))
     assert (whole.path, whole.is_bonus) == ((0, 1, 2), True)
-    limited = block_walk(tree, lambda node: p, np.random.default_rng(0), max_tokens=2)
+    limited = verify_block(tree, lambda node: p, np.random.default_rng(0), max_tokens=2)
     assert (limited.path, limited.next_token, limited.is_bonus) == ((0, 1), 1, False)
-    alone = block_walk(DraftTree(0), lambda node: np.array([0.0, 1.0]), np.random.default_rng(0))
+    alone = verify_block(DraftTree(0), lambda node: np.array([0.0, 1.0]), np.random.default_rng(0))
     assert (alone.path, alone.next_token, alone.is_bonus) == ((0,), 1, True)
-    refused = block_walk(tree, lambda node: np.array([0.0, 1.0]), np.random.default_rng(0))
+    refused = verify_block(tree, lambda node: np.array([0.0, 1.0]), np.random.default_rng(0))
     assert (refused.path, refused.next_token, refused.is_bonus) == ((0,), 1, False)
     with pytest.raises(ValueError, match="at least one token"):
-        block_walk(tree, lambda node: p, np.random.default_rng(0), max_tokens=0)
+        verify_block(tree, lambda node: p, np.random.default_rng(0), max_tokens=0)

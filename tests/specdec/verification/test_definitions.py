@@ -15,17 +15,17 @@ from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import (
     RandomDecisions,
     lenient,
-    match_walk,
-    rejection_walk,
     residual,
+    verify_match,
+    verify_rejection,
 )
-from specdec.verification.block import block_walk
+from specdec.verification.block import verify_block
 
 
 def test_the_rules_are_exact() -> None:
-    assert match_is_exact(match_walk)
-    assert chain_is_exact(rejection_walk)
-    assert chain_is_exact(block_walk)
+    assert match_is_exact(verify_match)
+    assert chain_is_exact(verify_rejection)
+    assert chain_is_exact(verify_block)
 
 
 def test_the_lossy_rule_is_as_defined() -> None:

@@ -122,14 +122,14 @@ def test_a_proposal_is_the_one_that_begins_with_nothing(
     drafter = ModelDrafter(RoomyTable(rows, None), VOCAB)
     both = MergedDrafter([drafter, NgramDrafter()]) if with_ngram else drafter
     proposals: list[tuple[list[int], TreeLimits, DraftTree]] = []
-    proposing = drafter.proposing
+    propose_in_steps = drafter.propose_in_steps
 
     def note(context_ids: Any, limits: TreeLimits) -> Any:
-        tree = yield from proposing(context_ids, limits)
+        tree = yield from propose_in_steps(context_ids, limits)
         proposals.append((list(context_ids), limits, tree))
         return tree
 
-    drafter.proposing = note  # type: ignore[method-assign]
+    drafter.propose_in_steps = note  # type: ignore[method-assign]
     target = TableBackend(TARGET, VOCAB)
     run(target, PROMPT, N_TOKENS, both, spec=spec, ahead=SteppedAhead(levels))
     assert proposals

@@ -12,7 +12,7 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
-from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner, Shape, Smallest
+from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner, MinBudget, Shape
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
@@ -90,7 +90,7 @@ def test_the_smallest_budgets_work_and_less_does_not():
     item = memory_planner(vram)
     smallest = item.smallest.host_bytes
     memory_plan = item.divide(smallest, Shape(8, draft_device="cuda"))
-    assert memory_plan.smallest == Smallest(smallest, vram)
+    assert memory_plan.smallest == MinBudget(smallest, vram)
     for too_small in (memory_planner(vram - 32 * MIB), item):
         budget = 4 * GIB if too_small is not item else smallest - 32 * MIB
         with pytest.raises(BudgetExceeded):

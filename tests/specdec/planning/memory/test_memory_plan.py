@@ -15,7 +15,7 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
 from specdec.run_options import RunOptions
-from specdec.verification.block import block_walk
+from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
 
 CTX = 1024
@@ -164,7 +164,7 @@ def test_block_verification_reserves_memory_for_the_rows_that_it_judges_together
         tree.add(len(tree) - 1, 7, 0.0, draft_probs=q)
     tracemalloc.start()
     try:
-        block_walk(tree, lambda _: q.copy(), np.random.default_rng(0))
+        verify_block(tree, lambda _: q.copy(), np.random.default_rng(0))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
