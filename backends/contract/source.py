@@ -16,7 +16,6 @@ from backends.contract.exactness import EXACT_OFF, Exactness
 from offload.formats.tensors import TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights, Placement
-from offload.ring.weight_prefetch import WeightPrefetch
 from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
@@ -90,8 +89,6 @@ class Loading:
     """Tokens of all sequences together, beside live nodes; None: `max_context`."""
     max_num_seqs: int = 1
     """Sequences at a time, finished ones in the prefix cache included."""
-    weight_prefetch: WeightPrefetch | None = None
-    """Weights whose reading has begun already, used if they are the right ones."""
 
     @property
     def has_more_tokens(self) -> bool:
@@ -125,8 +122,6 @@ class ModelSource(ABC):
     """KV cache formats that are smaller than the present one."""
     max_tree_leaves: int | None = None
     """Maximum number of leaves of a tree; None: no limit."""
-    prefetch_records: tuple[TensorRecord, ...] | None = None
-    """Non-layer tensors to prefetch, if `load` takes prefetched weights on the CPU."""
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ Both contain the bytes of the file; packed tensors are decoded when their module
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,8 @@ from offload.experts.readers import ExpertStats
 from offload.placement.experts import ExpertCachePlan, count_experts
 from offload.placement.placement import LayerWeights
 from offload.ring.slots import Check
-from offload.ring.weight_prefetch import WeightPrefetch, WeightSelection, open_weights
+from offload.ring.streamer import WeightStreamer, load_resident
+from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
 
 
@@ -32,7 +33,6 @@ class CpuWeights:
     Args:
         layers: placement of the layers: which tensors stay in memory.
         n_slots: depth of the ring for the others.
-        weight_prefetch: prefetched weights, used if they match.
         experts: slots of the expert cache; None: one for each expert.
     """
 
@@ -46,30 +46,26 @@ class CpuWeights:
         *,
         n_readers: int | None = None,
         progress: Progress | None = None,
-        weight_prefetch: WeightPrefetch | None = None,
         experts: ExpertCachePlan | None = None,
     ) -> None:
         self._layers = tuple(layers)
-        selection = WeightSelection(model.non_layer_records, self._layers, n_slots, n_readers)
-        prefetched = None if weight_prefetch is None else weight_prefetch.take(selection)
-        self._weights = prefetched or open_weights(selection, progress)
-        self._non_layer, self._streamer = self._weights.non_layer, self._weights.layers
-        try:
-            self.decoder = Decoder(model.packed_modules, torch.get_num_threads())
-        except BaseException:
-            self._weights.close()
-            raise
+        ring_readers = n_readers or DEFAULT_N_READERS
         self._expert_plan = experts or ExpertCachePlan(model.experts, count_experts(model.experts))
         self._experts: ExpertCache | None = None
         self.fetch_experts: FetchExperts | None = None
-        if model.experts:
-            try:
+        with ExitStack() as stack:  # closed if a later part fails
+            self._non_layer = load_resident(model.non_layer_records, n_readers=ring_readers)
+            stack.callback(self._non_layer.close)
+            self._streamer = WeightStreamer(
+                self._layers, n_slots, n_readers=ring_readers, progress=progress
+            )
+            stack.callback(self._streamer.close)
+            self.decoder = Decoder(model.packed_modules, torch.get_num_threads())
+            stack.callback(self.decoder.close)  # its threads read the weights
+            if model.experts:
                 self._experts = ExpertCache(self._expert_plan, n_readers=n_readers)
                 self.fetch_experts = partial(_fetch, self._experts)
-            except BaseException:
-                self.decoder.close()
-                self._weights.close()
-                raise
+            self._closing = stack.pop_all()
 
     @property
     def non_layer(self) -> RawTensors:
@@ -121,8 +117,7 @@ class CpuWeights:
         if self._experts is not None:
             self._experts.close()
             keep_decay(self._expert_plan, self._experts.stats)
-        self.decoder.close()  # its threads read the weights
-        self._weights.close()
+        self._closing.close()
 
 
 def _fetch(

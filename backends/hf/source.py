@@ -62,8 +62,6 @@ class HfSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
-        # Weight prefetch reads layers; experts are read when they are first accessed.
-        self.prefetch_records = None if self.experts else self.model.non_layer_records
         self.can_use_gpu = not self.experts
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
         if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
@@ -177,7 +175,6 @@ class HfSource(ModelSource):
             placement.n_slots,
             n_readers=loading.n_readers,
             progress=loading.progress,
-            weight_prefetch=loading.weight_prefetch,
             experts=placement.experts,
         )
         return TorchBackend(

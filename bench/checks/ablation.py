@@ -4,8 +4,8 @@ r"""Ablation of what surrounds decoding: start-up and memory, with one part swit
         --memory-budget 3.5GiB --prompts human_eval.jsonl --storage 1000
 
 Runs `specdec run` in fresh processes inside a memory cgroup, with an empty page cache, in turns
-over the parts and the prompts. Each part has run once before, so that measurements of the machine,
-acceptance statistics and the weights of the last start are cached. Prints a table, then one JSON
+over the parts and the prompts. Each part has run once before, so that measurements of the machine
+and acceptance statistics are cached. Prints a table, then one JSON
 line with provenance. Parts of the policy are switched off in virtual time by
 bench.scenarios.ablation.
 """
@@ -41,7 +41,6 @@ from specdec.cli.errors import run_app
 NOTHING = "nothing"
 PARTS: dict[str, tuple[str, ...]] = {
     NOTHING: (),
-    "weight prefetch": ("specdec.planning.weight_prefetch._begin",),
     "saved acceptance statistics": ("specdec.engine.saved_statistics.load_cached",),
     "opportunistic layers": (
         "specdec.policy.opportunistic_layers.OpportunisticLayers.pin_after_prefill",

@@ -34,7 +34,6 @@ from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import plan_models
-from specdec.planning.weight_prefetch import begin_prefetch, remember_prefetch
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
@@ -54,7 +53,7 @@ class Session:
         options: models, memory budget and other options of the run.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
-        prepare: called during weight prefetch, before models are opened.
+        prepare: called before models are opened.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class Session:
 
         budget = budget_of_run(options.memory_budget)
         # Everything opened is closed if a later part fails.
-        with ExitStack() as stack, begin_prefetch(options, budget[0], note) as weight_prefetch:
+        with ExitStack() as stack:
             if prepare is not None:
                 prepare(options)
-            planned = plan_models(options, budget, weight_prefetch)
+            planned = plan_models(options, budget)
             self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
@@ -111,10 +110,7 @@ class Session:
                 self._prompt_cache = PromptCache(path, planned.target, planned.draft)
             saved_statistics = SavedStatistics(planned)
             stack.callback(saved_statistics.save)  # last, when the memory is free again
-            self.target: Backend = stack.enter_context(
-                load_target(planned, self.options, note, weight_prefetch)
-            )
-            remember_prefetch(options, self.plan, planned.target.source)
+            self.target: Backend = stack.enter_context(load_target(planned, self.options, note))
             self.draft, self.draft_window = load_draft(planned, self.options, self.target)
             if self.draft is not None:
                 stack.enter_context(self.draft)

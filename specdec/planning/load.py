@@ -15,7 +15,6 @@ from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.weight_prefetch import Prefetch
 from specdec.run_options import RunOptions
 
 
@@ -23,12 +22,10 @@ def load_target(
     planned: PlannedModels,
     options: RunOptions,
     progress: Any = None,
-    weight_prefetch: Prefetch | None = None,
 ) -> Backend:
     """Load the target's weights as the plan places them.
 
     Args:
-        weight_prefetch: weights that are read already.
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
     """
@@ -44,7 +41,6 @@ def load_target(
             load_mode=_target_load_mode(options.load_mode, plan.placement),
             n_readers=options.io_threads,
             progress=progress,
-            weight_prefetch=None if weight_prefetch is None else weight_prefetch.weights,
             vram_bytes=plan.torch_vram_bytes,
         )
     )

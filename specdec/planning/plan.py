@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Measurements, Search
-from specdec.planning.weight_prefetch import Prefetch
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
@@ -60,13 +58,11 @@ def plan_run(
 def plan_models(
     options: RunOptions,
     budget: tuple[int, str] | None = None,
-    weight_prefetch: Prefetch | None = None,
 ) -> PlannedModels:
     """Read the models' headers, measure the machine, and divide the budget.
 
     Args:
         budget: the result of `budget_of_run`, where it was called already.
-        weight_prefetch: weights of the target that are being read already.
     """
     free_large_blocks_at_once()
     if options.device == CPU:
@@ -74,19 +70,11 @@ def plan_models(
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
     gpu = find_gpu(options, pair)
-    with (
-        nullcontext(0)
-        if weight_prefetch is None
-        else weight_prefetch.weights.paused() as prefetch_bytes
-    ):
-        if gpu is None:
-            measurements = measure_figures(pair, total_bytes)
-        else:
-            measurements = measure_with_gpu(pair, gpu)
-        base_bytes = measure_base()
-        if weight_prefetch is not None:
-            base_bytes = weight_prefetch.base(base_bytes, prefetch_bytes)
-    plan = make_plan(options, pair, measurements, total_bytes, source, base_bytes, gpu)
+    if gpu is None:
+        measurements = measure_figures(pair, total_bytes)
+    else:
+        measurements = measure_with_gpu(pair, gpu)
+    plan = make_plan(options, pair, measurements, total_bytes, source, measure_base(), gpu)
     if pair.draft is not None and plan.draft_placement is None:
         options, pair = options.without_draft(), OpenedPair(pair.target, None)
     to_load = placement(pair, gpu, plan.draft_device)
