@@ -146,6 +146,8 @@ def parse_spec_type(value: str | Sequence[str] | None) -> tuple[str, ...]:
     names = [name.strip() for name in names]
     if names in ([], ["none"], [""]):
         return ()
+    if "none" in names:
+        raise ConfigError(FieldName("spec_type"), " none switches drafting off: name it alone")
     for name in names:
         if name not in SPEC_TYPES:
             raise ConfigError(

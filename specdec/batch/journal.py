@@ -62,6 +62,8 @@ class Journal:
         self.partial = self.out.with_name(self.out.name + ".partial")
         self._options = {name: json.dumps(value) for name, value in options.items()}
         self._is_finished = False
+        if not self.out.parent.is_dir():
+            raise BatchError(f"there is no folder {self.out.parent} for {self.out.name}: make it")
         _check_regular(self.out)
         _check_regular(self.partial)
         with self._translate_errors():

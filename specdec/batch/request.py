@@ -38,6 +38,14 @@ _OF_CHAT = frozenset(
 )
 _OF_COMPLETION = frozenset(("model", "prompt", "logprobs", "response_format"))
 _OF_MESSAGE = frozenset(("role", "content", "name"))
+_JSON_TYPES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def _parse(line: Line) -> dict[str, Any]:
         raise BatchError(f"the line is not JSON that can be read: {reason}") from None
     if not isinstance(value, dict):
         raise BatchError(
-            f"the line holds a JSON {type(value).__name__}: it must be an object, such as "
+            f"the line holds {_JSON_TYPES[type(value)]}: it must be an object, such as "
             '{"prompt": "..."}'
         )
     if not _is_shallow(value, MAX_DEPTH):

@@ -68,10 +68,25 @@ def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
             f"the chat template {name} has more than {MAX_TEMPLATE_BYTES} bytes"
         )
     try:
-        return ChatFormat(raw.decode("utf-8"))
+        template = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ChatTemplateError(
             f"the chat template {name} is not UTF-8 at byte {error.start}: name a text file"
+        ) from error
+    _check_syntax(template, name)
+    return ChatFormat(template)
+
+
+def _check_syntax(template: str, name: str | os.PathLike[str]) -> None:
+    from jinja2.exceptions import TemplateSyntaxError
+
+    from specdec.text.template_worker import compile_template
+
+    try:
+        compile_template(template)
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"the chat template {name} is wrong in line {error.lineno}: {error.message}: fix it"
         ) from error
 
 

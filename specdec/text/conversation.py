@@ -35,6 +35,11 @@ def encode_conversation(
         marked = _marked(tokenizer, messages, tools)
         text = _render(tokenizer, *marked.value)
         text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the conversation holds {error.object[error.start]!a}, half of a character: give "
+            "valid Unicode"
+        ) from error
     except Exception as error:  # whatever a program of the checkpoint does
         raise TokenizerError(f"the model's chat template failed: {one_line(error)}") from error
     # A template writes the special tokens itself.

@@ -52,7 +52,7 @@ def _render(
     tools: Any,
     add_generation_prompt: bool,
 ) -> str:
-    text: str = _compile(template).render(
+    text: str = compile_template(template).render(
         messages=messages,
         tools=tools,
         documents=None,
@@ -63,7 +63,8 @@ def _render(
 
 
 @lru_cache(maxsize=4)
-def _compile(template: str) -> Any:
+def compile_template(template: str) -> Any:
+    """Return the jinja2 template, without running it. Raises jinja2.TemplateSyntaxError."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node

@@ -12,6 +12,8 @@ def test_spec_types() -> None:
     assert parse_spec_type(["ngram"]) == ("ngram",)
     with pytest.raises(ConfigError, match="eagle"):
         parse_spec_type("draft,eagle")
+    with pytest.raises(ConfigError, match="none switches drafting off: name it alone"):
+        parse_spec_type("none,draft")
 
 
 def test_spec_config() -> None:

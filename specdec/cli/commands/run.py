@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,7 +133,7 @@ def chat(
     from specdec.api import PromptError
 
     keywords = {"max_tokens": max_tokens, **sampling}
-    messages = system_turn(system)
+    messages, has_failed = system_turn(system), False
     with open_model(load, load) as llm:
         note_plain_transcript(llm)
         while (line := read_line()) is not None:
@@ -145,11 +146,14 @@ def chat(
                 say("stopped; Ctrl-D ends")
             except PromptError as error:  # a full context: the conversation is not lost
                 messages.pop()
+                has_failed = True
                 say(f"error: {error}")
             else:
                 messages.append({"role": "assistant", "content": result.text})
                 if result.finish_reason == "length" and result.outputs[0].finish_note is None:
                     say(f"note: the answer was cut after --max-tokens {max_tokens} tokens")
+    if has_failed and not sys.stdin.isatty():  # a script cannot see that an answer is missing
+        raise typer.Exit(2)
 
 
 def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:

@@ -118,6 +118,11 @@ def test_a_damaged_journal_is_refused(source: Path, out: Path) -> None:
         assert files_in(source.parent) == {"in.jsonl", partial_of(out).name}
 
 
+def test_a_missing_folder_is_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match=r"there is no folder .*nowhere for out\.jsonl: make it"):
+        run(source, tmp_path / "nowhere" / "out.jsonl")
+
+
 def test_the_input_is_no_output(source: Path) -> None:
     link = source.with_name("link.jsonl")
     link.symlink_to(source)
