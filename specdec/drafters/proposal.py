@@ -14,7 +14,7 @@ class BadProposal(SpecdecError):
 
 
 def check_proposal(
-    tree: DraftTree, pending_id: int, *, max_nodes: int, max_depth: int, vocab_size: int
+    tree: object, pending_id: int, *, max_nodes: int, max_depth: int, vocab_size: int
 ) -> None:
     """Raise BadProposal for a tree that no forward pass can verify.
 

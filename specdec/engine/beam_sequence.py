@@ -26,7 +26,7 @@ from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.engine.outputs import CompletionOutput, StreamChunk
-from specdec.engine.request import Request
+from specdec.engine.request import Request, own_errors
 from specdec.engine.sequence import Sequence, VerifiedTree
 from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.beam_search import BeamRules, BeamSearch, by_score
@@ -188,17 +188,15 @@ class BeamSequence(Sequence):
         """Choose the beams' first tokens once the prompt is computed."""
         if not len(scores.logits):
             return
-        try:
+        with own_errors(self.request):
             self._rows = {PREFIX: scores.logits[0]}
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._advance([PREFIX] * len(self._search.running))
             self._has_started = True
-        except Exception as error:
-            self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Extend the running beams by one token."""
-        try:
+        with own_errors(self.request):
             unique, beams = self._pending, [beam.pending for beam in self._search.running]
             self._nodes = dict(zip(unique, scores.node_ids, strict=True))
             self._parents.update((node, parent) for (parent, _), node in self._nodes.items())
@@ -206,8 +204,6 @@ class BeamSequence(Sequence):
             self._advance([self._nodes[pair] for pair in beams])
             self._prune()
             self.request.recorder.record_step(*_ONE_TOKEN)
-        except Exception as error:
-            self.request.fail(error)
         return None
 
     def finish(self) -> None:

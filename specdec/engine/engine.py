@@ -37,12 +37,11 @@ class Running(NamedTuple):
 
     def finish(self) -> None:
         """Complete outputs and statistics, and wake whoever waits for the request."""
-        try:
+        with own_errors(self.request):
             for sequence in self.sequences:
                 sequence.finish()
             self.owner.note_finished(self.request)
-        finally:
-            self.request.finish()
+        self.request.finish()
 
 
 class Engine(EngineThread):
@@ -137,9 +136,7 @@ class Engine(EngineThread):
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
             self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, has_more_prefill=more)
         else:
-            num_uncomputed = sum(
-                seq.drafter.num_uncomputed(seq.token_ids) for seq in running if seq.drafts
-            )
+            num_uncomputed = sum(seq.num_draft_uncomputed for seq in running if seq.drafts)
             num_scored = sum(len(tree) for _, tree in trees)
             self.opportunistic_layers.pin_after_decode(
                 num_scored, num_tokens, num_seqs, num_uncomputed
@@ -165,7 +162,8 @@ class Engine(EngineThread):
         for running in self._running:
             if error is not None:
                 running.request.fail(error)
-            running.request.is_cancelled = True
+            else:
+                running.request.is_cancelled = True
         if self._running:
             self._finish_requests()
 
@@ -192,7 +190,7 @@ class Engine(EngineThread):
         self.send(begin)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request without waiting; also cancel a running pass that serves no other.
+        """Cancel a request without waiting; also a running pass that serves only cancelled ones.
 
         A call just before a pass may miss it: whoever waits for the end calls again.
         """
@@ -204,7 +202,7 @@ class Engine(EngineThread):
 
         self.send(end)
         served = self._in_pass
-        if served and all(item is request for item in served):
+        if served and all(item.is_aborted for item in served):
             self.cancel_pass()
 
     def cancel_pass(self) -> None:

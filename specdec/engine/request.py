@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from backends.contract.backend import TransferStats
 from specdec.config import SpecConfig
@@ -16,6 +16,10 @@ from specdec.engine.outputs import StreamChunk
 from specdec.metrics.recorder import StatsRecorder
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
+
+Y = TypeVar("Y")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Request:
@@ -71,10 +75,15 @@ class Request:
     def put(self, chunk: StreamChunk | None) -> None:
         """Hand a chunk to the caller; None marks the end."""
         self.output.put(chunk)
-        self.on_output()
+        with own_errors(self):
+            self.on_output()
 
     def fail(self, error: BaseException) -> None:
         """End all of its sequences with an error; only the first error is kept."""
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            # A reader's loop would take it for the end of the output (as in PEP 479).
+            cause, error = error, RuntimeError(f"{type(error).__name__} was raised inside a step")
+            error.__cause__ = cause
         self.error = self.error or error
 
     @property
@@ -108,5 +117,16 @@ def own_errors(request: Request) -> Iterator[None]:
     """Let an error in the block fail only this request: the code may be a caller's own."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: in this thread it ends nothing
         request.fail(error)
+
+
+def own_steps(request: Request, steps: Generator[Y, S, T]) -> Generator[Y, S, T | None]:
+    """Run a caller's generator; an error fails only this request, and the result is then None."""
+    try:
+        return (yield from steps)
+    except GeneratorExit:  # the steps are closed
+        raise
+    except BaseException as error:
+        request.fail(error)
+        return None

@@ -21,7 +21,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
 from specdec.engine.outputs import CompletionOutput, StreamChunk
-from specdec.engine.request import Request, own_errors
+from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
@@ -166,11 +166,28 @@ class Sequence:
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
-        try:
-            if self.policy.uses_draft(num_seqs):
-                yield from self.drafter.prefill_in_steps(self.token_ids, max_tokens)
-        except Exception as error:
-            self.request.fail(error)
+        if self.policy.uses_draft(num_seqs):
+            steps = self.drafter.prefill_in_steps(self.token_ids, max_tokens)
+            yield from own_steps(self.request, steps)
+
+    @property
+    def num_draft_uncomputed(self) -> int:
+        """Maximum tokens that the draft model must compute before it can draft."""
+        num_tokens = 0
+        with own_errors(self.request):
+            num_tokens += self.drafter.num_uncomputed(self.token_ids)
+        return num_tokens
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        can_draft = False
+        with own_errors(self.request):
+            can_draft = self.drafter.can_draft_ahead
+        return can_draft
+
+    def draft_ahead(self, tree: DraftTree) -> DraftSteps[None]:
+        """Prepare the next proposal while the target verifies `tree`."""
+        yield from own_steps(self.request, self.drafter.drafting_ahead(tree))
 
     def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return the draft tree of the next step.
@@ -179,9 +196,10 @@ class Sequence:
         """
         limit = max_nodes // num_seqs if self.policy.is_whole else max_nodes
         limit = min(self.active_kv.num_free_slots, 1 + limit)
-        try:
-            limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
-            tree = yield from self.drafter.propose_in_steps(self.token_ids, limits)
+        limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
+        steps = self.drafter.propose_in_steps(self.token_ids, limits)
+        tree = yield from own_steps(self.request, steps)
+        with own_errors(self.request):
             check_proposal(
                 tree,
                 self.token_ids[-1],
@@ -189,10 +207,9 @@ class Sequence:
                 max_depth=self.policy.max_context - len(self.token_ids),
                 vocab_size=self.sampler.n_tokens,
             )
-            return tree
-        except Exception as error:
-            self.request.fail(error)
+        if tree is None or self.request.error is not None:
             return DraftTree(self.token_ids[-1])
+        return tree
 
     def min_input(self) -> SequenceInput:
         """Return the minimum input of the next step, to query the capacity it takes."""
@@ -210,20 +227,18 @@ class Sequence:
         """Sample the first new token once the prompt is computed."""
         if self.num_new_tokens or not len(scores.logits):
             return
-        try:
+        with own_errors(self.request):
             row = scores.logits[0]
             token = self.sampler.choose(self.token_ids, row, position=len(self.token_ids))
             self._note_logprobs([row], [token])
             self.token_ids.append(token)
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._emit((token,))
-        except Exception as error:
-            self.request.fail(error)
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Verify the tree and append the new tokens; return None if this request failed."""
         recorder = self.request.recorder
-        try:
+        with own_errors(self.request):
             logits = scores.logits
             acceptance = self._verifier.verify(tree, logits, self.token_ids, self.num_left)
             self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
@@ -235,10 +250,8 @@ class Sequence:
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
             recorder.record_step(tree, acceptance, n_emitted=num_taken)
-        except Exception as error:
-            self.request.fail(error)
-            return None
-        return VerifiedTree(tree, acceptance, new_ids)
+            return VerifiedTree(tree, acceptance, new_ids)
+        return None
 
     def recover(self) -> None:
         """Roll back a step that was interrupted."""

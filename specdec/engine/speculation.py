@@ -111,7 +111,7 @@ class Speculation:
         self, trees: Trees, inputs: SequenceOf[SequenceInput]
     ) -> list[SequenceOutput]:
         drafting, worker = _drafting([sequence for sequence, _ in trees]), self._worker
-        can_draft = any(sequence.drafter.can_draft_ahead for sequence in drafting)
+        can_draft = any(sequence.can_draft_ahead for sequence in drafting)
         if not can_draft or not should_draft_ahead([item.policy for item in drafting]):
             worker.close()
             return self._forward_target(trees, inputs)
@@ -121,7 +121,7 @@ class Speculation:
                 for recorder in _recorders(drafting):
                     clocks.enter_context(recorder.drafting_ahead())
                 steps = [
-                    sequence.drafter.drafting_ahead(tree)
+                    sequence.draft_ahead(tree)
                     for sequence, tree in trees
                     if sequence.drafts and sequence.policy.step.is_ahead
                 ]

@@ -55,10 +55,10 @@ class GenerationStream:
         if chunk is not None:
             return chunk
         self._request.output.put(None)  # for other threads that read this stream
-        self._session.check_open()  # it may have ended because the model was closed
         error = self._request.take_error()
         if error is not None:
             raise error
+        self._session.check_open()  # it may have ended because the model was closed
         raise StopIteration
 
     def start(

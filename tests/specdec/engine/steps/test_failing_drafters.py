@@ -10,6 +10,7 @@ from tiny_pair import save_model
 import specdec
 from specdec.api import LLM
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import BadProposal
 from specdec.engine.request import own_errors
 from specdec.engine.stream import GenerationStream
@@ -43,12 +44,30 @@ class Failing(Drafter):
     def reset(self) -> None:
         self._called("reset")
 
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
+        self._called("num_uncomputed")
+        return 0
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        self._called("can_draft_ahead")
+        return True
+
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
+        self._called("drafting_ahead")
+        yield from ()
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     target = save_model(tmp_path_factory.mktemp("target"), seed=0)
     with specdec.load(
-        target, ctx_size=128, kv_tokens=400, num_draft_tokens=16, draft_depth=3
+        target,
+        ctx_size=128,
+        kv_tokens=400,
+        num_draft_tokens=16,
+        draft_depth=3,
+        draft_ahead="on",
     ) as loaded:
         yield loaded
 
@@ -111,7 +130,10 @@ def test_a_proposal_beyond_the_context(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("n_before", [0, 1])
-@pytest.mark.parametrize("method", ["propose", "observe", "reset"])
+@pytest.mark.parametrize(
+    "method",
+    ["propose", "observe", "reset", "num_uncomputed", "can_draft_ahead", "drafting_ahead"],
+)
 def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
     other = llm.stream(OTHER, max_tokens=N_TOKENS)
