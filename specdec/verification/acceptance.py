@@ -189,10 +189,8 @@ def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
 def sample_index(probs: Probs, uniform: float) -> int:
     """Return the index that a uniform number in [0, 1) selects; never one of probability 0."""
     cumulative = np.cumsum(probs)
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    if index >= len(probs):  # uniform * total rounded up to the total itself
-        index = int(np.flatnonzero(probs)[-1])
-    return index
+    # At most 1 - 2**-53, so that its product with the total is below the total in any rounding.
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
 def draft_row(tree: DraftTree, node: int, n: int) -> Probs:

@@ -152,6 +152,18 @@ def test_named_outcomes_of_matching() -> None:
     assert without_draft == Acceptance((0,), 4, is_bonus=True)
 
 
+def test_named_outcomes_of_rejection() -> None:
+    rows, rng = np.eye(3), np.random.default_rng(0)
+    tree = DraftTree(0)
+    a = tree.add(0, 1, 0.0, "draft", rows[1])
+    whole = verify_rejection(tree, lambda node: rows[1], rng)
+    assert whole == Acceptance((0, a), 1, is_bonus=True)
+    refused = verify_rejection(tree, lambda node: rows[2], rng)
+    assert refused == Acceptance((0,), 2, is_bonus=False)
+    limited = verify_rejection(tree, lambda node: rows[1], rng, max_tokens=1)
+    assert limited == Acceptance((0,), 1, is_bonus=False)
+
+
 def test_residual_of_equal_rows_is_the_target() -> None:
     p = np.array([0.1, 0.2, 0.7])
     np.testing.assert_array_equal(residual(p, p.copy()), p)
@@ -209,7 +221,9 @@ def test_misuse_is_an_error() -> None:
     tree.add(0, 1, -1.0)
     tree.add(0, 2, -1.0)
     for walk in CHAIN_WALKS:
-        with pytest.raises(ValueError, match="branches"):
+        with pytest.raises(ValueError, match=f"{walk.__name__} verifies a chain, but .* branches"):
             walk(tree, lambda node: np.ones(3) / 3, np.random.default_rng(0))
+        with pytest.raises(ValueError, match="at least one token"):
+            walk(DraftTree(0), lambda node: np.ones(3) / 3, np.random.default_rng(0), max_tokens=0)
     with pytest.raises(ValueError, match="at least one token"):
         verify_match(tree, lambda node: 0, max_tokens=0)
