@@ -95,7 +95,7 @@ class GenerationStream:
     def cancel(self) -> None:
         """Cancel it and wait for its end; `result` has what was generated. Any thread may call it.
 
-        A pass that serves no other request is cut short. In the engine's thread (in a logits
+        A pass that serves only cancelled requests is cut short. In the engine's thread (in a logits
         processor, say) this returns at once.
         """
         if self._session.is_forked:
