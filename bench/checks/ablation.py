@@ -5,9 +5,8 @@ r"""Ablation of what surrounds decoding: start-up and memory, with one part swit
 
 Runs `specdec run` in fresh processes inside a memory cgroup, with an empty page cache, in turns
 over the parts and the prompts. Each part has run once before, so that measurements of the machine
-and acceptance statistics are cached. Prints a table, then one JSON
-line with provenance. Parts of the policy are switched off in virtual time by
-bench.scenarios.ablation.
+and acceptance statistics are cached. Prints a table, then one JSON line with provenance. Parts of
+the policy are switched off in virtual time by bench.scenarios.ablation.
 """
 
 from __future__ import annotations

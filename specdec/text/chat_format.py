@@ -80,10 +80,12 @@ def chat_format(name: str | os.PathLike[str]) -> ChatFormat:
 def _check_syntax(template: str, name: str | os.PathLike[str]) -> None:
     from jinja2.exceptions import TemplateSyntaxError
 
-    from specdec.text.template_worker import compile_template
+    from specdec.text.template_worker import template_environment
 
     try:
-        compile_template(template)
+        template_environment().parse(template)
+    except RecursionError as error:
+        raise ChatTemplateError(f"the chat template {name} is nested too deeply: fix it") from error
     except TemplateSyntaxError as error:
         raise ChatTemplateError(
             f"the chat template {name} is wrong in line {error.lineno}: {error.message}: fix it"

@@ -52,7 +52,7 @@ def _render(
     tools: Any,
     add_generation_prompt: bool,
 ) -> str:
-    text: str = compile_template(template).render(
+    text: str = _compile(template).render(
         messages=messages,
         tools=tools,
         documents=None,
@@ -63,8 +63,16 @@ def _render(
 
 
 @lru_cache(maxsize=4)
-def compile_template(template: str) -> Any:
-    """Return the jinja2 template, without running it. Raises jinja2.TemplateSyntaxError."""
+def _compile(template: str) -> Any:
+    return template_environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def template_environment() -> Any:
+    """Return the sandboxed jinja2 environment of chat templates.
+
+    Its `parse` runs nothing; compiling already computes constant expressions of the template.
+    """
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node
@@ -92,7 +100,7 @@ def compile_template(template: str) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
-    return environment.from_string(template)
+    return environment
 
 
 def _to_json(

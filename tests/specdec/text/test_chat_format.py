@@ -109,3 +109,11 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("{{ messages }}\n{% for x in %}")
     with pytest.raises(ChatTemplateError, match="wrong in line 2: Expected an expression"):
         chat_format(tmp_path / "wrong")
+    (tmp_path / "deep").write_text("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}")
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
+        chat_format(tmp_path / "deep")
+
+
+def test_reading_a_template_computes_none_of_it(tmp_path: Path) -> None:
+    (tmp_path / "constant").write_text("{{ 'a' * 99999999999999 }}")
+    assert chat_format(tmp_path / "constant").template is not None
