@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from stepping import Stepping
 from tiny_pair import save_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -107,8 +108,9 @@ def test_no_seed_means_another_one_each_time(llm):
 
 def test_cancel_keeps_what_was_generated(llm):
     stream = llm.stream(PROMPT, max_tokens=100)
-    first = next(stream)
-    stream.cancel()
+    with Stepping(llm) as steps:
+        first = steps.next(stream)
+        steps.cancel(stream)
     assert stream.result.finish_reason == "cancelled"
     assert stream.result.token_ids == first.token_ids
     assert list(stream) == []

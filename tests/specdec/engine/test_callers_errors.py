@@ -10,6 +10,7 @@ import pytest
 from forced_streaming import force_streaming
 from hanging_storage import HangingStorage
 from paused_generation import PROMPT
+from stepping import Stepping
 
 import specdec
 from specdec.api import LLM
@@ -94,11 +95,10 @@ def test_a_pass_that_serves_only_cancelled_requests_is_cut_short(
     options = {"ctx_size": 256, "kv_tokens": 600, "parallel": 2, "spec_type": ()}
     with specdec.load(small_target, **options) as llm:
         streams = [llm.stream(p, max_tokens=200, ignore_eos=True) for p in (PROMPT, OTHER)]
-        for stream in streams:
-            stream.start()
-        for stream in streams:
-            next(stream)
-        storage.hang()
+        with Stepping(llm) as steps:
+            for stream in streams:
+                steps.next(stream)
+            storage.hang()
         storage.wait_until_reached()
         for stream in streams:
             stream.cancel_soon()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
+from stepping import Stepping
 from tiny_pair import save_model
 
 import specdec
@@ -151,8 +152,9 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
 
 def test_a_cancelled_sequence_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing("reset", 1))
-    next(failing)
-    failing.cancel()
+    with Stepping(llm) as steps:
+        steps.next(failing)
+        steps.cancel(failing)
     assert failing.result.finish_reason == "cancelled"
     assert not llm.session.engine._running
     assert not llm.session.prefix_cache._in_use
