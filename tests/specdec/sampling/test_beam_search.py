@@ -23,6 +23,8 @@ from specdec.engine.beam_sequence import BeamMemoryFull
 from specdec.sampling.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.processors import SamplingError
+from specdec.sampling.sampler import Sampler
 
 REJECT_BELOW = 1e-6
 
@@ -199,3 +201,11 @@ assert not {"torch", "transformers"} & set(sys.modules), "imported"
     path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_no_distribution_ends_the_search(value: float) -> None:
+    sampler = Sampler(SamplingParams(), n_tokens=4)
+    row = np.array([0.0, value, 1.0, 2.0], dtype=np.float32)
+    with pytest.raises(SamplingError, match="position 2 have 1 NaN or infinite"):
+        sampler.beam_log_probs([1, 2], row)

@@ -33,8 +33,9 @@ def test_the_prompt_is_not_punished(name: str) -> None:
     assert np.array_equal(processed(PROMPT, **{name: 2.0}), ROW)
 
 
-def test_ids_beyond_the_row_are_no_candidates() -> None:
-    scores = processed([*PROMPT, 99], frequency_penalty=1.0, presence_penalty=1.0)
+@pytest.mark.parametrize("token_id", [len(ROW), 99])
+def test_ids_beyond_the_row_are_no_candidates(token_id: int) -> None:
+    scores = processed([*PROMPT, token_id], frequency_penalty=1.0, presence_penalty=1.0)
     assert np.array_equal(scores, ROW)
 
 
