@@ -69,7 +69,17 @@ def activation_bytes(
         masks = _mask_bytes(config, ctx_size, itemsize)
     if on_gpu or not model.takes_whole_cache:
         attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_num_tokens)
-    return rotary + masks + logits + 3 * hidden + max(chunk + max(attention, experts), hidden)
+    layer = 3 * hidden + max(chunk + max(attention, experts), hidden)
+    return (
+        rotary + masks + logits + max(layer, 2 * hidden + _last_norm_bytes(model, ctx_size, on_gpu))
+    )
+
+
+def _last_norm_bytes(model: HfModel, ctx_size: int, on_gpu: bool) -> int:
+    """Bytes of the norm after the layers, which takes all rows at once, not by chunks: float32
+    copies of its input, of the normed rows, and on a CPU of one step between (both measured)."""
+    n_copies = 2 if on_gpu else 3
+    return n_copies * ctx_size * model.config.hidden_size * _FLOAT32
 
 
 def _chunk_bytes(model: HfModel) -> int:

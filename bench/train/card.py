@@ -79,7 +79,7 @@ def measure_pair(
 ) -> PairQuality:
     """Measure both models on held-out files, and the draft on the target's own output."""
     prompts = opening_prompts(valid, separator, EVALUATED_PROMPTS, seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(target.device).manual_seed(seed)
 
     def own_text_agreement(temperature: float) -> float:
         ids = continue_prompts(target, prompts, EVALUATED_TOKENS, temperature, generator)
@@ -101,10 +101,17 @@ def sample_outputs(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[str]:
     separator = tokenizer.token_to_id(END_OF_TEXT)
     for prompt in SAMPLE_PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
-        row = continue_prompts(model, ids, 96, 0.0, torch.Generator())[0].tolist()
+        row = continue_prompts(model, ids, 96, 0.0, torch.Generator(model.device))[0].tolist()
         end = row.index(separator) if separator in row else len(row)
         outputs.append(tokenizer.decode(row[:end]).rstrip())
     return outputs
+
+
+def hardware(device: torch.device) -> str:
+    """Return the name of what a model was trained on, for its card."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def _processor() -> str:
@@ -178,7 +185,7 @@ does not solve problems.
 | draft's top-1 agreement with the target | {quality.agreement_held_out:.3f} on held-out files, \
 {quality.agreement_greedy:.3f} on the target's greedy text, \
 {quality.agreement_sampled:.3f} on its text at T = 0.7 |
-| hardware | {_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__} |
+| hardware | {hardware(model.device)} |
 
 Made by `python -m bench.train.train`: {json.dumps(recipe)}. Learning rates follow the clock, so
 another machine gives other weights.

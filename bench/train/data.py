@@ -92,9 +92,9 @@ class WindowSampler:
     seed: int
     tokens_seen: int = 0
 
-    def next_batch(self, num_tokens: int, length: int) -> torch.Tensor:
-        """Return int64 ids [num_tokens, length + 1]: inputs and, shifted by one, their targets."""
-        return torch.stack([self._window(length) for _ in range(num_tokens)])
+    def next_batch(self, batch_size: int, length: int) -> torch.Tensor:
+        """Return int64 ids [batch_size, length + 1]: inputs and, shifted by one, their targets."""
+        return torch.stack([self._window(length) for _ in range(batch_size)])
 
     def _window(self, length: int) -> torch.Tensor:
         per_epoch = (len(self.stream) - length - 1) // length
@@ -118,11 +118,11 @@ def _coprime_step(modulus: int, rng: random.Random) -> int:
     return step
 
 
-def validation_batches(stream: np.ndarray, num_tokens: int, length: int) -> Iterator[torch.Tensor]:
-    """Yield consecutive windows [num_tokens, length + 1] of a held-out stream."""
-    span = num_tokens * length
+def validation_batches(stream: np.ndarray, batch_size: int, length: int) -> Iterator[torch.Tensor]:
+    """Yield consecutive windows [batch_size, length + 1] of a held-out stream."""
+    span = batch_size * length
     for start in range(0, len(stream) - span - 1, span):
         rows = [
-            stream[start + i * length : start + (i + 1) * length + 1] for i in range(num_tokens)
+            stream[start + i * length : start + (i + 1) * length + 1] for i in range(batch_size)
         ]
         yield torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from bench.train.model import forward_logits
+from bench.train.model import forward_logits, in_bf16
 
 PROMPT_TOKENS = 48
 CONTINUATION_TOKENS = 208  # with its prompt, one training window
-GENERATE_TOKENS = 128
+GENERATE_PROMPTS = 128  # at a time
 SAMPLE_TEMPERATURE = 0.7
 
 
@@ -26,10 +26,17 @@ def distillation_loss(
     second favours top-1 agreement, which is what greedy acceptance counts.
     """
     with torch.no_grad():
-        target_logits = forward_logits(target, ids[:, :-1]).float().flatten(0, 1)
-        best = target_logits.argmax(-1)
-        probs = target_logits.softmax(-1)
-    log_q = forward_logits(draft, ids[:, :-1]).float().flatten(0, 1).log_softmax(-1)
+        target_logits = forward_logits(target, ids[:, :-1]).float()
+    return soft_loss(target_logits, forward_logits(draft, ids[:, :-1]), argmax_weight)
+
+
+def soft_loss(
+    target_logits: torch.Tensor, draft_logits: torch.Tensor, argmax_weight: float
+) -> torch.Tensor:
+    """Return the distillation loss of logits [batch_size, length, vocab_size]."""
+    target_logits = target_logits.flatten(0, 1)
+    log_q = draft_logits.float().flatten(0, 1).log_softmax(-1)
+    best, probs = target_logits.argmax(-1), target_logits.softmax(-1)
     return -(probs * log_q).sum(-1).mean() + argmax_weight * F.nll_loss(log_q, best)
 
 
@@ -69,9 +76,9 @@ def continue_prompts(
 ) -> torch.Tensor:
     """Continue prompts [n, n_prompt] to ids [n, n_prompt + n_new]; temperature 0 is greedy."""
     cache = DynamicCache(config=model.config)
-    ids, step = prompts, prompts
+    ids = step = prompts.to(model.device)
     for _ in range(n_new):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with in_bf16(model.device):
             output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float()
         if temperature:
@@ -84,18 +91,24 @@ def continue_prompts(
 
 
 def generate_stream(
-    target: LlamaForCausalLM, stream: np.ndarray, separator: int, minutes: float, seed: int
+    target: LlamaForCausalLM,
+    stream: np.ndarray,
+    separator: int,
+    minutes: float,
+    seed: int,
+    batch_factor: int = 1,
 ) -> np.ndarray:
     """Generate output of the target, half greedy and half sampled, as one token stream.
 
     Acceptance depends on such output, which differs from the corpus.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(target.device).manual_seed(seed)
     deadline = time.monotonic() + 60 * minutes
+    n_prompts = batch_factor * GENERATE_PROMPTS
     parts: list[np.ndarray] = []
     while time.monotonic() < deadline or len(parts) < 2:
-        prompts = opening_prompts(stream, separator, GENERATE_TOKENS, seed + len(parts))
+        prompts = opening_prompts(stream, separator, n_prompts, seed + len(parts))
         temperature = SAMPLE_TEMPERATURE if len(parts) % 2 else 0.0
         ids = continue_prompts(target, prompts, CONTINUATION_TOKENS, temperature, generator)
-        parts.append(ids.numpy().astype(np.uint16).ravel())
+        parts.append(ids.cpu().numpy().astype(np.uint16).ravel())
     return np.concatenate(parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 N_EXPERTS = 64
 TOP_K = 4
-_GROUPED = "grouped_mm"  # transformers' products over rows sorted by expert
 _ROUTER_SCALE = 0.25
 """Norm of the router's initial rows: the experts of a token then have about equal weights, as the
 target's neurons do. At 4 (with 8 experts per token) one of them got half the weight, and the loss
@@ -48,7 +48,6 @@ def mixture_config(target: LlamaForCausalLM) -> Qwen3MoeConfig:
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=None,
-        experts_implementation=_GROUPED,
     )
 
 
@@ -66,7 +65,25 @@ def build_mixture(target: LlamaForCausalLM, seed: int) -> Qwen3MoeForCausalLM:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             getattr(ours.self_attn, name).weight.copy_(getattr(theirs.self_attn, name).weight)
         _cut_into_experts(ours.mlp, theirs.mlp)
+        ours.mlp.experts.forward = MethodType(_all_experts, ours.mlp.experts)
     return model
+
+
+def _all_experts(
+    experts: nn.Module, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute all experts of rows [n, hidden] and weigh those that were not chosen with zero.
+
+    An expert has 16 neurons: one product over all of them is quicker than many small ones.
+
+    chosen, weights: experts of each row and their weights, [n, TOP_K].
+    """
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)  # each [experts, neurons, hidden]
+    neurons = F.silu(rows @ gate.flatten(0, 1).T) * (rows @ up.flatten(0, 1).T)
+    shares = torch.zeros(len(rows), N_EXPERTS, dtype=weights.dtype, device=rows.device)
+    shares = shares.scatter(1, chosen, weights).to(neurons.dtype)
+    weighted = neurons.unflatten(1, (N_EXPERTS, -1)) * shares[:, :, None]
+    return weighted.flatten(1) @ experts.down_proj.transpose(1, 2).flatten(0, 1)
 
 
 def _cut_into_experts(ours: nn.Module, theirs: nn.Module) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from bench.train.data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
 
@@ -53,22 +56,37 @@ def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def forward_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return logits [num_tokens, length, vocab_size] of a full window, in bf16 if that is fast."""
+def in_bf16(device: torch.device) -> torch.autocast:
+    """Return the context in which products are computed in bf16, where that is fast."""
     # Without such instructions bf16 products take six to ten times as long as float32's.
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_fast)
+
+
+def forward_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return logits [batch_size, length, vocab_size] of full windows of ids, on any device."""
+    with in_bf16(model.device):
+        hidden = model.model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
         return model.lm_head(hidden)
 
 
 def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats per token of ids [num_tokens, length + 1]."""
+    """Return the mean cross-entropy in nats per token of ids [batch_size, length + 1]."""
     logits = forward_logits(model, ids[:, :-1]).float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
 
 
-def save_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, card: str) -> None:
-    """Write a bf16 checkpoint that transformers loads, and its model card."""
+def save_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    folder: Path,
+    card: str,
+    head: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a bf16 checkpoint that transformers loads, and its model card.
+
+    head: tensors beside the model's own, by name: those of a draft head.
+    """
     config = model.config
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -82,6 +100,10 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, 
         pad_token_id=config.eos_token_id,
     )
     exported.save_pretrained(partial)
+    if head is not None:
+        path = partial / SAFE_WEIGHTS_NAME
+        tensors = load_file(path) | {n: t.detach().bfloat16().cpu() for n, t in head.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
     save_tokenizer(tokenizer, partial)
     (partial / "README.md").write_text(card, encoding="utf-8")
     for path in partial.iterdir():

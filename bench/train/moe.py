@@ -24,7 +24,7 @@ from bench.train.distil import distillation_loss
 from bench.train.mixture import N_EXPERTS, TOP_K, balance_loss, build_mixture, router_logits
 from bench.train.model import next_token_loss, save_checkpoint
 from bench.train.train import ARGMAX_WEIGHT, EARLY_CARD, prepare_data
-from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState
+from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState, larger
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ PAIR = Path(__file__).parents[2] / "specdec" / "pair"
 def mixture_loss(
     target: LlamaForCausalLM, model: Qwen3MoeForCausalLM, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of ids [num_tokens, length + 1]: distillation, and balance of experts."""
+    """Return the loss of ids [batch_size, length + 1]: distillation, and balance of experts."""
     with router_logits(model) as logits:
         loss = distillation_loss(target, model, ids, ARGMAX_WEIGHT)
     return loss + BALANCE_WEIGHT * balance_loss(logits)
@@ -106,18 +106,24 @@ def main(
     cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
     seed: int = 1,
     threads: int = 1,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to train.")] = "cpu",
+    batch_factor: Annotated[
+        int, typer.Option(min=1, help="Windows a batch, in multiples of a CPU's.")
+    ] = 1,
+    pair: Annotated[Path, typer.Option(help="Folder of the target and its draft.")] = PAIR,
     scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("moe-scratch"),
 ) -> None:
     """Distil the embedded target into a mixture of experts, and write it with its model card."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(threads)
     scratch.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
     data = prepare_data(scratch, corpus or [], int(cap_mb * 1e6), 0, seed, tokenizer)
-    target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
-    target.requires_grad_(False)
-    model = build_mixture(target, seed)
-    options = f"--minutes {minutes:g} --threads {threads} --seed {seed}"
+    target = LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    target.eval().requires_grad_(False)
+    model = build_mixture(target, seed).to(device)
+    target.to(device)
+    options = f"--minutes {minutes:g} --seed {seed} --device {device} --batch-factor {batch_factor}"
     command = f"python -m bench.train.moe {options}"
 
     def save_early_checkpoint(state: TrainState) -> None:
@@ -128,12 +134,13 @@ def main(
         model,
         lambda ids: mixture_loss(target, model, ids),
         WindowSampler(data.train, seed),
-        TrainOptions(minutes, PHASES, muon_lr=None, adam_lr=ADAM_LR),
+        TrainOptions(minutes, larger(PHASES, batch_factor), muon_lr=None, adam_lr=ADAM_LR),
         scratch,
         save_early_checkpoint,
     )
     state = trainer.run()
-    draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
+    draft = LlamaForCausalLM.from_pretrained(pair / "draft", dtype=torch.float32)
+    draft = draft.eval().to(device)
     quality = measure(target, model, draft, data.valid)
     log.info("%s", quality)
     save_checkpoint(model, tokenizer, out, card(quality, state, command, data.corpus))

@@ -2,7 +2,8 @@
 
     python -m bench.train.train -o specdec/pair --corpus .venv/lib/python3.11/site-packages
 
-Runs on two CPU cores in about two hours; an interrupted run goes on from `--scratch`, where
+Runs on two CPU cores in about two hours, or on a GPU (`--device cuda --batch-factor 16`) in some
+minutes; an interrupted run goes on from `--scratch`, where
 `early/target` and `early/draft` are checkpoints to develop against while training runs. Needs
 torch 2.9 or newer, for its Muon optimizer. Then `python -m tests.helpers.pair_gguf` writes the
 pair's GGUF files.
@@ -39,7 +40,7 @@ from bench.train.model import (
     save_checkpoint,
     target_config,
 )
-from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState
+from bench.train.trainer import LossFunction, Phase, Trainer, TrainOptions, TrainState, larger
 
 log = logging.getLogger(__name__)
 
@@ -124,16 +125,26 @@ def summarise(corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def compiled(loss: LossFunction, device: torch.device) -> LossFunction:
+    """Return the loss compiled on a CPU; on a GPU compiling would take as long as training."""
+    return torch.compile(loss, dynamic=False) if device.type == "cpu" else loss
+
+
 def train_target(
-    target: LlamaForCausalLM, data: PairData, minutes: float, scratch: Path, seed: int
+    target: LlamaForCausalLM,
+    data: PairData,
+    minutes: float,
+    scratch: Path,
+    seed: int,
+    batch_factor: int = 1,
 ) -> TrainState:
     """Train the target on the corpus."""
-    loss = torch.compile(lambda ids: next_token_loss(target, ids), dynamic=False)
+    loss = compiled(lambda ids: next_token_loss(target, ids), target.device)
 
     def save_early_checkpoint(state: TrainState) -> None:
         save_checkpoint(target, data.tokenizer, scratch / "early" / "target", EARLY_CARD)
 
-    options = TrainOptions(minutes, TARGET_PHASES)
+    options = TrainOptions(minutes, larger(TARGET_PHASES, batch_factor))
     sampler = WindowSampler(data.train, seed)
     return Trainer("target", target, loss, sampler, options, scratch, save_early_checkpoint).run()
 
@@ -145,6 +156,7 @@ def train_draft(
     minutes: float,
     scratch: Path,
     seed: int,
+    batch_factor: int = 1,
 ) -> TrainState:
     """Distil the draft on the corpus, later also on the target's own output."""
     target.requires_grad_(False)
@@ -152,13 +164,11 @@ def train_draft(
     generated = scratch / "generated.npy"
     if not generated.exists():
         stream = generate_stream(
-            target, data.train, data.separator, minutes * GENERATION_SHARE, seed
+            target, data.train, data.separator, minutes * GENERATION_SHARE, seed, batch_factor
         )
         log.info("the target wrote %d tokens", len(stream))
         np.save(generated, stream)
-    loss = torch.compile(
-        lambda ids: distillation_loss(target, draft, ids, ARGMAX_WEIGHT), dynamic=False
-    )
+    loss = compiled(lambda ids: distillation_loss(target, draft, ids, ARGMAX_WEIGHT), target.device)
 
     def save_early_checkpoint(state: TrainState) -> None:
         save_checkpoint(draft, data.tokenizer, scratch / "early" / "draft", EARLY_CARD)
@@ -171,12 +181,12 @@ def train_draft(
         )
         return trainer.run()
 
-    first = TrainOptions(minutes * (1 - GENERATION_SHARE), DRAFT_PHASES)
+    first = TrainOptions(minutes * (1 - GENERATION_SHARE), larger(DRAFT_PHASES, batch_factor))
     states = [train("draft", first, seed + 1)]
     for number, restart in enumerate(RESTARTS, start=2):
         options = TrainOptions(
             minutes * restart.share,
-            RESTART_PHASES,
+            larger(RESTART_PHASES, batch_factor),
             muon_lr=restart.muon_lr,
             adam_lr=restart.adam_lr,
             cooldown_share=restart.cooldown_share,
@@ -203,6 +213,10 @@ def main(
     cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
     seed: int = 1,
     threads: int = 2,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to train.")] = "cpu",
+    batch_factor: Annotated[
+        int, typer.Option(min=1, help="Windows a batch, in multiples of a CPU's.")
+    ] = 1,
     scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path("pair-scratch"),
 ) -> None:
     """Train the embedded target, distil its draft, and write both with their model cards."""
@@ -211,12 +225,12 @@ def main(
     scratch.mkdir(parents=True, exist_ok=True)
     data = prepare_data(scratch, corpus or [], int(cap_mb * 1e6), vocab_size, seed)
     log.info("%d training tokens, %d held out", len(data.train), len(data.valid))
-    target = build_model(target_config(data.tokenizer), seed)
-    draft = build_model(draft_config(data.tokenizer), seed + 1)
-    states = {"target": train_target(target, data, target_minutes, scratch, seed)}
+    target = build_model(target_config(data.tokenizer), seed).to(device)
+    draft = build_model(draft_config(data.tokenizer), seed + 1).to(device)
+    states = {"target": train_target(target, data, target_minutes, scratch, seed, batch_factor)}
     if not draft_minutes:
         return
-    states["draft"] = train_draft(target, draft, data, draft_minutes, scratch, seed)
+    states["draft"] = train_draft(target, draft, data, draft_minutes, scratch, seed, batch_factor)
     quality = measure_pair(
         target, draft, data.valid, data.corpus["valid_bytes"], data.separator, seed
     )
@@ -229,6 +243,8 @@ def main(
         "cap_mb": cap_mb,
         "seed": seed,
         "threads": threads,
+        "device": device,
+        "batch_factor": batch_factor,
     }
     for role, model in (("target", target), ("draft", draft)):
         card = pair_card(role, model, quality, states, data.corpus, samples, recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from bench.train.data import WindowSampler
 
 log = logging.getLogger(__name__)
 
-# Maps a batch of ids [num_tokens, length + 1] to the mean loss per token.
+# Maps a batch of ids [batch_size, length + 1] to the mean loss per token.
 LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -24,9 +24,17 @@ class Phase:
     """Phase of training with windows of one length."""
 
     until: float  # share of the time budget at which the phase ends
-    num_tokens: int
-    length: int
-    generated_rows: int = 0  # of them, rows from the target's own output
+    batch_size: int  # windows
+    length: int  # tokens of each
+    generated_rows: int = 0  # of them, windows from the target's own output
+
+
+def larger(phases: tuple[Phase, ...], factor: int) -> tuple[Phase, ...]:
+    """Return phases with `factor` times as many windows a batch: a GPU is idle with few."""
+    return tuple(
+        replace(p, batch_size=factor * p.batch_size, generated_rows=factor * p.generated_rows)
+        for p in phases
+    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Trainer:
             self._set_rates(optimizers, base_rates, self.options.lr_scale(state.step, progress))
             loss = self._step(optimizers, self._batch(phase))
             state.step += 1
-            state.tokens += phase.num_tokens * phase.length
+            state.tokens += phase.batch_size * phase.length
             state.elapsed_s += time.monotonic() - started
             average = loss if average is None else 0.98 * average + 0.02 * loss
             if state.step % 50 == 0:
@@ -128,7 +136,7 @@ class Trainer:
 
     def _batch(self, phase: Phase) -> torch.Tensor:
         n_generated = phase.generated_rows if self.generated else 0
-        ids = self.sampler.next_batch(phase.num_tokens - n_generated, phase.length)
+        ids = self.sampler.next_batch(phase.batch_size - n_generated, phase.length)
         if self.generated and n_generated:
             ids = torch.cat([ids, self.generated.next_batch(n_generated, phase.length)])
         return ids
@@ -171,7 +179,7 @@ class Trainer:
     def _resume(self, optimizers: list[torch.optim.Optimizer]) -> TrainState:
         if not self._path.exists():
             return TrainState()
-        saved = torch.load(self._path, weights_only=True)
+        saved = torch.load(self._path, weights_only=True, map_location="cpu")
         self.model.load_state_dict(saved["model"])
         for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)

@@ -52,22 +52,36 @@ def peak_bytes(backend: TorchBackend, token_ids: list[int]) -> int:
     return limit
 
 
+def _saved(family: str, shape: dict[str, object], dtype: torch.dtype, folder: Path) -> Path:
+    name, values = (FAMILIES | MIXTURES)[family]
+    config = getattr(transformers, name)(**{**values, **shape})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow_except(1)
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_planned_bytes_cover_what_a_prompt_takes(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    name, values = (FAMILIES | MIXTURES)[family]
-    config = getattr(transformers, name)(**{**values, **SHAPES[family]})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
-    model = load_hf_model(tmp_path)
+    model = load_hf_model(_saved(family, SHAPES[family], dtype, tmp_path))
     planned = activation_bytes(model, N_TOKENS, 1)
     with TorchBackend.kept_in_memory(model, max_context=4096) as backend:
         needed = peak_bytes(backend, [5 + i % 80 for i in range(N_TOKENS)])
     print(family, dtype, "RATIO", planned / needed, planned, needed)
     assert needed <= planned
     assert planned <= MAX_OVER * needed
+
+
+def test_the_last_norm_of_a_long_prompt_is_planned_for(tmp_path: Path) -> None:
+    # Its float32 copies are larger than all that a layer of narrow attention takes.
+    wide = {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    narrow = {"head_dim": 8, "intermediate_size": 16, "max_position_embeddings": 16_384}
+    model = load_hf_model(_saved("llama", {**wide, **narrow}, torch.bfloat16, tmp_path))
+    with TorchBackend.kept_in_memory(model, max_context=16_384) as backend:
+        needed = peak_bytes(backend, [5 + i % 80 for i in range(12_000)])
+    assert needed <= activation_bytes(model, 12_000, 1)
 
 
 def test_logits_of_padding_rows_are_planned_for(checkpoint_factory) -> None:
