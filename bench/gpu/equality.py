@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from bench.gpu.settings import Note, Settings
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from offload.budget import BudgetExceeded
-from offload.units import MIB
 from specdec.api import load
 from specdec.config import SPEC_TYPES
 from specdec.planning.plan import plan_run
 from specdec.run_options import CPU, CUDA
 
 _NUM_TOKENS = 8
-_LIBRARY_BYTES = 64 * MIB
-"""VRAM that CUDA's libraries may take between planning and loading."""
+_N_PLANS = 4
 
 
 def drift(s: Settings, note: Note) -> None:
@@ -76,15 +74,18 @@ def _moving(s: Settings, model: Path, draft: str | None) -> dict[str, Any]:
 
 def smallest_budget(name: str, model: Path, draft: str | None, options: Mapping[str, Any]) -> int:
     """Return the smallest such budget that works now, with the draft if there is one; it is read
-    from the error about a budget of one byte."""
-    keywords = {**options, name: 1}
+    from the error about a smaller one. Planning loads libraries, which take VRAM of the budget: so
+    it is asked for several times."""
+    keywords = dict(options)
     if draft is not None:
         keywords["spec_type"] = SPEC_TYPES  # or the error is that of a run without it
-    try:
-        plan_run(model, draft, **keywords)
-    except BudgetExceeded as error:
-        return error.smallest_budget_bytes + (_LIBRARY_BYTES if options["device"] == CUDA else 0)
-    raise AssertionError("a budget of one byte is refused")
+    n_bytes = 1
+    for _ in range(_N_PLANS):
+        try:
+            plan_run(model, draft, **{**keywords, name: n_bytes})
+        except BudgetExceeded as error:
+            n_bytes = error.smallest_budget_bytes
+    return n_bytes
 
 
 def _drift_of_rows(s: Settings) -> float:
