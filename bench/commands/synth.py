@@ -9,7 +9,7 @@ import typer
 
 from bench.synth.files import refuse_folder, refuse_gguf_file
 from bench.synth.recipes import RECIPES
-from bench.synth.shapes import MIXTURES, SHAPES, Storage, SynthError, named_shape
+from bench.synth.shapes import HYBRIDS, MIXTURES, SHAPES, Storage, SynthError, named_shape
 from bench.synth.sizing import choose_shape
 from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
@@ -32,7 +32,7 @@ def synth_command(
         typer.Option(
             "--from",
             metavar="MODEL",
-            help="Small Llama or Qwen3-MoE: a folder, hub id, or pair:target.",
+            help="Small Llama, Qwen3-MoE or Qwen3.5: a folder, hub id, or pair:target.",
         ),
     ] = "pair:target",
     like: Annotated[
@@ -40,7 +40,8 @@ def synth_command(
         typer.Option(
             "--like",
             metavar="NAME",
-            help=f"Shape to take: {', '.join(SHAPES)}; for mixtures {', '.join(MIXTURES)}.",
+            help=f"Shape to take: {', '.join(SHAPES)}; for mixtures {', '.join(MIXTURES)}; "
+            f"for pair:hybrid {', '.join(HYBRIDS)}.",
         ),
     ] = None,
     size: Annotated[

@@ -1,4 +1,4 @@
-"""Growth of a small checkpoint (Llama, Qwen3-MoE) to the bytes, FLOPs and shapes of a large one.
+"""Growth of a small checkpoint (Llama, Qwen3-MoE, Qwen3.5) to a large one's bytes and FLOPs.
 
 The grown model computes the same function as the small one (`bench.synth.growth` has the maths), so
 output and acceptance are the small model's while the cost of a pass is the large model's. So
@@ -27,7 +27,7 @@ from bench.synth.files import (
     write_side_files,
 )
 from bench.synth.gguf_file import reserve_blocks
-from bench.synth.growth import GrowthPlanner
+from bench.synth.hybrid import tensor_plans
 from bench.synth.layouts import LAYOUTS, Layout, StoredTensor
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
@@ -76,7 +76,7 @@ def grow(
     """Write a checkpoint of `shape` that computes the same function as the one in `source_dir`.
 
     Args:
-        source_dir: a Hugging Face checkpoint of a Llama or a Qwen3-MoE, in safetensors.
+        source_dir: a Hugging Face checkpoint of a Llama, a Qwen3-MoE or a Qwen3.5, in safetensors.
         out_dir: folder for the grown checkpoint; must be empty or absent unless `force`.
         shape: sizes of the grown model. Heads are re-cut to the source's head dimension. A tied
             shape stays untied if the source's head differs from its embedding.
@@ -91,7 +91,7 @@ def grow(
         with_data: False leaves holes for the tensors, which suffices for planning.
 
     Raises:
-        SynthError: the source is neither of them or does not fit the shape, the disk lacks space,
+        SynthError: the source is none of them or does not fit the shape, the disk lacks space,
             or `out_dir` is not empty.
     """
     if dtype not in LAYOUTS:
@@ -102,7 +102,7 @@ def grow(
     grown = fit_shape(source, shape, vocab_size)
     if layout.scheme is not None and grown.experts is not None:
         raise SynthError(f"a mixture of experts is not grown in {dtype}: choose bf16 or fp32")
-    plans = GrowthPlanner(source.shape, grown).tensors()
+    plans = tensor_plans(source.shape, grown)
     shards = split_shards(plans, layout, shard_bytes)
     n_bytes = sum(map(layout.n_bytes, plans))
     with unfinished(out_dir) as partial:

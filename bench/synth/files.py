@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.synth.shapes import Experts, LlamaShape, SynthError
-from bench.synth.source import OTHER_NAME_OF_EXPERTS, SourceModel
+from bench.synth.source import HYBRID_MIXTURE, OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
@@ -48,7 +48,10 @@ def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str
     renewed = ("torch_dtype", OTHER_NAME_OF_EXPERTS)
     config = {key: value for key, value in source.config.items() if key not in renewed}
     epsilon = float(config.get("rms_norm_eps", 1e-6))
+    if shape.recurrent is None:
+        epsilon *= source.shape.hidden_size / shape.hidden_size
     return config | {
+        **_hybrid_config(shape),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.n_layers,
@@ -57,9 +60,28 @@ def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tied,
-        "rms_norm_eps": epsilon * source.shape.hidden_size / shape.hidden_size,
+        "rms_norm_eps": epsilon,
         "dtype": _CONFIG_DTYPES.get(dtype),
         **_expert_config(shape),
+    }
+
+
+def _hybrid_config(shape: LlamaShape) -> dict[str, Any]:
+    if shape.recurrent is None:
+        return {}
+    kinds = ("full_attention", "linear_attention")
+    sizes: dict[str, Any] = {
+        "layer_types": [kinds[shape.is_recurrent(i)] for i in range(shape.n_layers)],
+        "linear_num_key_heads": shape.recurrent.n_key_heads,
+        "linear_num_value_heads": shape.recurrent.n_value_heads,
+        "mtp_num_hidden_layers": 0,
+    }
+    if shape.experts is None:
+        return sizes
+    return sizes | {
+        "model_type": HYBRID_MIXTURE,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "shared_expert_intermediate_size": shape.intermediate_size,
     }
 
 
@@ -102,8 +124,16 @@ random numbers (seed {seed}) that are multiplied by zero.
 | head dimension | {shape.head_dim} | {small.head_dim} |
 | vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
 | output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
+| recurrent layers | {_describe_recurrent(shape)} | {_describe_recurrent(small)} |
 | experts of a layer | {_describe_experts(shape.experts)} | {_describe_experts(small.experts)} |
 """
+
+
+def _describe_recurrent(shape: LlamaShape) -> str:
+    if shape.recurrent is None:
+        return "none"
+    few = shape.recurrent
+    return f"all but each {few.attention_every}th, {few.n_key_heads} / {few.n_value_heads} heads"
 
 
 def _describe_experts(experts: Experts | None) -> str:

@@ -6,7 +6,7 @@ which ggml quantises. No float copy of the model is made, in memory or on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from bench.synth.checkpoint import GrowReport, fit_shape
 from bench.synth.files import check_gguf_file, grown_config, model_card
 from bench.synth.gguf_file import GgufTensor, gguf_name, interleave_rotary, write_gguf
 from bench.synth.gguf_metadata import add_model, add_tokenizer
-from bench.synth.growth import GrowthPlanner
+from bench.synth.hybrid import tensor_plans
 from bench.synth.recipes import RECIPES, Recipe
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
@@ -63,11 +63,10 @@ def grow_gguf(
     out_file = Path(out_file).expanduser().absolute()
     source = SourceModel(Path(source_dir))
     grown = fit_shape(source, shape, vocab_size)
-    is_llama = source.shape.experts is None  # llama.cpp rotates neighbouring rows of Llamas
-    read = partial(_read_interleaved, source) if is_llama else source.read
+    read = partial(_reader(source), source)
     maker = TensorMaker(read, partial(recipe.format_of, grown), seed)
-    model_type = source.config["model_type"]
-    plans = GrowthPlanner(source.shape, grown).tensors()
+    model_type = grown_config(source, grown, dtype)["model_type"]
+    plans = tensor_plans(source.shape, grown, for_gguf=True)
     tensors = _tensors(plans, grown, model_type, maker, recipe)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
 
@@ -89,6 +88,20 @@ def grow_gguf(
         except OSError as error:
             raise SynthError(f"cannot write {out_file}: {error.strerror or error}") from error
     return GrowReport(out_file, grown, grown.parameters, n_bytes, 1)
+
+
+def _reader(source: SourceModel) -> Callable[[SourceModel, str, range], np.ndarray]:
+    """Return the function that reads a source's weights as llama.cpp has them."""
+    if source.shape.recurrent is not None:
+        return _read_decay
+    # llama.cpp rotates neighbouring rows of Llamas.
+    return _read_interleaved if source.shape.experts is None else SourceModel.read
+
+
+def _read_decay(source: SourceModel, name: str, rows: range) -> np.ndarray:
+    """Return rows; the logarithm of a decay becomes the decay, which is negative."""
+    values = source.read(name, rows)
+    return -np.exp(values) if name.endswith("A_log") else values
 
 
 def _read_interleaved(source: SourceModel, name: str, rows: range) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writer of a GGUF file of a Llama or a Qwen3-MoE: names, layout, header, data.
+"""Writer of a GGUF file of a Llama, a Qwen3-MoE or a Qwen3.5: names, layout, header, data.
 
 The `gguf` package writes the header; the data is written in chunks, so that memory does not grow
 with the file.
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 ALIGNMENT = 32
-ARCHITECTURES = {"llama": "LLAMA", "qwen3_moe": "QWEN3MOE"}
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "qwen3_moe": "QWEN3MOE",
+    "qwen3_5_text": "QWEN35",
+    "qwen3_5_moe_text": "QWEN35MOE",
+}
 """Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -47,7 +52,10 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
         SynthError: such a model has no such tensor.
     """
     known = _known_names(model_type, n_layers)
-    known_name = known.get_name(_ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight",))
+    name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+    known_name = known.get_name(
+        _ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")
+    )
     if known_name is None:
         raise SynthError(f"tensor {name!r} is no part of a plain {model_type}")
     return known_name

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
-    """Add sizes and constants of a Llama or a Qwen3-MoE.
+    """Add sizes and constants of a Llama, a Qwen3-MoE or a Qwen3.5.
 
     Args:
         config: contents of config.json.
@@ -44,18 +44,40 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-    writer.add_rope_dimension_count(head_dim)
+    n_rotated = int(head_dim * _rope(config).get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(n_rotated)
     writer.add_rope_freq_base(_rope_theta(config))
     n_experts = config.get("num_experts") or config.get("num_local_experts")
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "linear_num_key_heads" in config:
+        _add_recurrent(writer, config, n_rotated)
+
+
+def _add_recurrent(writer: GGUFWriter, config: Mapping[str, Any], n_rotated: int) -> None:
+    """Add sizes of Gated DeltaNet layers, and the axes of rotary positions, the same for text."""
+    n_values, head_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(n_values)
+    writer.add_ssm_inner_size(n_values * head_dim)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    third = n_rotated // 2 // 3
+    writer.add_rope_dimension_sections([n_rotated // 2 - 2 * third, third, third, 0])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """Return the base of plain rotary embeddings; transformers 5 nests it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise SynthError(f"rotary embeddings of type {kind!r} cannot be written as GGUF here")

@@ -10,7 +10,8 @@ zeros in the others, after every layer. That needs exact zeros in two places onl
 
 All other new weights multiply a zero, or are multiplied by one, and are random. An RMS norm
 over D dimensions of which D - d are zero sees a mean square smaller by d / D, so its weight is
-scaled by sqrt(d / D) and its epsilon by d / D. bench/synth/mixture.py has the layers of experts.
+scaled by sqrt(d / D) and its epsilon by d / D. bench/synth/mixture.py has the layers of experts,
+bench/synth/hybrid.py recurrent ones.
 
 Query head i of the small model belongs to its key/value head i // g. It goes to a slot of the
 grown model whose group reads a copy of that key/value head; if the grown groups are smaller, the
@@ -20,6 +21,7 @@ key/value head is copied into several groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.synth.mixture import mixture_plans
@@ -63,12 +65,21 @@ def map_heads(source: LlamaShape, grown: LlamaShape) -> HeadMap:
     return HeadMap(tuple(slots), tuple(kv_sources))
 
 
-def layer_places(n_source: int, n_grown: int) -> dict[int, int]:
+def layer_places(source: LlamaShape, grown: LlamaShape) -> dict[int, int]:
     """Map layers of the grown model to those of the source, spread evenly.
 
-    So resident and streamed layers both include the source's.
+    So resident and streamed layers both include the source's. A hybrid's take the next place of
+    their kind.
     """
-    return {(i * n_grown) // n_source: i for i in range(n_source)}
+    places: dict[int, int] = {}
+    for layer in range(source.n_layers):
+        even = range(layer * grown.n_layers // source.n_layers, grown.n_layers)
+        same = (i for i in even if grown.is_recurrent(i) == source.is_recurrent(layer))
+        place = next(same, None)
+        if place is None or place in places:
+            raise SynthError(f"{grown.n_layers} layers have no place for the source's {layer}th")
+        places[place] = layer
+    return places
 
 
 def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
@@ -84,7 +95,7 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
                 f"a model cannot be grown to less than it has: {what} {small} > {large}"
             )
     mixtures = source.experts, grown.experts
-    if (mixtures[0] is None) != (mixtures[1] is None):
+    if grown.recurrent is None and (mixtures[0] is None) != (mixtures[1] is None):
         raise SynthError("a dense model cannot be grown to a mixture of experts, nor the reverse")
     if mixtures[0] is not None and mixtures[1] is not None:
         sizes = mixtures[0].intermediate_size, mixtures[1].intermediate_size
@@ -99,7 +110,9 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
         raise SynthError(
             f"{grown.n_heads} query heads are no multiple of {grown.n_kv_heads} key/value heads"
         )
-    if grown.hidden_size % grown.n_heads:  # which transformers refuses to load
+    if (
+        grown.recurrent is None and grown.hidden_size % grown.n_heads
+    ):  # which transformers refuses to load
         raise SynthError(
             f"hidden size {grown.hidden_size} is no multiple of {grown.n_heads} query heads"
         )
@@ -113,24 +126,27 @@ class GrowthPlanner:
         check_growable(source, grown)
         self.source, self.grown = source, grown
         self.heads = map_heads(source, grown)
-        self.places = layer_places(source.n_layers, grown.n_layers)
+        self.places = layer_places(source, grown)
         self.norm_scale = math.sqrt(source.hidden_size / grown.hidden_size)
+        self.hidden_scale = 1.0
+        """The grown model's hidden states, in multiples of the source's."""
 
     def tensors(self) -> list[TensorPlan]:
         """Return all tensors: embedding, layers, final norm, and the head unless it is tied."""
-        plans = [self._table("model.embed_tokens.weight", "model.embed_tokens.weight", Fill.ZERO)]
+        embedding = "model.embed_tokens.weight"
+        plans = [self._table(embedding, embedding, Fill.ZERO, self.hidden_scale)]
         for index in range(self.grown.n_layers):
             plans += self._layer(index, self.places.get(index))
         plans.append(self._norm("model.norm.weight", "model.norm.weight"))
         if not self.grown.tied:
-            head = "model.embed_tokens.weight" if self.source.tied else "lm_head.weight"
+            head = embedding if self.source.tied else "lm_head.weight"
             plans.append(self._table("lm_head.weight", head, Fill.RANDOM))
         return plans
 
-    def _table(self, name: str, source: str, new_columns: Fill) -> TensorPlan:
+    def _table(self, name: str, source: str, new_columns: Fill, scale: float = 1.0) -> TensorPlan:
         """Return an embedding or head [V, D]; rows of padding ids are random in the old columns."""
         d, v = self.source.hidden_size, self.source.vocab_size
-        patches = [Patch(0, 0, v, d, source)]
+        patches = [Patch(0, 0, v, d, source, scale=scale)]
         if self.grown.vocab_size > v and new_columns is Fill.ZERO:
             patches.append(Patch(v, 0, self.grown.vocab_size - v, d))
         shape = (self.grown.vocab_size, self.grown.hidden_size)
@@ -145,36 +161,45 @@ class GrowthPlanner:
         """Return one decoder layer; without a source layer it is an exact no-op."""
         prefix = f"model.layers.{index}."
         origin = None if source_index is None else f"model.layers.{source_index}."
-        big_d = self.grown.hidden_size
+        name = "input_layernorm.weight"
+        return [
+            self._norm(prefix + name, origin and origin + name),
+            *self._attention(index, prefix, origin),
+            *self._feed_forward(index, prefix, origin),
+        ]
 
-        def plan(name: str, shape: tuple[int, int], fill: Fill, patches: list[Patch]) -> TensorPlan:
-            return TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
-
-        def norm(name: str) -> TensorPlan:
-            return self._norm(prefix + name, origin and origin + name)
-
-        q_rows = self.grown.n_heads * self.grown.head_dim
-        kv_size = self.grown.n_kv_heads * self.grown.head_dim
+    def _attention(self, index: int, prefix: str, origin: str | None) -> Iterator[TensorPlan]:
+        """Yield what a layer computes with other tokens, its norms of heads excepted."""
+        big_d, e = self.grown.hidden_size, self.grown.head_dim
+        n_rows, n_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
         q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
         source = origin or ""
-        attention = [
-            norm("input_layernorm.weight"),
-            plan(q, (q_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
-            plan(k, (kv_size, big_d), Fill.RANDOM, self._kv_patches(source + k)),
-            plan(v, (kv_size, big_d), Fill.RANDOM, self._kv_patches(source + v)),
-            plan(o, (big_d, q_rows), Fill.ZERO, self._output_patches(source + o)),
-        ]
+        for name, shape, fill, patches in (
+            (q, (n_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
+            (k, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
+            (v, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
+            (o, (big_d, n_rows), Fill.ZERO, self._output_patches(source + o)),
+        ):
+            yield TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
+
+    def _feed_forward(self, index: int, prefix: str, origin: str | None) -> list[TensorPlan]:
+        """Return the second norm, and the MLP or the experts."""
         if self.grown.experts is not None:
-            return attention + mixture_plans(self.source, self.grown, index, self.places)
+            return mixture_plans(self.source, self.grown, index, self.places)
         d, f = self.source.hidden_size, self.source.intermediate_size
-        big_f = self.grown.intermediate_size
+        big_d, big_f = self.grown.hidden_size, self.grown.intermediate_size
+        norm = "post_attention_layernorm.weight"
         gate, up, down = (f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
+        source = origin or ""
+
+        def plan(name: str, shape: tuple[int, int], fill: Fill, patch: Patch) -> TensorPlan:
+            return TensorPlan(prefix + name, shape, fill, (patch,) if origin else ())
+
         return [
-            *attention,
-            norm("post_attention_layernorm.weight"),
-            plan(gate, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + gate)]),
-            plan(up, (big_f, big_d), Fill.RANDOM, [Patch(0, 0, f, d, source + up)]),
-            plan(down, (big_d, big_f), Fill.ZERO, [Patch(0, 0, d, f, source + down)]),
+            self._norm(prefix + norm, origin and origin + norm),
+            plan(gate, (big_f, big_d), Fill.RANDOM, Patch(0, 0, f, d, source + gate)),
+            plan(up, (big_f, big_d), Fill.RANDOM, Patch(0, 0, f, d, source + up)),
+            plan(down, (big_d, big_f), Fill.ZERO, Patch(0, 0, d, f, source + down)),
         ]
 
     def _query_patches(self, source: str) -> list[Patch]:
@@ -195,6 +220,6 @@ class GrowthPlanner:
     def _output_patches(self, source: str) -> list[Patch]:
         e, d = self.source.head_dim, self.source.hidden_size
         return [
-            Patch(0, slot * e, d, e, source, source_column=head * e)
+            Patch(0, slot * e, d, e, source, source_column=head * e, scale=self.hidden_scale)
             for head, slot in enumerate(self.heads.query_slots)
         ]

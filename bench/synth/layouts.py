@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from bench.synth.formats import BF16, F32, WeightFormat
-from bench.synth.growth import GrowthPlanner
+from bench.synth.hybrid import tensor_plans
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.tensors import TensorPlan
 from bench.synth.weights import TensorMaker
@@ -148,7 +148,7 @@ class Layout:
 
     def model_bytes(self, shape: LlamaShape) -> int:
         """Return the bytes of all weights of a model of this shape."""
-        plans = GrowthPlanner(shape, shape).tensors()
+        plans = tensor_plans(shape, shape)
         return sum(map(self.n_bytes, plans))
 
     def n_bytes(self, plan: TensorPlan) -> int:

@@ -26,7 +26,7 @@ from bench.synth.formats import (
     Q8_0,
     WeightFormat,
 )
-from bench.synth.growth import GrowthPlanner
+from bench.synth.hybrid import tensor_plans
 from bench.synth.shapes import LlamaShape
 from bench.synth.tensors import EXPERTS, TensorPlan
 
@@ -36,7 +36,8 @@ Rule = Callable[[int, LlamaShape], WeightFormat]
 _LAYERS_OF_70B = 80
 _LARGE_GROUP = 4  # query heads per key/value head: V is small, so better formats cost little
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:\.experts\.\d+)?\.(\w+)\.weight")
-_ROUTER = "mlp.gate"
+_AS_FLOAT32 = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d")
+"""Matrices that llama-quantize leaves alone."""
 # For rows that are no multiple of the block; F16 for blocks of 32.
 _FALLBACKS = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 
@@ -50,6 +51,7 @@ class Recipe:
     head: WeightFormat  # of the output head, which a tied embedding is too
     attn_v: Rule | None = None
     ffn_down: Rule | None = None
+    attn_qkv: Rule | None = None
     experts: WeightFormat | None = None  # if it differs from other matrices
 
     def format_of(self, grown: LlamaShape, plan: TensorPlan) -> WeightFormat:
@@ -63,11 +65,16 @@ class Recipe:
             return self.head
         match = _LAYER_NAME.fullmatch(name)
         kind = f"{match[2]}.{match[3]}" if match else ""
-        if kind == _ROUTER:
+        if kind in _AS_FLOAT32:
             return F32
         if self.experts is not None and EXPERTS in name:
             return self.experts
-        rules = {"self_attn.v_proj": self.attn_v, "mlp.down_proj": self.ffn_down}
+        rules = {
+            "self_attn.v_proj": self.attn_v,
+            "mlp.down_proj": self.ffn_down,
+            "mlp.shared_expert.down_proj": self.ffn_down,
+            "linear_attn.in_proj_qkv": self.attn_qkv,
+        }
         rule = rules.get(kind)
         return rule(int(match[1]), grown) if match and rule else self.form
 
@@ -77,7 +84,7 @@ class Recipe:
 
     def model_bytes(self, shape: LlamaShape) -> int:
         """Return the bytes of all weights of a model of this shape."""
-        plans = GrowthPlanner(shape, shape).tensors()
+        plans = tensor_plans(shape, shape, for_gguf=True)
         return sum(self.format_of(shape, plan).n_bytes(plan.n_weights) for plan in plans)
 
 
@@ -117,13 +124,26 @@ def _more_bits(better: WeightFormat, form: WeightFormat) -> Rule:
     return lambda layer, shape: better if _uses_more_bits(layer, shape.n_layers) else form
 
 
+def _always(form: WeightFormat) -> Rule:
+    return lambda layer, shape: form
+
+
 # The first is the default.
 RECIPES = {
     "q4_0": Recipe("MOSTLY_Q4_0", Q4_0, Q6_K),
     "q4_k_s": Recipe("MOSTLY_Q4_K_S", Q4_K, Q6_K, _q4_k_s_attn_v, _first_eighth(Q5_K, Q4_K)),
-    "q4_k_m": Recipe("MOSTLY_Q4_K_M", Q4_K, Q6_K, _q4_k_m_attn_v, _more_bits(Q6_K, Q4_K)),
+    "q4_k_m": Recipe(
+        "MOSTLY_Q4_K_M", Q4_K, Q6_K, _q4_k_m_attn_v, _more_bits(Q6_K, Q4_K), _always(Q5_K)
+    ),
     "q5_k_s": Recipe("MOSTLY_Q5_K_S", Q5_K, Q6_K),
-    "q5_k_m": Recipe("MOSTLY_Q5_K_M", Q5_K, Q6_K, _more_bits(Q6_K, Q5_K), _more_bits(Q6_K, Q5_K)),
+    "q5_k_m": Recipe(
+        "MOSTLY_Q5_K_M",
+        Q5_K,
+        Q6_K,
+        _more_bits(Q6_K, Q5_K),
+        _more_bits(Q6_K, Q5_K),
+        _always(Q6_K),
+    ),
     "q6_k": Recipe("MOSTLY_Q6_K", Q6_K, Q6_K),
     "iq4_xs": Recipe("MOSTLY_IQ4_XS", IQ4_XS, Q6_K, _iq4_xs_attn_v, _first_eighth(Q5_K, IQ4_XS)),
     "mxfp4": Recipe("MOSTLY_MXFP4_MOE", Q8_0, Q8_0, experts=MXFP4),

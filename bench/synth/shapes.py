@@ -26,8 +26,35 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """Gated DeltaNet layers of a hybrid; one layer in `attention_every` is one of attention."""
+
+    n_key_heads: int
+    n_value_heads: int
+    head_dim: int  # of keys and values
+    kernel: int  # of the convolution
+    attention_every: int
+
+    @property
+    def n_values_of_key(self) -> int:
+        """Number of value heads of one key head."""
+        return self.n_value_heads // self.n_key_heads
+
+    def parameters(self, hidden_size: int) -> int:
+        """Number of parameters of one such layer beside its MLP and its norms."""
+        values = self.n_value_heads * self.head_dim
+        mixed = 2 * self.n_key_heads * self.head_dim + values
+        outer = hidden_size * (mixed + 2 * values + 2 * self.n_value_heads)
+        return outer + mixed * self.kernel + 2 * self.n_value_heads + self.head_dim
+
+
+@dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama, or of a mixture with the same attention (Qwen3-MoE)."""
+    """Sizes of a Llama, of a mixture with the same attention (Qwen3-MoE), or of a hybrid of
+    attention and recurrent layers (Qwen3.5), dense or a mixture.
+
+    The MLP of a hybrid that is a mixture is its shared expert.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -38,10 +65,17 @@ class LlamaShape:
     vocab_size: int
     tied: bool  # the output head is the embedding
     experts: Experts | None = None  # in the MLP's place
+    recurrent: Recurrent | None = None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return True if a layer has a recurrent state instead of keys and values."""
+        return self.recurrent is not None and (layer + 1) % self.recurrent.attention_every != 0
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of one decoder layer."""
+        """Number of parameters of one decoder layer; of a hybrid's, the mean."""
+        if self.recurrent is not None:
+            return self._hybrid_layer_parameters(self.recurrent)
         attention = 2 * self.hidden_size * self.head_dim * (self.n_heads + self.n_kv_heads)
         norms = 2 * self.hidden_size
         if self.experts is None:
@@ -49,6 +83,17 @@ class LlamaShape:
         expert = 3 * self.hidden_size * self.experts.intermediate_size
         routed = self.experts.n * (expert + self.hidden_size)  # with the router's row
         return attention + routed + norms + 2 * self.head_dim  # of queries and keys, too
+
+    def _hybrid_layer_parameters(self, recurrent: Recurrent) -> int:
+        heads = self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)  # the queries' gates too
+        attention = self.hidden_size * heads + 2 * self.head_dim
+        every = recurrent.attention_every
+        mixers = attention + (every - 1) * recurrent.parameters(self.hidden_size)
+        inner = 3 * self.intermediate_size + 2
+        if self.experts is not None:
+            routed = self.experts.n * (3 * self.experts.intermediate_size + 1)
+            inner += routed + 1  # the shared expert's gate
+        return mixers // every + self.hidden_size * inner
 
     @property
     def parameters(self) -> int:
@@ -85,7 +130,16 @@ class LlamaShape:
 
     def with_routing_of(self, source: LlamaShape) -> LlamaShape:
         """Return the same bytes of experts, cut into the source's number of experts, with as many
-        per token: routing is the source's. Raises SynthError."""
+        per token: routing is the source's. Hybrids keep theirs. Raises SynthError."""
+        if (self.recurrent is None) != (source.recurrent is None):
+            kinds = {True: "a hybrid", False: "none"}
+            raise SynthError(
+                f"the shape is {kinds[self.recurrent is not None]} of attention and recurrent "
+                f"layers and the source {kinds[source.recurrent is not None]}: choose another "
+                "--like, or another --from (pair:hybrid)"
+            )
+        if self.recurrent is not None:
+            return self
         if (self.experts is None) != (source.experts is None):
             kinds = {True: "dense", False: "a mixture of experts"}
             raise SynthError(
@@ -127,6 +181,14 @@ MIXTURES: dict[str, LlamaShape] = {
     "gpt-oss-20b": LlamaShape(2880, 2880, 24, 64, 8, 64, 201_088, False, Experts(32, 4, 2880)),
     "mixtral-8x7b": LlamaShape(4096, 14_336, 32, 32, 8, 128, 32_000, False, Experts(8, 2, 14_336)),
 }
+# The shared expert of the last, 512 wide, is widened to hold the small model's MLP.
+_GDN_OF_27B, _GDN_OF_35B = (Recurrent(16, n_values, 128, 4, 4) for n_values in (48, 32))
+HYBRIDS: dict[str, LlamaShape] = {
+    "qwen3.8-27b": LlamaShape(5120, 17_408, 64, 24, 4, 256, 248_320, False, recurrent=_GDN_OF_27B),
+    "qwen3.6-35b-a3b": LlamaShape(
+        2048, 768, 40, 16, 2, 256, 248_320, False, Experts(256, 8, 512), _GDN_OF_35B
+    ),
+}
 MAX_LAYERS = 1024  # of a GGUF file that is read, far above any real model
 _EXPERT_STEP = 32  # of their intermediate sizes: the smallest block of a quantised row
 
@@ -135,9 +197,9 @@ def named_shape(name: str) -> LlamaShape:
     """Return a well-known shape.
 
     Raises:
-        SynthError: the name is not in `SHAPES` or `MIXTURES`.
+        SynthError: the name is not in `SHAPES`, `MIXTURES` or `HYBRIDS`.
     """
-    known = SHAPES | MIXTURES
+    known = SHAPES | MIXTURES | HYBRIDS
     try:
         return known[name.lower()]
     except KeyError:

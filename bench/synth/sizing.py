@@ -33,10 +33,10 @@ def choose_shape(
     if n_bytes is None:
         assert base is not None
         return base
-    if source.experts is not None:
+    if source.experts is not None or source.recurrent is not None:
         if base is None:
             raise SynthError(
-                "a mixture is grown to a shape: give --like, and a size cuts its layers"
+                "a mixture or hybrid is grown to a shape: give --like, and a size cuts its layers"
             )
         if vocab_size is not None:
             base = replace(base, vocab_size=vocab_size)

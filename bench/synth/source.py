@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.synth.float_weights import read_float32
-from bench.synth.shapes import Experts, LlamaShape, SynthError
+from bench.synth.shapes import Experts, LlamaShape, Recurrent, SynthError
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.comparing import have_same_bytes
 
@@ -20,6 +20,8 @@ _NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")
 
 MIXTURE = "qwen3_moe"
 """Architecture of mixtures that can be grown."""
+HYBRID, HYBRID_MIXTURE = "qwen3_5_text", "qwen3_5_moe_text"
+"""Architecture of hybrids that can be grown, and of mixtures that they are grown to."""
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -30,7 +32,7 @@ OTHER_NAME_OF_EXPERTS = "num_local_experts"
 
 
 class SourceModel:
-    """Checkpoint of a Llama or a Qwen3-MoE in safetensors; tensors are read on demand."""
+    """Checkpoint of a Llama, Qwen3-MoE or Qwen3.5 in safetensors; tensors are read on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Raise SynthError or CheckpointError if `folder` holds nothing that can be grown."""
@@ -46,25 +48,33 @@ class SourceModel:
             self.shape = replace(self.shape, tied=False)
 
     def read(self, name: str, rows: range) -> np.ndarray:
-        """Return consecutive rows of one tensor, float32 [rows, columns]; a vector is one row."""
+        """Return consecutive rows of one tensor, float32 [rows, columns]; a vector is one row.
+
+        Norms are returned as gains: a Qwen3.5's multiply by 1 + weight.
+        """
         try:
             record = self._records[name]
         except KeyError:
             raise SynthError(f"{self.folder} has no tensor {name!r}: get it again") from None
         if len(record.shape) == 1:
-            return read_float32(record).reshape(1, -1)
-        return read_float32(record, rows)
+            vector = read_float32(record).reshape(1, -1)
+            return vector + 1 if self._has_gain_less_one(name) else vector
+        return read_float32(record, rows).reshape(len(rows), -1)
+
+    def _has_gain_less_one(self, name: str) -> bool:
+        is_hybrid = self.shape.recurrent is not None
+        return is_hybrid and name.endswith("norm.weight") and "linear_attn" not in name
 
 
 def source_shape(config: dict[str, Any]) -> LlamaShape:
     """Return the sizes in a Hugging Face config.
 
     Raises:
-        SynthError: the model is neither a plain Llama nor a plain Qwen3-MoE.
+        SynthError: the model is no plain Llama, Qwen3-MoE or Qwen3.5.
     """
     kind = config.get("model_type")
-    if kind not in ("llama", MIXTURE):
-        raise SynthError(f"only Llama and Qwen3-MoE models can be grown, not {kind!r}")
+    if kind not in ("llama", MIXTURE, HYBRID):
+        raise SynthError(f"only Llama, Qwen3-MoE and Qwen3.5 models can be grown, not {kind!r}")
     for option in ("attention_bias", "mlp_bias", "quantization_config", *_NOT_IN_EVERY_LAYER):
         if config.get(option):
             raise SynthError(f"a model with {option} cannot be grown")
@@ -80,7 +90,23 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
         vocab_size=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config) if kind == MIXTURE else None,
+        recurrent=_recurrent(config) if kind == HYBRID else None,
     )
+
+
+def _recurrent(config: dict[str, Any]) -> Recurrent:
+    kinds = config.get("layer_types") or []
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    expected = [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))
+    ]
+    names = ("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    head_dim, n_keys, n_values = (_size(config, name) for name in names)
+    if kinds != expected or not kinds or _size(config, "linear_value_head_dim") != head_dim:
+        raise SynthError(
+            "a hybrid is grown with attention in every n-th layer, and keys as long as values"
+        )
+    return Recurrent(n_keys, n_values, head_dim, _size(config, "linear_conv_kernel_dim"), every)
 
 
 def _experts(config: dict[str, Any]) -> Experts:

@@ -20,7 +20,7 @@ class Fill(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """Rectangle copied from a tensor of the source, times `scale`.
+    """Rectangle copied from a tensor of the source, times `scale`, plus `offset`.
 
     Rows and columns are half-open; a norm weight counts as one row. `source` None writes random
     values instead; a scale of 0 writes zeros.
@@ -34,6 +34,7 @@ class Patch:
     source_row: int = 0
     source_column: int = 0
     scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def end_column(self) -> int:
@@ -49,6 +50,7 @@ class TensorPlan:
     fill: Fill
     patches: tuple[Patch, ...] = ()
     gain: float = 1.0
+    offset: float = 0.0  # added to gains
 
     @property
     def n_weights(self) -> int:
@@ -57,4 +59,4 @@ class TensorPlan:
     @property
     def rows_and_columns(self) -> tuple[int, int]:
         """Shape with two dimensions: a vector is one row."""
-        return (1, *self.shape)[-2:]  # type: ignore[return-value]
+        return math.prod(self.shape[:-1]), self.shape[-1]

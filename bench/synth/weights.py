@@ -84,7 +84,7 @@ class TensorMaker:
             self._randomise(rows, form)
         else:
             noise = self._normal.standard_normal(rows.shape[:2] + (form.block_size,), np.float32)
-            gains = (1.0 + _STD * noise) * np.float32(plan.gain)
+            gains = (1.0 + _STD * noise) * np.float32(plan.gain) + np.float32(plan.offset)
             rows[:] = _encode(gains.reshape(len(rows), -1), form)
 
     def _randomise(self, rows: np.ndarray, form: WeightFormat) -> None:
@@ -124,7 +124,7 @@ class TensorMaker:
         skipped = patch.source_row - patch.row
         part = self._source(patch.source, range(rows.start + skipped, rows.stop + skipped))
         columns = slice(patch.source_column, patch.source_column + patch.n_columns)
-        return part[:, columns] * np.float32(patch.scale)
+        return part[:, columns] * np.float32(patch.scale) + np.float32(patch.offset)
 
     def _source(self, name: str, rows: range) -> np.ndarray:
         """Return rows of a tensor of the source; the last ones are cached for the next head."""
