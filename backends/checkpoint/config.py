@@ -12,18 +12,23 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.checkpoint.architecture import architecture_of, language_config, sparse_limit
 from backends.checkpoint.kinds import refuse_other_kinds
 from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
 from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.recurrent.functions import is_mixer
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+KNOWN_LAYERS = frozenset(
+    "full_attention sliding_attention attention indexed_attention "
+    "linear_attention conv mamba hybrid mlp moe".split()
+)
+"""Layer types of configs that can be streamed and rolled back."""
 _OF_CALLS = {
     "output_attentions": False,
     "output_hidden_states": False,
@@ -64,8 +69,11 @@ def load_config(directory: Path) -> PreTrainedConfig:
         ) from error
     with config_faults(directory):
         _refuse_config(config)
-        check_figures(config)
-        _set_for_inference(config)
+        if getattr(language_config(config), "per_layer_attributes", None):
+            language_config(config).allow_global_per_layer_attribute_access = True
+        check_figures(language_config(config))
+        for part in {id(part): part for part in (config, language_config(config))}.values():
+            _set_for_inference(part)
     return config
 
 
@@ -98,35 +106,24 @@ def config_faults(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_config(config: PreTrainedConfig) -> None:
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+def _refuse_config(whole: PreTrainedConfig) -> None:
+    kind = whole.model_type
+    if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
-    quantisation_of(config)
+    architecture = architecture_of(whole)
+    quantisation_of(whole)
+    config = language_config(whole)
     if not getattr(config, "num_hidden_layers", 0):
-        inner: Any = config.get_text_config()
-        n_inner: Any = getattr(inner, "num_hidden_layers", None)
-        if inner is not config and n_inner:
-            raise UnsupportedModel(
-                f"{kind} has a language model ({inner.model_type}) as a part beside others: take a "
-                "checkpoint of that part alone, or a GGUF file"
-            )
         raise CheckpointError(f"the {kind} config has no layers")
-    if kind in POSITION_BY_ROW:
+    if config.model_type in POSITION_BY_ROW:
         raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
-    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    other = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if other:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
     if getattr(config, "alibi", False) and kind != "bloom":
         raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
-    forward = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward
-    if "past_key_values" not in signature(forward).parameters:
+    if "past_key_values" not in signature(architecture.forward).parameters:
         raise UnsupportedModel(f"{kind} keeps no keys and values: its passes cannot be rolled back")
-    if getattr(config, "per_layer_attributes", None):
-        unequal = ", ".join(sorted(config.per_layer_attributes))
-        raise UnsupportedModel(f"{kind} is not supported: {unequal} differs among its layers")
 
 
 def context_limit(config: PreTrainedConfig) -> int:
@@ -136,7 +133,12 @@ def context_limit(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit)
+    return min(int(limit), sparse_limit(config) or int(limit))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module attends to keys and values, as the name of its class says."""
+    return "Attention" in type(module).__name__ and not is_mixer(module)
 
 
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
@@ -145,12 +147,17 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     Multi-head latent attention caches its compressed latent and the shared rotary key
     (DeepSeek-V2, section 2.1); other attention a key and a value for every KV head.
     """
+    attention = [module for module in layer.modules() if is_attention(module)]
+    if all(getattr(module, "is_kv_shared_layer", False) for module in attention):
+        return 0  # without attention, or with the keys and values of an earlier layer
     latent = declared(config, "kv_lora_rank")
     if latent:
         return int(latent + config.qk_rope_head_dim)
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
     kv_projections = (modules.get(name) for name in ("k_proj", "v_proj"))
     projections = [module for module in kv_projections if isinstance(module, nn.Linear)]
+    if projections and modules.get("v_proj") is None:  # values are computed from keys (Gemma 4)
+        projections *= 2
     if len(projections) == 2:
         return sum(int(projection.out_features) for projection in projections)
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())
@@ -170,14 +177,20 @@ class HeadShape:
     value_dim: int
 
 
-def head_shape(config: PreTrainedConfig) -> HeadShape:
+def head_shape(config: PreTrainedConfig, layer: nn.Module) -> HeadShape:
+    """Return the heads of a decoder layer; the config's where its attention does not say."""
     heads = int(config.num_attention_heads)
     if declared(config, "kv_lora_rank"):
         key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         return HeadShape(heads, heads, int(key_dim), int(config.v_head_dim))
-    dim = int(declared(config, "head_dim") or config.hidden_size // heads)
-    kv_heads = declared(config, "num_key_value_heads") or heads
-    return HeadShape(heads, int(kv_heads), dim, dim)
+    attention = next(filter(is_attention, layer.modules()), None)
+    own_dim = getattr(attention, "head_dim", None) or declared(config, "head_dim")
+    dim = int(own_dim or config.hidden_size // heads)
+    key, groups = getattr(attention, "k_proj", None), getattr(attention, "num_key_value_groups", 0)
+    if isinstance(key, nn.Linear) and groups:
+        n_kv_heads = key.out_features // dim
+        return HeadShape(n_kv_heads * groups, n_kv_heads, dim, dim)
+    return HeadShape(heads, int(declared(config, "num_key_value_heads") or heads), dim, dim)
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:

@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.checkpoint.architecture import language_config
 from backends.checkpoint.config import (
     config_faults,
     context_limit,
@@ -29,11 +29,8 @@ from backends.checkpoint.matching import TensorMatch, match_config, match_tensor
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
-from backends.contract.backend import UnsupportedModel
-from backends.hf.model import (
-    layer_window,
-    main_dtype,
-)
+from backends.feedforward.records import experts_per_token
+from backends.hf.model import layer_window, main_dtype
 from backends.packed.tensor import PackedTensor
 from backends.shapes.shape import (
     FFN,
@@ -93,7 +90,7 @@ def shape_of(
     notes: tuple[str, ...] = (),
 ) -> ModelShape:
     """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
-    config, dtype = model.config, model.dtype
+    config, dtype = language_config(model.config), model.dtype
     sizes = _Sizes(match, dtype)
     name, modules = decoder_layers(model)
     layers = tuple(
@@ -167,7 +164,7 @@ def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, str]:
 def _layer(
     model: PreTrainedModel, number: int, layer: nn.Module, prefix: str, sizes: _Sizes
 ) -> LayerShape:
-    config = model.config
+    config = language_config(model.config)
     kind = _FORMATS[model.dtype]
     matrices = tuple(_matrices(config, layer, prefix, sizes, kind))
     n_bytes = sum(sizes.n_bytes(prefix + name, p) for name, p in layer.named_parameters())
@@ -185,22 +182,9 @@ def _matrices(
         n_out, n_in = parameter.shape[-2:]
         n_matrices = math.prod(parameter.shape[:-2])
         is_expert = parameter.ndim > 2 and "expert" in name
-        n_active = _experts_used(config, n_matrices) if is_expert else n_matrices
+        n_active = experts_per_token(config, n_matrices) if is_expert else n_matrices
         n_bytes = sizes.n_bytes(prefix + name, parameter)
         yield Matrix(_role(name), n_in, n_out, n_bytes, kind, n_matrices, n_active)
-
-
-def _experts_used(config: PreTrainedConfig, n_experts: int) -> int:
-    for key in ("num_experts_per_tok", "moe_topk", "moe_k"):
-        value: Any = declared(config, key)
-        if isinstance(value, int):
-            if not 1 <= value <= n_experts:
-                raise UnsupportedModel(f"{key} is {value}, must be 1 to {n_experts}, all experts")
-            return value
-    raise UnsupportedModel(
-        f"{config.model_type}: the config does not say how many experts a token uses, so its "
-        "arithmetic cannot be counted"
-    )
 
 
 def _role(name: str) -> str:
