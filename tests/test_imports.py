@@ -62,6 +62,7 @@ SUBPACKAGES = {
         "cuda shapes",
         "hf llama",
         "checkpoint gguf kv",
+        "recurrent",
         "attention feedforward packed",
         "ggml",
         "timing",

@@ -32,12 +32,16 @@ from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
 from backends.packed.twelve_bits import TwelveBits
+from backends.recurrent.states import SNAPSHOTS
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
+_FED_COPIES = 2
+"""Copies of what a node feeds to recurrent layers: its own, and joined with those of other nodes
+while a layer computes them."""
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
 """List of (share of the layers' bytes, seconds per byte to decode it)."""
 
@@ -62,7 +66,7 @@ class HfSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
-        self.can_use_gpu = not self.experts
+        self.can_use_gpu = not self.experts and not self.model.recurrences
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
         if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
             self.warnings += decoding_warnings()
@@ -98,6 +102,12 @@ class HfSource(ModelSource):
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         num_tokens = ctx_size + max_nodes + self.exactness.min_batch_tokens
         return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
+
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        return (
+            n_sequences * SNAPSHOTS * self.model.state_bytes
+            + max_nodes * _FED_COPIES * self.model.fed_bytes_per_token
+        )
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)

@@ -44,6 +44,8 @@ def scarce(kind: Kind, family: str, *, is_exact: bool = True) -> RecoveringBacke
         ("torch-resident", "minicpm3", False, 10),
         ("torch-resident", "bloom", False, 10),
         ("torch-streamed", "llama", True, 12),
+        ("torch-streamed", "qwen3.5", True, 12),
+        ("torch-resident", "bamba", True, 12),
         ("device", "llama", True, 12),
         pytest.param("llama-resident", "llama", True, 50, marks=pytest.mark.gguf),
         pytest.param("llama-resident", "gemma2", True, 50, marks=pytest.mark.gguf),
