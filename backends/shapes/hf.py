@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.config import (
@@ -101,6 +102,7 @@ def shape_of(
     named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     head_name = next(key for key, parameter in named.items() if parameter is weight)
     non_layer = {match.shared.get(key, key) for key in named if not key.startswith(name + ".")}
+    projections = _projections(model, name + ".", sizes)
     if declared(config, "kv_lora_rank"):
         notes += ("latent attention: keys and values are counted as if expanded for new rows only",)
     return ModelShape(
@@ -121,7 +123,19 @@ def shape_of(
         activation_bytes=dtype.itemsize,
         process_bytes=_PROCESS_BYTES,
         notes=notes,
+        projections=tuple(projections),
     )
+
+
+def _projections(model: PreTrainedModel, layers: str, sizes: _Sizes) -> Iterator[Matrix]:
+    """Yield the linear modules beside the layers, without the head."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_beside = module is not head and not name.startswith(layers)
+        if is_beside and isinstance(module, nn.Linear | Conv1D):
+            n_bytes = sizes.n_bytes(f"{name}.weight", module.weight)
+            n_out, n_in = module.weight.shape
+            yield Matrix(OTHER, n_in, n_out, n_bytes, _FORMATS[model.dtype])
 
 
 def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
@@ -167,7 +181,8 @@ def _layer(
     config = language_config(model.config)
     kind = _FORMATS[model.dtype]
     matrices = tuple(_matrices(config, layer, prefix, sizes, kind))
-    n_bytes = sum(sizes.n_bytes(prefix + name, p) for name, p in layer.named_parameters())
+    stored = {**dict(layer.named_parameters()), **layer.state_dict()}  # with saved buffers
+    n_bytes = sum(sizes.n_bytes(prefix + name, tensor) for name, tensor in stored.items())
     attention = _attention(config, layer, layer_window(model, number), model.dtype)
     return LayerShape(matrices, attention, n_bytes)
 
