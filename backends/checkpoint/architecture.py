@@ -84,6 +84,8 @@ def _runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         text.quantization_config = quantisation
+    # Ties without effect where the checkpoint has a head of its own (matching.py).
+    text.tie_word_embeddings |= config.tie_word_embeddings
     return text
 
 

@@ -24,8 +24,9 @@ from backends.recurrent.functions import is_mixer
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
+_CHUNKED = "chunked_attention"
 KNOWN_LAYERS = frozenset(
-    "full_attention sliding_attention attention indexed_attention "
+    "full_attention sliding_attention chunked_attention attention indexed_attention "
     "linear_attention conv mamba hybrid mlp moe".split()
 )
 """Layer types of configs that can be streamed and rolled back."""
@@ -133,12 +134,23 @@ def context_limit(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
-    return min(int(limit), sparse_limit(config) or int(limit))
+    return min(int(limit), *(int(n or limit) for n in _attended(config)))
+
+
+def _attended(config: PreTrainedConfig) -> Iterator[int]:
+    """Yield the lengths up to which attention that leaves tokens out attends to all of them."""
+    yield sparse_limit(config) or 0
+    if _CHUNKED in (getattr(config, "layer_types", None) or ()):
+        yield config.attention_chunk_size
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4: from here on queries grow
+        yield int(config.floor_scale) - 1
+    yield declared(config, "keep_window_size") or 0  # Doge's dynamic mask
 
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module attends to keys and values, as the name of its class says."""
-    return "Attention" in type(module).__name__ and not is_mixer(module)
+    name = type(module).__name__
+    return "Attention" in name and not name.endswith("Layer") and not is_mixer(module)
 
 
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
@@ -163,7 +175,7 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())
     heads = config.num_attention_heads
     head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
-    kv_heads = declared(config, "num_key_value_heads") or heads
+    kv_heads = cached_heads(config, attention[0]) if attention else heads
     return int(2 * kv_heads * (head_dim or config.hidden_size // heads))
 
 
@@ -190,7 +202,15 @@ def head_shape(config: PreTrainedConfig, layer: nn.Module) -> HeadShape:
     if isinstance(key, nn.Linear) and groups:
         n_kv_heads = key.out_features // dim
         return HeadShape(n_kv_heads * groups, n_kv_heads, dim, dim)
-    return HeadShape(heads, int(declared(config, "num_key_value_heads") or heads), dim, dim)
+    return HeadShape(heads, cached_heads(config, attention), dim, dim)
+
+
+def cached_heads(config: PreTrainedConfig, attention: nn.Module | None) -> int:
+    """Return the number of KV heads that are cached where the config's figures decide."""
+    heads = declared(config, "num_key_value_heads") or config.num_attention_heads
+    if getattr(attention, "multi_query", False) and not declared(config, "new_decoder_architecture"):
+        return 1  # Falcon; its later architecture repeats keys before it caches them
+    return int(heads)
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:

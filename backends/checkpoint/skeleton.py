@@ -17,6 +17,7 @@ from backends.checkpoint.architecture import attentive_class, language_config, n
 from backends.checkpoint.buffer_sizes import refuse_absurd_buffers
 from backends.contract.backend import UnsupportedModel, one_line
 from backends.feedforward.experts import ONE_BY_ONE
+from backends.feedforward.llama4 import use_standard_experts
 from backends.feedforward.records import refuse_other_mixtures
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
@@ -32,6 +33,7 @@ _MAX_PARAMETERS = 2**14
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model as `build_model` does; raise UnsupportedModel if it cannot be streamed."""
     model = build_model(config, dtype)
+    use_standard_experts(model)
     refuse_other_mixtures(config.model_type, model)
     return model
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -74,11 +74,16 @@ def use_fast_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Make a model's linear layers use `linear_of` on a CPU, and compute MIN_OUTPUTS or more."""
     is_fast = linear_of(dtype) is nn.functional.linear
     for module in model.modules():
-        if type(module) is nn.Linear and (not is_fast or module.out_features == 1):
+        if is_plain(module) and (not is_fast or module.out_features == 1):
             module.forward = partial(_forward, module)
 
 
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module computes a linear layer and nothing else."""
+    return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
+
+
+def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
     if module.out_features > 1 or not x.is_cpu:
         return linear(x, module.weight, module.bias)

@@ -130,9 +130,10 @@ class HfModel:
 
     @property
     def takes_whole_cache(self) -> bool:
-        """Whether attention on a CPU is given the whole cache. Families that compute keys from the
-        cached values (latent attention) are given the keys of the pass in order instead."""
-        return self.takes_blocks and not declared(self.config, "kv_lora_rank")
+        """Whether attention on a CPU is given the whole cache. Families that compute with what is
+        cached (latent attention, Doge) are given the keys of the pass in order instead."""
+        computes = any(declared(self.config, name) for name in ("kv_lora_rank", "keep_window_size"))
+        return self.takes_blocks and not computes
 
     @property
     def converted_bytes(self) -> int:

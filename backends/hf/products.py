@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from backends.checkpoint.records import packed_by_module, packed_module
-from backends.feedforward.linear import MIN_OUTPUTS
+from backends.feedforward.linear import MIN_OUTPUTS, is_plain
 from backends.feedforward.records import is_experts, stacked_parts
 from backends.feedforward.routing import is_router
 from backends.hf.model import HfModel
@@ -65,7 +65,9 @@ def products_of(model: HfModel) -> Iterator[Product]:
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
             for n in at_a_time.get(id(module), [n_out]):
                 n_tried = _n_tried(n if n > 1 else MIN_OUTPUTS)
-                yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+                is_torch = not is_transposed and not is_plain(module)
+                has_bias = module.bias is not None
+                yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
 
 
 def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:

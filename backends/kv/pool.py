@@ -239,7 +239,7 @@ def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> i
 def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Allocate rows like `states`, [1, heads, num_tokens, dim]."""
     shape = (1, states.shape[1], num_tokens, states.shape[3])
-    if states.device.type != "cpu":
+    if states.device.type != "cpu" or 0 in shape:  # no rotary part (Mistral Large 4)
         return torch.empty(shape, dtype=states.dtype, device=states.device)
     n_numbers = math.prod(shape)
     n_bytes = n_numbers * states.dtype.itemsize
