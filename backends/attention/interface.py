@@ -32,7 +32,7 @@ the flag that says it."""
 _SINKS = "s_aux"
 _WITHOUT_EFFECT = frozenset(
     "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
-    "output_router_logits logits_to_keep indices".split()
+    "output_router_logits logits_to_keep indices block_indices".split()
 )
 """Arguments of families that change nothing here: dropout is for training, the mask says which keys
 a row sees, queries and keys include positions already, contexts are no longer than what the indices

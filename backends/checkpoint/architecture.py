@@ -50,7 +50,11 @@ def sparse_limit(config: PreTrainedConfig) -> int | None:
 
     Up to this length of the context it attends to all tokens, and its indexer decides nothing.
     """
-    limit = getattr(config, "index_topk", None) if hasattr(type(config), "index_topk") else None
+    tokens, blocks, size = (
+        getattr(config, name, None) if hasattr(type(config), name) else None
+        for name in ("index_topk", "index_topk_blocks", "index_block_size")
+    )
+    limit = tokens or (blocks and size and blocks * size)
     return int(limit) if limit else None
 
 

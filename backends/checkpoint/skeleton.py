@@ -110,8 +110,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, tuple[nn.Module, ...]]:
     config = language_config(model.config)
     decoder, n_layers = model.get_decoder(), config.num_hidden_layers
     kind = f"{config.model_type} is not supported:"
+    inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
+    parts = [child for module in (decoder, *inner) for child in module.children()]
     for name, module in model.named_modules():
         is_stack = isinstance(module, nn.ModuleList) and len(module) == n_layers
-        if is_stack and any(module is child for child in decoder.children()):
+        if is_stack and any(module is part for part in parts):
             return name, tuple(module)
     raise UnsupportedModel(f"{kind} its {n_layers} layers are not one list in its decoder")

@@ -147,7 +147,8 @@ class LayerRunner:
         return {**dict(list(positional.items())[1:]), **kwargs}
 
     def _in_chunks(self, state: PassState, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        num_tokens = hidden.shape[-2]
+        axis = token_axis(hidden)
+        num_tokens = hidden.shape[axis]
         chunks = state.chunks(num_tokens)
         if len(chunks) == 1:
             return self._forward(hidden, **self._adapt(state, kwargs, 0, num_tokens))
@@ -155,11 +156,10 @@ class LayerRunner:
         for start, end in chunks:
             state.check_cancel()
             rows = {key: slice_rows(arg, start, end, num_tokens) for key, arg in kwargs.items()}
-            output = self._forward(
-                hidden[..., start:end, :], **self._adapt(state, rows, start, end)
-            )
+            part = hidden.narrow(axis, start, end - start)
+            output = self._forward(part, **self._adapt(state, rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
-        joined = torch.cat(outputs, dim=-2)
+        joined = torch.cat(outputs, dim=axis)
         return (joined, *output[1:]) if isinstance(output, tuple) else joined
 
     def _adapt(
@@ -178,6 +178,16 @@ class LayerRunner:
         if state.alibi is not None and "alibi" in adapted:
             adapted["alibi"] = state.alibi(end)
         return adapted
+
+
+def token_axis(hidden: torch.Tensor) -> int:
+    """Return the axis of the tokens in the input of a layer.
+
+    Some families have several streams: [1, tokens, streams, hidden] (hyper-connections), or
+    [streams, 1, tokens, hidden] (Gemma 3n).
+    """
+    has_streams_after = hidden.ndim == 4 and hidden.shape[0] == 1
+    return 1 if has_streams_after else hidden.ndim - 2
 
 
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
