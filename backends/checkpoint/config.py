@@ -39,7 +39,12 @@ _OF_CALLS = {
 """Options of the forward call that some config.json set, and the values that we need."""
 # Families whose masks, biases or position embeddings use the row in the cache, which for the nodes
 # of a tree is not their position.
-POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
+_POSITION_BY_ROW = "it takes a row's place for its position"
+_REFUSED = {
+    **dict.fromkeys(("gpt_neo", "mpt", "trocr"), _POSITION_BY_ROW),
+    "minimax": "its lightning attention keeps a state of a kind of its own; take a GGUF file of it",
+}
+"""Families that are refused by name, and why."""
 # RoPE types whose factors depend on the longest position of a pass, so a token's logits would
 # depend on what else is verified with it; below the original length they do not.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -116,8 +121,8 @@ def _refuse_config(whole: PreTrainedConfig) -> None:
     config = language_config(whole)
     if not getattr(config, "num_hidden_layers", 0):
         raise CheckpointError(f"the {kind} config has no layers")
-    if config.model_type in POSITION_BY_ROW:
-        raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
+    if config.model_type in _REFUSED:
+        raise UnsupportedModel(f"{kind} is not supported: {_REFUSED[config.model_type]}")
     other = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if other:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")

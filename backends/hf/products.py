@@ -28,6 +28,7 @@ class Product:
     is_transposed: the weights are [in, out], as in GPT-2.
     is_float32: computed in float32, whatever the model's dtype.
     is_torch: always computed by torch, as the family's code does for routers.
+    is_left: the weights are the left factor and tokens are columns, as for Mamba's time steps.
     """
 
     n_in: int
@@ -36,6 +37,7 @@ class Product:
     is_transposed: bool
     is_float32: bool = False
     is_torch: bool = False
+    is_left: bool = False
 
 
 class UnknownProduct(Exception):
@@ -46,6 +48,10 @@ def products_of(model: HfModel) -> Iterator[Product]:
     at_a_time = _outputs_at_a_time(model)
     for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
+            steps = getattr(module, "dt_proj", None)
+            if isinstance(steps, nn.Linear) and is_mixer(module):
+                n_out, n_in = steps.weight.shape
+                yield Product(n_in, _n_tried(n_out), False, False, is_torch=True, is_left=True)
             if is_experts(module):
                 yield from products_of_experts(module)
                 continue

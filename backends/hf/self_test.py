@@ -127,6 +127,8 @@ def min_batch_tokens_of_product(
 
     def run(start: int, num_tokens: int) -> torch.Tensor:
         x = rows[start : start + num_tokens]
+        if product.is_left:
+            return (weight @ x[None].transpose(1, 2))[0].T
         if product.is_transposed:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]

@@ -104,6 +104,15 @@ _VISION: dict[str, Any] = {
     "vocab_size": 16,
 }
 _TOKENS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MROPE = "glm46v glm4v glm_ocr glmga qwen2_5_vl qwen2_vl qwen2_5_omni_thinker".split()
+"""Families whose rotary embeddings are in sections for time, height and width."""
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
@@ -113,8 +122,34 @@ _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
+    "deepseek_v2": _ROUTED,
+    "dots1": {**_ROUTED, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"] * 2}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "use_mem_rope": False},
+    "zaya": {"num_experts_per_tok": 1},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24]}},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
+    "step3p7": {"text_config": {"sliding_window": 6}},
+    "molmo2": {"vision_config": {"image_size": [28, 28]}},
+    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    **{name: {"text_config": {"rope_parameters": _rope(1, 1, 2)}} for name in _MROPE},
+    "glm4v_moe": {"text_config": {"rope_parameters": _rope(1, 1, 0)}},
 }
-"""Values that single families need."""
+"""Values that single families need; a part's are added to its others."""
 
 
 def tiny_config(model_type: str) -> Any:
@@ -128,7 +163,9 @@ def tiny_config(model_type: str) -> Any:
     values |= {name: VOCAB - 1 for name in _TOKENS if hasattr(whole, name)}
     if "text_config" in values:
         values = {k: v for k, v in values.items() if k.endswith("_config") or k in _TOKENS}
-    return AutoConfig.for_model(model_type, **{**values, **_OWN.get(model_type, {})})
+    for name, own in _OWN.get(model_type, {}).items():
+        values[name] = {**values[name], **own} if isinstance(values.get(name), dict) else own
+    return AutoConfig.for_model(model_type, **values)
 
 
 def _declared(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:

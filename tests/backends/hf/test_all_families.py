@@ -43,7 +43,7 @@ def expected_logits(model: Any, token_ids: list[int]) -> np.ndarray:
     return logits
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except(10)
 @pytest.mark.parametrize("family", EXACT)
 def test_it_has_transformers_logits_and_the_bits_of_one_token_per_pass(
     family: str, tmp_path: Path
@@ -68,7 +68,7 @@ def test_it_has_transformers_logits_and_the_bits_of_one_token_per_pass(
     assert hf_shape(tmp_path).vocab_size == backend.vocab_size
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_refused_says_why(family: str, tmp_path: Path) -> None:
     save_tiny_family(family, tmp_path)
