@@ -90,7 +90,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
         try:
             with weights.computing():
-                bind(model.non_layer_tensors, weights.non_layer, model.dtype)
+                resident = [b for b in model.non_layer_tensors if b.record.name in weights.non_layer]
+                bind(resident, weights.non_layer, model.dtype)
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.non_layer_tensors)

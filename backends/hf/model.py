@@ -108,7 +108,7 @@ class HfModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().out_features)
+        return int(self.model.get_output_embeddings().weight.shape[0])  # tied: those of the tokens
 
     @property
     def max_context(self) -> int:

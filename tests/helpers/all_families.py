@@ -54,7 +54,9 @@ _ENCODER = "is an encoder"
 REFUSED = {
     **dict.fromkeys("bert camembert electra ernie roberta xlm-roberta".split(), _ENCODER),
     **dict.fromkeys("falcon_mamba mamba mamba2 openai-gpt rwkv xlm".split(), _NO_KV),
-    **dict.fromkeys("cpmant git hrm_text marian mbart modernbert-decoder whisper".split(), _ONE_LIST),
+    **dict.fromkeys(
+        "cpmant git hrm_text marian mbart modernbert-decoder whisper".split(), _ONE_LIST
+    ),
     **dict.fromkeys("jetmoe longcat_flash step3p7".split(), _OWN_EXPERTS),
     "aria_text": "not known with tensors of its own per expert",
     "deepseek_v4": "compressed_sparse_attention",
