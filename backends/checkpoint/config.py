@@ -212,10 +212,10 @@ def head_shape(config: PreTrainedConfig, layer: nn.Module) -> HeadShape:
 
 def cached_heads(config: PreTrainedConfig, attention: nn.Module | None) -> int:
     """Return the number of KV heads that are cached where the config's figures decide."""
-    heads = declared(config, "num_key_value_heads") or config.num_attention_heads
-    if getattr(attention, "multi_query", False) and not declared(config, "new_decoder_architecture"):
-        return 1  # Falcon; its later architecture repeats keys before it caches them
-    return int(heads)
+    repeats = declared(config, "new_decoder_architecture")  # Falcon: keys, before it caches them
+    if getattr(attention, "multi_query", False) and not repeats:
+        return 1
+    return int(declared(config, "num_key_value_heads") or config.num_attention_heads)
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:

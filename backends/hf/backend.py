@@ -29,7 +29,7 @@ from backends.contract.store import NewTokens
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
-from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind
+from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, in_memory
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.packed_forward import unbind
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
@@ -90,8 +90,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
         try:
             with weights.computing():
-                resident = [b for b in model.non_layer_tensors if b.record.name in weights.non_layer]
-                bind(resident, weights.non_layer, model.dtype)
+                own = weights.non_layer
+                bind(in_memory(model.non_layer_tensors, own), own, model.dtype)
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.non_layer_tensors)

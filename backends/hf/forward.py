@@ -92,7 +92,7 @@ def run_model(
 def _rows_of_head(model: PreTrainedModel, logit_rows: torch.Tensor) -> Iterator[dict[str, Any]]:
     """Yield the options with which a model computes logits of these rows alone; the head of a
     family that has no such option is given these rows."""
-    if _has_logits_to_keep(type(model)):
+    if _has_logits_to_keep(type(model).__module__):
         yield {"logits_to_keep": logit_rows}
         return
     hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -105,8 +105,8 @@ def _rows_of_head(model: PreTrainedModel, logit_rows: torch.Tensor) -> Iterator[
 
 
 @cache
-def _has_logits_to_keep(architecture: Any) -> bool:
-    return "logits_to_keep" in inspect.getsource(sys.modules[architecture.__module__])
+def _has_logits_to_keep(family: str) -> bool:
+    return "logits_to_keep" in inspect.getsource(sys.modules[family])
 
 
 def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:

@@ -190,6 +190,11 @@ def token_axis(hidden: torch.Tensor) -> int:
     return 1 if has_streams_after else hidden.ndim - 2
 
 
+def in_memory(bound: Sequence[BoundTensor], tensors: RawTensors) -> list[BoundTensor]:
+    """Return those that are in memory; the rows of others are read when they are needed."""
+    return [target for target in bound if target.record.name in tensors]
+
+
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
     """Make the modules' parameters views of `tensors`."""
     views: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places

@@ -33,7 +33,7 @@ from backends.checkpoint.config import (
 )
 from backends.checkpoint.kinds import refuse_score_head
 from backends.checkpoint.layer_count import check_layers_used
-from backends.checkpoint.matching import TensorMatch, match_tensors
+from backends.checkpoint.matching import match_tensors
 from backends.checkpoint.quantised import packed_tensors, quantisation_of
 from backends.checkpoint.records import (
     TORCH_DTYPES,
@@ -49,13 +49,8 @@ from backends.checkpoint.skeleton import build_skeleton, decoder_layers, kept_in
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import batch_invariant_functions
 from backends.feedforward.linear import use_fast_products
-from backends.feedforward.records import (
-    expert_modules,
-    experts_per_token,
-    find_experts,
-    is_experts,
-    stacked_parts,
-)
+from backends.feedforward.records import expert_modules, stacked_parts
+from backends.hf.expert_records import experts_by_layer
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from backends.recurrent.functions import use_recurrences
@@ -297,7 +292,7 @@ def match_checkpoint(
     fill_buffers(model, match, directory)
     batch_invariant_functions(model)
     use_fast_products(model, dtype)
-    modules, experts = _experts(model, layers_name, layers, match, directory)
+    modules, experts = experts_by_layer(model, layers_name, layers, match, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
         raise UnsupportedModel(
             f"{directory}: its experts are packed or quantised, and experts are read as they are: "
@@ -325,32 +320,3 @@ def _recurrences(
     if not use_recurrences(model, layers):
         return {}
     return measure_states(layers, language_config(model.config).hidden_size, dtype)
-
-
-def _experts(
-    model: PreTrainedModel,
-    layers_name: str,
-    layers: tuple[nn.Module, ...],
-    match: TensorMatch,
-    directory: Path,
-) -> tuple[tuple[nn.Module | None, ...], tuple[LayerExperts | None, ...]]:
-    """Return (the module that computes the experts, the experts) per layer; ((), ()) if dense."""
-    modules: list[nn.Module | None] = []
-    experts: list[LayerExperts | None] = []
-    for index, layer in enumerate(layers):
-        matches = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
-        name, module = matches[0] if matches else ("", None)
-        modules.append(module)
-        experts.append(
-            None
-            if module is None
-            else find_experts(
-                f"{layers_name}.{index}.{name}",
-                module,
-                experts_per_token(language_config(model.config), len(module.down_proj)),
-                match.find,
-                lambda record, shape: check_record(record, shape, record.name, directory),
-                str(directory),
-            )
-        )
-    return (tuple(modules), tuple(experts)) if any(experts) else ((), ())
