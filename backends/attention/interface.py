@@ -32,11 +32,13 @@ the flag that says it."""
 _SINKS = "s_aux"
 _WITHOUT_EFFECT = frozenset(
     "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
-    "output_router_logits logits_to_keep indices block_indices".split()
+    "output_router_logits logits_to_keep".split()
 )
+_SELECTIONS = frozenset({"indices", "block_indices"})
+"""Arguments with what sparse attention selects: without effect from an indexer that was replaced,
+which selects every token and gives a name instead of a tensor."""
 """Arguments of families that change nothing here: dropout is for training, the mask says which keys
-a row sees, queries and keys include positions already, contexts are no longer than what the indices
-of sparse attention select, and the others are for other modules."""
+a row sees, queries and keys include positions already, and the others are for other modules."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
 """Functions that run only with transformers' own eager attention (GPT-2)."""
 
@@ -68,7 +70,7 @@ def attention(
     return output, None
 
 
-_KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
+_KNOWN = _WITHOUT_EFFECT | _SELECTIONS | set(inspect.signature(attention).parameters)
 
 
 @functools.cache
@@ -144,7 +146,8 @@ def _check_arguments(
     if not mask.fits(key):
         raise BackendError(f"{name} has keys {list(key.shape)}, its mask is for others")
     for argument, value in kwargs.items():
-        if value is not None and argument not in _KNOWN:
+        is_selection = argument in _SELECTIONS and not isinstance(value, str)
+        if value is not None and (is_selection or argument not in _KNOWN):
             raise BackendError(
                 f"{name} has {argument}, which this attention lacks: run the model as GGUF"
             )

@@ -77,8 +77,8 @@ def bound_copies(bound: Iterable[BoundTensor], dtype: torch.dtype) -> int:
     by_name = {item.record.name: item for item in bound if not item.parts}.values()
     n_joined = sum(item.computed_bytes for item in bound if item.parts)
     wide = (item.record for item in by_name if item.is_float32)
-    others = (item.record for item in by_name if not item.is_float32)
-    return n_joined + converted_bytes(wide, torch.float32) + converted_bytes(others, dtype)
+    plain = (item.record for item in by_name if not item.is_float32)
+    return n_joined + converted_bytes(wide, torch.float32) + converted_bytes(plain, dtype)
 
 
 def joined(record: TensorRecord, parts: Sequence[TensorRecord]) -> TensorRecord:

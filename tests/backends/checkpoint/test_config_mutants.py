@@ -93,8 +93,6 @@ def test_checkpoints_are_loaded_and_run_or_refused(tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3n_text", {}, "set of layer types"),
-    ("gemma3n", {}, "set of layer types"),
-    ("dots3_note_text", {}, "indexed_attention layers"),
     ("ctrl", {"n_positions": 10**9}, "asks for tables of"),
     ("gptj", {"n_positions": 10**8}, "asks for tables of"),
     ("codegen", {"n_positions": 10**7}, "asks for tables of|can be built"),
