@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,10 +31,15 @@ def tables_of(model: HfModel) -> Iterator[BoundTensor]:
     of_tokens = (b.record.n_bytes for b in model.non_layer_tensors if b.module is tokens)
     n_bytes = max(of_tokens, default=0)
     for bound in model.non_layer_tensors:
-        is_table = isinstance(bound.module, nn.Embedding) and bound.module is not tokens
+        is_table = _is_of_ids(bound.module) and bound.module is not tokens
         is_single = names.count(bound.record.name) == 1 and not bound.parts
         if is_table and is_single and bound.record.n_bytes >= n_bytes > 0:
             yield bound
+
+
+def _is_of_ids(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that is given ids alone; OPT's positions are not."""
+    return isinstance(module, nn.Embedding) and len(signature(type(module).forward).parameters) == 2
 
 
 def resident_records(model: HfModel) -> list[TensorRecord]:
