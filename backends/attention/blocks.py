@@ -150,6 +150,10 @@ class BlockedMask:
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups)
 
+    def __getitem__(self, index: object) -> BlockedMask:
+        """Return the mask itself: families slice it for an indexer, which does not look at it."""
+        return self
+
     def fits(self, key: torch.Tensor) -> bool:
         """Return whether the mask is for keys of this shape."""
         has_all = key.shape[2] >= self.n_keys if self.is_of_cache else key.shape[2] == self.n_keys

@@ -26,11 +26,17 @@ KEYS_BY_ROW = "specdec"
 KeyMask: TypeAlias = BlockedMask | SegmentedMask
 _ATTENTIVE_CLASS = re.compile(r"^(?!.*Vision).*(Attention|Layer$|Block$)")
 """Attention and layer classes of the language model; the same file may have a vision tower."""
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
+"""Call by which families take their attention from transformers' interface; hybrids do so without
+the flag that says it."""
 _SINKS = "s_aux"
 _WITHOUT_EFFECT = frozenset(
     "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
-    "output_router_logits".split()
+    "output_router_logits logits_to_keep".split()
 )
+_SELECTIONS = frozenset({"indices", "block_indices"})
+"""Arguments with what sparse attention selects: without effect from an indexer that was replaced,
+which selects every token and gives a name instead of a tensor."""
 """Arguments of families that change nothing here: dropout is for training, the mask says which keys
 a row sees, queries and keys include positions already, and the others are for other modules."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
@@ -64,7 +70,7 @@ def attention(
     return output, None
 
 
-_KNOWN = _WITHOUT_EFFECT | set(inspect.signature(attention).parameters)
+_KNOWN = _WITHOUT_EFFECT | _SELECTIONS | set(inspect.signature(attention).parameters)
 
 
 @functools.cache
@@ -74,11 +80,11 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
     It must take its attention from transformers' interface, pass the mask on unchanged, and add
     nothing to plain attention but a softcap or sinks.
     """
-    if not architecture._supports_attention_backend:
-        return False
     try:
         source = inspect.getsource(sys.modules[architecture.__module__])
     except (OSError, TypeError):
+        return False
+    if not architecture._supports_attention_backend and _INTERFACE not in source:
         return False
     if not architecture._supports_sdpa and not has_softcap and f"{_SINKS}=" not in source:
         return False
@@ -91,10 +97,22 @@ def hands_mask_on(architecture: type[PreTrainedModel], has_softcap: bool) -> boo
 def _nodes(tree: ast.AST) -> list[ast.AST]:
     """Return all nodes of a syntax tree, without functions that are never reached."""
     nodes = [tree]
+    if _is_for_others(tree) or _is_of_indexer(tree):
+        return nodes + [node for child in getattr(tree, "orelse", ()) for node in _nodes(child)]
     for child in ast.iter_child_nodes(tree):
         if not isinstance(child, ast.FunctionDef) or child.name not in _EAGER_ONLY:
             nodes += _nodes(child)
     return nodes
+
+
+def _is_for_others(node: ast.AST) -> bool:
+    """Return whether code is a branch for other attention implementations, by their names."""
+    return isinstance(node, ast.If) and "_attn_implementation in" in ast.unparse(node.test)
+
+
+def _is_of_indexer(node: ast.AST) -> bool:
+    """Return whether code calls the indexer of sparse attention, which is replaced."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "self.indexer"
 
 
 def _looks_into_mask(node: ast.AST) -> bool:
@@ -128,7 +146,8 @@ def _check_arguments(
     if not mask.fits(key):
         raise BackendError(f"{name} has keys {list(key.shape)}, its mask is for others")
     for argument, value in kwargs.items():
-        if value is not None and argument not in _KNOWN:
+        is_selection = argument in _SELECTIONS and not isinstance(value, str)
+        if value is not None and (is_selection or argument not in _KNOWN):
             raise BackendError(
                 f"{name} has {argument}, which this attention lacks: run the model as GGUF"
             )

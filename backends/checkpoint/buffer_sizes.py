@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from backends.checkpoint.architecture import language_config, new_model
 from offload.formats.tensors import CheckpointError
 from offload.units import GIB, format_bytes
 
@@ -31,7 +32,7 @@ def refuse_absurd_buffers(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     largest = max(_values(config.to_dict()), default=0)
     if largest <= _USUAL_VALUE:
         return
-    model, n_layers = _one_layer(config, dtype), int(config.num_hidden_layers)
+    model, n_layers = _one_layer(config, dtype), int(language_config(config).num_hidden_layers)
     outside, inside = 0, 0
     for name, buffer in model.named_buffers():
         is_of_layer = any(part.isdigit() for part in name.split("."))
@@ -54,10 +55,10 @@ def _one_layer(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     shallow = copy.deepcopy(config)
     with torch.device("meta"):
         try:
-            shallow.num_hidden_layers = 1
-            return AutoModelForCausalLM.from_config(shallow, dtype=dtype)
+            language_config(shallow).num_hidden_layers = 1
+            return new_model(shallow, dtype=dtype)
         except Exception:  # lists with a value per layer that no longer fit
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+            return new_model(copy.deepcopy(config), dtype=dtype)
 
 
 def _values(value: Any) -> Iterator[int]:

@@ -12,18 +12,24 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.checkpoint.architecture import architecture_of, language_config, sparse_limit
 from backends.checkpoint.kinds import refuse_other_kinds
 from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
 from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.recurrent.functions import is_mixer
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_CHUNKED = "chunked_attention"
+KNOWN_LAYERS = frozenset(
+    "full_attention sliding_attention chunked_attention attention indexed_attention "
+    "linear_attention conv mamba hybrid mlp moe".split()
+)
+"""Layer types of configs that can be streamed and rolled back."""
 _OF_CALLS = {
     "output_attentions": False,
     "output_hidden_states": False,
@@ -33,7 +39,12 @@ _OF_CALLS = {
 """Options of the forward call that some config.json set, and the values that we need."""
 # Families whose masks, biases or position embeddings use the row in the cache, which for the nodes
 # of a tree is not their position.
-POSITION_BY_ROW = {"gpt_neo", "mpt", "trocr"}
+_POSITION_BY_ROW = "it takes a row's place for its position"
+_REFUSED = {
+    **dict.fromkeys(("gpt_neo", "mpt", "trocr"), _POSITION_BY_ROW),
+    "minimax": "its lightning attention keeps a state of a kind of its own; take a GGUF file of it",
+}
+"""Families that are refused by name, and why."""
 # RoPE types whose factors depend on the longest position of a pass, so a token's logits would
 # depend on what else is verified with it; below the original length they do not.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -64,8 +75,11 @@ def load_config(directory: Path) -> PreTrainedConfig:
         ) from error
     with config_faults(directory):
         _refuse_config(config)
-        check_figures(config)
-        _set_for_inference(config)
+        if getattr(language_config(config), "per_layer_attributes", None):
+            language_config(config).allow_global_per_layer_attribute_access = True
+        check_figures(language_config(config))
+        for part in {id(part): part for part in (config, language_config(config))}.values():
+            _set_for_inference(part)
     return config
 
 
@@ -98,35 +112,24 @@ def config_faults(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_config(config: PreTrainedConfig) -> None:
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+def _refuse_config(whole: PreTrainedConfig) -> None:
+    kind = whole.model_type
+    if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder: specdec runs causal decoders only")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{kind} has no causal language model in this transformers")
-    quantisation_of(config)
+    architecture = architecture_of(whole)
+    quantisation_of(whole)
+    config = language_config(whole)
     if not getattr(config, "num_hidden_layers", 0):
-        inner: Any = config.get_text_config()
-        n_inner: Any = getattr(inner, "num_hidden_layers", None)
-        if inner is not config and n_inner:
-            raise UnsupportedModel(
-                f"{kind} has a language model ({inner.model_type}) as a part beside others: take a "
-                "checkpoint of that part alone, or a GGUF file"
-            )
         raise CheckpointError(f"the {kind} config has no layers")
-    if kind in POSITION_BY_ROW:
-        raise UnsupportedModel(f"{kind} is not supported: it takes a row's place for its position")
-    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if config.model_type in _REFUSED:
+        raise UnsupportedModel(f"{kind} is not supported: {_REFUSED[config.model_type]}")
+    other = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if other:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
     if getattr(config, "alibi", False) and kind != "bloom":
         raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
-    forward = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward
-    if "past_key_values" not in signature(forward).parameters:
+    if "past_key_values" not in signature(architecture.forward).parameters:
         raise UnsupportedModel(f"{kind} keeps no keys and values: its passes cannot be rolled back")
-    if getattr(config, "per_layer_attributes", None):
-        unequal = ", ".join(sorted(config.per_layer_attributes))
-        raise UnsupportedModel(f"{kind} is not supported: {unequal} differs among its layers")
 
 
 def context_limit(config: PreTrainedConfig) -> int:
@@ -136,7 +139,23 @@ def context_limit(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit)
+    return min(int(limit), *(int(n or limit) for n in _attended(config)))
+
+
+def _attended(config: PreTrainedConfig) -> Iterator[int]:
+    """Yield the lengths up to which attention that leaves tokens out attends to all of them."""
+    yield sparse_limit(config) or 0
+    if _CHUNKED in (getattr(config, "layer_types", None) or ()):
+        yield config.attention_chunk_size
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4: from here on queries grow
+        yield int(config.floor_scale) - 1
+    yield declared(config, "keep_window_size") or 0  # Doge's dynamic mask
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module attends to keys and values, as the name of its class says."""
+    name = type(module).__name__
+    return "Attention" in name and not name.endswith("Layer") and not is_mixer(module)
 
 
 def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
@@ -145,18 +164,23 @@ def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
     Multi-head latent attention caches its compressed latent and the shared rotary key
     (DeepSeek-V2, section 2.1); other attention a key and a value for every KV head.
     """
+    attention = [module for module in layer.modules() if is_attention(module)]
+    if all(getattr(module, "is_kv_shared_layer", False) for module in attention):
+        return 0  # without attention, or with the keys and values of an earlier layer
     latent = declared(config, "kv_lora_rank")
     if latent:
         return int(latent + config.qk_rope_head_dim)
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
     kv_projections = (modules.get(name) for name in ("k_proj", "v_proj"))
     projections = [module for module in kv_projections if isinstance(module, nn.Linear)]
+    if projections and modules.get("v_proj") is None:  # values are computed from keys (Gemma 4)
+        projections *= 2
     if len(projections) == 2:
         return sum(int(projection.out_features) for projection in projections)
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())
     heads = config.num_attention_heads
     head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
-    kv_heads = declared(config, "num_key_value_heads") or heads
+    kv_heads = cached_heads(config, attention[0]) if attention else heads
     return int(2 * kv_heads * (head_dim or config.hidden_size // heads))
 
 
@@ -170,14 +194,28 @@ class HeadShape:
     value_dim: int
 
 
-def head_shape(config: PreTrainedConfig) -> HeadShape:
+def head_shape(config: PreTrainedConfig, layer: nn.Module) -> HeadShape:
+    """Return the heads of a decoder layer; the config's where its attention does not say."""
     heads = int(config.num_attention_heads)
     if declared(config, "kv_lora_rank"):
         key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         return HeadShape(heads, heads, int(key_dim), int(config.v_head_dim))
-    dim = int(declared(config, "head_dim") or config.hidden_size // heads)
-    kv_heads = declared(config, "num_key_value_heads") or heads
-    return HeadShape(heads, int(kv_heads), dim, dim)
+    attention = next(filter(is_attention, layer.modules()), None)
+    own_dim = getattr(attention, "head_dim", None) or declared(config, "head_dim")
+    dim = int(own_dim or config.hidden_size // heads)
+    key, groups = getattr(attention, "k_proj", None), getattr(attention, "num_key_value_groups", 0)
+    if isinstance(key, nn.Linear) and groups:
+        n_kv_heads = key.out_features // dim
+        return HeadShape(n_kv_heads * groups, n_kv_heads, dim, dim)
+    return HeadShape(heads, cached_heads(config, attention), dim, dim)
+
+
+def cached_heads(config: PreTrainedConfig, attention: nn.Module | None) -> int:
+    """Return the number of KV heads that are cached where the config's figures decide."""
+    repeats = declared(config, "new_decoder_architecture")  # Falcon: keys, before it caches them
+    if getattr(attention, "multi_query", False) and not repeats:
+        return 1
+    return int(declared(config, "num_key_value_heads") or config.num_attention_heads)
 
 
 def declared(config: PreTrainedConfig, name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from backends.checkpoint.architecture import language_config
 from backends.checkpoint.kinds import read_raw
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError
@@ -55,7 +56,7 @@ def check_layers_used(
     """
     bare = layers_name.removeprefix(model.base_model_prefix + ".")
     known = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
-    extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
+    extra = getattr(language_config(model.config), "num_nextn_predict_layers", None) or 0
     prefix = re.escape(model.base_model_prefix)
     ours = re.compile(rf"(?:{prefix}\.)*{re.escape(bare)}\.(\d+)\.")
     n_stored = n_layers

@@ -8,13 +8,14 @@ prefix missing or doubled, one tensor under two names. The rules are those of tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -35,6 +36,8 @@ class TensorMatch:
     """All tensors, by their names in the installed transformers."""
     shared: Mapping[str, str]
     """Parameter -> the parameter whose tensor it uses instead of its own."""
+    merged: Mapping[str, tuple[TensorRecord, ...]] = field(default_factory=dict)
+    """Parameters that the files have as several tensors, to be concatenated."""
     untied: tuple[tuple[str, str], ...] = ()
     """(parameter, parameter that the config ties it to) whose tensors exist and differ."""
 
@@ -77,7 +80,7 @@ def match_tensors(
         named,
         lambda name, other: have_same_bytes(named[name], named[other]),
     )
-    return TensorMatch(named, shared, untied)
+    return TensorMatch(named, shared, _merged(model, named), untied)
 
 
 def _has_todays_names(model: PreTrainedModel, known: Mapping[str, TensorRecord]) -> bool:
@@ -108,6 +111,29 @@ def _renamed(
                 "ambiguous, remove one of them or download it again"
             )
     return renamed
+
+
+def _merged(
+    model: PreTrainedModel, named: Mapping[str, TensorRecord]
+) -> dict[str, tuple[TensorRecord, ...]]:
+    """Return the tensors that transformers would concatenate into a parameter that is missing."""
+    missing = [name for name in model.state_dict() if name not in named]
+    merged = {}
+    for converter in get_model_conversion_mapping(model) if missing else ():
+        if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+            continue
+        operation, *more = converter.operations
+        if not isinstance(operation, Concatenate) or operation.dim or more:
+            continue
+        target, *sources = (
+            pattern.replace("\\.", ".")
+            for pattern in (*converter.target_patterns, *converter.source_patterns)
+        )
+        for name in missing:
+            parts = [named.get(name.replace(target, source)) for source in sources]
+            if target in name and all(parts):
+                merged[name] = tuple(part for part in parts if part is not None)
+    return merged
 
 
 class _Names:

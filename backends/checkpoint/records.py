@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,14 +27,20 @@ class BoundTensor:
     record: TensorRecord
     packed: PackedTensor | None = None
     """Stored form of a tensor that must be decoded; None for a plain tensor."""
+    is_float32: bool = False
+    """Whether it is computed in float32, whatever the model's dtype."""
+    parts: tuple[TensorRecord, ...] = ()
+    """Stored tensors that it is the concatenation of, if it is not stored as one."""
 
     @property
     def stored(self) -> tuple[TensorRecord, ...]:
-        return (self.record,) if self.packed is None else self.packed.parts
+        return self.parts or ((self.record,) if self.packed is None else self.packed.parts)
 
     @property
     def computed_bytes(self) -> int:
-        return self.record.n_bytes if self.packed is None else self.packed.decoded_bytes
+        if self.packed is not None:
+            return self.packed.decoded_bytes
+        return sum(part.n_bytes for part in self.parts or (self.record,))
 
 
 def packed_by_module(layer: Iterable[BoundTensor]) -> list[list[BoundTensor]]:
@@ -63,6 +69,24 @@ def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:
 def converted_bytes(records: Iterable[TensorRecord], dtype: torch.dtype) -> int:
     """Return the bytes of the copies that these tensors need."""
     return sum(math.prod(r.shape) * dtype.itemsize for r in records if not is_view(r, dtype))
+
+
+def bound_copies(bound: Iterable[BoundTensor], dtype: torch.dtype) -> int:
+    """Return the bytes of the copies that the tensors of modules need, each record once."""
+    bound = tuple(bound)
+    by_name = {item.record.name: item for item in bound if not item.parts}.values()
+    n_joined = sum(item.computed_bytes for item in bound if item.parts)
+    wide = (item.record for item in by_name if item.is_float32)
+    plain = (item.record for item in by_name if not item.is_float32)
+    return n_joined + converted_bytes(wide, torch.float32) + converted_bytes(plain, dtype)
+
+
+def joined(record: TensorRecord, parts: Sequence[TensorRecord]) -> TensorRecord:
+    """Return the record of the concatenation of `parts`; of `record` itself without any."""
+    if not parts:
+        return record
+    n_first = sum(part.shape[0] for part in parts)
+    return replace(record, shape=(n_first, *record.shape[1:]))
 
 
 def check_record(record: TensorRecord, shape: Sequence[int], name: str, directory: Path) -> None:

@@ -18,6 +18,8 @@ _OPTIONAL = (
     "num_key_value_heads num_nextn_predict_layers qk_nope_head_dim qk_rope_head_dim seq_length "
     "sliding_window v_head_dim"
 ).split()
+_BY_LAYER = "intermediate_size"
+"""Size that may differ among layers."""
 _REMEDY = "fix the config.json, or download the checkpoint again"
 
 
@@ -29,6 +31,8 @@ def check_figures(config: PreTrainedConfig) -> None:
         value: Any = getattr(config, name, None)
         if value is None and name in _OPTIONAL:
             continue
+        if name == _BY_LAYER and isinstance(value, (list, tuple)) and value:
+            value = next((item for item in value if type(item) is not int or item < 1), value[0])
         if isinstance(value, (list, tuple)):
             raise UnsupportedModel(
                 f"{kind} is not supported: {name} is a list, a value for each layer"

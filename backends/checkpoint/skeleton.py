@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backends.attention.interface import KEYS_BY_ROW, hands_mask_on
+from backends.checkpoint.architecture import attentive_class, language_config, new_model
 from backends.checkpoint.buffer_sizes import refuse_absurd_buffers
 from backends.contract.backend import UnsupportedModel, one_line
 from backends.feedforward.experts import ONE_BY_ONE
+from backends.feedforward.llama4 import use_standard_experts
 from backends.feedforward.records import refuse_other_mixtures
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
@@ -31,20 +33,20 @@ _MAX_PARAMETERS = 2**14
 def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model as `build_model` does; raise UnsupportedModel if it cannot be streamed."""
     model = build_model(config, dtype)
+    use_standard_experts(model)
     refuse_other_mixtures(config.model_type, model)
     return model
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model with real buffers and no weights, and our attention if the family can."""
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with _building, _parameters_on_meta():
             refuse_absurd_buffers(config, dtype)
-            model = AutoModelForCausalLM.from_config(
+            model = new_model(
                 config,
                 dtype=dtype,
-                attn_implementation=_attention(architecture, config),
+                attn_implementation=_attention(config),
                 experts_implementation=ONE_BY_ONE,
             ).eval()
     except SpecdecError:
@@ -57,9 +59,10 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def _attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+def _attention(config: PreTrainedConfig) -> str:
     """Return the fastest attention implementation that the family supports."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
+    architecture = attentive_class(config)
+    softcap = getattr(language_config(config), "attn_logit_softcapping", None)
     if hands_mask_on(architecture, bool(softcap)):  # type: ignore[arg-type]  # classes hash
         return KEYS_BY_ROW
     return "sdpa" if architecture._supports_sdpa and not softcap else "eager"
@@ -96,18 +99,21 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return a pattern of the parameters that transformers loads in float32 beside this dtype."""
+    patterns = model._get_dtype_plan(dtype)
+    return re.compile("|".join(p.replace("*", ".*") for p in patterns)) if patterns else None
+
+
 def decoder_layers(model: PreTrainedModel) -> tuple[str, tuple[nn.Module, ...]]:
     """Return the name of the model's list of decoder layers, and the layers."""
-    decoder, n_layers = model.get_decoder(), model.config.num_hidden_layers
-    kind = f"{model.config.model_type} is not supported:"
+    config = language_config(model.config)
+    decoder, n_layers = model.get_decoder(), config.num_hidden_layers
+    kind = f"{config.model_type} is not supported:"
+    inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
+    parts = [child for module in (decoder, *inner) for child in module.children()]
     for name, module in model.named_modules():
         is_stack = isinstance(module, nn.ModuleList) and len(module) == n_layers
-        if is_stack and any(module is child for child in decoder.children()):
-            attentive = [any("Attention" in type(m).__name__ for m in x.modules()) for x in module]
-            if not all(attentive):
-                raise UnsupportedModel(
-                    f"{kind} layer {attentive.index(False)} has no attention, "
-                    "and its state cannot be rolled back"
-                )
+        if is_stack and any(module is part for part in parts):
             return name, tuple(module)
     raise UnsupportedModel(f"{kind} its {n_layers} layers are not one list in its decoder")

@@ -65,6 +65,11 @@ class NodeTable:
         """Return the attention mask of live nodes from `start` on, bool [live - start, live]."""
         return self._ancestors[start:]
 
+    def rows_above(self) -> list[int]:
+        """Return the row of each live node's parent among them; -1 for the prefix."""
+        rows = self._rows()
+        return [rows.get(self.parents[node], -1) for node in self._ids]
+
     def path(self, node: int) -> list[int]:
         """Return the ids from the prefix down to a live node, including it."""
         path = []

@@ -48,7 +48,7 @@ class PrefixCache:
     def _forked(self, token_ids: list[int]) -> SequenceKV | None:
         best, length = None, 0
         for sequence in (*self._in_use, *self._cached):
-            n_common = common_length(list(sequence.committed_ids), token_ids)
+            n_common = sequence.restorable(common_length(sequence.committed_ids, token_ids))
             if n_common > length:
                 best, length = sequence, n_common
         return None if best is None else best.fork(length)
@@ -57,7 +57,8 @@ class PrefixCache:
         """Return how many of these tokens have KV in a sequence other than `apart_from`."""
         prefix = list(token_ids[:-1])
         remaining = [kv for kv in (*self._in_use, *self._cached) if kv is not apart_from]
-        return max((common_length(list(kv.committed_ids), prefix) for kv in remaining), default=0)
+        common = (kv.restorable(common_length(kv.committed_ids, prefix)) for kv in remaining)
+        return max(common, default=0)
 
     def ensure_capacity(self, sequence: SequenceKV, num_tokens: int) -> None:
         batch = [SequenceInput(sequence, [0] * max(1, num_tokens))]

@@ -46,6 +46,9 @@ class RecoverableKV(SequenceKV, Generic[Store]):
     def prune(self, nodes: Collection[int]) -> None:
         self._recovering(lambda: self.store.prune(nodes))
 
+    def restorable(self, length: int) -> int:
+        return self.store.restorable(length)
+
     def rollback(self, length: int) -> None:
         n_intact = length if 0 <= length <= self.n_committed else None
         self._recovering(lambda: self.store.rollback(length), n_intact)

@@ -110,9 +110,16 @@ class SequenceKV(ABC):
     def prune(self, nodes: Collection[int]) -> None:
         """Drop these live nodes and all nodes below them."""
 
+    def restorable(self, length: int) -> int:
+        """Return the largest prefix of at most `length` committed tokens that the KV can return to.
+
+        Less than `length` in models with recurrent layers, whose states are kept of few prefixes.
+        """
+        return length
+
     @abstractmethod
     def rollback(self, length: int) -> None:
-        """Cut the committed prefix to `length` tokens (absolute) and drop all live nodes."""
+        """Cut the committed prefix to `restorable(length)` tokens and drop all live nodes."""
 
     def cut_to(self, token_ids: Sequence[int]) -> list[int]:
         """Cut the committed prefix to what it shares with these tokens; return the missing ones.
@@ -123,7 +130,7 @@ class SequenceKV(ABC):
         n_common = common_length(list(self.committed_ids), tokens[:-1])
         if n_common < self.n_committed:
             self.rollback(n_common)
-        return tokens[n_common:]
+        return tokens[self.n_committed :]
 
     @abstractmethod
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
@@ -146,7 +153,8 @@ class SequenceKV(ABC):
 
     @abstractmethod
     def fork(self, length: int | None = None) -> SequenceKV:
-        """Return a sequence that begins with the first `length` committed tokens (None: all).
+        """Return a sequence that begins with the first `restorable(length)` committed tokens
+        (None: all).
 
         The two share its KV until one of them changes it (copy on write).
         """

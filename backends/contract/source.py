@@ -152,6 +152,11 @@ class ModelSource(ABC):
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         """Return the bytes of a KV cache of `ctx_size` tokens and `max_nodes` live nodes."""
 
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        """Return the bytes of the recurrent states of `n_sequences` that run at a time, as many
+        cached ones, and `max_nodes` live nodes; 0 without recurrent layers."""
+        return 0
+
     def with_cache_type(self, cache_type: str) -> ModelSource:
         """Return the same model with a KV cache in a format from `smaller_cache_types`."""
         raise ValueError(f"the KV cache cannot be {cache_type}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
@@ -22,6 +23,7 @@ from backends.hf.timing import measure_gpu_compute
 from backends.packed.device import device_buffer_bytes
 from backends.packed.timing import measure_gpu_decoding
 from backends.timing.passes import is_small, measure_small
+from offload.formats.tensors import TensorRecord
 from offload.placement.placement import Placement, device_footprint
 
 
@@ -43,6 +45,10 @@ class HfGpuSource(HfSource):
         buffer, beside = device_buffer_bytes(self.model.packed_modules)
         weights = super().non_layer_bytes - self.model.decode_buffer_bytes
         return device_footprint(weights) + (device_footprint(buffer) + beside if buffer else 0)
+
+    @property
+    def _resident_records(self) -> Sequence[TensorRecord]:
+        return self.model.non_layer_records
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return cache_bytes(self.model, ctx_size + max_nodes + self.exactness.min_batch_tokens)

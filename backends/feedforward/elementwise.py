@@ -1,8 +1,8 @@
-"""Batch-invariant activation functions on a CPU: an element's bits do not depend on its place.
+"""Batch-invariant elementwise functions on a CPU: an element's bits do not depend on its place.
 
 torch computes a remainder of less than a vector, at the end of a tensor or of a thread's part, by
 another function: gelu in bf16 then differs for 3 of 1 000 numbers, silu in fp32 for 3 of 100. Which
-elements these are depends on the number of rows. So an activation is called for few enough rows
+elements these are depends on the number of rows. So such a function is called for few enough rows
 that one thread computes them all, padded to whole vectors.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial, wraps
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from backends.feedforward.records import is_experts
 
 _VECTOR_ELEMENTS = 64
 """Maximum elements that torch's loops process at a time: two AVX-512 registers of bf16."""
@@ -33,35 +37,76 @@ _PLACE_DEPENDENT = frozenset(
 """Functions that depend on an element's place, at least in fp32."""
 
 
-def batch_invariant_activations(model: nn.Module) -> None:
-    """Make a model's activation functions batch-invariant on a CPU."""
+def batch_invariant_functions(model: nn.Module) -> None:
+    """Make a model's elementwise functions batch-invariant on a CPU: its activation modules, and
+    what its other modules call in code of their own."""
     for module in model.modules():
         if type(module).__module__ in _ACTIVATION_MODULES:
-            module.forward = _by_rows(module.forward)
+            module.forward = by_rows(module.forward)
+        elif not is_experts(module) and calls(module, _PLACE_DEPENDENT):
+            module.forward = _in_whole_vectors_within(module.forward)
 
 
-def unsteady_function(module: nn.Module) -> str | None:
-    """Return a function that depends on an element's place and that a model's code calls itself."""
-    own = type(module)
-    if not own.__module__.startswith("transformers.models.") or "forward" in vars(module):
-        return None
-    return _unsteady_call(own.forward)
+def calls(module: nn.Module, names: frozenset[str]) -> bool:
+    """Return whether the class of a transformers module, or a function of its file that it calls,
+    calls a function with one of these names."""
+    return _class_calls(type(module), names)  # type: ignore[arg-type]
 
 
 @cache
-def _unsteady_call(forward: Callable[..., Any]) -> str | None:
-    """Return the same for the forward of a class. Cached, since parsing takes 0.5 ms and a model
-    has hundreds of modules of few classes."""
+def _class_calls(own: Any, names: frozenset[str]) -> bool:
+    """Cached: parsing takes 0.5 ms, and a model has hundreds of modules of few classes."""
+    if not own.__module__.startswith("transformers.models."):
+        return False
+    beside, seen = vars(sys.modules[own.__module__]), set()
+    left: list[Any] = [own]
+    while left:
+        code = left.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        for function in _called(code):
+            if isinstance(function, ast.Attribute) and function.attr in names:
+                return True
+            if isinstance(function, ast.Name):
+                other = beside.get(function.id)
+                if inspect.isfunction(other) and other.__module__ == own.__module__:
+                    left.append(other)
+    return False
+
+
+def _called(code: Any) -> list[ast.expr]:
+    """Return the functions that the source of a class or function calls."""
     try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
-        return None
-    calls = (node.func for node in ast.walk(code) if isinstance(node, ast.Call))
-    names = (func.attr for func in calls if isinstance(func, ast.Attribute))
-    return next((name for name in names if name in _PLACE_DEPENDENT), None)
+        return []
+    return [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
-def _by_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+class _WholeVectors(TorchFunctionMode):
+    """Computes place-dependent functions in whole vectors while it is active."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        function = partial(func, **(kwargs or {}))
+        is_elementwise = len(args) == 1 and getattr(args[0], "ndim", 0) > 0
+        if getattr(func, "__name__", "") in _PLACE_DEPENDENT and is_elementwise:
+            return by_rows(function)(args[0])
+        return function(*args)
+
+
+def _in_whole_vectors_within(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with _WholeVectors():
+            return forward(*args, **kwargs)
+
+    return within
+
+
+def by_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         width = x.shape[-1]
         n_missing = -width % _VECTOR_ELEMENTS

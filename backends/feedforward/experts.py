@@ -23,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from backends.feedforward.elementwise import in_whole_vectors
 from backends.feedforward.linear import linear_of
+from backends.feedforward.records import stacked_parts
 from offload.ring.slots import Check
 
 ONE_BY_ONE = "specdec"
@@ -45,7 +46,9 @@ class ExpertsRunner:
         self._module, self._fetch, self._min_batch_tokens = module, fetch, min_batch_tokens
         self._is_transposed = bool(module.is_transposed)
         n_inner = module.down_proj.shape[1 if module.is_transposed else 2]
-        self._gate = in_whole_vectors(module._apply_gate, n_inner)
+        gate = module._apply_gate if module.has_gate else module.act_fn
+        self._gate = in_whole_vectors(gate, n_inner)
+        self._inputs_name = stacked_parts(module)[0]
         self.check: Check | None = None
         """Function called while waiting for experts; an exception from it ends the wait."""
         module.experts_runner = self
@@ -77,14 +80,14 @@ class ExpertsRunner:
         n_missing = max(0, self._min_batch_tokens - len(rows))
         x = pad(rows, (0, 0, 0, n_missing))
         *inputs, down = tensors
-        pairs = [self._multiply(x, weight, expert, "gate_up_proj_bias") for weight in inputs]
+        pairs = [self._multiply(x, weight, expert, self._inputs_name) for weight in inputs]
         x = self._gate(pairs[0] if len(pairs) == 1 else torch.cat(pairs, dim=-1))
-        return self._multiply(x, down, expert, "down_proj_bias")[: len(rows)]
+        return self._multiply(x, down, expert, "down_proj")[: len(rows)]
 
     def _multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, expert: int, bias_name: str
+        self, x: torch.Tensor, weight: torch.Tensor, expert: int, name: str
     ) -> torch.Tensor:
-        bias = getattr(self._module, bias_name)[expert] if self._module.has_bias else None
+        bias = getattr(self._module, f"{name}_bias")[expert] if self._module.has_bias else None
         if self._is_transposed:
             return torch.addmm(x.new_zeros(weight.shape[1]) if bias is None else bias, x, weight)
         return linear_of(weight.dtype)(x[None], weight, bias)[0]

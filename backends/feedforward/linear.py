@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ Linear: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], 
 _TYPES = {torch.bfloat16: BF16, torch.float16: F16}
 _SMALL_PRODUCT = 250_000
 """Multiplications (25 us) below which a second thread costs as much as it saves."""
+MIN_OUTPUTS = 16
+"""Outputs to compute of a layer with a single one, as the gate of a shared expert: kernels for one
+output are not batch-invariant."""
 _thread_local = threading.local()
 
 
@@ -68,17 +71,24 @@ def sum_bytes(dtype: torch.dtype) -> int:
 
 
 def use_fast_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model's linear layers use `linear_of` on a CPU."""
-    if linear_of(dtype) is nn.functional.linear:
-        return
+    """Make a model's linear layers use `linear_of` on a CPU, and compute MIN_OUTPUTS or more."""
+    is_fast = linear_of(dtype) is nn.functional.linear
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if is_plain(module) and (not is_fast or module.out_features == 1):
             module.forward = partial(_forward, module)
 
 
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module computes a linear layer and nothing else."""
+    return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
+
+
+def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
-    return linear(x, module.weight, module.bias)
+    if module.out_features > 1 or not x.is_cpu:
+        return linear(x, module.weight, module.bias)
+    bias = None if module.bias is None else module.bias.repeat(MIN_OUTPUTS)
+    return linear(x, module.weight.repeat(MIN_OUTPUTS, 1), bias)[..., :1]
 
 
 def tried_linear_of(dtype: torch.dtype) -> Linear:

@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
-from backends.checkpoint.config import head_shape
+from backends.checkpoint.config import HeadShape
 from backends.feedforward.linear import sum_bytes
 from backends.hf.backend import CHUNK_TOKENS
 from backends.hf.layer_runner import MAX_MASK_BYTES
@@ -84,7 +84,8 @@ def _last_norm_bytes(model: HfModel, ctx_size: int, on_gpu: bool) -> int:
 
 def _chunk_bytes(model: HfModel) -> int:
     config = model.config
-    feed_forward = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    listed = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    feed_forward = max(listed) if isinstance(listed, list | tuple) else listed
     cached = (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize
     return int(CHUNK_TOKENS * (cached + feed_forward * sum_bytes(model.dtype)))
 
@@ -109,7 +110,12 @@ def _logit_bytes(model: HfModel, on_gpu: bool) -> int:
 
 def _blocked_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
     """Bytes for exact attention (backends/attention/blocks.py), which computes in float32."""
-    config, shape = model.config, head_shape(model.config)
+    shapes = model.head_shapes
+    return max((_blocked_bytes_of(model, x, ctx_size, max_num_tokens) for x in shapes), default=0)
+
+
+def _blocked_bytes_of(model: HfModel, shape: HeadShape, ctx_size: int, max_num_tokens: int) -> int:
+    config = model.config
     n_columns = _max_columns(ctx_size, max_num_tokens)
     bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + value_width(shape.value_dim))
     n_kv_heads = min(shape.n_kv_heads, max(2, MAX_SCRATCH_BYTES // bytes_per_head))
@@ -142,8 +148,12 @@ def _blocked_mask_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> i
 def _segmented_bytes(model: HfModel, ctx_size: int) -> int:
     """Bytes for segmented attention on a GPU (backends/attention/segments.py): the outputs, and the
     parts that flash attention merges."""
+    return max((_segmented_bytes_of(model, x, ctx_size) for x in model.head_shapes), default=0)
+
+
+def _segmented_bytes_of(model: HfModel, shape: HeadShape, ctx_size: int) -> int:
     config, itemsize = model.config, model.dtype.itemsize
-    dims, shape = _latent_dims(config), head_shape(config)
+    dims = _latent_dims(config)
     outputs = CHUNK_TOKENS * shape.n_heads * shape.value_dim * _FLOAT32 * _MERGED_COPIES
     n_keys = max(ctx_size - CHUNK_TOKENS, min(ctx_size, CHUNK_TOKENS))  # longest segment
     if getattr(config, "attn_logit_softcapping", None):

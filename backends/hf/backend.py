@@ -29,7 +29,7 @@ from backends.contract.store import NewTokens
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
-from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind
+from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, in_memory
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.packed_forward import unbind
 from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
@@ -37,8 +37,10 @@ from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of, max_new_blocks
-from backends.kv.rows import rows_of_pass, take_rows
+from backends.kv.rows import recurrent_pass, rows_of_pass, take_rows
 from backends.kv.sequence import BlockStore
+from backends.recurrent.passes import RecurrentPass, running
+from backends.recurrent.states import RecurrentStates
 from offload.formats.mapped import TensorShape
 from offload.ring.slots import Check
 
@@ -88,7 +90,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
         try:
             with weights.computing():
-                bind(model.non_layer_tensors, weights.non_layer, model.dtype)
+                own = weights.non_layer
+                bind(in_memory(model.non_layer_tensors, own), own, model.dtype)
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.non_layer_tensors)
@@ -104,6 +107,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 model.dtype,
                 is_resident=weights.stays(i),
                 decoder=weights.decoder,
+                has_attention=model.has_attention(i),
             )
             for i, (module, tensors) in enumerate(
                 zip(model.layers, model.layer_tensors, strict=True)
@@ -160,7 +164,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
-        self._pool = KvPool(len(self._model.layers), n_blocks)
+        without_kv = [i for i, n in enumerate(self._model.layer_kv_values) if not n]
+        self._pool = KvPool(len(self._model.layers), n_blocks, without_kv)
 
     @property
     def transfer_stats(self) -> TransferStats:
@@ -238,7 +243,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     # --- sequences --------------------------------------------------------------------------
 
     def _new_kv(self) -> BlockStore:
-        return BlockStore(self._pool)
+        return BlockStore(self._pool, RecurrentStates() if self._model.recurrences else None)
 
     def _fork(self, kv: BlockStore, length: int) -> BlockStore:
         return kv.fork(length)
@@ -296,8 +301,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         num_logits = len(logit_rows)
         n_padding = max(self._exactness.min_batch_tokens - num_logits, not num_logits)
         logit_rows += (logit_rows[-1:] or [0]) * n_padding
-        state = self._pass_state(batch)
-        with self._turn:
+        recurrent = recurrent_pass(new) if self._model.recurrences else None
+        state = self._pass_state(batch, recurrent)
+        with self._turn, running(recurrent):
             for runner in self._runners:
                 runner.state = state
             for experts in self._experts:
@@ -313,6 +319,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             self._has_run = True
             self._pool.check_written(len(token_ids))
             host_logits = self._weights.on_host(logits[:num_logits])
+        if recurrent is not None:
+            recurrent.succeed()
         ends = np.cumsum([len(tokens.logits_at) for tokens in new])
         return np.split(host_logits, ends[:-1])
 
@@ -328,7 +336,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 pairs = zip(tensors, own.tensors[expert], strict=True)
                 yield expert, [as_tensor(raw, record, dtype) for raw, record in pairs]
 
-    def _pass_state(self, layout: BatchLayout) -> PassState:
+    def _pass_state(self, layout: BatchLayout, recurrent: RecurrentPass | None) -> PassState:
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,
@@ -337,4 +345,5 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             self._exactness.min_batch_tokens,
             None if self._slopes is None else alibi,
             self._check_cancel,
+            recurrent,
         )

@@ -14,6 +14,7 @@ import torch
 
 from backends.contract.backend import TransferStats
 from backends.hf.model import HfModel
+from backends.hf.row_tables import RowTable, resident_records, tables_of
 from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.decoder import Decoder
 from offload.experts.cache import ExpertCache
@@ -54,7 +55,10 @@ class CpuWeights:
         self._experts: ExpertCache | None = None
         self.fetch_experts: FetchExperts | None = None
         with ExitStack() as stack:  # closed if a later part fails
-            self._non_layer = load_resident(model.non_layer_records, n_readers=ring_readers)
+            tables = [RowTable(bound, model.dtype) for bound in tables_of(model)]
+            for table in tables:
+                stack.callback(table.detach)
+            self._non_layer = load_resident(resident_records(model), n_readers=ring_readers)
             stack.callback(self._non_layer.close)
             self._streamer = WeightStreamer(
                 self._layers, n_slots, n_readers=ring_readers, progress=progress

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import ProductLimits, Scratch
@@ -69,18 +73,40 @@ def run_model(
     logit_rows: torch.Tensor,
 ) -> torch.Tensor:
     """Return logits [rows, vocab] of `logit_rows` for tokens and positions [1, n]."""
-    output = model.model(
-        input_ids=token_ids,
-        position_ids=positions,
-        # transformers passes a mask of four dimensions to the layers unchanged; each layer's
-        # runner replaces it by the real mask.
-        attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=token_ids.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=logit_rows,
-    )
+    with _rows_of_head(model.model, logit_rows) as options:
+        output = model.model(
+            input_ids=token_ids,
+            position_ids=positions,
+            # transformers passes a mask of four dimensions to the layers unchanged; each layer's
+            # runner replaces it by the real mask.
+            attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=token_ids.device),
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        )
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+@contextmanager
+def _rows_of_head(model: PreTrainedModel, logit_rows: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Yield the options with which a model computes logits of these rows alone; the head of a
+    family that has no such option is given these rows."""
+    if _has_logits_to_keep(type(model).__module__):
+        yield {"logits_to_keep": logit_rows}
+        return
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, inputs: (inputs[0].index_select(1, logit_rows),)
+    )
+    try:
+        yield {}
+    finally:
+        hook.remove()
+
+
+@cache
+def _has_logits_to_keep(family: str) -> bool:
+    return "logits_to_keep" in inspect.getsource(sys.modules[family])
 
 
 def _alibi_slopes(model: HfModel, device: torch.device) -> torch.Tensor | None:

@@ -20,11 +20,14 @@ from backends.attention.interface import KeyMask
 from backends.checkpoint.records import TORCH_DTYPES, BoundTensor, packed_by_module
 from backends.hf.packed_forward import packed_forward, unbind
 from backends.hf.weights import DecodesTensors, RawTensors
+from backends.recurrent.passes import RecurrentPass
 from offload.formats.tensors import TensorRecord
 from offload.ring.slots import Check
 from offload.units import MIB
 
 MAX_MASK_BYTES = 16 * MIB
+_RECURRENT_MASKS = frozenset({"mamba_attention_mask"})
+"""Arguments of layers that have both attention and a recurrence."""
 Mask: TypeAlias = torch.Tensor | KeyMask
 """Additive mask [1, 1, rows, keys], or a mask for the attention of backends/attention."""
 MakeMask = Callable[[BatchLayout, int, int, int | None], Mask]
@@ -39,6 +42,7 @@ class PassState:
     min_batch_tokens: minimum size of a chunk; the pass has at least as many tokens.
     check_cancel: raises if the pass was cancelled; called before a layer, while waiting for it, and
         between its chunks.
+    recurrent: the recurrences of the pass, if the model has recurrent layers.
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class PassState:
         min_batch_tokens: int,
         alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
+        recurrent: RecurrentPass | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.recurrent = layout, recurrent
         self.check_cancel = check_cancel
         self.alibi = alibi
         self._chunk_tokens, self._min_batch_tokens = chunk_tokens, min_batch_tokens
@@ -90,9 +95,10 @@ class LayerRunner:
         dtype: torch.dtype,
         is_resident: bool,
         decoder: DecodesTensors,
+        has_attention: bool = True,
     ) -> None:
-        self._index = index
-        self._forward = module.forward
+        self._index, self._has_attention = index, has_attention
+        self._forward, self._replaced = module.forward, module.__dict__.get("forward")
         self._signature = inspect.signature(module.forward)
         self._tensors = [bound for bound in tensors if bound.packed is None]
         self._packed = [packed_forward(same, decoder, dtype) for same in packed_by_module(tensors)]
@@ -130,6 +136,8 @@ class LayerRunner:
         for packed in self._packed:
             packed.detach()
         self._module.__dict__.pop("forward", None)
+        if self._replaced is not None:
+            self._module.forward = self._replaced
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name: some families pass the mask by position."""
@@ -139,7 +147,8 @@ class LayerRunner:
         return {**dict(list(positional.items())[1:]), **kwargs}
 
     def _in_chunks(self, state: PassState, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        num_tokens = hidden.shape[1]
+        axis = token_axis(hidden)
+        num_tokens = hidden.shape[axis]
         chunks = state.chunks(num_tokens)
         if len(chunks) == 1:
             return self._forward(hidden, **self._adapt(state, kwargs, 0, num_tokens))
@@ -147,30 +156,56 @@ class LayerRunner:
         for start, end in chunks:
             state.check_cancel()
             rows = {key: slice_rows(arg, start, end, num_tokens) for key, arg in kwargs.items()}
-            output = self._forward(hidden[:, start:end], **self._adapt(state, rows, start, end))
+            part = hidden.narrow(axis, start, end - start)
+            output = self._forward(part, **self._adapt(state, rows, start, end))
             outputs.append(output[0] if isinstance(output, tuple) else output)
-        joined = torch.cat(outputs, dim=1)
-        return (joined, None) if isinstance(output, tuple) else joined
+        joined = torch.cat(outputs, dim=axis)
+        return (joined, *output[1:]) if isinstance(output, tuple) else joined
 
     def _adapt(
         self, state: PassState, kwargs: dict[str, Any], start: int, end: int
     ) -> dict[str, Any]:
         """Replace the placeholder mask (and ALiBi bias) by the real one of these rows."""
+        if state.recurrent is not None:
+            state.recurrent.begin_layer(self._index, start)
         adapted = dict(kwargs)
+        if not self._has_attention:  # a mask would only mark padding
+            adapted["attention_mask"] = None
+            return adapted
         adapted["attention_mask"] = state.mask(start, end, self._window)
+        for name in _RECURRENT_MASKS & adapted.keys():
+            adapted[name] = None
         if state.alibi is not None and "alibi" in adapted:
             adapted["alibi"] = state.alibi(end)
         return adapted
+
+
+def token_axis(hidden: torch.Tensor) -> int:
+    """Return the axis of the tokens in the input of a layer.
+
+    Some families have several streams: [1, tokens, streams, hidden] (hyper-connections), or
+    [streams, 1, tokens, hidden] (Gemma 3n).
+    """
+    has_streams_after = hidden.ndim == 4 and hidden.shape[0] == 1
+    return 1 if has_streams_after else hidden.ndim - 2
+
+
+def in_memory(bound: Sequence[BoundTensor], tensors: RawTensors) -> list[BoundTensor]:
+    """Return those that are in memory; the rows of others are read when they are needed."""
+    return [target for target in bound if target.record.name in tensors]
 
 
 def bind(bound: Sequence[BoundTensor], tensors: RawTensors, dtype: torch.dtype) -> None:
     """Make the modules' parameters views of `tensors`."""
     views: dict[str, torch.Tensor] = {}  # a tied tensor serves in several places
     for target in bound:
-        name = target.record.name
-        if name not in views:
-            views[name] = as_tensor(tensors[name], target.record, dtype)
-        target.module._parameters[target.attribute] = views[name]
+        own = torch.float32 if target.is_float32 else dtype
+        for record in target.parts or (target.record,):
+            if record.name not in views:
+                views[record.name] = as_tensor(tensors[record.name], record, own)
+        parts = [views[record.name] for record in target.parts]
+        whole = torch.cat(parts) if parts else views[target.record.name]
+        target.module._parameters[target.attribute] = whole
 
 
 def as_tensor(raw: torch.Tensor, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,34 +19,43 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
+from backends.checkpoint.architecture import language_config
 from backends.checkpoint.buffers import fill_buffers
 from backends.checkpoint.config import (
+    HeadShape,
     config_faults,
     context_limit,
     declared,
+    head_shape,
+    is_attention,
     kv_values_per_token,
     load_config,
 )
 from backends.checkpoint.kinds import refuse_score_head
 from backends.checkpoint.layer_count import check_layers_used
-from backends.checkpoint.matching import TensorMatch, match_tensors
+from backends.checkpoint.matching import match_tensors
 from backends.checkpoint.quantised import packed_tensors, quantisation_of
 from backends.checkpoint.records import (
     TORCH_DTYPES,
     BoundTensor,
+    bound_copies,
     check_record,
     converted_bytes,
+    joined,
     packed_by_module,
     packed_module,
 )
-from backends.checkpoint.skeleton import build_skeleton, decoder_layers
+from backends.checkpoint.skeleton import build_skeleton, decoder_layers, kept_in_float32
 from backends.contract.backend import UnsupportedModel
-from backends.feedforward.elementwise import batch_invariant_activations
+from backends.feedforward.elementwise import batch_invariant_functions
 from backends.feedforward.linear import use_fast_products
-from backends.feedforward.records import STACKED, expert_modules, find_experts, is_experts
-from backends.feedforward.routing import batch_invariant_routing
+from backends.feedforward.records import expert_modules, stacked_parts
+from backends.hf.expert_records import experts_by_layer
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
+from backends.recurrent.functions import use_recurrences
+from backends.recurrent.shapes import PlaceShape, measure_states
+from backends.recurrent.states import Place
 from offload.formats.checkpoint import WeightIndex, main_format
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.placement.experts import LayerExperts
@@ -62,6 +71,7 @@ class HfModel:
 
     model: PreTrainedModel
     config: PreTrainedConfig
+    """The language model's part of `model.config`."""
     index: WeightIndex
     dtype: torch.dtype
     layers: tuple[nn.Module, ...]
@@ -75,6 +85,8 @@ class HfModel:
     """Module of each layer that computes its experts."""
     weight_warnings: tuple[str, ...] = ()
     """Warnings about weights that differ from what the config says."""
+    recurrences: Mapping[Place, PlaceShape] = field(default_factory=dict)
+    """Recurrences of the layers that have a recurrent state."""
     is_adapted: bool = False
     """Whether the family's own attention code was replaced (backends/attention/families.py)."""
 
@@ -91,7 +103,7 @@ class HfModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().out_features)
+        return int(self.model.get_output_embeddings().weight.shape[0])  # tied: those of the tokens
 
     @property
     def max_context(self) -> int:
@@ -113,9 +125,10 @@ class HfModel:
 
     @property
     def takes_whole_cache(self) -> bool:
-        """Whether attention on a CPU is given the whole cache. Families that compute keys from the
-        cached values (latent attention) are given the keys of the pass in order instead."""
-        return self.takes_blocks and not declared(self.config, "kv_lora_rank")
+        """Whether attention on a CPU is given the whole cache. Families that compute with what is
+        cached (latent attention, Doge) are given the keys of the pass in order instead."""
+        computes = any(declared(self.config, name) for name in ("kv_lora_rank", "keep_window_size"))
+        return self.takes_blocks and not computes
 
     @property
     def converted_bytes(self) -> int:
@@ -123,11 +136,11 @@ class HfModel:
 
         Non-layer tensors are copied once, a layer's tensors for the time of its forward.
         """
-        layers = (converted_bytes((b.record for b in x), self.dtype) for x in self.layer_tensors)
+        layers = (bound_copies(x, self.dtype) for x in self.layer_tensors)
         experts = (
             converted_bytes(expert, self.dtype) for x in self.experts if x for expert in x.tensors
         )
-        non_layer = converted_bytes(self.non_layer_records, self.dtype)
+        non_layer = bound_copies(self.non_layer_tensors, self.dtype)
         return non_layer + max(layers, default=0) + max(experts, default=0)
 
     @property
@@ -148,6 +161,15 @@ class HfModel:
         """Sliding window of a layer in tokens, or None for full attention."""
         return layer_window(self.model, layer)
 
+    @cached_property
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """Distinct heads of the layers that attend."""
+        layers = (layer for i, layer in enumerate(self.layers) if self.has_attention(i))
+        return tuple(dict.fromkeys(head_shape(self.config, layer) for layer in layers))
+
+    def has_attention(self, layer: int) -> bool:
+        return any(map(is_attention, self.layers[layer].modules()))
+
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(self._layer_kv_bytes)
@@ -158,9 +180,23 @@ class HfModel:
         return max(self._layer_kv_bytes)
 
     @cached_property
+    def layer_kv_values(self) -> list[int]:
+        """Numbers of one token in each layer's keys and values."""
+        return [kv_values_per_token(self.config, layer) for layer in self.layers]
+
+    @property
     def _layer_kv_bytes(self) -> list[int]:
-        itemsize = self.dtype.itemsize
-        return [kv_values_per_token(self.config, layer) * itemsize for layer in self.layers]
+        return [n_values * self.dtype.itemsize for n_values in self.layer_kv_values]
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence after one of its tokens."""
+        return sum(item.state.n_bytes for item in self.recurrences.values())
+
+    @cached_property
+    def fed_bytes_per_token(self) -> int:
+        """Bytes that recurrent layers keep of a token until it is certain."""
+        return sum(spec.n_bytes for item in self.recurrences.values() for spec in item.fed)
 
 
 def layer_window(model: PreTrainedModel, layer: int) -> int | None:
@@ -168,12 +204,13 @@ def layer_window(model: PreTrainedModel, layer: int) -> int | None:
 
     Decided by the family's code, since a config may carry options that the family ignores.
     """
-    if not hasattr(sys.modules[type(model).__module__], _SLIDING_MASK):
+    if not hasattr(sys.modules[type(model.get_decoder()).__module__], _SLIDING_MASK):
         return None
-    types = declared(model.config, "layer_types")
+    config = language_config(model.config)
+    types = declared(config, "layer_types")
     if types is not None and types[layer] != "sliding_attention":
         return None
-    return getattr(model.config, "sliding_window", None)
+    return getattr(config, "sliding_window", None)
 
 
 def load_hf_model(directory: Path) -> HfModel:
@@ -215,21 +252,27 @@ def match_checkpoint(
     layers_name, layers = decoder_layers(model)
     match = match_tensors(model, index, packed, directory)
     check_layers_used(model, layers_name, len(layers), match.named, directory)
-    stacked = {f"{name}.{part}" for name, _ in expert_modules(model) for part in STACKED}
+    stacked = {
+        f"{name}.{part}" for name, module in expert_modules(model) for part in stacked_parts(module)
+    }
+    in_float32 = kept_in_float32(model, dtype)
     per_layer: list[list[BoundTensor]] = [[] for _ in layers]
     non_layer: list[BoundTensor] = []
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in stacked:
             continue
-        record = match.find(name)
+        parts = match.merged.get(name, ())
+        record = parts[0] if parts else match.find(name)
         if record is None:
             missing.append(name)
             continue
+        record = joined(record, parts)
         check_record(record, parameter.shape, name, directory)
         module_name, _, attribute = name.rpartition(".")
         module = model.get_submodule(module_name)
-        bound = BoundTensor(module, attribute, record, packed.get(record.name))
+        is_float32 = in_float32 is not None and in_float32.search(name) is not None
+        bound = BoundTensor(module, attribute, record, packed.get(record.name), is_float32, parts)
         if bound.packed and bound.packed.stored and not isinstance(module, nn.Linear):
             # The weights of other modules (Conv1D) are transposed.
             kind = type(module).__name__
@@ -247,10 +290,9 @@ def match_checkpoint(
             f"first {missing[0]}: the download is incomplete or the config is another model's"
         )
     fill_buffers(model, match, directory)
-    batch_invariant_activations(model)
-    batch_invariant_routing(model)
+    batch_invariant_functions(model)
     use_fast_products(model, dtype)
-    modules, experts = _experts(model, layers_name, layers, match, directory)
+    modules, experts = experts_by_layer(model, layers_name, layers, match, directory)
     if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
         raise UnsupportedModel(
             f"{directory}: its experts are packed or quantised, and experts are read as they are: "
@@ -258,7 +300,7 @@ def match_checkpoint(
         )
     return HfModel(
         model,
-        model.config,
+        language_config(model.config),
         index,
         dtype,
         layers,
@@ -267,34 +309,14 @@ def match_checkpoint(
         experts,
         modules,
         weight_warnings=match.warnings,
+        recurrences=_recurrences(model, layers, dtype),
         is_adapted=adapt(model),
     )
 
 
-def _experts(
-    model: PreTrainedModel,
-    layers_name: str,
-    layers: tuple[nn.Module, ...],
-    match: TensorMatch,
-    directory: Path,
-) -> tuple[tuple[nn.Module | None, ...], tuple[LayerExperts | None, ...]]:
-    """Return (the module that computes the experts, the experts) per layer; ((), ()) if dense."""
-    modules: list[nn.Module | None] = []
-    experts: list[LayerExperts | None] = []
-    for index, layer in enumerate(layers):
-        matches = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
-        name, module = matches[0] if matches else ("", None)
-        modules.append(module)
-        experts.append(
-            None
-            if module is None
-            else find_experts(
-                f"{layers_name}.{index}.{name}",
-                module,
-                int(model.config.num_experts_per_tok),
-                match.find,
-                lambda record, shape: check_record(record, shape, record.name, directory),
-                str(directory),
-            )
-        )
-    return (tuple(modules), tuple(experts)) if any(experts) else ((), ())
+def _recurrences(
+    model: PreTrainedModel, layers: tuple[nn.Module, ...], dtype: torch.dtype
+) -> Mapping[Place, PlaceShape]:
+    if not use_recurrences(model, layers):
+        return {}
+    return measure_states(layers, language_config(model.config).hidden_size, dtype)

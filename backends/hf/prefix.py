@@ -1,5 +1,5 @@
 """The KV of a committed prefix as tensors of a file: layers.<i>.keys and layers.<i>.values,
-each [heads, tokens, dim] in the model's dtype."""
+each [heads, tokens, dim] in the model's dtype; beside them the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import numpy as np
 import torch
 
 from backends.attention.batch import rows_in_pool, runs_of
-from backends.checkpoint.config import kv_values_per_token
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
 from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
 from backends.kv.sequence import BlockStore
+from backends.recurrent.files import (
+    STATES,
+    load_states,
+    refuse_other_states,
+    save_states,
+    state_tensors,
+)
 from offload.formats.mapped import TensorShape
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -23,10 +29,11 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 def prefix_tensors(pool: KvPool, kv: BlockStore) -> tuple[TensorShape, ...]:
     n_tokens = kv.table.n_committed
-    return tuple(
+    rows = (
         TensorShape(name, _NAMES[rows.dtype], (rows.shape[1], n_tokens, rows.shape[3]))
         for name, rows in _pools(pool, n_tokens)
     )
+    return (*rows, *(state_tensors(kv.recurrent) if kv.recurrent is not None else ()))
 
 
 def save_prefix(pool: KvPool, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
@@ -37,6 +44,8 @@ def save_prefix(pool: KvPool, kv: BlockStore, buffers: Mapping[str, memoryview])
         saved = torch.frombuffer(buffers[name], dtype=rows.dtype).view(shape)
         for first, row, num_tokens in runs:
             saved[:, first : first + num_tokens] = rows[0, :, row : row + num_tokens]
+    if kv.recurrent is not None:
+        save_states(kv.recurrent, buffers)
 
 
 def load_prefix(
@@ -48,27 +57,33 @@ def load_prefix(
     device: torch.device,
 ) -> None:
     """Fill an empty cache. Raises BackendError for tensors that are not the KV of this prefix."""
-    names = {f"layers.{i}.{kind}" for i in range(len(pool.layers)) for kind in ("keys", "values")}
-    if set(tensors) != names:
+    with_kv = [i for i, n_values in enumerate(model.layer_kv_values) if n_values]
+    names = {f"layers.{i}.{kind}" for i in with_kv for kind in ("keys", "values")}
+    if {name for name in tensors if not name.startswith(STATES)} != names:
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
     pool.begin(kv.append_positions(0, len(token_ids)))
-    for i, (layer, module) in enumerate(zip(pool.layers, model.layers, strict=True)):
+    for i in with_kv:
+        layer = pool.layers[i]
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)
             for kind in ("keys", "values")
         )
         width = sum(rows.shape[1] * rows.shape[3] for rows in (keys, values))
-        if width != kv_values_per_token(model.config, module):
+        if width != model.layer_kv_values[i]:
             raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
         layer.update(keys.to(device), values.to(device))
+    if kv.recurrent is not None:
+        kv.recurrent = load_states(len(token_ids), tensors, model.recurrences)
+        saved = [name for name in tensors if name.startswith(STATES)]
+        refuse_other_states(saved, kv.recurrent)
     kv.append(token_ids)
 
 
 def _pools(pool: KvPool, n_tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and KV rows of all layers; nothing for an empty prefix."""
     for i, layer in enumerate(pool.layers if n_tokens else ()):
-        assert layer.keys is not None
-        assert layer.values is not None
+        if layer.keys is None or layer.values is None:
+            continue  # it keeps no keys and values
         yield f"layers.{i}.keys", layer.keys
         yield f"layers.{i}.values", layer.values
 

@@ -9,11 +9,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from backends.checkpoint.records import packed_by_module, packed_module
-from backends.feedforward.elementwise import unsteady_function
-from backends.feedforward.records import is_experts
-from backends.feedforward.routing import GATE_OUTPUTS, is_router
+from backends.feedforward.linear import MIN_OUTPUTS, is_plain
+from backends.feedforward.records import is_experts, stacked_parts
+from backends.feedforward.routing import is_router
 from backends.hf.model import HfModel
 from backends.packed.decoder import pieces
+from backends.recurrent.functions import is_mixer
 
 _TRIED_OUTPUTS = 128
 """Maximum number of outputs to try of a matrix: the choice of kernel depends on the number of rows,
@@ -27,6 +28,7 @@ class Product:
     is_transposed: the weights are [in, out], as in GPT-2.
     is_float32: computed in float32, whatever the model's dtype.
     is_torch: always computed by torch, as the family's code does for routers.
+    is_left: the weights are the left factor and tokens are columns, as for Mamba's time steps.
     """
 
     n_in: int
@@ -35,6 +37,7 @@ class Product:
     is_transposed: bool
     is_float32: bool = False
     is_torch: bool = False
+    is_left: bool = False
 
 
 class UnknownProduct(Exception):
@@ -45,11 +48,13 @@ def products_of(model: HfModel) -> Iterator[Product]:
     at_a_time = _outputs_at_a_time(model)
     for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
+            steps = getattr(module, "dt_proj", None)
+            if isinstance(steps, nn.Linear) and is_mixer(module):
+                n_out, n_in = steps.weight.shape
+                yield Product(n_in, _n_tried(n_out), False, False, is_torch=True, is_left=True)
             if is_experts(module):
                 yield from products_of_experts(module)
                 continue
-            if name := unsteady_function(module):
-                raise UnknownProduct(f"{type(module).__name__} calls {name}() in code of its own")
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim < 2:
                 continue
@@ -58,13 +63,17 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 yield Product(n_in, n_out, hasattr(module, "bias"), False, is_torch=True)
                 yield Product(n_in, n_out, False, False, is_float32=True)  # in some families
                 continue
+            if isinstance(module, nn.Conv1d) and any(map(is_mixer, part.modules())):
+                continue  # its terms are added one after the other, for any number of rows
             if not isinstance(module, nn.Linear | Conv1D):
                 raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
             is_transposed = isinstance(module, Conv1D)
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
             for n in at_a_time.get(id(module), [n_out]):
-                n_tried = _n_tried(n if n > 1 else GATE_OUTPUTS)
-                yield Product(n_in, n_tried, module.bias is not None, is_transposed)
+                n_tried = _n_tried(n if n > 1 else MIN_OUTPUTS)
+                is_torch = not is_transposed and not is_plain(module)
+                has_bias = module.bias is not None
+                yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
 
 
 def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
@@ -89,7 +98,7 @@ def _non_layer_linears(model: HfModel) -> Iterator[nn.Module]:
 def products_of_experts(module: nn.Module) -> Iterator[Product]:
     """Yield the products of experts; gate and up may be one product or two."""
     is_transposed, has_bias = bool(module.is_transposed), bool(module.has_bias)
-    for weight in (module.gate_up_proj, module.down_proj):
+    for weight in (getattr(module, part) for part in stacked_parts(module)):
         n_in, n_out = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
         yield Product(n_in, _n_tried(n_out), has_bias, is_transposed)
         yield Product(n_in, _n_tried(n_out // 2), has_bias, is_transposed)

@@ -22,7 +22,7 @@ from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
-from backends.checkpoint.config import HeadShape, head_shape
+from backends.checkpoint.config import HeadShape
 from backends.contract.cached_checks import CachedChecks
 from backends.contract.exactness import Exactness
 from backends.feedforward.linear import library_of, tried_linear_of
@@ -96,9 +96,14 @@ def _find(model: HfModel, checks: CachedChecks, threads: Sequence[int]) -> Torch
                 "depend on the other rows of a pass",
             )
         num_tokens = max(num_tokens, min_rows)
-    limits = find_limits(_fewer_heads(head_shape(model.config)), checks, threads)
-    if limits is None:
+    by_shape = [find_limits(_fewer_heads(shape), checks, threads) for shape in model.head_shapes]
+    known = [limits for limits in by_shape if limits is not None]
+    if len(known) < len(by_shape):
         return TorchExactness(False, "on this machine, sums over keys depend on other keys")
+    limits = ProductLimits(
+        max((item.min_batch_tokens for item in known), default=USUAL_LIMITS.min_batch_tokens),
+        min((item.max_keys for item in known), default=USUAL_LIMITS.max_keys),
+    )
     if checks.find("functions", functions_are_batch_invariant) is None:
         return TorchExactness(False, "on this machine, exp() depends on an element's place")
     return TorchExactness(True, min_batch_tokens=num_tokens, limits=limits)
@@ -122,6 +127,8 @@ def min_batch_tokens_of_product(
 
     def run(start: int, num_tokens: int) -> torch.Tensor:
         x = rows[start : start + num_tokens]
+        if product.is_left:
+            return (weight @ x[None].transpose(1, 2))[0].T
         if product.is_transposed:
             return torch.addmm(transposed.new_zeros(n_out) if bias is None else bias, x, transposed)
         return linear(x[None], weight, bias)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
+from backends.hf.row_tables import resident_records, row_bytes
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads
 from backends.hf.timing import measure_compute
@@ -32,12 +33,18 @@ from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
 from backends.packed.twelve_bits import TwelveBits
+from backends.recurrent.states import SNAPSHOTS
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
+_FED_COPIES = 2
+"""Copies of what a node feeds to recurrent layers: its own, and joined with those of other nodes
+while a layer computes them."""
+_ROW_COPIES = 4
+"""Copies of the rows that a pass gathers: as read, as a tensor, for each token, and scaled."""
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
 """List of (share of the layers' bytes, seconds per byte to decode it)."""
 
@@ -62,7 +69,7 @@ class HfSource(ModelSource):
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
-        self.can_use_gpu = not self.experts
+        self.can_use_gpu = not self.experts and not self.model.recurrences
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
         if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
             self.warnings += decoding_warnings()
@@ -93,15 +100,26 @@ class HfSource(ModelSource):
     def non_layer_bytes(self) -> int:
         model = self.model
         copies = model.converted_bytes + model.decode_buffer_bytes
-        return resident_footprint(model.non_layer_records) + copies
+        return resident_footprint(self._resident_records) + copies
+
+    @property
+    def _resident_records(self) -> Sequence[TensorRecord]:
+        return resident_records(self.model)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         num_tokens = ctx_size + max_nodes + self.exactness.min_batch_tokens
         return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
 
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        return (
+            n_sequences * SNAPSHOTS * self.model.state_bytes
+            + max_nodes * _FED_COPIES * self.model.fed_bytes_per_token
+        )
+
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
-        return activation_bytes(self.model, ctx_size, num_tokens)
+        rows = _ROW_COPIES * num_tokens * row_bytes(self.model)
+        return rows + activation_bytes(self.model, ctx_size, num_tokens)
 
     @property
     def head_bytes(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout, rows_in_pool, runs_of
 from backends.contract.backend import BackendError
+from backends.recurrent.no_states import NoStates
 from offload.storage.aligned import AlignedBuffer
 
 Run = tuple[int, int, int]
@@ -110,15 +111,17 @@ class PoolLayer(CacheLayerMixin):
         return -1
 
 
-class KvPool(Cache):
+class KvPool(NoStates, Cache):
     """The blocks of all layers, with the number of users of each.
 
     Args:
         n_blocks: maximum number of blocks.
+        without_kv: layers that keep no keys and values.
     """
 
-    def __init__(self, n_layers: int, n_blocks: int) -> None:
+    def __init__(self, n_layers: int, n_blocks: int, without_kv: Collection[int] = ()) -> None:
         super().__init__(layers=[PoolLayer(n_blocks * BLOCK_SIZE) for _ in range(n_layers)])
+        self._without_kv = frozenset(without_kv)
         self.n_blocks = n_blocks
         self._n_users = [0] * n_blocks
         self._given_back: list[int] = []  # a heap: low ones first, so that runs are long
@@ -200,7 +203,7 @@ class KvPool(Cache):
     def check_written(self, num_tokens: int) -> None:
         """Raise RuntimeError if a layer did not write this pass's rows."""
         for i, layer in enumerate(self.layers):
-            if layer.n_written != num_tokens:
+            if layer.n_written != num_tokens and i not in self._without_kv:
                 raise RuntimeError(
                     f"KV cache layer {i} was given {layer.n_written} rows, expected {num_tokens}"
                 )
@@ -236,7 +239,7 @@ def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> i
 def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Allocate rows like `states`, [1, heads, num_tokens, dim]."""
     shape = (1, states.shape[1], num_tokens, states.shape[3])
-    if states.device.type != "cpu":
+    if states.device.type != "cpu" or 0 in shape:  # no rotary part (Mistral Large 4)
         return torch.empty(shape, dtype=states.dtype, device=states.device)
     n_numbers = math.prod(shape)
     n_bytes = n_numbers * states.dtype.itemsize

@@ -10,6 +10,7 @@ from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
 from backends.contract.store import NewTokens
 from backends.kv.sequence import BlockStore
+from backends.recurrent.passes import PassPart, RecurrentPass
 
 
 def layout_of(new: NewTokens[BlockStore]) -> PassLayout:
@@ -43,3 +44,16 @@ def rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
         rows += [first + row for row in tokens.logits_at]
         first += len(tokens.token_ids)
     return rows
+
+
+def recurrent_pass(new: Sequence[NewTokens[BlockStore]]) -> RecurrentPass:
+    """Return the recurrences of a pass over these tokens."""
+    parts = []
+    for tokens in new:
+        store = tokens.store
+        assert store.recurrent is not None, "the model has recurrent layers"
+        parents = store.table.rows_above() if tokens.are_nodes else None
+        parts.append(
+            PassPart(store.recurrent, store.table.n_committed, parents, len(tokens.token_ids))
+        )
+    return RecurrentPass(parts)

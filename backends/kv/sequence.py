@@ -10,16 +10,17 @@ from backends.attention.batch import BLOCK_SIZE, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
 from backends.contract.nodes import NodeTable
 from backends.kv.pool import KvPool, blocks_of
+from backends.recurrent.states import RecurrentStates
 
 
 class BlockStore:
-    """Blocks of a pool, kept in step with a `NodeTable`.
+    """Blocks of a pool, and the states of recurrent layers, kept in step with a `NodeTable`.
 
     Row i of the sequence is row i % BLOCK_SIZE of its block i // BLOCK_SIZE.
     """
 
-    def __init__(self, pool: KvPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: KvPool, recurrent: RecurrentStates | None = None) -> None:
+        self._pool, self.recurrent = pool, recurrent
         self.table = NodeTable()
         self._blocks: list[int] = []
 
@@ -83,8 +84,11 @@ class BlockStore:
     def prune(self, nodes: Collection[int]) -> None:
         self._select(self.table.n_committed, self.table.prune(nodes))
 
+    def restorable(self, length: int) -> int:
+        return length if self.recurrent is None else self.recurrent.restorable(length)
+
     def rollback(self, length: int) -> None:
-        self.table.rollback(length)
+        self.table.rollback(self.restorable(length))
         self.trim()
 
     def abort(self, n_intact: int | None = None) -> None:
@@ -94,12 +98,15 @@ class BlockStore:
         """
         if n_intact is not None:
             self.table.cut(n_intact)
+        self.table.cut(self.restorable(self.table.n_committed))
         self.table.drop_live()
         self.trim()
 
     def fork(self, length: int) -> BlockStore:
         """Return another sequence that shares the blocks of the first `length` tokens."""
-        other = BlockStore(self._pool)
+        length = self.restorable(length)
+        recurrent = None if self.recurrent is None else self.recurrent.fork(length)
+        other = BlockStore(self._pool, recurrent)
         other.table.append(self.table.committed[:length])
         other._blocks = self._blocks[: blocks_of(length)]
         for block in other._blocks:
@@ -107,7 +114,9 @@ class BlockStore:
         return other
 
     def trim(self) -> None:
-        """Free blocks without a row."""
+        """Free blocks without a row, and states after the prefix if there are no nodes."""
+        if self.recurrent is not None and not len(self.table):
+            self.recurrent.rollback(self.table.n_committed)
         n_blocks = blocks_of(self.table.num_tokens)
         while len(self._blocks) > n_blocks:
             self._pool.give_back(self._blocks.pop())
@@ -126,6 +135,8 @@ class BlockStore:
 
     def _select(self, prefix: int, order: list[int]) -> None:
         """Keep the prefix and these live rows, moved into this order."""
+        if self.recurrent is not None:
+            self.recurrent.select(prefix, order)
         new = np.arange(len(order))
         moved = np.flatnonzero(np.array(order, dtype=np.int64) != new)
         if len(moved):

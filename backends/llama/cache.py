@@ -166,6 +166,9 @@ class CellStore:
         self._through = {n: s for s, leaf in self._ends.items() for n in path(leaf)}
         self.check_integrity()
 
+    def restorable(self, length: int) -> int:
+        return length
+
     def rollback(self, length: int) -> None:
         """See SequenceKV.rollback."""
         self.table.rollback(length)

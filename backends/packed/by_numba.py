@@ -32,6 +32,11 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return compiled
 
 
+def compiled_lazily(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for the types of its first call."""
+    return _compiled(None)(function)
+
+
 @_compiled(numba.void(_BYTES, _BYTES, numba.uint16, numba.uint16[::1]))
 def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
     for start in range(0, len(out), BLOCK):

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
+from backends.checkpoint.architecture import language_config
 from backends.checkpoint.config import (
     config_faults,
     context_limit,
@@ -29,11 +30,8 @@ from backends.checkpoint.matching import TensorMatch, match_config, match_tensor
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
-from backends.contract.backend import UnsupportedModel
-from backends.hf.model import (
-    layer_window,
-    main_dtype,
-)
+from backends.feedforward.records import experts_per_token
+from backends.hf.model import layer_window, main_dtype
 from backends.packed.tensor import PackedTensor
 from backends.shapes.shape import (
     FFN,
@@ -93,7 +91,7 @@ def shape_of(
     notes: tuple[str, ...] = (),
 ) -> ModelShape:
     """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
-    config, dtype = model.config, model.dtype
+    config, dtype = language_config(model.config), model.dtype
     sizes = _Sizes(match, dtype)
     name, modules = decoder_layers(model)
     layers = tuple(
@@ -104,6 +102,7 @@ def shape_of(
     named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     head_name = next(key for key, parameter in named.items() if parameter is weight)
     non_layer = {match.shared.get(key, key) for key in named if not key.startswith(name + ".")}
+    projections = _projections(model, name + ".", sizes)
     if declared(config, "kv_lora_rank"):
         notes += ("latent attention: keys and values are counted as if expanded for new rows only",)
     return ModelShape(
@@ -124,7 +123,19 @@ def shape_of(
         activation_bytes=dtype.itemsize,
         process_bytes=_PROCESS_BYTES,
         notes=notes,
+        projections=tuple(projections),
     )
+
+
+def _projections(model: PreTrainedModel, layers: str, sizes: _Sizes) -> Iterator[Matrix]:
+    """Yield the linear modules beside the layers, without the head."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_beside = module is not head and not name.startswith(layers)
+        if is_beside and isinstance(module, nn.Linear | Conv1D):
+            n_bytes = sizes.n_bytes(f"{name}.weight", module.weight)
+            n_out, n_in = module.weight.shape
+            yield Matrix(OTHER, n_in, n_out, n_bytes, _FORMATS[model.dtype])
 
 
 def _packed_notes(packed: Mapping[str, PackedTensor]) -> tuple[str, ...]:
@@ -167,10 +178,11 @@ def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, str]:
 def _layer(
     model: PreTrainedModel, number: int, layer: nn.Module, prefix: str, sizes: _Sizes
 ) -> LayerShape:
-    config = model.config
+    config = language_config(model.config)
     kind = _FORMATS[model.dtype]
     matrices = tuple(_matrices(config, layer, prefix, sizes, kind))
-    n_bytes = sum(sizes.n_bytes(prefix + name, p) for name, p in layer.named_parameters())
+    stored = {**dict(layer.named_parameters()), **layer.state_dict()}  # with saved buffers
+    n_bytes = sum(sizes.n_bytes(prefix + name, tensor) for name, tensor in stored.items())
     attention = _attention(config, layer, layer_window(model, number), model.dtype)
     return LayerShape(matrices, attention, n_bytes)
 
@@ -185,22 +197,9 @@ def _matrices(
         n_out, n_in = parameter.shape[-2:]
         n_matrices = math.prod(parameter.shape[:-2])
         is_expert = parameter.ndim > 2 and "expert" in name
-        n_active = _experts_used(config, n_matrices) if is_expert else n_matrices
+        n_active = experts_per_token(config, n_matrices) if is_expert else n_matrices
         n_bytes = sizes.n_bytes(prefix + name, parameter)
         yield Matrix(_role(name), n_in, n_out, n_bytes, kind, n_matrices, n_active)
-
-
-def _experts_used(config: PreTrainedConfig, n_experts: int) -> int:
-    for key in ("num_experts_per_tok", "moe_topk", "moe_k"):
-        value: Any = declared(config, key)
-        if isinstance(value, int):
-            if not 1 <= value <= n_experts:
-                raise UnsupportedModel(f"{key} is {value}, must be 1 to {n_experts}, all experts")
-            return value
-    raise UnsupportedModel(
-        f"{config.model_type}: the config does not say how many experts a token uses, so its "
-        "arithmetic cannot be counted"
-    )
 
 
 def _role(name: str) -> str:

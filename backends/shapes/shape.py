@@ -107,10 +107,14 @@ class ModelShape:
     """Memory of the process beside weights and KV cache, including activations."""
     notes: tuple[str, ...] = ()
     """Assumptions that were made."""
+    projections: tuple[Matrix, ...] = ()
+    """Matrices beside the layers that every token is multiplied with, other than the head
+    (OPT-350M's projections, Gemma 3n's inputs of its layers)."""
 
     def matrices(self) -> Iterator[Matrix]:
         for layer in self.layers:
             yield from layer.matrices
+        yield from self.projections
         yield self.head
 
     @property

@@ -11,7 +11,8 @@ A pass has n tokens, and `context` keys (those of the n tokens included) are att
 - projections and feed-forward: one product for each matrix of the file;
 - attention: for each KV head, QK^T [n g, k] x [k, context] and AV [n g, context] x [context, v],
   g the queries that share a key; the products are counted dense, masked scores included, as they
-  are computed; softmax, norms, rotations and biases are not counted (below 1 % of the FLOPs);
+  are computed; softmax, norms, rotations, biases and AltUp's mixing of streams (Gemma 3n) are not
+  counted (below 1 % of the FLOPs);
 - a sliding window: a token attends to at most `window` keys, and n tokens to `window + n - 1`;
 - a mixture of experts: FLOPs of the active experts, memory operations of those that n tokens are
   likely to be routed to, which is an estimate (offload/placement/experts.py).
@@ -136,5 +137,7 @@ def pass_work(model: ModelShape, num_tokens: int, context: int, n_logits: int) -
             result[matrix.role].append(matrix_work(matrix, num_tokens, size))
         if layer.attention is not None:
             result[ATTENTION].append(attention_work(layer.attention, num_tokens, context, size))
+    for matrix in model.projections:
+        result[matrix.role].append(matrix_work(matrix, num_tokens, size))
     result[HEAD].append(matrix_work(model.head, n_logits, size))
     return {name: total(parts) for name, parts in result.items() if parts}

@@ -125,7 +125,9 @@ def _open_checkpoint(directory: Path, options: BackendOptions) -> OpenedModel:
     source = HfSource(directory, options)
     tokenizer = Tokenizer.from_pretrained(directory)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.hf_tokenizer, source.vocab_size)
-    named = _named_eos_ids(directory, source.model.config)
+    whole = source.model.model.config
+    configured = getattr(whole, "eos_token_id", None) or source.model.config.eos_token_id
+    named = _named_eos_ids(directory, configured)
     # As transformers: the generation config's ids replace the others, where it has any.
     eos = next((ids for ids in named if ids), tokenizer.eos_token_ids)
     all_eos = tuple(dict.fromkeys(i for ids in (*named, tokenizer.eos_token_ids) for i in ids))
@@ -142,8 +144,11 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 
 
-def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the end-of-sequence ids of generation_config.json, and those of the model's config."""
+def _named_eos_ids(directory: Path, configured: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the end-of-sequence ids of generation_config.json, and those of the model's config.
+
+    configured: eos_token_id of config.json; a wrapper's own, if it has any, before its text part's.
+    """
     from transformers import GenerationConfig
 
     eos: Any = None
@@ -156,7 +161,7 @@ def _named_eos_ids(directory: Path, config: Any) -> tuple[tuple[int, ...], tuple
             raise CheckpointError(
                 f"{path} cannot be read: {one_line(error)}: fix it or remove it"
             ) from error
-    return _token_ids(directory, eos), _token_ids(directory, config.eos_token_id)
+    return _token_ids(directory, eos), _token_ids(directory, configured)
 
 
 def _token_ids(directory: Path, eos: Any) -> tuple[int, ...]:

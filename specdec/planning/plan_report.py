@@ -21,7 +21,14 @@ _WHY_NOT_THE_FASTEST = (
 _HEADINGS = ("weighed", "GB/pass", "s, 1 token", "s, tree", "tokens/s")
 
 
-_OF_MODELS = ("embeddings and head", "KV cache", "pinned layers", "ring", "expert cache")
+_OF_MODELS = (
+    "embeddings and head",
+    "KV cache",
+    "recurrent states",
+    "pinned layers",
+    "ring",
+    "expert cache",
+)
 """Suffixes of the names of parts that hold weights or keys and values."""
 
 

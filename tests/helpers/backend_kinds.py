@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_tiny_checkpoint
+import torch
+from checkpoints import in_dtype, save_tiny_checkpoint
 from cpu_engine import CpuEngine
 from gguf_models import save_tiny_gguf
 from tiered import STORAGE, tiered_model
@@ -22,6 +23,8 @@ from offload.placement.placement import Placement
 from offload.placement.plan import pin_all
 
 N_SLOTS = 2
+BF16 = "-bf16"
+"""End of the name of a family whose checkpoint is stored in bf16."""
 TYPES = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
 """Cache and attention of an inexact llama.cpp whose rounding depends little on a pass's rows."""
 
@@ -56,6 +59,9 @@ class Kind:
         path = self.folder / f"{family}-{n_layers}-{n_ctx}{'.gguf' * self.is_gguf}"
         if path.exists():
             return path
+        if family.endswith(BF16):
+            whole = self.model(family.removesuffix(BF16), n_layers, n_ctx)
+            return in_dtype(whole, path, torch.bfloat16)
         if self.is_gguf:
             return save_tiny_gguf(family, path, n_layers=n_layers, n_ctx=n_ctx)
         layers, length = ("n_layer", {}) if family == "bloom" else ("num_hidden_layers", n_ctx)

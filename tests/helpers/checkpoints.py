@@ -22,6 +22,17 @@ _COMMON = {
 }
 _GQA = {**_COMMON, "num_key_value_heads": 2}
 
+_SHARED = {  # the last layers use keys and values of earlier ones
+    **_GQA,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", _GQA),
     "llama-tied": ("LlamaConfig", {**_GQA, "tie_word_embeddings": True}),
@@ -35,6 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
     "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 6}),
     "gemma3": ("Gemma3TextConfig", {**_GQA, "head_dim": 8, "sliding_window": 6}),
+    "gemma3n": ("Gemma3nTextConfig", _SHARED),
+    "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 16}),  # heads differ by layer
     "phi3": ("Phi3Config", {**_GQA, "sliding_window": None}),
     "gpt-neox": ("GPTNeoXConfig", _COMMON),
     "bloom": (
@@ -143,13 +156,42 @@ MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Mixtures of experts."""
 
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3.5": (  # Gated DeltaNet
+        "Qwen3_5TextConfig",
+        {
+            **_GQA,
+            "head_dim": 8,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "lfm2": (  # short convolutions
+        "Lfm2Config",
+        {**_GQA, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    ),
+    "bamba": ("BambaConfig", {**_GQA, **_MAMBA, "attn_layer_indices": [1]}),  # Mamba-2
+    "falcon-h1": ("FalconH1Config", {**_GQA, **_MAMBA, "mamba_d_ssm": 64}),  # both in each layer
+}
+"""Models with recurrent layers."""
+
 
 def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
     """Write a random fp32 checkpoint of `family`, sharded, with weights large enough to matter."""
     import torch
     import transformers
 
-    config_name, values = (FAMILIES | MIXTURES)[family]
+    config_name, values = (FAMILIES | MIXTURES | HYBRIDS)[family]
     config = getattr(transformers, config_name)(**{**values, **overrides})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

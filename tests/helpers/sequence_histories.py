@@ -134,7 +134,7 @@ class SequencesMachine(RuleBasedStateMachine):
         """Return the next tokens of a prompt, or some nodes, with all rows of logits or a few."""
         new = data.draw(st.lists(tokens, min_size=1, max_size=6))
         if len(state.committed) + len(new) > self.backend.max_context:
-            length = max(1, len(self.beginning) - 10)
+            length = state.sequence.restorable(max(1, len(self.beginning) - 10))
             state.sequence.rollback(length)
             state.committed, state.live = state.committed[:length], {}
         rows = data.draw(st.none() | st.lists(st.integers(0, len(new) - 1), max_size=6))
@@ -178,7 +178,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         state = self.a_sequence(data)
-        length = self.a_length(state, data)
+        length = state.sequence.restorable(self.a_length(state, data))
         state.sequence.rollback(length)
         state.committed, state.live = state.committed[:length], {}
 
@@ -187,8 +187,9 @@ class SequencesMachine(RuleBasedStateMachine):
     def cut_to_another_prompt(self, data: st.DataObject, new: list[int]) -> None:
         """Go on with a prompt that may share a prefix with the present one."""
         state = self.a_sequence(data)
-        n_shared = self.a_length(state, data)
-        expected = [*state.committed[:n_shared], *new][: self.backend.max_context]
+        n_asked = self.a_length(state, data)
+        n_shared = state.sequence.restorable(n_asked)
+        expected = [*state.committed[:n_asked], *new][: self.backend.max_context]
         lacking = state.sequence.cut_to(expected)
         assert 0 < len(lacking) <= max(len(expected) - n_shared, 1)
         n_left = len(expected) - len(lacking)
@@ -202,7 +203,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         state = self.a_sequence(data)
-        length = self.a_length(state, data)
+        length = state.sequence.restorable(self.a_length(state, data))
         self.sequences.append(SequenceState(state.sequence.fork(length), state.committed[:length]))
 
     @precondition(lambda self: self.sequences)

@@ -62,8 +62,8 @@ def parts_of_run(
     """Return the parts of everything but the layers."""
     result = Parts()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
-    n_tokens = options.all_tokens(ctx_size)
-    _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes)
+    n_tokens, parallel = options.all_tokens(ctx_size), options.parallel
+    _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes, parallel)
     if draft is not None:
         n_run = max_draft_nodes(n_drafted, draft.max_tree_leaves)
         draft_ctx = draft_context_size(
@@ -71,7 +71,9 @@ def parts_of_run(
         )
         draft_tokens = draft_ctx * n_tokens // ctx_size
         n_abreast = level_width(n_drafted)
-        _add_model(result, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run)
+        _add_model(
+            result, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run, parallel
+        )
         n_ranked = min(draft.vocab_size, target.vocab_size)
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
         result.host["draft probabilities"] = n_bytes
@@ -89,11 +91,15 @@ def _add_model(
     n_tokens: int,
     num_tokens: int,
     n_nodes: int,
+    n_sequences: int,
 ) -> None:
     """Add a model's parts to its device; a GPU's logits are copied to the host as well."""
     where = parts.gpu if is_on_gpu else parts.host
     where[f"{model} embeddings and head"] = source.non_layer_bytes
     where[f"{model} KV cache"] = source.kv_bytes(n_tokens, n_nodes)
+    state_bytes = source.state_bytes(n_sequences, n_nodes)
+    if state_bytes:
+        where[f"{model} recurrent states"] = state_bytes
     where[f"{model} activations"] = source.scratch_bytes(n_tokens, num_tokens, n_nodes)
     if is_on_gpu:
         parts.host[f"{model} logits"] = num_tokens * source.vocab_size * _COPIED_LOGIT_BYTES

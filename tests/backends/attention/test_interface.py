@@ -139,7 +139,8 @@ def test_what_counts_as_looking_into_the_mask(code: str, is_read: bool) -> None:
     [
         ("attention_interface(self, q, k, v, mask, scaling=1.0, dropout=0.0, **kwargs)", False),
         ("attention_interface(self, q, k, v, mask, softcap=3.0, s_aux=sinks)", False),
-        ("attention_interface(self, q, k, v, mask, indices=chosen)", True),
+        ("attention_interface(self, q, k, v, mask, chosen=chosen)", True),
+        ("attention_interface(self, q, k, v, mask, indices=chosen)", False),  # checked in a pass
         ("attention_interface(self, q, k, v, mask, head_mask=None)", True),
         ("project(q, indices=chosen)", False),
     ],

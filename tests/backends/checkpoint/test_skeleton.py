@@ -83,13 +83,6 @@ def test_an_encoder_is_not_taken_for_a_decoder() -> None:
         decoder_layers(model)
 
 
-def test_a_layer_without_attention_is_named() -> None:
-    model = build_model(tiny_config(), torch.float32)
-    model.model.layers[1] = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedModel, match="layer 1 has no attention"):
-        decoder_layers(model)
-
-
 def test_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Initialising weights that are then read from the checkpoint took a third of the build."""
 

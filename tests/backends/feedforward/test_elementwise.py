@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from backends.feedforward.elementwise import batch_invariant_activations, unsteady_function
+from backends.feedforward.elementwise import batch_invariant_functions
 
 NAMES = ("gelu", "gelu_pytorch_tanh", "gelu_new", "silu", "relu", "relu2", "quick_gelu", "swish")
 
@@ -18,7 +20,7 @@ def alone(function, rows: torch.Tensor) -> torch.Tensor:
 
 def model_with(name: str) -> nn.Module:
     model = nn.Sequential(ACT2FN[name], nn.Linear(3, 3))
-    batch_invariant_activations(model)
+    batch_invariant_functions(model)
     return model[0]
 
 
@@ -47,7 +49,12 @@ def test_as_they_are_they_differ() -> None:
 
 class Gated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(x)
+        return x * torch.sigmoid(x) + nn.functional.silu(x) + x.sigmoid()
+
+
+class OfAFunction(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * gate(x)
 
 
 class OfAModule(nn.Module):
@@ -59,12 +66,26 @@ class OfAModule(nn.Module):
         return x * self.act_fn(x)
 
 
-def test_functions_that_a_family_calls_by_itself_are_found(monkeypatch) -> None:
-    """Beam gates its attention with plain functions: no module could be given another forward."""
-    for kind in (Gated, OfAModule):
-        monkeypatch.setattr(kind, "__module__", "transformers.models.own.modeling_own")
-    assert unsteady_function(Gated()) == "sigmoid"
-    assert unsteady_function(OfAModule()) is None
-    given_another = Gated()
-    given_another.forward = torch.relu
-    assert unsteady_function(given_another) is None
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.softplus(x.float(), beta=2).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [Gated, OfAFunction, OfAModule])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_functions_that_a_family_calls_by_itself(kind, dtype, monkeypatch) -> None:
+    """Beam gates its attention with plain functions, Mamba its steps."""
+    own = "transformers.models.own.modeling_own"
+    monkeypatch.setitem(sys.modules, own, sys.modules[__name__])
+    monkeypatch.setattr(kind, "__module__", own)
+    monkeypatch.setattr(gate, "__module__", own)
+    model = kind()
+    batch_invariant_functions(model)
+    rows = torch.randn(400, 44, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(model(rows), alone(model, rows))
+    assert torch.allclose(model(rows).float(), kind()(rows).float(), atol=0.02, rtol=0.02)
+
+
+def test_without_that_they_differ() -> None:
+    rows = torch.randn(400, 44, generator=torch.Generator().manual_seed(0))
+    for kind in (Gated, OfAFunction):
+        assert not torch.equal(kind()(rows), alone(kind(), rows))

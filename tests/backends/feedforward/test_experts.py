@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from backends.feedforward.elementwise import batch_invariant_activations, in_whole_vectors
+from backends.feedforward.elementwise import batch_invariant_functions, in_whole_vectors
 from backends.feedforward.experts import ONE_BY_ONE, ExpertsRunner
 from backends.hf.products import products_of_experts
 from backends.hf.self_test import min_batch_tokens_of_product
@@ -31,7 +31,7 @@ def make_experts(implementation: str = ONE_BY_ONE) -> Qwen3MoeExperts:
     module = Qwen3MoeExperts(config)
     for parameter in module.parameters():
         parameter.data.normal_(0.0, 0.3, generator=generator)
-    batch_invariant_activations(module)
+    batch_invariant_functions(module)
     return module.requires_grad_(False)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from alone import own
-from checkpoints import FAMILIES, in_dtype
+from checkpoints import FAMILIES, HYBRIDS, in_dtype
 from plain_rows import Plain
 from sequence_histories import CONTEXT, MAX_NODES, try_sequences
 
@@ -34,7 +34,7 @@ def load(source: HfSource, max_context: int = CONTEXT):
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_any_history_gives_the_bits_of_one_token_per_pass(
     family, dtype, checkpoint_factory, tmp_path
 ) -> None:

@@ -30,7 +30,6 @@ from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
 from backends.shapes.hf import hf_shape
-from offload.formats.tensors import CheckpointError
 from offload.placement.experts import ExpertCachePlan, count_experts
 from offload.placement.plan import plan_placement
 
@@ -64,10 +63,11 @@ def test_experts_of_a_token_that_are_not_among_all_experts(n_used, checkpoint_fa
     config = json.loads((directory / "config.json").read_text())
     config["num_experts_per_tok"] = n_used
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"takes {n_used} of 12 experts"):
-        load_hf_model(directory)
-    with pytest.raises(UnsupportedModel, match=f"num_experts_per_tok is {n_used}, must be 1 to 12"):
-        hf_shape(directory)
+    for read in (load_hf_model, hf_shape):
+        with pytest.raises(
+            UnsupportedModel, match=f"num_experts_per_tok is {n_used}, must be 1 to 12"
+        ):
+            read(directory)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"], ids=["separate", "stacked"])
