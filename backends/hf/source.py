@@ -32,16 +32,13 @@ from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
 from backends.packed.twelve_bits import TwelveBits
-from backends.recurrent.states import SNAPSHOTS
+from backends.recurrent.memory import planned_bytes
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
-_FED_COPIES = 2
-"""Copies of what a node feeds to recurrent layers: its own, and joined with those of other nodes
-while a layer computes them."""
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
 """List of (share of the layers' bytes, seconds per byte to decode it)."""
 
@@ -104,10 +101,8 @@ class HfSource(ModelSource):
         return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
 
     def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
-        return (
-            n_sequences * SNAPSHOTS * self.model.state_bytes
-            + max_nodes * _FED_COPIES * self.model.fed_bytes_per_token
-        )
+        model = self.model
+        return planned_bytes(n_sequences, max_nodes, model.state_bytes, model.fed_bytes_per_token)
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
