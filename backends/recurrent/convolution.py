@@ -31,7 +31,8 @@ class Convolution(Recurrence):
         (x,) = rows
         width, n_tokens = self.weight.shape[1], len(x)
         inputs = torch.cat([state, x])
-        return inputs[n_tokens:], self._sum([inputs[i : i + n_tokens] for i in range(width)])
+        after = inputs[n_tokens:].clone()  # a view would keep all inputs in memory
+        return after, self._sum([inputs[i : i + n_tokens] for i in range(width)])
 
     def branch(
         self, state: State, rows: Rows, parents: Sequence[int], requested: Sequence[int]

@@ -15,8 +15,6 @@ States: TypeAlias = Iterable[RecurrentStates | None]
 _FED_COPIES = 2
 """Passes whose nodes' inputs are kept: of the last one until its accepted path has been applied,
 and of the one that runs."""
-_NEW_BY_PREFILL = 2
-"""Snapshots that a prefill chunk makes: at the checkpoint and at its end."""
 
 
 def planned_bytes(n_sequences: int, max_nodes: int, state_bytes: int, fed_bytes: int) -> int:
@@ -40,13 +38,12 @@ class StateMemory:
 
     def __init__(self, state_bytes: int, fed_bytes: int) -> None:
         self._state_bytes, self._fed_bytes = state_bytes, fed_bytes
-        self._peak_bytes, self._num_run = 0, 0
+        self._peak_bytes = 0
 
     def succeed(self, sequences: States, of_pass: RecurrentPass) -> None:
         """Let the states of a pass that has succeeded replace older ones; note the memory before
         that."""
         self._peak_bytes = kept_bytes(sequences, of_pass.tensors())
-        self._num_run = of_pass.num_parts
         of_pass.succeed()
 
     def growth_bytes(self, sequences: States, max_nodes: int, num_new_seqs: int = 0) -> int:
@@ -54,9 +51,8 @@ class StateMemory:
 
         num_new_seqs: sequences of that pass that have not begun yet.
         """
-        states = list(filter(None, sequences))
-        n_begin = num_new_seqs + sum(not item.has_run for item in states)
-        n_snapshots = self._num_run + _NEW_BY_PREFILL * n_begin
+        states = [*filter(None, sequences), *(RecurrentStates() for _ in range(num_new_seqs))]
+        n_snapshots = sum(item.num_to_make for item in states)
         new_bytes = n_snapshots * self._state_bytes + max_nodes * self._fed_bytes
         return max(0, kept_bytes(states) + new_bytes - self._peak_bytes)
 

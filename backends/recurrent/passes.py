@@ -110,7 +110,7 @@ class PassPart:
         """Take over the states of a pass that has succeeded."""
         states = self.states
         fed = [FedToken(self.inputs, index) for index in range(self._num_kept)]
-        states.has_run = True
+        states.num_to_make = 1
         if self.parents is not None:
             states.fed = [*states.fed[self._n_pending :], *fed]
             states.base = Snapshot(self.num_committed, self.at_prefix)
@@ -177,10 +177,6 @@ class RecurrentPass:
         elif n_padding:
             output = torch.cat([output, output.new_zeros(n_padding, *output.shape[1:])])
         return output
-
-    @property
-    def num_parts(self) -> int:
-        return len(self._parts)
 
     def succeed(self) -> None:
         for part in self._parts:

@@ -62,14 +62,15 @@ class RecurrentStates:
         fed: the tokens after `base`, in the order of the node table: committed ones, then nodes.
         checkpoint: a snapshot near the end of the last prompt, to which a later one can return.
         tail: the prompt's tokens after `checkpoint`.
-        has_run: whether a pass has computed tokens of this sequence.
+        num_to_make: maximum number of snapshots that its next pass makes: at a checkpoint and at
+            its end; none once it has finished.
     """
 
     def __init__(self) -> None:
         self.base = self.checkpoint = Snapshot()
         self.fed: list[FedToken] = []
         self.tail: list[FedToken] = []
-        self.has_run = False
+        self.num_to_make = 2
 
     @property
     def end_of_prompt(self) -> int:
@@ -106,8 +107,10 @@ class RecurrentStates:
         other.rollback(length)
         return other
 
-    def compact(self) -> None:
-        """Keep the inputs of the tokens after `base` alone, without those of dropped nodes."""
+    def rest(self) -> None:
+        """Keep the inputs of the tokens after `base` alone, without those of dropped nodes, because
+        the sequence may have finished."""
+        self.num_to_make = 0
         if all(item.is_at(index, len(self.fed)) for index, item in enumerate(self.fed)):
             return
         inputs = {
