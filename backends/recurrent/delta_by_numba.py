@@ -29,6 +29,8 @@ _SMALL = 200_000
 class CompiledDeltaRule(Recurrence):
     """See DeltaRule."""
 
+    n_products = 3
+
     normalises: bool
 
     def initial(self, rows: Rows) -> State:

@@ -19,6 +19,8 @@ class Mamba2(Recurrence):
     rows: x [tokens, heads, head dim], time steps [tokens, heads], B and C [tokens, groups, state].
     """
 
+    n_products = 2
+
     a: torch.Tensor
     """[heads], negative."""
     d: torch.Tensor | None
@@ -56,6 +58,8 @@ class Mamba1(Recurrence):
 
     rows: x, time steps and gate [tokens, channels], B and C [tokens, state].
     """
+
+    n_products = 2
 
     a: torch.Tensor
     """[channels, state], negative."""
