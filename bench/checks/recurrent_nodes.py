@@ -3,7 +3,7 @@
     python -m bench.checks.recurrent_nodes -m DIRECTORY --nodes 1,8,32,64
 
 Takes the first recurrent layer of a config.json, with random weights in memory; without a directory
-a Gated DeltaNet layer of Qwen3.5-27B's shape. Chains, and trees with two children below each node; a
+a Gated DeltaNet layer of the shape of Qwen3.5-27B. Chains, and trees with two children a node; a
 pass first applies an accepted path as long as the tree is deep. Prints a table, then one JSON line
 with provenance.
 """
