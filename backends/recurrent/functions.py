@@ -21,7 +21,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import calls
 from backends.recurrent.convolution import Convolution
 from backends.recurrent.delta import delta_rule
-from backends.recurrent.mamba import Mamba1, Mamba2
+from backends.recurrent.mamba import Mamba1, mamba2
 from backends.recurrent.passes import RecurrentPass, current_pass
 
 Function = Callable[..., Any]
@@ -141,7 +141,7 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    kind = Mamba2(A, D, dt_bias, (dt_limit[0], dt_limit[1]))
+    kind = mamba2(A, D, dt_bias, (dt_limit[0], dt_limit[1]))
     return recurrent.run(kind, tuple(x[0] for x in (hidden_states, dt, B, C)))[None], None
 
 

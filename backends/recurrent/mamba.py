@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import softplus
 
 from backends.feedforward.elementwise import by_rows
+from backends.packed.kernels import has_numba
 from backends.recurrent.kinds import Recurrence, Rows, State
 
 
@@ -36,20 +37,40 @@ class Mamba2(Recurrence):
     def advance(self, state: State, rows: Rows) -> tuple[State, torch.Tensor]:
         x, dt, b, c = (part.float() for part in rows)
         n_heads = x.shape[1]
-        if self.dt_bias is not None:
-            dt = dt + self.dt_bias.float()
-        dt = by_rows(softplus)(dt).clamp(*self.limits)
-        decay = torch.exp(dt * self.a.float())
+        dt, decay = self.steps(dt)
         b, c = (part.repeat_interleave(n_heads // part.shape[1], dim=1) for part in (b, c))
         outputs = []
         for i in range(len(x)):
             added = (dt[i, :, None] * b[i])[:, None, :] * x[i, :, :, None]
             state = state * decay[i, :, None, None] + added
             outputs.append((state * c[i, :, None, :]).sum(-1))
-        output = torch.stack(outputs)
+        return state, self.with_skip(torch.stack(outputs), rows[0])
+
+    def steps(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (time steps, decays) [tokens, heads]."""
+        if self.dt_bias is not None:
+            dt = dt + self.dt_bias.float()
+        dt = by_rows(softplus)(dt).clamp(*self.limits)
+        return dt, torch.exp(dt * self.a.float())
+
+    def with_skip(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.d is not None:
-            output = output + x * self.d.float()[:, None]
-        return state, output.to(rows[0].dtype)
+            output = output + x.float() * self.d.float()[:, None]
+        return output.to(x.dtype)
+
+
+def mamba2(
+    a: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    limits: tuple[float, float],
+) -> Mamba2:
+    """Return Mamba-2 in compiled loops if numba is installed, else in torch."""
+    if not has_numba():
+        return Mamba2(a, d, dt_bias, limits)
+    from backends.recurrent.mamba_by_numba import CompiledMamba2
+
+    return CompiledMamba2(a, d, dt_bias, limits)
 
 
 @dataclass(frozen=True)
