@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import softplus
 
 from backends.feedforward.elementwise import by_rows
-from backends.packed.kernels import has_numba
 from backends.recurrent.kinds import Recurrence, Rows, State
 
 
@@ -57,20 +56,6 @@ class Mamba2(Recurrence):
         if self.d is not None:
             output = output + x.float() * self.d.float()[:, None]
         return output.to(x.dtype)
-
-
-def mamba2(
-    a: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    limits: tuple[float, float],
-) -> Mamba2:
-    """Return Mamba-2 in compiled loops if numba is installed, else in torch."""
-    if not has_numba():
-        return Mamba2(a, d, dt_bias, limits)
-    from backends.recurrent.mamba_by_numba import CompiledMamba2
-
-    return CompiledMamba2(a, d, dt_bias, limits)
 
 
 @dataclass(frozen=True)

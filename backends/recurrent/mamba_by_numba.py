@@ -78,7 +78,7 @@ def _scan(
 ) -> None:
     """Compute the heads first..last of all nodes, which come depth first."""
     group = x.shape[1] // b.shape[1]
-    n_rows, n_columns = b.shape[2], x.shape[2]
+    state_dim, n_columns = b.shape[2], x.shape[2]
     for h in range(first, last):
         for n in range(len(slots)):
             here = stack[slots[n], h]
@@ -89,7 +89,7 @@ def _scan(
             up_all = state[h] if above[n] < 0 else stack[above[n], h]
             for j in range(n_columns):
                 o[j] = 0.0
-            for i in range(n_rows):
+            for i in range(state_dim):
                 row, factor, c_i = here[i], step * added[i], read[i]
                 if in_place:
                     for j in range(n_columns):

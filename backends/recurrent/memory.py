@@ -57,8 +57,8 @@ class StateMemory:
         return max(0, kept_bytes(states) + new_bytes - self._peak_bytes)
 
 
-def kept_bytes(sequences: States, others: Iterable[torch.Tensor] = ()) -> int:
+def kept_bytes(sequences: States, made: Iterable[torch.Tensor] = ()) -> int:
     """Return the bytes of the states of sequences, which may share memory, and of other tensors."""
-    kept = (x for states in sequences if states is not None for x in states.tensors())
-    storages = (x.untyped_storage() for x in (*kept, *others))
+    owned = (x for states in sequences if states is not None for x in states.tensors())
+    storages = (x.untyped_storage() for x in (*owned, *made))
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())

@@ -39,7 +39,7 @@ class PlaceShape:
     state: TensorSpec
     fed: tuple[TensorSpec, ...]
     recurrence: Recurrence = field(compare=False)
-    """Its kind, with tensors that have no memory."""
+    """The kind, with tensors that have no memory."""
 
 
 class _Measured(RecurrentPass):

@@ -50,8 +50,8 @@ class FedToken:
 
     def is_at(self, index: int, num_tokens: int) -> bool:
         """Return whether it is the token `index` of inputs of `num_tokens`."""
-        n_rows = max((len(rows[0]) for rows in self.inputs.values()), default=0)
-        return self.index == index and n_rows == num_tokens
+        count = max((len(rows[0]) for rows in self.inputs.values()), default=0)
+        return self.index == index and count == num_tokens
 
 
 class RecurrentStates:

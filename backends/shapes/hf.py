@@ -207,7 +207,8 @@ def _matrices(
     config: PreTrainedConfig, layer: nn.Module, prefix: str, sizes: _Sizes, kind: str
 ) -> Iterator[Matrix]:
     for name, parameter in layer.named_parameters():
-        if parameter.ndim < 2 or name.endswith("bias"):
+        is_convolution = parameter.ndim == 3 and parameter.shape[1] == 1  # of each channel alone
+        if parameter.ndim < 2 or name.endswith("bias") or is_convolution:
             continue
         # A Linear has [n_out, n_in], a Conv1D [n_in, n_out]: the counts are the same for both.
         n_out, n_in = parameter.shape[-2:]

@@ -119,8 +119,8 @@ def table_of(result: dict[str, Any]) -> Table:
     for row in result["seconds"]:
         n, products = row["n_nodes"], row["products"]
         chain, tree = row["chain"], row["tree"]
-        texts = (products * 1e3, chain * 1e3, chain / products, tree * 1e3, tree / products)
-        rows.append((str(n), *(f"{value:.3f}" for value in texts), f"{tree / n * 1e3:.4f}"))
+        values = (products * 1e3, chain * 1e3, chain / products, tree * 1e3, tree / products)
+        rows.append((str(n), *(f"{value:.3f}" for value in values), f"{tree / n * 1e3:.4f}"))
     kinds = ", ".join(
         f"{kind} {shape}" for kind, shape in zip(result["kinds"], result["states"], strict=True)
     )
@@ -167,8 +167,8 @@ def _pass(
     runs = [pass_of_tree(shape, parents, n_accepted) for shape in shapes]
 
     def run() -> None:
-        for one in runs:
-            one()
+        for compute in runs:
+            compute()
 
     return run
 

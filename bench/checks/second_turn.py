@@ -79,10 +79,10 @@ def measure(llm: LLM, prompt_tokens: int, new_tokens: int, max_tokens: int) -> d
     turn = llm.generate(messages, max_tokens=1).stats
     n_computed = turn.prompt_tokens - turn.reused_prompt_tokens
     ids = list(llm.tokenizer.encode_chat(messages))
-    others = {"alone": ids[-n_computed:], "whole": ids}
+    prompts = {"alone": ids[-n_computed:], "whole": ids}
     seconds = {
         kind: llm.generate(prompt, max_tokens=1, cache_prompt=False).stats.time_to_first_token
-        for kind, prompt in others.items()
+        for kind, prompt in prompts.items()
     }
     return {
         "seconds": {"turn": turn.time_to_first_token, **seconds},

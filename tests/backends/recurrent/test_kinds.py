@@ -12,8 +12,9 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from backends.packed.kernels import has_numba
 from backends.recurrent.convolution import Convolution
 from backends.recurrent.delta import DeltaRule
+from backends.recurrent.functions import mamba2
 from backends.recurrent.kinds import Recurrence, Rows
-from backends.recurrent.mamba import Mamba1, Mamba2, mamba2
+from backends.recurrent.mamba import Mamba1, Mamba2
 
 N_TOKENS = 23
 HEADS, KEY_HEADS, DIM = 6, 2, 16

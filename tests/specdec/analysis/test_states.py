@@ -25,9 +25,9 @@ def cache_of(directory: Path) -> Any:
 
 
 def tensors_of(layer: Any, name: str) -> list[torch.Tensor]:
-    kept = getattr(layer, name, None)
-    kept = list(kept.values()) if isinstance(kept, dict) else [kept]
-    return [x for x in kept if isinstance(x, torch.Tensor)]
+    stored = getattr(layer, name, None)
+    stored = list(stored.values()) if isinstance(stored, dict) else [stored]
+    return [x for x in stored if isinstance(x, torch.Tensor)]
 
 
 def bytes_in(layer: Any, *names: str) -> int:
@@ -48,6 +48,6 @@ def test_bytes_are_those_of_transformers_cache(family: str, checkpoint_factory) 
     work = pass_work(shape, 4, 64, 1)
     assert work[ATTENTION].stored_bytes == 64 * shape.kv_bytes_per_token
     assert attends == sum(bytes_in(layer, "keys") > 0 for layer in layers)
-    one, four = pass_work(shape, 1, 64, 1)[STATES], work[STATES]
-    assert one.stored_bytes == four.stored_bytes == 2 * shape.state_bytes
-    assert four.flops == 4 * one.flops > 0
+    single, four = pass_work(shape, 1, 64, 1)[STATES], work[STATES]
+    assert single.stored_bytes == four.stored_bytes == 2 * shape.state_bytes
+    assert four.flops == 4 * single.flops > 0
