@@ -160,6 +160,12 @@ class Backend(ABC):
         """Bytes that the KV cache takes now."""
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent states that sequences keep now, beside the KV cache; any thread may
+        read it."""
+        return 0
+
+    @property
     @abstractmethod
     def n_kv_allocated(self) -> int:
         """Token positions that fit in `kv_bytes`."""
@@ -170,7 +176,7 @@ class Backend(ABC):
         """Positions that sequences use; any thread may read it."""
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """Return the maximum growth of the KV cache in the next pass over nodes, in bytes.
+        """Return the maximum growth of KV cache and states in the next pass over nodes, in bytes.
 
         n_tokens: tokens of all sequences together before those nodes.
         num_new_seqs: sequences among them that have not begun yet.

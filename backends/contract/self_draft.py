@@ -44,6 +44,12 @@ class SharedSource(ModelSource):
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return self.source.kv_bytes(ctx_size, max_nodes)
 
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        return self.source.state_bytes(n_sequences, max_nodes)
+
+    def measure_states(self, reading: Path | None = None) -> ComputeCurve | None:
+        return self.source.measure_states(reading)
+
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return self.source.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
 

@@ -157,6 +157,13 @@ class ModelSource(ABC):
         cached ones, and `max_nodes` live nodes; 0 without recurrent layers."""
         return 0
 
+    def measure_states(self, reading: Path | None = None) -> ComputeCurve | None:
+        """Return the seconds that a pass takes for recurrent states; None without recurrent layers.
+
+        reading: a file to read meanwhile.
+        """
+        return None
+
     def with_cache_type(self, cache_type: str) -> ModelSource:
         """Return the same model with a KV cache in a format from `smaller_cache_types`."""
         raise ValueError(f"the KV cache cannot be {cache_type}")

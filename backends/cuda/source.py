@@ -70,7 +70,8 @@ class HfGpuSource(HfSource):
             return measure_small(self, libraries, placement=self.all_on_device)
         device = torch.device("cuda", 0)
         curve = measure_gpu_compute(self.model.dtype, device)
-        return self._compute(curve, self._decoding(partial(measure_gpu_decoding, device=device)))
+        decoding = self._decoding(partial(measure_gpu_decoding, device=device))
+        return self._compute(curve, decoding, None)  # recurrent layers run on the CPU alone
 
     def _load(self, loading: Loading) -> Backend:
         assert loading.placement.is_on_device, "a model on a GPU is placed over three tiers"

@@ -36,9 +36,10 @@ from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
-from backends.kv.pool import KvPool, blocks_of, max_new_blocks
+from backends.kv.pool import KvPool, blocks_of
 from backends.kv.rows import recurrent_pass, rows_of_pass, take_rows
-from backends.kv.sequence import BlockStore
+from backends.kv.sequence import BlockStore, growth_blocks
+from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
 from backends.recurrent.states import RecurrentStates
 from offload.formats.mapped import TensorShape
@@ -164,6 +165,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
+        self._states = StateMemory(self._model.state_bytes, self._model.fed_bytes_per_token)
         without_kv = [i for i, n in enumerate(self._model.layer_kv_values) if not n]
         self._pool = KvPool(len(self._model.layers), n_blocks, without_kv)
 
@@ -175,17 +177,19 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def kv_bytes(self) -> int:
         return self._pool.n_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        return kept_bytes(sequence.store.recurrent for sequence in tuple(self._sequences))
+
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """Bytes of blocks not used before: sequences of equal length need new ones in one pass."""
+        """Bytes of states and of blocks not used before."""
         if self._weights.device.type != "cpu":
             return 0
-        pool, kvs = self._pool, [sequence.store for sequence in self._sequences]
-        num_tokens = n_tokens + (self.max_nodes or 0) + self._exactness.min_batch_tokens
-        num_tokens = max(0, num_tokens - sum(kv.table.n_committed for kv in kvs))
-        num_free_slots = [n for kv in kvs for n in kv.num_free_slots_by_block]
-        n_new = max_new_blocks(num_free_slots + [0] * num_new_seqs, num_tokens)
-        n_new = min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched
-        return max(0, n_new) * BLOCK_SIZE * self._model.kv_bytes_per_token
+        kvs, n_nodes = [sequence.store for sequence in self._sequences], self.max_nodes or 0
+        num_tokens = n_tokens + n_nodes + self._exactness.min_batch_tokens
+        n_new = growth_blocks(self._pool, kvs, num_tokens, num_new_seqs)
+        states = self._states.growth_bytes([kv.recurrent for kv in kvs], n_nodes, num_new_seqs)
+        return n_new * BLOCK_SIZE * self._model.kv_bytes_per_token + states
 
     @property
     def n_kv_allocated(self) -> int:
@@ -268,18 +272,14 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         save_prefix(self._pool, kv, buffers)
 
     def _load_prefix(self, kv: BlockStore, token_ids: list[int], tensors: SavedTensors) -> None:
-        self._free_if_unused()
+        self._pool.free_if_unused()
         try:
             device = self._weights.device
             load_prefix(self._pool, kv, self._model, token_ids, tensors, device)
         except BackendError:
             kv.abort(0)
-            self._free_if_unused()  # with the shapes that it took from the file
+            self._pool.free_if_unused()  # with the shapes that it took from the file
             raise
-
-    def _free_if_unused(self) -> None:
-        if self._pool.is_unused:
-            self._pool.free()
 
     def _check_cancel(self) -> None:
         if self._is_cancelled:
@@ -320,7 +320,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             self._pool.check_written(len(token_ids))
             host_logits = self._weights.on_host(logits[:num_logits])
         if recurrent is not None:
-            recurrent.succeed()
+            self._states.succeed([item.store.recurrent for item in self._sequences], recurrent)
         ends = np.cumsum([len(tokens.logits_at) for tokens in new])
         return np.split(host_logits, ends[:-1])
 

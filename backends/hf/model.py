@@ -53,8 +53,7 @@ from backends.feedforward.records import expert_modules, stacked_parts
 from backends.hf.expert_records import experts_by_layer
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
-from backends.recurrent.functions import use_recurrences
-from backends.recurrent.shapes import PlaceShape, measure_states
+from backends.recurrent.shapes import PlaceShape, recurrences_of
 from backends.recurrent.states import Place
 from offload.formats.checkpoint import WeightIndex, main_format
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -309,14 +308,8 @@ def match_checkpoint(
         experts,
         modules,
         weight_warnings=match.warnings,
-        recurrences=_recurrences(model, layers, dtype),
+        recurrences=recurrences_of(model, layers),
         is_adapted=adapt(model),
     )
 
 
-def _recurrences(
-    model: PreTrainedModel, layers: tuple[nn.Module, ...], dtype: torch.dtype
-) -> Mapping[Place, PlaceShape]:
-    if not use_recurrences(model, layers):
-        return {}
-    return measure_states(layers, language_config(model.config).hidden_size, dtype)

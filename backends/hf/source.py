@@ -33,16 +33,14 @@ from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
 from backends.packed.twelve_bits import TwelveBits
-from backends.recurrent.states import SNAPSHOTS
+from backends.recurrent.memory import planned_bytes
+from backends.recurrent.timing import measure_recurrences
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
-_FED_COPIES = 2
-"""Copies of what a node feeds to recurrent layers: its own, and joined with those of other nodes
-while a layer computes them."""
 _ROW_COPIES = 4
 """Copies of the rows that a pass gathers: as read, as a tensor, for each token, and scaled."""
 Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
@@ -111,10 +109,8 @@ class HfSource(ModelSource):
         return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
 
     def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
-        return (
-            n_sequences * SNAPSHOTS * self.model.state_bytes
-            + max_nodes * _FED_COPIES * self.model.fed_bytes_per_token
-        )
+        model = self.model
+        return planned_bytes(n_sequences, max_nodes, model.state_bytes, model.fed_bytes_per_token)
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
@@ -134,16 +130,24 @@ class HfSource(ModelSource):
         curve = curve.padded_to(self.exactness.min_batch_tokens)
         measure = partial(measure_decoding, n_threads=self._n_threads, reading=reading)
         decoding = self._decoding(measure)
-        return self._compute(curve, decoding)
+        return self._compute(curve, decoding, self.measure_states(reading))
 
-    def _compute(self, curve: ComputeCurve, decoding: Decoding) -> ModelCompute:
-        """curve: seconds per byte of products with weights that are decoded or stored plain."""
-        if not decoding:
+    def measure_states(self, reading: Path | None = None) -> ComputeCurve | None:
+        recurrences = self.model.recurrences.values()
+        return measure_recurrences(recurrences, reading) if recurrences else None
+
+    def _compute(
+        self, curve: ComputeCurve, decoding: Decoding, states: ComputeCurve | None
+    ) -> ModelCompute:
+        """curve: seconds per byte of products with weights that are decoded or stored plain.
+        states: seconds of all recurrent layers beside their products."""
+        if not decoding and states is None:
             return ModelCompute(curve, self.head_bytes)
         n_bytes = sum(layer.n_bytes for layer in self.layers)
         bound = [bound for layer in self.model.layer_tensors for bound in layer]
         growth = sum(tensor.computed_bytes for tensor in bound) / n_bytes
-        per_byte = ComputeCurve.mixed([(growth, curve), *decoding])
+        of_states = [] if states is None else [(1 / n_bytes, states)]
+        per_byte = ComputeCurve.mixed([(growth, curve), *decoding, *of_states])
         return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
 
     @property

@@ -208,6 +208,10 @@ class KvPool(NoStates, Cache):
                     f"KV cache layer {i} was given {layer.n_written} rows, expected {num_tokens}"
                 )
 
+    def free_if_unused(self) -> None:
+        if self.is_unused:
+            self.free()
+
     def free(self) -> None:
         """Free the memory; sequences must not be used any more."""
         for layer in self.layers:

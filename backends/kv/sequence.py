@@ -9,8 +9,21 @@ import numpy as np
 from backends.attention.batch import BLOCK_SIZE, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
 from backends.contract.nodes import NodeTable
-from backends.kv.pool import KvPool, blocks_of
+from backends.kv.pool import KvPool, blocks_of, max_new_blocks
 from backends.recurrent.states import RecurrentStates
+
+
+def growth_blocks(
+    pool: KvPool, stores: Sequence[BlockStore], num_tokens: int, num_new_seqs: int
+) -> int:
+    """Return the maximum number of blocks, not used before, that sequences touch in one pass.
+
+    num_tokens: tokens of all of them after the pass.
+    """
+    num_new = max(0, num_tokens - sum(store.table.n_committed for store in stores))
+    num_free_slots = [n for store in stores for n in store.num_free_slots_by_block]
+    n_new = max_new_blocks(num_free_slots + [0] * num_new_seqs, num_new)
+    return max(0, min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched)
 
 
 class BlockStore:
@@ -90,6 +103,8 @@ class BlockStore:
     def rollback(self, length: int) -> None:
         self.table.rollback(self.restorable(length))
         self.trim()
+        if self.recurrent is not None:
+            self.recurrent.rest()
 
     def abort(self, n_intact: int | None = None) -> None:
         """Drop every live node, and rows that a failed pass left after the prefix.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from transformers.activations import ACT2FN
 
 from backends.feedforward.elementwise import by_rows
+from backends.packed.kernels import has_numba
 from backends.recurrent.kinds import Recurrence, Rows, State
 
 
@@ -31,35 +33,41 @@ class Convolution(Recurrence):
         (x,) = rows
         width, n_tokens = self.weight.shape[1], len(x)
         inputs = torch.cat([state, x])
-        return inputs[n_tokens:], self._sum([inputs[i : i + n_tokens] for i in range(width)])
+        after = inputs[n_tokens:].clone()  # a view would keep all inputs in memory
+        if after.is_meta:
+            return after, torch.empty_like(x)
+        return after, self._outputs(inputs, [range(i, i + width) for i in range(n_tokens)])
 
     def branch(
         self, state: State, rows: Rows, parents: Sequence[int], requested: Sequence[int]
     ) -> list[torch.Tensor]:
         (x,) = rows
         n_before = len(state)
-        inputs = torch.cat([state, x])
         # The inputs in each node's window, as rows of `inputs`; those of the state itself last.
         windows: list[list[int]] = [[]] * len(parents) + [[0, *range(n_before)]]
         for node, parent in enumerate(parents):
             windows[node] = [*windows[parent][1:], n_before + node]
-        picked = inputs[torch.tensor([windows[node] for node in requested])]
-        return list(self._sum(picked.unbind(1)).split(1))
+        inputs = torch.cat([state, x])
+        return list(self._outputs(inputs, [windows[node] for node in requested]).split(1))
 
-    def _sum(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the outputs for the inputs [tokens, channels] at each place of the window.
+    def _outputs(self, inputs: torch.Tensor, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the outputs for the windows, which are rows of the inputs [tokens, channels].
 
         One term after the other: the order of the sum does not depend on the number of tokens.
         """
-        weight = self.weight.float()
-        total = terms[0].float() * weight[:, 0]
-        for i, term in enumerate(terms[1:], start=1):
-            total = total + term.float() * weight[:, i]
+        weight, places = self.weight.float(), torch.tensor([*map(list, windows)])
+        if has_numba():
+            from backends.recurrent.convolution_by_numba import weighted_sums
+
+            total = weighted_sums(inputs.float(), weight.T.contiguous(), places)
+        else:
+            terms = [inputs[places[:, i]].float() * weight[:, i] for i in range(weight.shape[1])]
+            total = reduce(torch.add, terms)
         if self.bias is not None:
             total = total + self.bias.float()
         if self.activation is not None:
             total = self._function(total)
-        return total.to(terms[0].dtype)
+        return total.to(inputs.dtype)
 
     @property
     def _function(self) -> Callable[[torch.Tensor], torch.Tensor]:

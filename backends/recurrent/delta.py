@@ -20,6 +20,8 @@ class DeltaRule(Recurrence):
     logarithm of the decay, and beta [tokens, value heads].
     """
 
+    n_products = 3
+
     step: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """transformers' recurrent function."""
     normalises: bool

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,16 +16,17 @@ import torch
 
 from backends.packed.by_numba import compiled_lazily
 from backends.recurrent.kinds import Recurrence, Rows, State
+from backends.recurrent.walks import chain, depth_first, divided
 
 _EPSILON = 1e-6
 """Term below the norm of queries and keys (transformers' l2norm)."""
-_SMALL = 200_000
-"""Multiplications (50 us) below which a second thread costs as much as it saves."""
 
 
 @dataclass(frozen=True)
 class CompiledDeltaRule(Recurrence):
     """See DeltaRule."""
+
+    n_products = 3
 
     normalises: bool
 
@@ -39,10 +38,7 @@ class CompiledDeltaRule(Recurrence):
     def advance(self, state: State, rows: Rows) -> tuple[State, torch.Tensor]:
         if state.is_meta:
             return state, torch.empty_like(rows[2])
-        n_tokens = len(rows[0])
-        above, slots = np.zeros(n_tokens, np.int64), np.zeros(n_tokens, np.int64)
-        above[0] = -1
-        stack, output = self._walk(state, rows, above, slots, 1)
+        stack, output = self._walk(state, rows, *chain(len(rows[0])), 1)
         return torch.from_numpy(stack[0]), output
 
     def branch(
@@ -67,60 +63,14 @@ class CompiledDeltaRule(Recurrence):
         stack = np.empty((n_slots, n_heads, key_dim, value_dim), np.float32)
         output = np.empty((n_tokens, n_heads, value_dim), np.float32)
         source = state.numpy()
-        n_threads = torch.get_num_threads()
-        if n_tokens * n_heads * key_dim * value_dim < _SMALL:
-            n_threads = 1
-        ends = [n_heads * i // n_threads for i in range(n_threads + 1)]
 
         def run(first: int, last: int) -> None:
             _deltas(
                 first, last, source, above, slots, query, key, value, decay, beta, stack, output
             )
 
-        submitted = [
-            _threads().submit(run, *pair) for pair in zip(ends[1:], ends[2:], strict=False)
-        ]
-        run(ends[0], ends[1])
-        for other in submitted:
-            other.result()
+        divided(run, n_heads, n_tokens * n_heads * key_dim * value_dim)
         return stack, torch.from_numpy(output).to(rows[2].dtype)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="specdec-delta")
-
-
-def depth_first(parents: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarray, int]:
-    """Return (nodes depth first, slot of each one's parent, its own slot, number of slots).
-
-    A last child takes its parent's slot, so a chain has one and a tree as many as branches are
-    open at a time. -1 is the state that the tree grows from.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    order: list[int] = []
-    left = list(reversed(children.get(-1, ())))
-    while left:
-        order.append(left.pop())
-        left += reversed(children.get(order[-1], ()))
-    own: dict[int, int] = {}
-    free: list[int] = []
-    above, n_slots = [], 0
-    for node in order:
-        parent = parents[node]
-        above.append(-1 if parent < 0 else own[parent])
-        if parent >= 0 and children[parent][-1] == node:
-            own[node] = own[parent]
-        elif free:
-            own[node] = free.pop()
-        else:
-            own[node], n_slots = n_slots, n_slots + 1
-        if node not in children:
-            free.append(own[node])
-    slots = [own[node] for node in order]
-    return order, np.array(above, np.int64), np.array(slots, np.int64), n_slots
 
 
 @compiled_lazily

@@ -1,7 +1,9 @@
 """The recurrent states of a committed prefix as tensors of a file.
 
-states.<layer>.<n> is the state of a layer's n-th recurrence after the snapshot's tokens;
-states.<layer>.<n>.fed.<i> is the i-th input of the tokens after it, [tokens, ...].
+states.<layer>.<n> is the state of a layer's n-th recurrence after the base snapshot's tokens;
+states.<layer>.<n>.fed.<i> is the i-th input of the tokens after it, [tokens, ...]. Those of the
+checkpoint begin with states.checkpoint. states.lengths has the tokens of the base, of the
+checkpoint, and of the prompt that ends after it.
 """
 
 from __future__ import annotations
@@ -12,21 +14,40 @@ import torch
 
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
+from backends.recurrent.kinds import Rows
 from backends.recurrent.shapes import PlaceShape, TensorSpec
 from backends.recurrent.states import FedToken, Place, RecurrentStates, Snapshot
 from offload.formats.mapped import TensorShape
 
 STATES = "states."
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BASE, _CHECKPOINT = STATES, f"{STATES}checkpoint."
+_LENGTHS = f"{STATES}lengths"
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
+}
 
 
 def state_parts(states: RecurrentStates) -> dict[str, list[torch.Tensor]]:
     """Return the tensors to save by name, each as parts that follow each other."""
-    parts = {_name(place): [state] for place, state in states.base.states.items()}
-    places = states.fed[0].inputs if states.fed else {}
-    for place, rows in places.items():
-        fed = [item.rows(place) for item in states.fed]
-        parts |= {f"{_name(place)}.fed.{i}": [x[i] for x in fed] for i in range(len(rows))}
+    lengths = (states.base.num_tokens, states.checkpoint.num_tokens, states.end_of_prompt)
+    parts = {_LENGTHS: [torch.tensor(lengths, dtype=torch.int32)]}
+    parts |= _parts(_BASE, states.base, states.fed)
+    if states.checkpoint.num_tokens == states.base.num_tokens:
+        return parts | _parts(_CHECKPOINT, Snapshot(), states.tail)
+    return parts | _parts(_CHECKPOINT, states.checkpoint, states.tail)
+
+
+def _parts(
+    start: str, snapshot: Snapshot, after: Sequence[FedToken]
+) -> dict[str, list[torch.Tensor]]:
+    states = snapshot.states if snapshot.num_tokens else {}
+    parts = {_name(start, place): [state] for place, state in states.items()}
+    for place, rows in (after[0].inputs if after else {}).items():
+        fed, name = [item.rows(place) for item in after], _name(start, place)
+        parts |= {f"{name}.fed.{i}": [x[i] for x in fed] for i in range(len(rows))}
     return parts
 
 
@@ -51,21 +72,42 @@ def load_states(
     num_tokens: int, tensors: SavedTensors, recurrences: Mapping[Place, PlaceShape]
 ) -> RecurrentStates:
     """Return the states of a prefix. Raises BackendError for tensors that are not those."""
-    n_fed = next((x.shape[0] for name, (x, _) in tensors.items() if ".fed." in name and x.shape), 0)
-    if not 0 <= n_fed <= num_tokens:
-        raise BackendError(f"the saved states are of {n_fed} tokens, the prefix has {num_tokens}")
-    base, inputs = {}, {}
-    for place, shape in recurrences.items():
-        if n_fed < num_tokens:
-            base[place] = _loaded(tensors, _name(place), shape.state)
-        if n_fed:
-            fed = (TensorSpec((n_fed, *spec.shape), spec.dtype) for spec in shape.fed)
-            names = (f"{_name(place)}.fed.{i}" for i in range(len(shape.fed)))
-            inputs[place] = tuple(map(_loaded, [tensors] * len(shape.fed), names, fed))
+    lengths = _loaded(tensors, _LENGTHS, TensorSpec((3,), torch.int32))
+    n_base, n_checkpoint, n_prompt = map(int, lengths)
+    if not 0 <= n_checkpoint <= n_base <= num_tokens or not n_checkpoint <= n_prompt <= num_tokens:
+        raise BackendError(
+            f"the saved states are of {n_base} and {n_checkpoint} tokens and of a prompt of "
+            f"{n_prompt}, which are not in a prefix of {num_tokens}"
+        )
     states = RecurrentStates()
-    states.base = states.checkpoint = Snapshot(num_tokens - n_fed, base)
-    states.fed = [FedToken(inputs, index) for index in range(n_fed)]
+    states.base = _snapshot(_BASE, n_base, tensors, recurrences)
+    states.fed = _fed(_BASE, num_tokens - n_base, tensors, recurrences)
+    states.checkpoint = states.base
+    if n_checkpoint < n_base:
+        states.checkpoint = _snapshot(_CHECKPOINT, n_checkpoint, tensors, recurrences)
+    states.tail = _fed(_CHECKPOINT, n_prompt - n_checkpoint, tensors, recurrences)
     return states
+
+
+def _snapshot(
+    start: str, num_tokens: int, tensors: SavedTensors, recurrences: Mapping[Place, PlaceShape]
+) -> Snapshot:
+    places = recurrences.items() if num_tokens else ()
+    states = {place: _loaded(tensors, _name(start, place), shape.state) for place, shape in places}
+    return Snapshot(num_tokens, states)
+
+
+def _fed(
+    start: str, n_fed: int, tensors: SavedTensors, recurrences: Mapping[Place, PlaceShape]
+) -> list[FedToken]:
+    inputs: dict[Place, Rows] = {}
+    for place, shape in recurrences.items() if n_fed else ():
+        specs = [TensorSpec((n_fed, *spec.shape), spec.dtype) for spec in shape.fed]
+        name = _name(start, place)
+        inputs[place] = tuple(
+            _loaded(tensors, f"{name}.fed.{i}", spec) for i, spec in enumerate(specs)
+        )
+    return [FedToken(inputs, index) for index in range(n_fed)]
 
 
 def refuse_other_states(names: Sequence[str], states: RecurrentStates) -> None:
@@ -75,8 +117,8 @@ def refuse_other_states(names: Sequence[str], states: RecurrentStates) -> None:
         raise BackendError(f"the saved KV has states of another model: {min(other)}")
 
 
-def _name(place: Place) -> str:
-    return f"{STATES}{place[0]}.{place[1]}"
+def _name(start: str, place: Place) -> str:
+    return f"{start}{place[0]}.{place[1]}"
 
 
 def _loaded(tensors: SavedTensors, name: str, spec: TensorSpec) -> torch.Tensor:

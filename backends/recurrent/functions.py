@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import calls
+from backends.packed.kernels import has_numba
 from backends.recurrent.convolution import Convolution
 from backends.recurrent.delta import delta_rule
 from backends.recurrent.mamba import Mamba1, Mamba2
@@ -141,8 +142,22 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    kind = Mamba2(A, D, dt_bias, (dt_limit[0], dt_limit[1]))
+    kind = mamba2(A, D, dt_bias, (dt_limit[0], dt_limit[1]))
     return recurrent.run(kind, tuple(x[0] for x in (hidden_states, dt, B, C)))[None], None
+
+
+def mamba2(
+    a: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    limits: tuple[float, float],
+) -> Mamba2:
+    """Return Mamba-2 in compiled loops if numba is installed, else in torch."""
+    if not has_numba():
+        return Mamba2(a, d, dt_bias, limits)
+    from backends.recurrent.mamba_by_numba import CompiledMamba2
+
+    return CompiledMamba2(a, d, dt_bias, limits)
 
 
 def _mamba1(

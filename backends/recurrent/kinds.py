@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ class Recurrence(ABC):
 
     A state is never changed in place: other branches and earlier passes may need it.
     """
+
+    n_products: ClassVar[int] = 1
+    """Products of each number of the state with a number of a token."""
 
     @abstractmethod
     def initial(self, rows: Rows) -> State:

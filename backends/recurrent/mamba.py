@@ -19,6 +19,8 @@ class Mamba2(Recurrence):
     rows: x [tokens, heads, head dim], time steps [tokens, heads], B and C [tokens, groups, state].
     """
 
+    n_products = 2
+
     a: torch.Tensor
     """[heads], negative."""
     d: torch.Tensor | None
@@ -34,20 +36,26 @@ class Mamba2(Recurrence):
     def advance(self, state: State, rows: Rows) -> tuple[State, torch.Tensor]:
         x, dt, b, c = (part.float() for part in rows)
         n_heads = x.shape[1]
-        if self.dt_bias is not None:
-            dt = dt + self.dt_bias.float()
-        dt = by_rows(softplus)(dt).clamp(*self.limits)
-        decay = torch.exp(dt * self.a.float())
+        dt, decay = self.steps(dt)
         b, c = (part.repeat_interleave(n_heads // part.shape[1], dim=1) for part in (b, c))
         outputs = []
         for i in range(len(x)):
             added = (dt[i, :, None] * b[i])[:, None, :] * x[i, :, :, None]
             state = state * decay[i, :, None, None] + added
             outputs.append((state * c[i, :, None, :]).sum(-1))
-        output = torch.stack(outputs)
+        return state, self.with_skip(torch.stack(outputs), rows[0])
+
+    def steps(self, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (time steps, decays) [tokens, heads]."""
+        if self.dt_bias is not None:
+            dt = dt + self.dt_bias.float()
+        dt = by_rows(softplus)(dt).clamp(*self.limits)
+        return dt, torch.exp(dt * self.a.float())
+
+    def with_skip(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.d is not None:
-            output = output + x * self.d.float()[:, None]
-        return state, output.to(rows[0].dtype)
+            output = output + x.float() * self.d.float()[:, None]
+        return output.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Mamba1(Recurrence):
 
     rows: x, time steps and gate [tokens, channels], B and C [tokens, state].
     """
+
+    n_products = 2
 
     a: torch.Tensor
     """[channels, state], negative."""

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 from backends.recurrent.kinds import Recurrence, Rows, State
-from backends.recurrent.states import FedToken, Place, RecurrentStates, Snapshot
+from backends.recurrent.states import (
+    MAX_TAIL_TOKENS,
+    TAIL_TOKENS,
+    FedToken,
+    Place,
+    RecurrentStates,
+    Snapshot,
+    joined,
+)
 
 _thread = threading.local()
 
@@ -31,27 +39,58 @@ class PassPart:
     parents: Sequence[int] | None
     num_new: int
     inputs: dict[Place, Rows] = field(default_factory=dict)
-    """Inputs of the new nodes so far: a pass may go through a layer in chunks."""
+    """Inputs so far of the new nodes, or of the tokens after the checkpoint: a pass may go through
+    a layer in chunks."""
     at_prefix: dict[Place, State] = field(default_factory=dict)
     """States after the committed prefix, and appended tokens so far."""
+    at_checkpoint: dict[Place, State] = field(default_factory=dict)
+    """States at the new checkpoint, of the layers that have reached it."""
+    _num_run: dict[Place, int] = field(default_factory=dict)
+    """Appended tokens so far."""
 
     def run(self, place: Place, recurrence: Recurrence, rows: Rows) -> torch.Tensor:
         """Return the outputs of the next rows of its new tokens."""
         if place not in self.at_prefix:
             self.at_prefix[place] = self._state_of_prefix(place, recurrence, rows)
-        state = self.at_prefix[place]
         if self.parents is None:
-            self.at_prefix[place], output = recurrence.advance(state, rows)
-            return output
-        before = self.inputs.get(place)
-        self.inputs[place] = rows if before is None else _joined([before, rows])
+            return self._append(place, recurrence, rows)
+        self._keep(place, rows)
         n_old = len(self.parents) - self.num_new
         live = [item.rows(place) for item in self.states.fed[self._n_pending :]]
-        known = _joined([*live, self.inputs[place]])
+        known = _chained([*live, self.inputs[place]])
         n_known = len(known[0])
         requested = list(range(n_known - len(rows[0]), n_known))
         assert n_known - n_old == len(self.inputs[place][0]), "a node's input is missing"
+        state = self.at_prefix[place]
         return torch.cat(recurrence.branch(state, known, self.parents[:n_known], requested))
+
+    def _append(self, place: Place, recurrence: Recurrence, rows: Rows) -> torch.Tensor:
+        """Advance by a chain, and keep its state at the checkpoint and the inputs after it."""
+        first = self._num_run.get(place, 0)
+        self._num_run[place] = first + len(rows[0])
+        outputs = []
+        n_before = min(max(0, self._num_to_checkpoint - first), len(rows[0]))
+        if n_before:
+            before = tuple(x[:n_before] for x in rows)
+            self.at_prefix[place], output = recurrence.advance(self.at_prefix[place], before)
+            outputs.append(output)
+        if first + n_before == self._num_to_checkpoint and n_before < len(rows[0]):
+            self.at_checkpoint.setdefault(place, self.at_prefix[place])
+        if n_before < len(rows[0]):
+            after = tuple(x[n_before:] for x in rows)
+            self._keep(place, after)
+            self.at_prefix[place], output = recurrence.advance(self.at_prefix[place], after)
+            outputs.append(output)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _keep(self, place: Place, rows: Rows) -> None:
+        before = self.inputs.get(place)
+        self.inputs[place] = _owned(rows) if before is None else joined([before, rows])
+
+    @property
+    def _num_to_checkpoint(self) -> int:
+        """Number of appended tokens before the next checkpoint."""
+        return max(0, self.num_new - TAIL_TOKENS)
 
     @property
     def _n_pending(self) -> int:
@@ -64,19 +103,40 @@ class PassPart:
             state = recurrence.initial(rows)
         pending = [item.rows(place) for item in self.states.fed[: self._n_pending]]
         if pending:
-            state, _ = recurrence.advance(state, _joined(pending))
+            state, _ = recurrence.advance(state, _chained(pending))
         return state
 
     def succeed(self) -> None:
         """Take over the states of a pass that has succeeded."""
         states = self.states
-        del states.fed[: self._n_pending]
-        num_tokens = self.num_committed + (self.num_new if self.parents is None else 0)
-        states.base = Snapshot(num_tokens, self.at_prefix)
-        if self.parents is None:
-            states.checkpoint, states.fed = states.base, []
-        else:
-            states.fed += [FedToken(self.inputs, index) for index in range(self.num_new)]
+        fed = [FedToken(self.inputs, index) for index in range(self._num_kept)]
+        states.num_to_make = 1
+        if self.parents is not None:
+            states.fed = [*states.fed[self._n_pending :], *fed]
+            states.base = Snapshot(self.num_committed, self.at_prefix)
+            return
+        states.base = Snapshot(self.num_committed + self.num_new, self.at_prefix)
+        states.fed = []
+        tail = [*states.tail, *fed]
+        is_next = states.end_of_prompt == self.num_committed
+        if is_next and self.num_new < TAIL_TOKENS and len(tail) <= MAX_TAIL_TOKENS:
+            states.tail = tail  # a prompt's last chunk may be shorter than its tail
+        elif is_next or self.num_new >= TAIL_TOKENS:  # others are parts of an answer
+            num_tokens = self.num_committed + self._num_to_checkpoint
+            states.checkpoint = Snapshot(num_tokens, self.at_checkpoint if num_tokens else {})
+            states.tail = fed
+
+    @property
+    def _num_kept(self) -> int:
+        """Number of new tokens whose inputs are kept."""
+        return self.num_new - (self._num_to_checkpoint if self.parents is None else 0)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that it has made."""
+        yield from self.at_prefix.values()
+        yield from self.at_checkpoint.values()
+        for rows in self.inputs.values():
+            yield from rows
 
 
 class RecurrentPass:
@@ -122,6 +182,11 @@ class RecurrentPass:
         for part in self._parts:
             part.succeed()
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the pass has made."""
+        for part in self._parts:
+            yield from part.tensors()
+
 
 def current_pass() -> RecurrentPass | None:
     """Return the pass that this thread computes."""
@@ -138,7 +203,10 @@ def running(recurrent: RecurrentPass | None) -> Iterator[None]:
         _thread.running = None
 
 
-def _joined(rows: Sequence[Rows]) -> Rows:
-    if len(rows) == 1:
-        return rows[0]
-    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+def _chained(rows: Sequence[Rows]) -> Rows:
+    return rows[0] if len(rows) == 1 else joined(rows)
+
+
+def _owned(rows: Rows) -> Rows:
+    """Return rows that are no part of something larger, which would stay in memory with them."""
+    return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in rows)

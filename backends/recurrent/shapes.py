@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from backends.recurrent.functions import is_mixer
+from backends.recurrent.functions import is_mixer, use_recurrences
 from backends.recurrent.kinds import Recurrence, Rows
 from backends.recurrent.no_states import NoStates
 from backends.recurrent.passes import RecurrentPass, running
@@ -36,6 +38,8 @@ class PlaceShape:
 
     state: TensorSpec
     fed: tuple[TensorSpec, ...]
+    recurrence: Recurrence = field(compare=False)
+    """The kind, with tensors that have no memory."""
 
 
 class _Measured(RecurrentPass):
@@ -49,8 +53,19 @@ class _Measured(RecurrentPass):
         state = recurrence.initial(rows)
         fed = tuple(TensorSpec(tuple(x.shape[1:]), x.dtype) for x in rows)
         spec = TensorSpec(tuple(state.shape), state.dtype)
-        self.shapes[self.next_place()] = PlaceShape(spec, fed)
+        self.shapes[self.next_place()] = PlaceShape(spec, fed, _on_meta(recurrence))
         return recurrence.advance(state, rows)[1]
+
+
+def recurrences_of(
+    model: PreTrainedModel, layers: Sequence[nn.Module]
+) -> Mapping[Place, PlaceShape]:
+    """Let the recurrent layers of a model on the meta device compute within passes; return their
+    shapes. Raises UnsupportedModel for a kind that is not known."""
+    if not use_recurrences(model, layers):
+        return {}
+    hidden_size = model.get_input_embeddings().weight.shape[1]
+    return measure_states(layers, hidden_size, model.dtype)
 
 
 def measure_states(
@@ -68,6 +83,18 @@ def measure_states(
                 with _buffers_on_meta(mixer):
                     mixer(hidden, **{cache: NoStates()})
     return measured.shapes
+
+
+def _on_meta(recurrence: Recurrence) -> Recurrence:
+    data: Any = recurrence  # every kind is a dataclass
+    values = ((item.name, getattr(data, item.name)) for item in fields(data))
+    tensors = {
+        name: torch.empty_like(x, device="meta")
+        for name, x in values
+        if isinstance(x, torch.Tensor)
+    }
+    result: Recurrence = replace(data, **tensors)
+    return result
 
 
 @contextmanager

@@ -9,9 +9,11 @@ through the tree from there. So a rollback to the snapshot or later recomputes n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import torch
 
 from backends.recurrent.kinds import Rows, State
 
@@ -21,7 +23,11 @@ Place: TypeAlias = tuple[int, int]
 
 SNAPSHOTS = 5
 """Snapshots for each sequence that may run at a time: of the one that runs its base, the next base
-during a pass, and its checkpoint; of one that has finished and is cached, base and checkpoint."""
+and checkpoint of a pass; of one that has finished and is cached, base and checkpoint."""
+TAIL_TOKENS = 16
+"""Last tokens of a prompt whose inputs are kept after its checkpoint: a chat's next turn may go on
+without the last ones, which begin the answer (a role, an empty thought)."""
+MAX_TAIL_TOKENS = 2 * TAIL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,6 @@ class Snapshot:
 
     num_tokens: int = 0
     states: Mapping[Place, State] = field(default_factory=dict)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(state.nbytes for state in self.states.values())
 
 
 @dataclass(frozen=True)
@@ -46,34 +48,50 @@ class FedToken:
     def rows(self, place: Place) -> Rows:
         return tuple(x[self.index : self.index + 1] for x in self.inputs[place])
 
+    def is_at(self, index: int, num_tokens: int) -> bool:
+        """Return whether it is the token `index` of inputs of `num_tokens`."""
+        count = max((len(rows[0]) for rows in self.inputs.values()), default=0)
+        return self.index == index and count == num_tokens
+
 
 class RecurrentStates:
-    """A sequence's snapshots, and the tokens after the last one.
+    """A sequence's snapshots, and the tokens after them.
 
     Attributes:
         base: the snapshot that passes start from.
-        checkpoint: the snapshot at the end of the last prefilled chunk, to which a later prompt can
-            return.
         fed: the tokens after `base`, in the order of the node table: committed ones, then nodes.
+        checkpoint: a snapshot near the end of the last prompt, to which a later one can return.
+        tail: the prompt's tokens after `checkpoint`.
+        num_to_make: maximum number of snapshots that its next pass makes: at a checkpoint and at
+            its end; none once it has finished.
     """
 
     def __init__(self) -> None:
         self.base = self.checkpoint = Snapshot()
         self.fed: list[FedToken] = []
+        self.tail: list[FedToken] = []
+        self.num_to_make = 2
+
+    @property
+    def end_of_prompt(self) -> int:
+        """Length of the last prompt."""
+        return self.checkpoint.num_tokens + len(self.tail)
 
     def restorable(self, length: int) -> int:
         """Return the largest length of at most `length` that `rollback` can return to."""
         if length >= self.base.num_tokens:
             return length
-        return self.checkpoint.num_tokens if length >= self.checkpoint.num_tokens else 0
+        return min(length, self.end_of_prompt) if length >= self.checkpoint.num_tokens else 0
 
     def rollback(self, length: int) -> None:
         """Return to a `restorable` length of committed tokens."""
         if length < self.base.num_tokens:
-            is_kept = length == self.checkpoint.num_tokens
-            self.base = self.checkpoint = self.checkpoint if is_kept else Snapshot()
-            self.fed = []
+            if length < self.checkpoint.num_tokens:
+                self.checkpoint, self.tail = Snapshot(), []
+            self.base, self.fed = self.checkpoint, list(self.tail)
         del self.fed[length - self.base.num_tokens :]
+        if length < self.end_of_prompt:
+            del self.tail[max(0, length - self.checkpoint.num_tokens) :]
 
     def select(self, num_committed: int, order: list[int]) -> None:
         """Keep the first `num_committed` tokens, and of the others these, in this order."""
@@ -84,6 +102,32 @@ class RecurrentStates:
     def fork(self, length: int) -> RecurrentStates:
         """Return the states of another sequence with the first tokens, of a `restorable` length."""
         other = RecurrentStates()
-        other.base, other.checkpoint, other.fed = self.base, self.checkpoint, list(self.fed)
+        other.base, other.checkpoint = self.base, self.checkpoint
+        other.fed, other.tail = list(self.fed), list(self.tail)
         other.rollback(length)
         return other
+
+    def rest(self) -> None:
+        """Keep the inputs of the tokens after `base` alone, without those of dropped nodes, because
+        the sequence may have finished."""
+        self.num_to_make = 0
+        if all(item.is_at(index, len(self.fed)) for index, item in enumerate(self.fed)):
+            return
+        inputs = {
+            place: joined([item.rows(place) for item in self.fed])
+            for place in (self.fed[0].inputs if self.fed else ())
+        }
+        self.fed = [FedToken(inputs, index) for index in range(len(self.fed))]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors that are kept; shared ones several times."""
+        for snapshot in (self.base, self.checkpoint):
+            yield from snapshot.states.values()
+        for inputs in {id(x.inputs): x.inputs for x in (*self.fed, *self.tail)}.values():
+            for rows in inputs.values():
+                yield from rows
+
+
+def joined(rows: Sequence[Rows]) -> Rows:
+    """Return rows that follow each other as one, in memory of their own."""
+    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from backends.checkpoint.config import (
     config_faults,
     context_limit,
     declared,
+    is_attention,
     kv_values_per_token,
     load_config,
 )
@@ -30,9 +32,11 @@ from backends.checkpoint.matching import TensorMatch, match_config, match_tensor
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
+from backends.contract.backend import UnsupportedModel
 from backends.feedforward.records import experts_per_token
 from backends.hf.model import layer_window, main_dtype
 from backends.packed.tensor import PackedTensor
+from backends.recurrent.shapes import recurrences_of
 from backends.shapes.shape import (
     FFN,
     HEAD,
@@ -43,6 +47,7 @@ from backends.shapes.shape import (
     LayerShape,
     Matrix,
     ModelShape,
+    StateShape,
 )
 from offload.formats.checkpoint import WeightIndex
 from offload.units import MIB, format_bytes
@@ -94,9 +99,11 @@ def shape_of(
     config, dtype = language_config(model.config), model.dtype
     sizes = _Sizes(match, dtype)
     name, modules = decoder_layers(model)
+    states, more_notes = _states(model, modules)
     layers = tuple(
-        _layer(model, i, layer, f"{name}.{i}.", sizes) for i, layer in enumerate(modules)
+        _layer(model, i, layer, f"{name}.{i}.", sizes, states[i]) for i, layer in enumerate(modules)
     )
+    notes += more_notes
     weight = model.get_output_embeddings().weight
     n_out, n_in = weight.shape
     named: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
@@ -176,22 +183,47 @@ def _declared_dtype(config: PreTrainedConfig) -> tuple[torch.dtype, str]:
 
 
 def _layer(
-    model: PreTrainedModel, number: int, layer: nn.Module, prefix: str, sizes: _Sizes
+    model: PreTrainedModel,
+    number: int,
+    layer: nn.Module,
+    prefix: str,
+    sizes: _Sizes,
+    states: Sequence[StateShape],
 ) -> LayerShape:
     config = language_config(model.config)
     kind = _FORMATS[model.dtype]
     matrices = tuple(_matrices(config, layer, prefix, sizes, kind))
     stored = {**dict(layer.named_parameters()), **layer.state_dict()}  # with saved buffers
     n_bytes = sum(sizes.n_bytes(prefix + name, tensor) for name, tensor in stored.items())
-    attention = _attention(config, layer, layer_window(model, number), model.dtype)
-    return LayerShape(matrices, attention, n_bytes)
+    attention = None
+    if any(map(is_attention, layer.modules())):
+        attention = _attention(config, layer, layer_window(model, number), model.dtype)
+    return LayerShape(matrices, attention, n_bytes, tuple(states))
+
+
+def _states(
+    model: PreTrainedModel, layers: Sequence[nn.Module]
+) -> tuple[Mapping[int, list[StateShape]], tuple[str, ...]]:
+    """Return the recurrent states of each layer that has some, and notes."""
+    states: defaultdict[int, list[StateShape]] = defaultdict(list)
+    try:
+        recurrences = recurrences_of(model, layers)
+    except UnsupportedModel as error:
+        return states, (f"states of recurrent layers are not counted: {error}",)
+    for (layer, _), shape in recurrences.items():
+        n_elements = math.prod(shape.state.shape)
+        n_inputs = sum(math.prod(spec.shape) for spec in shape.fed)
+        n_bytes = shape.state.n_bytes
+        states[layer].append(StateShape(n_elements, n_bytes, shape.recurrence.n_products, n_inputs))
+    return states, ()
 
 
 def _matrices(
     config: PreTrainedConfig, layer: nn.Module, prefix: str, sizes: _Sizes, kind: str
 ) -> Iterator[Matrix]:
     for name, parameter in layer.named_parameters():
-        if parameter.ndim < 2 or name.endswith("bias"):
+        is_convolution = parameter.ndim == 3 and parameter.shape[1] == 1  # of each channel alone
+        if parameter.ndim < 2 or name.endswith("bias") or is_convolution:
             continue
         # A Linear has [n_out, n_in], a Conv1D [n_in, n_out]: the counts are the same for both.
         n_out, n_in = parameter.shape[-2:]

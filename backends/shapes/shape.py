@@ -80,11 +80,25 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """A state that a recurrent layer replaces with every token."""
+
+    n_elements: int
+    n_bytes: int
+    """Bytes for one sequence, whatever its length."""
+    n_products: int
+    """Products of each of its numbers with a number of a token: what is forgotten, added, read."""
+    n_inputs: int
+    """Numbers that one token feeds to it."""
+
+
+@dataclass(frozen=True)
 class LayerShape:
     matrices: tuple[Matrix, ...]
     attention: AttentionShape | None
     n_bytes: int
     """Bytes of all tensors, including vectors."""
+    states: tuple[StateShape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,15 @@ class ModelShape:
             for layer in self.layers
             if layer.attention is not None and layer.attention.owns_kv
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence."""
+        return sum(state.n_bytes for layer in self.layers for state in layer.states)
+
+    def sequence_bytes(self, context: int) -> int:
+        """Return the bytes of keys, values and states of one sequence of `context` tokens."""
+        return context * self.kv_bytes_per_token + self.state_bytes
 
     @property
     def number_formats(self) -> tuple[str, ...]:

@@ -52,5 +52,5 @@ def by_memory(model: ModelShape, context: int) -> tuple[ExpertCache, ...]:
 
 def _other_bytes(model: ModelShape, context: int) -> int:
     dense_bytes = model.layer_bytes - model.expert_bytes
-    kv_bytes = context * model.kv_bytes_per_token
+    kv_bytes = model.sequence_bytes(context)
     return model.process_bytes + model.non_layer_bytes + kv_bytes + dense_bytes

@@ -13,6 +13,9 @@ A pass has n tokens, and `context` keys (those of the n tokens included) are att
   g the queries that share a key; the products are counted dense, masked scores included, as they
   are computed; softmax, norms, rotations, biases and AltUp's mixing of streams (Gemma 3n) are not
   counted (below 1 % of the FLOPs);
+- a recurrent layer: the products of its state with what a token forgets, adds and reads; the state
+  stays in the cache of a core while the tokens of a pass go through it, so it is read and written
+  once;
 - a sliding window: a token attends to at most `window` keys, and n tokens to `window + n - 1`;
 - a mixture of experts: FLOPs of the active experts, memory operations of those that n tokens are
   likely to be routed to, which is an estimate (offload/placement/experts.py).
@@ -32,11 +35,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from backends.shapes.shape import FFN, HEAD, OTHER, OUTPUT, QKV, AttentionShape, Matrix, ModelShape
+from backends.shapes.shape import (
+    FFN,
+    HEAD,
+    OTHER,
+    OUTPUT,
+    QKV,
+    AttentionShape,
+    Matrix,
+    ModelShape,
+    StateShape,
+)
 
-ATTENTION = "attention"
-OPERATORS = (QKV, ATTENTION, OUTPUT, FFN, OTHER, HEAD)
+ATTENTION, STATES = "attention", "states"
+OPERATORS = (QKV, ATTENTION, STATES, OUTPUT, FFN, OTHER, HEAD)
 """Operators in the order of a pass."""
+_STATE_FORMAT = "F32"
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,21 @@ def attention_work(
     )
 
 
+def state_work(shape: StateShape, num_tokens: int, activation_bytes: int) -> Work:
+    """Return the work of `num_tokens` of one sequence through one recurrent state."""
+    flops = 2 * shape.n_products * shape.n_elements * num_tokens
+    inputs = shape.n_inputs * num_tokens
+    return Work(
+        n_products=shape.n_products,
+        flops=flops,
+        elements=inputs + 2 * shape.n_elements,
+        stored_elements=2 * shape.n_elements,
+        n_bytes=inputs * activation_bytes + 2 * shape.n_bytes,
+        stored_bytes=2 * shape.n_bytes,
+        flops_by_format={_STATE_FORMAT: flops},
+    )
+
+
 def pass_work(model: ModelShape, num_tokens: int, context: int, n_logits: int) -> dict[str, Work]:
     """Return the work of every operator that the model has, in the order of OPERATORS.
 
@@ -135,6 +164,7 @@ def pass_work(model: ModelShape, num_tokens: int, context: int, n_logits: int) -
     for layer in model.layers:
         for matrix in layer.matrices:
             result[matrix.role].append(matrix_work(matrix, num_tokens, size))
+        result[STATES] += (state_work(state, num_tokens, size) for state in layer.states)
         if layer.attention is not None:
             result[ATTENTION].append(attention_work(layer.attention, num_tokens, context, size))
     for matrix in model.projections:

@@ -20,6 +20,7 @@ PHASES = (DECODE, VERIFY, PREFILL)
 _LABELS = {
     "qkv": "QKV projections",
     "attention": "attention QK^T AV",
+    "states": "recurrent states",
     "output": "output projection",
     "ffn": "feed-forward",
     "other": "other projections",
@@ -69,6 +70,7 @@ class Analysis:
             "kv_bytes_per_token": model.kv_bytes_per_token,
             "ctx_size": self.context,
             "kv_bytes": self.context * model.kv_bytes_per_token,
+            "state_bytes": model.state_bytes,
             "notes": list(self._notes()),
             "device": self.device.to_dict(),
             "streamed_bytes_per_pass": placement.streamed_bytes,
@@ -105,6 +107,8 @@ class Analysis:
             f"KV       {format_bytes(model.kv_bytes_per_token)} per token, "
             f"{format_bytes(self.context * model.kv_bytes_per_token)} for {self.context}"
         )
+        if model.state_bytes:
+            yield f"states   {format_bytes(model.state_bytes)} per sequence, of any length"
         yield f"layers   {_shares_line(placement)}"
         if placement.experts is not None:
             yield f"experts  in {_experts_line(placement.experts)}"

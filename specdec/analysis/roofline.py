@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from backends.shapes.shape import HEAD, ModelShape
 from specdec.analysis.experts import ExpertCache, expert_cache
-from specdec.analysis.operators import ATTENTION, Work, pass_work
+from specdec.analysis.operators import ATTENTION, STATES, Work, pass_work
 from specdec.devices.spec import DeviceSpec
 
 COMPUTE, MEMORY, PCIE, STORAGE = "compute", "memory", "pcie", "storage"
@@ -37,7 +37,7 @@ class TierShares:
     linked_bytes: int
     """Layer bytes sent over the link to the GPU in every pass."""
     missing_bytes: int
-    """Bytes of embedding, head and KV cache that do not fit even without any layer."""
+    """Bytes of embedding, head, KV cache and states that do not fit even without any layer."""
     experts: ExpertCache | None = None
 
     @property
@@ -52,12 +52,12 @@ class TierShares:
 
 
 def place(model: ModelShape, context: int, device: DeviceSpec) -> TierShares:
-    """Place embedding, head and the KV cache of `context` tokens in memory, then the layers.
+    """Place embedding, head, KV cache and states of `context` tokens in memory, then the layers.
 
     On a GPU those stay in its own memory, and layers that do not fit there cross the link, from the
     host's memory or through it.
     """
-    staying = model.non_layer_bytes + context * model.kv_bytes_per_token
+    staying = model.non_layer_bytes + model.sequence_bytes(context)
     fast_bytes = device.vram_bytes if device.pcie_bytes_per_second else device.memory_bytes
     beyond_fast = max(0, model.layer_bytes - max(0, fast_bytes - staying))
     missing = max(0, staying - fast_bytes)
@@ -151,7 +151,7 @@ def pass_bound(
 def _tier_seconds(
     name: str, work: Work, device: DeviceSpec, placement: TierShares
 ) -> dict[str, float]:
-    is_in_layers = name not in (ATTENTION, HEAD)  # the cache and the head stay in memory
+    is_in_layers = name not in (ATTENTION, STATES, HEAD)  # these stay in memory
     linked = work.stored_bytes * placement.link_share if is_in_layers else 0.0
     missed = 0.0
     dense_bytes = work.stored_bytes

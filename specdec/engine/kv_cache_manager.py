@@ -191,10 +191,11 @@ class KVCacheManager:
         self._totals.add(preempted=1)
         self.running.remove(sequence)
         kv = sequence.active_kv
-        num_bytes = kv.n_committed * self._target.kv_bytes // max(1, self._target.n_kv_allocated)
-        num_shared = self._num_shared(sequence, kv)
-        if not sequence.has_live_nodes and self._pays_off(kv.n_committed, num_shared, num_bytes):
-            sequence.kv_file = self.files.write(kv)
+        if not sequence.has_live_nodes and self._target.can_save_prefix:
+            num_shared = self._num_shared(sequence, kv)
+            num_bytes = sum(tensor.n_bytes for tensor in kv.prefix_tensors())
+            if self._pays_off(kv.n_committed, num_shared, num_bytes):
+                sequence.kv_file = self.files.write(kv)
         self.cache.drop(kv)
         sequence.detach()
 

@@ -47,6 +47,7 @@ def stats_of(
         pinned_bytes=sum(backend.pinned_bytes for backend in backends),
         kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,
+        state_bytes=of_all.state_bytes,
         model_flops=0 if flops is None else _decoded_flops(request, flops, recorded),
         peak_flops_per_second=0.0 if flops is None else flops.peak_flops_per_second,
         is_lossless=request.spec.is_lossless,

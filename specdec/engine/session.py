@@ -280,6 +280,7 @@ class Session:
             kv_bytes=sum(backend.kv_bytes for backend in self.backends),
             kv_used_bytes=sum(_kv_bytes(item, item.kv_usage.n_used) for item in self.backends),
             kv_shared_bytes=sum(_kv_bytes(item, item.kv_usage.n_shared) for item in self.backends),
+            state_bytes=sum(backend.state_bytes for backend in self.backends),
             pinned_bytes=sum(backend.pinned_bytes for backend in self.backends),
             memory_budget_bytes=self.plan.budget_bytes,
         )

@@ -72,6 +72,7 @@ class GenerationStats(RenamedFields):
     kv_bytes: int = 0  # allocated for KV caches
     kv_used_fraction: float = 0.0  # of kv_bytes, by all sequences, at the end
     kv_shared_bytes: int = 0  # saved by sharing between sequences, at the end
+    state_bytes: int = 0  # of recurrent layers' states, of all sequences, at the end
     pinned_bytes: int = 0  # streamed layers pinned in unused memory, at the end
     model_flops: int = 0  # of the target, for the tokens of decode_seconds
     peak_flops_per_second: float = 0.0  # of this machine, measured; 0: not known
@@ -182,6 +183,7 @@ class EngineStats(RenamedFields):
     kv_bytes: int = 0  # allocated
     kv_used_bytes: int = 0  # in use, the prefix cache included
     kv_shared_bytes: int = 0  # saved by sharing between sequences
+    state_bytes: int = 0  # of recurrent layers' states, the prefix cache included
     pinned_bytes: int = 0  # streamed layers pinned in unused memory
     memory_budget_bytes: int = 0
     accepted_by_depth: tuple[int, ...] = ()  # steps that accepted a guess at depth 1, 2, ..
@@ -264,6 +266,7 @@ LARGEST = (
     "vram_budget_bytes",
     "kv_bytes",
     "kv_shared_bytes",
+    "state_bytes",
     "pinned_bytes",
     "peak_flops_per_second",
 )

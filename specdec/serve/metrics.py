@@ -52,6 +52,7 @@ _NOW = {
     "kv_bytes": ("kv_bytes", "Bytes allocated for KV caches."),
     "kv_used_bytes": ("kv_used_bytes", "Of these, bytes in use, the prefix cache included."),
     "kv_shared_bytes": ("kv_shared_bytes", "Bytes that sharing KV between sequences saves."),
+    "state_bytes": ("state_bytes", "Bytes of recurrent layers' states, cached ones included."),
     "pinned_bytes": ("pinned_bytes", "Bytes of streamed layers pinned in unused memory."),
     "memory_budget_bytes": ("memory_budget_bytes", "Memory budget of the process in bytes."),
 }

@@ -14,8 +14,9 @@ first; layers that do not fit there are kept in pinned host memory or streamed t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from backends.contract.source import ModelSource
 from offload.budget import MEMORY, BudgetExceeded, MemoryBudget, format_up
@@ -288,12 +289,15 @@ class MemoryPlanner:
         device_bytes -= draft.min_device_bytes() if draft else 0
         return self._target.min_bytes(device_bytes)
 
-    def _parts(self, ctx_size: int, shape: Shape, cache_type: str | None = None) -> Parts:
+    def _parts(
+        self, ctx_size: int, shape: Shape, cache_type: str | None = None, **changes: Any
+    ) -> Parts:
+        """changes: options that differ from the run's."""
         target, draft = self._target.source, self._draft(shape)
         return parts_of_run(
             target if cache_type is None else target.with_cache_type(cache_type),
             None if draft is None else draft.source,
-            self.options,
+            replace(self.options, **changes),
             ctx_size,
             shape.n_drafted,
             is_on_gpu=self._gpu is not None,
@@ -303,8 +307,8 @@ class MemoryPlanner:
     def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:
         """Return the smaller context or KV formats that would help, with the budget of each."""
 
-        def with_change(ctx_size: int, cache_type: str | None = None) -> int:
-            return self._needed(self._parts(ctx_size, shape, cache_type), shape, vram)
+        def with_change(ctx_size: int, **changes: Any) -> int:
+            return self._needed(self._parts(ctx_size, shape, **changes), shape, vram)
 
         changes = []
         half = self._ctx_size // 2
@@ -312,7 +316,10 @@ class MemoryPlanner:
             changes.append((with_change(half), f"--ctx-size {half}"))
         for cache_type in self._target.source.smaller_cache_types:
             flags = f"--cache-type-k {cache_type} --cache-type-v {cache_type}"
-            changes.append((with_change(self._ctx_size, cache_type), flags))
+            changes.append((with_change(self._ctx_size, cache_type=cache_type), flags))
+        fewer = self.options.parallel // 2
+        if fewer and self._target.source.state_bytes(1, 0):
+            changes.append((with_change(self._ctx_size, parallel=fewer), f"--parallel {fewer}"))
         useful = [(n, flags) for n, flags in changes if needed - n >= _SMALLEST_STEP_BYTES]
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in useful)
 

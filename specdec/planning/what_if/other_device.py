@@ -198,18 +198,24 @@ def _compute(
 
     target: model whose layers a source without layers of its own shares.
 
-    Dequantizing moves bytes: it is measured here and scaled by the ratio of memory bandwidths.
+    Dequantizing and recurrent states move bytes: they are measured here and scaled by the ratio of
+    memory bandwidths.
     """
     if _computes_here(device):
         return source.measure_compute(beside_reads)
     whole = source if source.layers else target
     n_bytes = layer_bytes(whole)
     parts = [(1 / n_bytes, device.compute_curve(whole.multiplied))]
-    decode_seconds = whole.decode_seconds()
-    if decode_seconds:
+    moved = [whole.measure_states(), *_decoding(whole)]
+    if any(moved):
         slower = machine.dram_bytes_per_second / device.dram_bytes_per_second
-        parts.append((slower / n_bytes, ComputeCurve.linear(decode_seconds, 0.0)))
+        parts += [(slower / n_bytes, curve) for curve in moved if curve is not None]
     return ModelCompute(ComputeCurve.mixed(parts), source.head_bytes)
+
+
+def _decoding(source: ModelSource) -> list[ComputeCurve]:
+    seconds = source.decode_seconds()
+    return [ComputeCurve.linear(seconds, 0.0)] if seconds else []
 
 
 def _twice_as_fast(measurements: Measurements) -> Measurements:

@@ -12,6 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from backends.packed.kernels import has_numba
 from backends.recurrent.convolution import Convolution
 from backends.recurrent.delta import DeltaRule
+from backends.recurrent.functions import mamba2
 from backends.recurrent.kinds import Recurrence, Rows
 from backends.recurrent.mamba import Mamba1, Mamba2
 
@@ -43,6 +44,7 @@ _MAMBA2 = (
     random(N_TOKENS, 2, 8),
     random(N_TOKENS, 2, 8, seed=4),
 )
+_OF_MAMBA2 = (-random(4).abs(), random(4), random(4), (0.0, float("inf")))
 _MAMBA1 = (
     *(random(N_TOKENS, 24, seed=i) for i in range(3)),
     random(N_TOKENS, 8),
@@ -53,13 +55,14 @@ KINDS: dict[str, tuple[Recurrence, Rows]] = {
     "convolution of two": (Convolution(random(40, 2), None, None), (random(N_TOKENS, 40),)),
     "gdn": (DeltaRule(GDN, True), delta_rows(KEY_HEADS, False)),
     "kda": (DeltaRule(KDA, True), delta_rows(HEADS, True)),
-    "mamba-2": (Mamba2(-random(4).abs(), random(4), random(4), (0.0, float("inf"))), _MAMBA2),
+    "mamba-2": (Mamba2(*_OF_MAMBA2), _MAMBA2),
     "mamba": (Mamba1(-random(24, 8).abs(), random(24), random(24)), _MAMBA1),
 }
 if has_numba():
     KINDS |= {
         "compiled gdn": (compiled(True), delta_rows(KEY_HEADS, False)),
         "compiled kda": (compiled(False), delta_rows(HEADS, True)),
+        "compiled mamba-2": (mamba2(*_OF_MAMBA2), _MAMBA2),
     }
 
 
@@ -124,3 +127,30 @@ def test_compiled_is_transformers_own_but_for_rounding(name: str) -> None:
     actual = other.advance(other.initial(rows), rows)
     assert torch.allclose(actual[0], state[0], atol=1e-5)
     assert torch.allclose(actual[1], output, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+def test_compiled_mamba_is_torchs_own_but_for_rounding() -> None:
+    kind, rows = KINDS["mamba-2"]
+    state, output = kind.advance(kind.initial(rows), rows)
+    other, _ = KINDS["compiled mamba-2"]
+    assert type(other) is not type(kind)
+    actual = other.advance(other.initial(rows), rows)
+    assert torch.allclose(actual[0].transpose(1, 2), state, atol=1e-5)
+    assert torch.allclose(actual[1], output, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+@pytest.mark.parametrize("name", ["convolution", "convolution of two"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_convolutions_have_torchs_bits(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, (x,) = KINDS[name]
+    rows, parents = (x.to(dtype),), [-1, 0, 0, 1, -1, 3, 2]
+    state = kind.initial(rows)
+    monkeypatch.setattr("backends.recurrent.convolution.has_numba", lambda: False)
+    expected = kind.branch(state, part(rows, 0, 7), parents, range(7))
+    monkeypatch.undo()
+    actual = kind.branch(state, part(rows, 0, 7), parents, range(7))
+    assert torch.equal(torch.cat(actual), torch.cat(expected))

@@ -109,7 +109,7 @@ def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str], models: 
         "tokens_per_second time_to_first_token time_per_output_token generated_tokens passes "
         "mean_acceptance_length acceptance_rate bytes_streamed stall_seconds draft_seconds "
         "peak_memory_bytes memory_budget_bytes kv_bytes kv_used_fraction kv_shared_bytes "
-        "flops_rejected_fraction"
+        "state_bytes flops_rejected_fraction"
     )
     assert set(promised.split()) <= set(value["stats"])
 

@@ -13,7 +13,7 @@ CONTRACT = {
     "tokens_per_second", "time_to_first_token", "time_per_output_token", "generated_tokens",
     "passes", "mean_acceptance_length", "acceptance_rate", "bytes_streamed", "stall_seconds",
     "draft_seconds", "peak_memory_bytes", "memory_budget_bytes", "kv_bytes", "kv_used_fraction",
-    "kv_shared_bytes", "flops_rejected_fraction", "pass_seconds", "ngram_hits",
+    "kv_shared_bytes", "state_bytes", "flops_rejected_fraction", "pass_seconds", "ngram_hits",
     "time_per_output_token_p90",
     "draft_ahead_hits", "draft_ahead_misses", "overlapped_draft_seconds", "pass_slowdown",
 }  # fmt: skip

@@ -90,6 +90,26 @@ def test_a_refusal_says_what_a_shorter_context_and_a_smaller_cache_would_save():
     assert f"--ctx-size {CTX // 2} it is {n_needed - CTX // 2 // 4} MiB" in message
 
 
+class PaperHybrid(PaperModel):
+    """A model with 50 MiB of recurrent states for each sequence."""
+
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        return n_sequences * 50 * MIB + max_nodes
+
+
+def test_states_are_reserved_for_each_sequence() -> None:
+    item = memory_planner(PaperHybrid("t", 4, MIB), parallel=4)
+    table = dict(item.divide(2 * GIB, Shape(8)).budget.table())
+    assert 200 * MIB < table["target recurrent states"] < 201 * MIB
+    with pytest.raises(BudgetExceeded) as failure:
+        item.divide(200 * MIB, Shape(8))
+    n_with_two = int(str(failure.value).split("with --parallel 2 it is ")[1].split(" MiB")[0])
+    assert n_with_two <= failure.value.requested_bytes // MIB - 99
+    with pytest.raises(BudgetExceeded) as failure:
+        memory_planner(PaperModel("t", 4, MIB), parallel=4).divide(200 * MIB, Shape(8))
+    assert "--parallel" not in str(failure.value)
+
+
 def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
     target = PaperModel("t", 40, 40 * MIB)
     streamed, ram, mmap = (

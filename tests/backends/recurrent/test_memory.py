@@ -1,0 +1,119 @@
+"""Recurrent states: planned bytes are those that are kept, and hardly more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import HYBRIDS
+
+from backends.contract.backend import PREFIX
+from backends.contract.kv_files import KvFiles
+from backends.contract.prefix_cache import PrefixCache
+from backends.contract.sequence import SequenceInput, SequenceKV
+from backends.contract.source import BackendOptions
+from backends.hf.backend import TorchBackend
+from backends.hf.source import HfSource
+from backends.recurrent import memory
+from backends.recurrent.passes import RecurrentPass
+
+N_NODES = 24
+
+
+class Peak:
+    """Largest number of bytes that passes kept, old and new states together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_bytes = self.last_bytes = 0
+        succeed = memory.StateMemory.succeed
+
+        def noted(own: memory.StateMemory, states: memory.States, of_pass: RecurrentPass) -> None:
+            succeed(own, states, of_pass)
+            self.last_bytes = own._peak_bytes
+            self.n_bytes = max(self.n_bytes, self.last_bytes)
+
+        monkeypatch.setattr(memory.StateMemory, "succeed", noted)
+
+
+def decode(backend: TorchBackend, kvs: list[SequenceKV], n_nodes: int) -> None:
+    """Run a chain in each sequence in one pass, and commit half of it."""
+    batch = []
+    for kv in kvs:
+        first = kv.next_node_id
+        parents = [PREFIX, *range(first, first + n_nodes - 1)]
+        batch.append(SequenceInput(kv, [7] * n_nodes, parents))
+    for kv, output in zip(kvs, backend.forward(batch), strict=True):
+        kv.commit(output.node_ids[: n_nodes // 2])
+
+
+def growth_bytes(backend: TorchBackend) -> int:
+    return backend.kv_growth_bytes(sum(x.store.table.n_committed for x in backend._sequences))
+
+
+@pytest.mark.parametrize(("family", "n_sequences"), [("lfm2", 1), *((x, 3) for x in HYBRIDS)])
+def test_planned_bytes_are_enough_and_not_too_many(
+    family: str, n_sequences: int, checkpoint_factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = Peak(monkeypatch)
+    source = HfSource(checkpoint_factory(family), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        backend.max_nodes = N_NODES
+        cache = PrefixCache(backend, n_sequences)
+        for turn in range(3):
+            prompts = [[5 + i] * (20 * (turn + 1)) for i in range(n_sequences)]
+            kvs = [cache.allocate(prompt) for prompt in prompts]
+            for kv, prompt in zip(kvs, prompts, strict=True):
+                kv.prefill(prompt[kv.n_committed :])
+            for _ in range(3):
+                kv_bytes, expected = backend.kv_bytes, peak.last_bytes + growth_bytes(backend)
+                decode(backend, kvs, N_NODES // n_sequences)
+                assert peak.last_bytes + backend.kv_bytes - kv_bytes <= expected
+            for kv in kvs:
+                cache.release(kv)
+    planned = source.state_bytes(n_sequences, N_NODES)
+    n_fed = source.model.fed_bytes_per_token
+    assert peak.n_bytes <= planned
+    # The rest: a prompt's tail may be twice as long, and a cached path as long.
+    tails = n_sequences * n_fed * 3 * 32
+    assert planned - tails <= peak.n_bytes + 2 * N_NODES * n_fed
+
+
+def test_states_do_not_grow_with_the_context(checkpoint_factory) -> None:
+    source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        kv = backend.new_sequence()
+        kv.prefill([5] * 40)
+        n_bytes = backend.state_bytes
+        kv.prefill([6] * 40)
+        assert backend.state_bytes == n_bytes > 0
+        other = kv.fork()
+        assert backend.state_bytes == n_bytes  # shared
+        kv.close()
+        other.close()
+        assert backend.state_bytes == 0
+
+
+def test_a_swapped_sequence_can_return_to_the_same_lengths(
+    checkpoint_factory, tmp_path: Path
+) -> None:
+    source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        kv, other = backend.new_sequence(), backend.new_sequence()
+        kv.prefill([5, *range(10, 50)])
+        decode(backend, [kv], 8)
+        decode(backend, [kv], 8)
+        files = KvFiles(backend, lambda: tmp_path)
+        file = files.write(kv)
+        assert file is not None
+        assert file.load(other)
+        file.close()
+        lengths = range(kv.n_committed + 1)
+        assert [*map(other.restorable, lengths)] == [*map(kv.restorable, lengths)]
+        assert kv.restorable(kv.n_committed) == kv.n_committed
+        assert kv.restorable(41) == 41  # the prompt's end, and shortly before it
+        assert kv.restorable(30) == 30
+        assert kv.restorable(20) == 0
+        for length in (45, 41, 33):
+            ends = [item.fork(kv.restorable(length)) for item in (kv, other)]
+            rows = [item.prefill([3]) for item in ends]
+            assert (rows[0] == rows[1]).all()

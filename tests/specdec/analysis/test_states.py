@@ -1,0 +1,53 @@
+"""Analysis and plans of hybrids: keys and values of attention layers alone, states per sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import HYBRIDS
+
+from backends.hf.model import load_hf_model
+from backends.shapes.hf import hf_shape
+from specdec.analysis.operators import ATTENTION, STATES, pass_work
+
+TOKENS = 7
+
+
+def cache_of(directory: Path) -> Any:
+    """Return the cache that transformers itself fills with a prompt."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(5, 5 + TOKENS)[None], use_cache=True).past_key_values
+
+
+def tensors_of(layer: Any, name: str) -> list[torch.Tensor]:
+    stored = getattr(layer, name, None)
+    stored = list(stored.values()) if isinstance(stored, dict) else [stored]
+    return [x for x in stored if isinstance(x, torch.Tensor)]
+
+
+def bytes_in(layer: Any, *names: str) -> int:
+    return sum(x.nbytes for name in names for x in tensors_of(layer, name))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_bytes_are_those_of_transformers_cache(family: str, checkpoint_factory) -> None:
+    directory = checkpoint_factory(family)
+    shape, layers = hf_shape(directory), cache_of(directory).layers
+    kv_bytes = sum(bytes_in(layer, "keys", "values") for layer in layers)
+    assert shape.kv_bytes_per_token * TOKENS == kv_bytes
+    # transformers keeps one more input of a convolution, which the next token does not see.
+    states = sum(bytes_in(layer, "recurrent_states") for layer in layers)
+    states += sum(x[..., 1:].nbytes for layer in layers for x in tensors_of(layer, "conv_states"))
+    assert shape.state_bytes == states == load_hf_model(directory).state_bytes
+    attends = sum(layer.attention is not None for layer in shape.layers)
+    work = pass_work(shape, 4, 64, 1)
+    assert work[ATTENTION].stored_bytes == 64 * shape.kv_bytes_per_token
+    assert attends == sum(bytes_in(layer, "keys") > 0 for layer in layers)
+    single, four = pass_work(shape, 1, 64, 1)[STATES], work[STATES]
+    assert single.stored_bytes == four.stored_bytes == 2 * shape.state_bytes
+    assert four.flops == 4 * single.flops > 0
