@@ -29,8 +29,6 @@ def check_options(
         raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no placement")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
-    if model.is_recurrent:
-        raise recurrent_model(model)
     _check_rope(model, options)
 
 
@@ -69,7 +67,7 @@ def load_llama_model(
         is_repacked = not options.exactness.is_exact
         with dropping_behind(model.index.paths):
             loaded = LlamaModel(model.path, "ram", progress, is_repacked=is_repacked)
-    if loaded.is_recurrent:
+    if loaded.is_recurrent != model.is_recurrent:
         loaded.close()
         raise recurrent_model(model)
     return loaded

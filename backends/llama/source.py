@@ -19,9 +19,11 @@ from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
-from backends.gguf.model import GgufModel, load_gguf_model, recurrent_model
+from backends.gguf.model import GgufModel, load_gguf_model
+from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.backend import LlamaBackend
+from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.context import (
     MAX_LEAVES,
     ContextOptions,
@@ -68,8 +70,7 @@ class GgufSource(ModelSource):
         """run: how to run the model, if that was found out before; skips the trial of the model."""
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
-        if self.model.is_recurrent:
-            raise recurrent_model(self.model)
+        refuse_untried(self.model)
         self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
@@ -101,7 +102,14 @@ class GgufSource(ModelSource):
     def _checked(self, run: ExactRun) -> ExactRun:
         """Return `run`, marked as not exact if llama.cpp does not use flash attention after all."""
         options = ContextOptions(
-            1, 1, 1, self._n_threads, run.type_k, run.type_v, exactness=run.exactness
+            1,
+            1,
+            1,
+            self._n_threads,
+            run.type_k,
+            run.type_v,
+            exactness=run.exactness,
+            is_recurrent=self.model.is_recurrent,
         )
         try:
             LlamaContext(self._weightless, options).close()
@@ -177,6 +185,7 @@ class GgufSource(ModelSource):
             self._run.type_k,
             self._run.type_v,
             exactness=self.exactness,
+            is_recurrent=self.model.is_recurrent,
         )
         if options not in self._scratch_bytes:
             memory = context_memory(self.model, self._weightless, options)
@@ -250,7 +259,7 @@ class GgufSource(ModelSource):
     def _load(self, loading: Loading) -> Backend:
         if "_weightless" in self.__dict__:
             self.__dict__.pop("_weightless").close()
-        backend = LlamaBackend(
+        backend = (RecurrentLlamaBackend if self.model.is_recurrent else LlamaBackend)(
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
