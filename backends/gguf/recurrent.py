@@ -1,13 +1,38 @@
-"""GGUF architectures with recurrent layers: those that run, and why others do not."""
+"""GGUF architectures with recurrent layers: those that run, and why others do not.
+
+An architecture runs if histories of sequences have the bits of one token per pass on a tiny random
+file (tests/backends/llama/test_recurrent.py).
+"""
 
 from __future__ import annotations
 
 from backends.contract.backend import UnsupportedModel
+from backends.gguf.formats import check_formats
 from backends.gguf.model import GgufModel
 
-REFUSED: dict[str, str] = {}
-TRIED: frozenset[str] = frozenset()
+TRIED = frozenset(
+    "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid lfm2 lfm2moe falcon-h1 "
+    "jamba mamba mamba2 plamo2 kimi-linear".split()
+)
+"""Architectures that run."""
+_ROWS = "llama.cpp computes other numbers for a token in a batch than for the same token alone"
+_COMPRESSED = "its compressed attention keeps a state that cannot be copied with a sequence"
+REFUSED = {
+    **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), _ROWS),
+    "deepseek4": _COMPRESSED,
+}
+"""Reasons why an architecture does not run."""
+_UNTRIED = "its recurrent layers have not been compared with plain decoding"
 
 
 def refuse_untried(model: GgufModel) -> None:
     """Raise UnsupportedModel for a recurrent architecture that was not found to be right."""
+    if not model.is_recurrent:
+        return
+    if model.architecture not in TRIED:
+        reason = REFUSED.get(model.architecture, _UNTRIED)
+        raise UnsupportedModel(
+            f"{model.path} ({model.architecture}) has recurrent layers and does not run: {reason}; "
+            "run it as a checkpoint if there is one, or take another model"
+        )
+    check_formats(model.index.values())

@@ -76,7 +76,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
 
     Raises:
         LlamaError: llama.cpp is missing or refuses the model.
-        UnsupportedModel: the model cannot be rolled back (recurrent) or cannot be streamed.
+        UnsupportedModel: the model cannot be streamed.
     """
 
     max_nodes: int
@@ -173,9 +173,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         self._passes = CancellablePasses(self._context)
         self._closing.append(self._passes.cancel)
 
-    def with_shared_weights(
-        self, *, max_context: int, max_nodes: int, max_num_tokens: int
-    ) -> Self:
+    def with_shared_weights(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> Self:
         """See Backend.with_shared_weights."""
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")

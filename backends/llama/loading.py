@@ -7,7 +7,7 @@ from dataclasses import replace
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaModel
 from backends.gguf.hparams import MAX_CONTEXT, Keys
-from backends.gguf.model import GgufModel, recurrent_model
+from backends.gguf.model import GgufModel
 from backends.llama.context import ContextOptions
 from backends.llama.unread import map_unread
 from offload.placement.placement import Placement
@@ -57,7 +57,7 @@ def load_llama_model(
 ) -> LlamaModel:
     """Load a model; weights read into memory are dropped from the page cache.
 
-    Raises LlamaError, or UnsupportedModel if it cannot be rolled back.
+    Raises LlamaError, or UnsupportedModel if it has recurrent layers that the header does not show.
     """
     if is_streamed:
         loaded = map_unread(model)
@@ -69,5 +69,8 @@ def load_llama_model(
             loaded = LlamaModel(model.path, "ram", progress, is_repacked=is_repacked)
     if loaded.is_recurrent != model.is_recurrent:
         loaded.close()
-        raise recurrent_model(model)
+        raise UnsupportedModel(
+            f"llama.cpp and specdec disagree whether {model.path} ({model.architecture}) has "
+            "recurrent layers: use llama-cpp-python 0.3.36"
+        )
     return loaded

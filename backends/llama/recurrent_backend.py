@@ -49,9 +49,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
     def _save_prefix(self, kv: RecurrentStore, buffers: Mapping[str, memoryview]) -> None:
         self._prefix_tensors(kv)
 
-    def _load_prefix(
-        self, kv: RecurrentStore, token_ids: list[int], tensors: SavedTensors
-    ) -> None:
+    def _load_prefix(self, kv: RecurrentStore, token_ids: list[int], tensors: SavedTensors) -> None:
         self._prefix_tensors(kv)
 
     # --- passes -----------------------------------------------------------------------------

@@ -23,14 +23,14 @@ from backends.gguf.model import GgufModel, load_gguf_model
 from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.backend import LlamaBackend
-from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.context import (
     MAX_LEAVES,
     ContextOptions,
     LlamaContext,
     WithoutFlashAttention,
 )
-from backends.llama.memory import context_memory
+from backends.llama.memory import bytes_of_a_state, context_memory
+from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.stream import resident_non_layer_records
 from backends.llama.trial import TextLimits, try_model
 from backends.timing.cached import cached_curve
@@ -76,6 +76,7 @@ class GgufSource(ModelSource):
         self.max_context = self.model.max_context
         self.experts = self.model.experts
         self.layers = self.model.layers_without_experts if self.experts else self.model.layers
+        self.prefers_chains = self.model.is_recurrent
         self._options = options
         self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
@@ -109,7 +110,6 @@ class GgufSource(ModelSource):
             run.type_k,
             run.type_v,
             exactness=run.exactness,
-            is_recurrent=self.model.is_recurrent,
         )
         try:
             LlamaContext(self._weightless, options).close()
@@ -160,6 +160,16 @@ class GgufSource(ModelSource):
         types = self._run.type_k, self._run.type_v
         n_cells = ContextOptions(ctx_size, max_nodes, exactness=self.exactness).n_cells
         return n_cells * self.model.kv_bytes_per_token(*types, flash_attention=True)
+
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        if not self.model.is_recurrent:
+            return 0
+        options = ContextOptions(1, 1, max_num_seqs=2 * n_sequences, is_recurrent=True)
+        return options.n_sequences * self._bytes_of_a_state
+
+    @cached_property
+    def _bytes_of_a_state(self) -> int:
+        return bytes_of_a_state(self._weightless)
 
     def with_cache_type(self, cache_type: str) -> GgufSource:
         other = copy.copy(self)

@@ -1,8 +1,8 @@
 """Recurrent states and cells of a llama.cpp context: which llama.cpp sequence has which tokens.
 
 A llama.cpp sequence of a model with recurrent layers has one state of them, after its last token,
-and the cells of its attention layers. A copy of a sequence shares both until one of the two goes on,
-so a copy is what a snapshot is elsewhere, for one state more.
+and the cells of its attention layers. A copy of a sequence shares both until one of the two goes
+on, so a copy is what a snapshot is elsewhere.
 
 Attention of a token is a sum over cells in memory order, so the cells of each sequence must be in
 the order of positions. llama.cpp writes new cells to the first free places; a gap would take them
@@ -110,9 +110,7 @@ class States:
         """Return a copy of a state, or an empty one for None."""
         copy = self.take(user)
         if source is not None and len(source):
-            self._library.llama_memory_seq_cp(
-                self._memory, source.sequence, copy.sequence, -1, -1
-            )
+            self._library.llama_memory_seq_cp(self._memory, source.sequence, copy.sequence, -1, -1)
             copy.cells = list(source.cells)
             for cell in copy.cells:
                 cell.n_users += 1

@@ -8,6 +8,7 @@ what llama.cpp's own loader of that architecture reads, and only metadata is wri
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tiny_gguf_kinds import ARCHITECTURES, COMMON
 
 VOCAB = 96
 N_CTX = 512
+
+
+_LEFT_OUT = re.compile(r"dense_[23]\.|cls\.|.*\.(lora_[ab]|weight_scale|input_scale|scale)$")
+"""Optional tensors: of embedding models and of formats with scales."""
 
 
 def save_tiny_architecture(name: str, path: Path, *, seed: int = 0) -> Path:
@@ -29,7 +34,8 @@ def save_tiny_architecture(name: str, path: Path, *, seed: int = 0) -> Path:
     shapes = _tensor_shapes(head)
     head.unlink()
     rng = np.random.default_rng(seed)
-    _write(path, architecture, metadata, {n: _values(n, shapes[n], rng) for n in sorted(shapes)})
+    names = sorted(name for name in shapes if not _LEFT_OUT.match(name))
+    _write(path, architecture, metadata, {name: _values(name, shapes[name], rng) for name in names})
     return path
 
 

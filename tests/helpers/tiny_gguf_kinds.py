@@ -192,6 +192,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention__head_count_kv": [0, 1, 0, 1],
         "kda__head_dim": 16,
         "attn_res__block_size": 12,
+        "activation__situ_beta": 4.0,
+        "activation__situ_linear_beta": 25.0,
+        "kda__gate_lower_bound": -5.0,
     },
     "rwkv6": {"wkv__head_size": 16, "time_mix_extra_dim": 16, "time_decay_extra_dim": 16},
     "rwkv7": {
