@@ -44,6 +44,9 @@ class SharedSource(ModelSource):
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         return self.source.kv_bytes(ctx_size, max_nodes)
 
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        return self.source.state_bytes(n_sequences, max_nodes)
+
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return self.source.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
 

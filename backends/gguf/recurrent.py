@@ -12,15 +12,11 @@ from backends.gguf.model import GgufModel
 
 TRIED = frozenset(
     "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid lfm2 lfm2moe falcon-h1 "
-    "jamba mamba mamba2 plamo2 kimi-linear".split()
+    "jamba mamba mamba2 plamo2 kimi-linear kimi-k3".split()
 )
 """Architectures that run."""
 _ROWS = "llama.cpp computes other numbers for a token in a batch than for the same token alone"
-_COMPRESSED = "its compressed attention keeps a state that cannot be copied with a sequence"
-REFUSED = {
-    **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), _ROWS),
-    "deepseek4": _COMPRESSED,
-}
+REFUSED = dict.fromkeys(("rwkv7", "arwkv7"), _ROWS)
 """Reasons why an architecture does not run."""
 _UNTRIED = "its recurrent layers have not been compared with plain decoding"
 

@@ -32,6 +32,9 @@ a pass takes R / 2 + s * a / R rows more, least at R = sqrt(2 * s * a): 11 for s
 for s = 50."""
 
 
+_PADDING = -1  # no token: a state that has gone through padding is of no use
+
+
 @dataclass(frozen=True)
 class Lane:
     """Tokens after the committed ones that a pass computes in a row."""
@@ -99,11 +102,11 @@ class RecurrentStore:
             self._live, n_had = self._states.copied(self._base, self), 0
         return self._live, tokens[n_had:]
 
-    def went(self, token_ids: Sequence[int]) -> None:
-        """Record that `live` has gone through these tokens after those before."""
+    def went(self, token_ids: Sequence[int], n_padding: int) -> None:
+        """Record that `live` has gone through these tokens after those before, and padding."""
         assert self._live is not None
-        self._states.grow(self._live, len(token_ids))
-        self._through += token_ids
+        self._states.grow(self._live, len(token_ids) + n_padding)
+        self._through += [*token_ids, *[_PADDING] * n_padding]
 
     # --- commits ----------------------------------------------------------------------------
 

@@ -86,18 +86,19 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         places = np.array([first + i for i in lane.places], dtype=np.int64)
         for start in range(0, len(tokens), self.max_num_tokens):
             part = tokens[start : start + self.max_num_tokens]
-            part += [0] * (min_count - len(part))  # the state has gone through the padding as well
             rows = places[(places >= start) & (places < start + len(part))] - start
-            position = len(state)
+            end = len(state) + len(part)
             batch = Batch(
                 part,
-                range(position, position + len(part)),
+                range(len(state), end),
                 [[state.sequence]] * len(part),
                 rows,
                 min_count,
+                state.sequence,
+                end,
             )
             logits.append(self._run(batch))
-            store.went(part)
+            store.went(part, batch.n_fillers)
         self._states.check_length(state)
         return np.concatenate(logits)
 

@@ -66,7 +66,7 @@ class States:
 
     Args:
         n_sequences: llama.cpp sequences for states; the next one is the graveyard, and the one
-            after it `scratch`, empty between calls.
+            after it stays empty: graphs are recorded in it (see StreamedLayers).
         n_cells: maximum number of cells in use.
     """
 
@@ -74,7 +74,6 @@ class States:
         self, model: LlamaModel, context: LlamaContext, n_sequences: int, n_cells: int
     ) -> None:
         self.n_sequences, self.n_cells = n_sequences, n_cells
-        self.scratch = n_sequences + 1
         self._graveyard = n_sequences
         self._library: ModuleType = model.library
         self._memory: Any = context.memory
@@ -183,7 +182,7 @@ class States:
     # --- calls of llama.cpp -----------------------------------------------------------------
 
     def empty_scratch(self) -> None:
-        self._remove(self.scratch)
+        """Do nothing: padding is in the state that goes through it, and removed with it."""
 
     def check_length(self, state: State) -> None:
         """Raise RuntimeError if a state has other tokens in llama.cpp."""

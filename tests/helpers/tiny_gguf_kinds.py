@@ -144,7 +144,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {**_MOE, "attention__clamp_kqv": 8.0},
     "phimoe": _MOE,
-    "dots1": {**_MOE, "leading_dense_block_count": 1},
+    "dots1": {**_MOE, **_NO_GQA, "leading_dense_block_count": 1},
     "bailingmoe2": {**_MOE, "leading_dense_block_count": 1},
     # recurrent
     "qwen35": _DELTA,
@@ -206,3 +206,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 """Metadata by name; the architecture is the name unless "architecture" says another."""
+
+RECURRENT = (
+    "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid granitehybrid-mixture lfm2 "
+    "lfm2moe falcon-h1 jamba mamba mamba2 plamo2 kimi-linear kimi-k3"
+).split()
+REFUSED = ("rwkv6", "rwkv7")
