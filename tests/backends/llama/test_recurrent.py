@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from backend_kinds import close
+from backend_kinds import TYPES, close
 from gguf_streaming import by_experts
 from plain_rows import Plain
 from sequence_histories import try_sequences
@@ -62,11 +62,11 @@ def load(source: Callable[[str], GgufSource]) -> Load:
         return RecurrentLlamaBackend(
             opened.model,
             n_threads=1,
-            cache_type_k=run.type_k,
-            cache_type_v=run.type_v,
             placement=placement,
             load_mode="mmap" if placement is None else "stream",
             **{
+                "cache_type_k": run.type_k,
+                "cache_type_v": run.type_v,
                 "max_context": 60,
                 "max_nodes": 80,
                 "num_kv_slots": 380,
@@ -85,7 +85,11 @@ def test_any_history_has_the_bits_of_one_token_per_pass(name: str, load: Load, s
     compressed keys."""
     is_exact = source(name).exactness.is_exact
     assert is_exact == (not name.startswith("kimi"))
-    with load(name, max_num_seqs=5) as backend, load(name, max_context=160) as plain:
+    types = {} if is_exact else TYPES
+    with (
+        load(name, max_num_seqs=5, **types) as backend,
+        load(name, max_context=160, **types) as plain,
+    ):
         backend._states.n_cells = 200
         is_right = np.array_equal if is_exact else close
         try_sequences(backend, Plain(plain), is_right=is_right, max_examples=4)
