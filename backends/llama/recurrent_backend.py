@@ -1,4 +1,4 @@
-"""RecurrentLlamaBackend: a GGUF model with recurrent layers on llama.cpp (see recurrent.py)."""
+"""RecurrentLlamaBackend: a GGUF model with recurrent layers on llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from backends.contract.store import NewTokens
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions
-from backends.llama.recurrent import MAX_REPLAYED, Lane, RecurrentStore
-from backends.llama.states import States
+from backends.llama_states.states import States
+from backends.llama_states.store import MAX_REPLAYED, Lane, RecurrentStore
 from offload.formats.mapped import TensorShape
 
 
@@ -25,7 +25,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
 
     def _open_sequences(self, options: ContextOptions) -> None:
         n_cells = self._context.n_cells - options.n_fillers
-        self._states = States(self._model, self._context, options.n_states, n_cells)
+        self._states = States(self._model.library, self._context.memory, options.n_states, n_cells)
 
     @property
     def _counts(self) -> CellCounts:
@@ -66,7 +66,7 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         if new.are_nodes:
             if len(store.replayed) >= MAX_REPLAYED:
                 self._run_lane(store, Lane([], {}))
-                store.settle()
+                store.promote_live()
             lanes = store.node_lanes(len(new.token_ids), requested)
         else:
             lanes = [Lane(list(map(int, new.token_ids)), {i: i for i in requested})]

@@ -30,9 +30,9 @@ from backends.gguf.model import _HYBRID, _RECURRENT, load_gguf_model
 from backends.gguf.recurrent import TRIED, refuse_untried
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.memory import logged_sizes
-from backends.llama.recurrent import MAX_REPLAYED
 from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.source import GgufSource
+from backends.llama_states.store import MAX_REPLAYED
 from offload.placement.placement import Placement
 
 pytestmark = pytest.mark.gguf
@@ -81,7 +81,7 @@ def load(source: Callable[[str], GgufSource]) -> Load:
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_any_history_has_the_bits_of_one_token_per_pass(name: str, load: Load, source: Any) -> None:
-    """Of five sequences that must take each other's states and cells; close where attention is to
+    """Five sequences must take each other's states and cells. Close where attention is to
     compressed keys."""
     is_exact = source(name).exactness.is_exact
     assert is_exact == (not name.startswith("kimi"))

@@ -33,11 +33,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(models: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
-    texts = {}
+    sequences = {}
     for name, path in models.items():
         with specdec.load(path, spec_type="none", **OPTIONS) as llm:
-            texts[name] = [llm.generate(PROMPT, s).token_ids for s in (GREEDY, SAMPLED)]
-    return texts
+            sequences[name] = [llm.generate(PROMPT, s).token_ids for s in (GREEDY, SAMPLED)]
+    return sequences
 
 
 @pytest.mark.slow_except(2)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from backends.contract.backend import BackendError
 from backends.contract.nodes import NodeTable
-from backends.llama.states import State, States
+from backends.llama_states.states import State, States
 
 MAX_REPLAYED = 16
 """Committed tokens after the base from which on a pass is made for them alone. Extra rows grow with
@@ -113,7 +113,7 @@ class RecurrentStore:
     def append(self, token_ids: Sequence[int]) -> None:
         """Append a prompt's tokens, which a pass has gone through."""
         self.table.append(token_ids)
-        self.settle()
+        self.promote_live()
         if self.n_base == self.table.n_committed:
             self.give_checkpoint()
             self._checkpoint = self._states.copied(self._base, self)
@@ -121,7 +121,7 @@ class RecurrentStore:
     def commit(self, path: Sequence[int], keep: Collection[int] = ()) -> None:
         self.table.commit(path, keep)
         self._drop_tokens()
-        self.settle()
+        self.promote_live()
 
     def prune(self, nodes: Collection[int]) -> None:
         self.table.prune(nodes)
@@ -130,7 +130,7 @@ class RecurrentStore:
     def _drop_tokens(self) -> None:
         self._tokens = {node: self._tokens[node] for node in self.table.ids}
 
-    def settle(self) -> None:
+    def promote_live(self) -> None:
         """Make `live` the base if all that it has gone through is committed, and that is all."""
         if self._live is not None and self._through == self.replayed:
             before, self._base = self._base, self._live
@@ -186,11 +186,11 @@ class RecurrentStore:
         return state is not None
 
     def forget(self) -> bool:
-        had_others = self.give_live() | self.give_checkpoint()
+        had_more = self.give_live() | self.give_checkpoint()
         state, self._base = self._base, None
         if state is not None:
             self._states.give_back(state)
-        return state is not None or had_others
+        return state is not None or had_more
 
     def fork(self, length: int) -> RecurrentStore:
         """Return a store with the first `restorable` tokens of this one."""

@@ -17,8 +17,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from backends.contract.backend import KvUsage
-from backends.ggml.library import LlamaModel
-from backends.llama.context import LlamaContext
 
 
 class StateUser(Protocol):
@@ -65,18 +63,16 @@ class States:
     """The llama.cpp sequences of one context, and the order of its cells.
 
     Args:
+        library, memory: llama_cpp, and the context's llama_memory_t.
         n_sequences: llama.cpp sequences for states; the next one is the graveyard, and the one
             after it stays empty: graphs are recorded in it (see StreamedLayers).
         n_cells: maximum number of cells in use.
     """
 
-    def __init__(
-        self, model: LlamaModel, context: LlamaContext, n_sequences: int, n_cells: int
-    ) -> None:
+    def __init__(self, library: ModuleType, memory: Any, n_sequences: int, n_cells: int) -> None:
         self.n_sequences, self.n_cells = n_sequences, n_cells
         self._graveyard = n_sequences
-        self._library: ModuleType = model.library
-        self._memory: Any = context.memory
+        self._library, self._memory = library, memory
         self._unused = list(range(n_sequences))
         self._users: list[StateUser] = []
         self._order: list[Cell] = []  # in memory order
@@ -94,14 +90,14 @@ class States:
     def take(self, user: StateUser) -> State:
         """Return an empty state for a user, which others lose if there are not enough."""
         while not self._unused:
-            others = [other for other in self._users if other is not user]
-            ways = (
-                *(other.give_live for other in others),
-                *(other.give_checkpoint for other in others),
+            remaining = [other for other in self._users if other is not user]
+            givers = (
+                *(other.give_live for other in remaining),
+                *(other.give_checkpoint for other in remaining),
                 user.give_checkpoint,
-                *(other.forget for other in others),
+                *(other.forget for other in remaining),
             )
-            if not any(give() for give in ways):
+            if not any(give() for give in givers):
                 raise RuntimeError(f"{self.n_sequences} recurrent states are too few for a pass")
         return State(self._unused.pop(0))
 
@@ -124,13 +120,13 @@ class States:
         for cell in state.cells:
             cell.n_users -= 1
         start = next((i for i, cell in enumerate(state.cells) if not cell.n_users), len(state))
-        behind = self._order[len(self._order) - (len(state) - start) :]
-        if start < len(state) and any(cell.n_users for cell in behind):
+        own = state.cells[start:]
+        if own and self._order[len(self._order) - len(own) :] != own:
             self._library.llama_memory_seq_cp(
                 self._memory, state.sequence, self._graveyard, start, len(state)
             )
         else:
-            del self._order[len(self._order) - (len(state) - start) :]
+            del self._order[len(self._order) - len(own) :]
         state.cells = []
         self._remove(state.sequence)
         self._empty_graveyard()
