@@ -78,7 +78,7 @@ def load(source: Callable[[str], GgufSource]) -> Load:
     return make
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_any_history_has_the_bits_of_one_token_per_pass(name: str, load: Load, source: Any) -> None:
     """Five sequences must take each other's states and cells. Close where attention is to

@@ -27,7 +27,7 @@ OPTIONS = {"ctx_size": 128, "threads": 1}
 RUN = [name for name in ARCHITECTURES if name not in REFUSED]
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("name", RUN)
 def test_speculative_is_plain_is_llama_cpp(name: str, tmp_path: Path) -> None:
     path = save_tiny_architecture(name, tmp_path / "model.gguf")
