@@ -61,6 +61,7 @@ SUBPACKAGES = {
     "backends": (
         "cuda shapes",
         "hf llama",
+        "llama_states",
         "checkpoint gguf kv",
         "recurrent",
         "attention",

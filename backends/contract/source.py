@@ -122,6 +122,8 @@ class ModelSource(ABC):
     """KV cache formats that are smaller than the present one."""
     max_tree_leaves: int | None = None
     """Maximum number of leaves of a tree; None: no limit."""
+    prefers_chains: bool = False
+    """Whether each branch of a tree takes a pass of its own."""
 
     @property
     @abstractmethod

@@ -36,7 +36,8 @@ from offload.placement.placement import LayerWeights
 _RECURRENT = frozenset("mamba mamba2 rwkv6 rwkv6qwen2 rwkv7 arwkv7".split())
 _HYBRID = frozenset(
     "jamba falcon-h1 plamo2 granitehybrid lfm2 lfm2moe nemotron_h nemotron_h_moe qwen3next "
-    "kimi-linear qwen35 qwen35moe deepseek4".split()
+    "kimi-linear qwen35 qwen35moe deepseek4 qwen4exp kimi-k3 bailingmoe3 glm5-next "
+    "minimax-01".split()
 )
 _RECURRENT_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.", "attention.recurrent_layers")
 _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
@@ -72,7 +73,7 @@ class GgufModel:
     n_experts_used: int
     """Experts that a token uses; 0 for a dense model, or if the file does not say."""
     is_recurrent: bool
-    """Whether layers have a state that cannot be rolled back (Mamba, RWKV, hybrids): no trees."""
+    """Whether layers have a state that cannot be rolled back (Mamba, RWKV, hybrids)."""
     sliding_window: int | None
     """Window in tokens, as stored; the architecture decides which layers use it, if any."""
     kv_shape: KvShape
@@ -115,13 +116,6 @@ class GgufModel:
         return self.kv_shape.bytes_per_token(type_k, type_v, flash_attention=flash_attention)
 
 
-def recurrent_model(model: GgufModel) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{model.path} ({model.architecture}) keeps a recurrent state, which cannot be rolled back "
-        "to an earlier token: use a model with attention in every layer"
-    )
-
-
 def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     """Read and check the header of a GGUF model (all splits, where `path` is one of them).
 
@@ -137,7 +131,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     check_epsilons(keys)
     layers, non_layer, unused = _group(index, keys, n_counted, n_layers)
     is_recurrent = _is_recurrent(keys, index)
-    if not is_recurrent:  # recurrent models do not run, and some have tables of integers
+    if not is_recurrent:  # some that do not run have tables of integers: see refuse_untried
         check_formats(index.values())
     if keys.architecture in _RECURRENT:
         kv_shape = KvShape()

@@ -1,143 +1,29 @@
-"""LlamaBackend: a GGUF model on llama.cpp, in memory or streamed from storage.
+"""LlamaBackend: a GGUF model on llama.cpp whose layers have attention alone.
 
-Sequences and their trees are sequences of llama.cpp in one unified KV cache (cache.py). Streamed
-layers are read during each pass (stream.py).
+Sequences and their trees are sequences of llama.cpp in one unified KV cache (cache.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from backends.contract.backend import BackendError, ContextFull, KvUsage, TransferStats
-from backends.contract.exactness import EXACT_OFF, Exactness
-from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens
-from backends.gguf.model import GgufModel
-from backends.llama.batch import Batch
+from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.cache import MIN_IN_USE, CellStore
 from backends.llama.cells import Cells
-from backends.llama.context import ContextOptions, LlamaContext
-from backends.llama.loading import check_options, load_llama_model
-from backends.llama.passes import CancellablePasses
+from backends.llama.context import ContextOptions
 from backends.llama.prefix import LlamaPrefix, SequenceState
 from backends.llama.rows import PassRows
-from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.formats.mapped import TensorShape
-from offload.placement.placement import Placement
-from offload.storage.aligned import PAGE_BYTES
-from offload.storage.page_cache import drop_files
-from offload.units import Progress
-
-_VALUE_BYTES = 2  # f16: without flash attention the KV cache's values cannot be quantized
 
 
-class LlamaBackend(RecoveringBackend[CellStore]):
-    """A GGUF model on llama.cpp.
+class LlamaBackend(GgufBackend[CellStore]):
+    """See GgufBackend."""
 
-    Args:
-        max_context: maximum number of tokens of a sequence; None: what the model was trained for.
-        max_nodes: maximum number of live nodes; trees may have min(max_nodes, MAX_LEAVES) leaves.
-        max_outputs: maximum number of rows of logits of one call; None: max_nodes.
-        num_kv_slots: tokens and nodes of all sequences together; None: enough for one sequence.
-        max_num_seqs: maximum number of sequences at a time, if each has a tree of one leaf.
-        cache_type_k, cache_type_v: f16, f32, bf16, q8_0 or q4_0.
-        flash_attention: None is llama.cpp's default, on: it needs little memory for a long context;
-            with an f16 cache the logits of a token in a batch and alone differ (about 3e-4).
-        placement: which tensors of the layers stay in memory, and the memory for experts; only for
-            load_mode "stream".
-        load_mode: "stream" reads the layers of `placement` through a ring of slots in every pass;
-            "mmap" leaves the file to the page cache; "ram" reads it into memory, in the layouts
-            that are fastest for this processor (its logits differ from the others' by rounding),
-            or in the file's if the backend is exact.
-        exactness: result of `find_exact_run` for these cache types.
-
-    Raises:
-        LlamaError: llama.cpp is missing or refuses the model.
-        UnsupportedModel: the model cannot be rolled back (recurrent) or cannot be streamed.
-    """
-
-    max_nodes: int
-
-    def __init__(
-        self,
-        model: GgufModel,
-        *,
-        max_context: int | None = None,
-        max_nodes: int = 64,
-        max_outputs: int | None = None,
-        n_threads: int | None = None,
-        cache_type_k: str = "f16",
-        cache_type_v: str = "f16",
-        flash_attention: bool | None = None,
-        placement: Placement | None = None,
-        load_mode: str = "stream",
-        n_readers: int | None = None,
-        progress: Progress | None = None,
-        exactness: Exactness = EXACT_OFF,
-        num_kv_slots: int | None = None,
-        max_num_seqs: int = 1,
-        follows_load: bool = False,
-    ) -> None:
-        super().__init__()
-        options = ContextOptions(
-            min(max_context or model.max_context, model.max_context),
-            max_nodes,
-            max_outputs,
-            n_threads,
-            cache_type_k,
-            cache_type_v,
-            flash_attention,
-            exactness,
-            num_kv_slots,
-            max_num_seqs,
-            follows_load,
-        )
-        check_options(model, options, placement, load_mode)
-        self._closing: list[Callable[[], None]] = []
-        self._kv_bytes_per_token = model.kv_bytes_per_token(
-            cache_type_k, cache_type_v, flash_attention=flash_attention is not False
-        )
-        try:
-            self._open(model, options, placement, load_mode, n_readers, progress)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(
-        self,
-        model: GgufModel,
-        options: ContextOptions,
-        placement: Placement | None,
-        load_mode: str,
-        n_readers: int | None,
-        progress: Progress | None,
-    ) -> None:
-        """Open the parts; each registers its `close` at once, to be called in reverse order."""
-        is_streamed = load_mode == "stream" and placement is not None and placement.streams
-        before = mapped_ranges(model) if is_streamed else ()
-        self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
-        self._stream: StreamedLayers | None = None
-        self._closing.append(self._close_model)
-        self.vocab_size = self._model.vocab_size
-        if is_streamed and placement is not None:
-            self._stream = StreamedLayers(self._model, model, placement, before)
-        self._open_context(options)
-        if self._stream and placement is not None:
-            self._closing.append(self._stream.close)
-            self._stream.start(self._context, placement.n_slots, n_readers, progress)
-            drop_files(model.index.paths)  # llama.cpp may have read them: see unread.py
-        self._open_passes()
-
-    def _open_context(self, options: ContextOptions) -> None:
-        callback = self._stream.callback if self._stream else None
-        self._options, self.max_num_tokens = options, options.max_num_tokens
-        self.max_context, self.max_nodes = options.max_context, options.max_nodes
-        self._context = LlamaContext(self._model, options, callback)
-        self._closing.append(self._context.close)
+    def _open_sequences(self, options: ContextOptions) -> None:
         is_ordered = options.exactness.is_exact
         state = SequenceState(self._model, self._context)
         self._cells = Cells(
@@ -149,36 +35,9 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         )
         self._prefix = LlamaPrefix(state, is_ordered)
 
-    def _open_passes(self) -> None:
-        self._passes = CancellablePasses(self._context)
-        self._closing.append(self._passes.cancel)
-
-    def with_shared_weights(
-        self, *, max_context: int, max_nodes: int, max_num_tokens: int
-    ) -> LlamaBackend:
-        """See Backend.with_shared_weights."""
-        if self._stream is not None:
-            raise BackendError("a streamed model cannot share its weights")
-        other = self._without_sequences()
-        other._closing = []
-        try:
-            other._open_context(
-                replace(
-                    self._options,
-                    max_context=min(max_context, self.max_context),
-                    max_nodes=max_nodes,
-                    max_outputs=max_num_tokens,
-                    num_kv_slots=None,
-                    max_num_seqs=1,
-                )
-            )
-            other._open_passes()
-        except BaseException:
-            other.close()
-            raise
-        return other
-
-    # --- Backend and RecoveringBackend -----------------------------------------------------
+    @property
+    def _counts(self) -> CellCounts:
+        return self._cells
 
     def _new_kv(self) -> CellStore:
         return CellStore(self._cells)
@@ -186,54 +45,12 @@ class LlamaBackend(RecoveringBackend[CellStore]):
     def _fork(self, kv: CellStore, length: int) -> CellStore:
         return kv.fork(length)
 
-    def _num_free_slots(self, kv: CellStore) -> int:
-        return self._cells.n_free
-
     def _capacity_of(self, kv: CellStore, rows: SequenceInput) -> Sequence[int]:
         n_leaves = 0 if rows.parents is None else kv.n_leaves_with(rows.parents)
         return len(rows.token_ids), max(MIN_IN_USE, n_leaves) - kv.n_needed
 
     def _free_units(self) -> Sequence[int]:
         return self._cells.n_free, self._cells.n_free_sequences
-
-    @property
-    def transfer_stats(self) -> TransferStats:
-        return self._stream.use if self._stream else TransferStats()
-
-    def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """See Backend.kv_growth_bytes. A streamed model's cells take memory once they are written:
-        without flash attention in pages that each span the values of many cells."""
-        if self._stream is None:
-            return 0
-        n_nodes = max(self.max_nodes, self._options.min_batch_tokens)
-        num_tokens = self._cells.n_growth(n_tokens + n_nodes)
-        if not self._context.has_flash_attention:
-            num_tokens = max(num_tokens, PAGE_BYTES // _VALUE_BYTES)
-        return num_tokens * self._kv_bytes_per_token
-
-    @property
-    def unread_bytes(self) -> int:
-        return self._stream.unread_bytes if self._stream else 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._stream.pinned_bytes if self._stream else 0
-
-    def set_pinned_bytes(self, n_bytes: int) -> None:
-        if self._stream:
-            self._stream.set_pinned_bytes(n_bytes)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._kv_bytes_per_token * self.n_kv_allocated
-
-    @property
-    def n_kv_allocated(self) -> int:
-        return 0 if self._is_closed else self._context.n_cells
-
-    @property
-    def kv_usage(self) -> KvUsage:
-        return KvUsage(0, 0) if self._is_closed else self._cells.use
 
     @property
     def can_save_prefix(self) -> bool:
@@ -250,23 +67,6 @@ class LlamaBackend(RecoveringBackend[CellStore]):
         self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
 
-    def request_cancel(self) -> None:
-        """End a running pass soon with PassCancelled; any thread may call this."""
-        self._passes.cancel()
-
-    def close(self) -> None:
-        self._is_closed = True
-        while self._closing:
-            self._closing[-1]()
-            self._closing.pop()
-
-    def _close_model(self) -> None:
-        """Free the model, unless a read hangs that would write to its memory later."""
-        if self._stream is None or not self._stream.has_hung_reads:
-            self._model.close()
-
-    # --- parts -----------------------------------------------------------------------------
-
     def _compute(self, new: Sequence[NewTokens[CellStore]]) -> list[np.ndarray]:
         """Run as many passes as `max_num_tokens` requires; each reads a streamed model once."""
         rows = PassRows(new)
@@ -280,39 +80,7 @@ class LlamaBackend(RecoveringBackend[CellStore]):
             self._cells.grow(rows.sequences[part], rows.positions[part])
         return rows.of_sequences(logits)
 
-    def _run(self, batch: Batch) -> np.ndarray:
-        """Run one pass; return float32 logits [n_logits, vocab] in the order of the tokens."""
-        decode = self._decode_streamed if self._stream else self._context.decode
-        self._passes.run(lambda: decode(batch))
-        if batch.n_fillers:
-            self._cells.empty_scratch()
-        return self._context.logits(batch, self.vocab_size)
-
-    def _decode_streamed(self, batch: Batch) -> int:
-        assert self._stream is not None
-        return self._stream.decode(batch)
-
     def _ensure_capacity(self, kv: CellStore, n_new: int) -> None:
         """Prepare the cache for `n_new` cells of this sequence and others. Raises BackendError."""
-        n_free = self._cells.n_free
-        if n_new > n_free:
-            if len(self._sequences) == 1:
-                raise ContextFull(n_new, kv.table.n_committed, self.max_context)
-            raise BackendError(
-                f"the KV cache is full: {n_new} more tokens do not fit in the {n_free} of "
-                f"{self._cells.n_cells} that {len(self._sequences)} sequences leave: "
-                "end a sequence, or load the model with a larger context"
-            )
+        self._check_capacity(kv, n_new)
         self._cells.arrange(n_new)
-
-    def _check_outputs(self, n_outputs: int) -> None:
-        limit = self._options.n_outputs
-        if n_outputs > limit:
-            raise BackendError(
-                f"{n_outputs} rows of logits are more than the {limit} that this "
-                "backend was made for: ask for fewer rows or raise max_outputs"
-            )
-
-    def _restart(self) -> None:
-        if self._stream is not None:
-            self._stream.restart()

@@ -20,7 +20,8 @@ class Batch:
             cells, up to its own position.
         rows: indices of the tokens to return logits of.
         min_count: tokens (and rows of logits, if there are any) that the pass is padded to.
-        scratch: an empty sequence for the padding tokens, to be emptied after the pass.
+        scratch: a sequence for the padding tokens, to be removed from it after the pass.
+        scratch_start: the position of the first padding token in it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Batch:
         rows: Sequence[int] | np.ndarray,
         min_count: int = 1,
         scratch: int = 0,
+        scratch_start: int = 0,
     ) -> None:
         self.n_fillers = max(0, min_count - len(token_ids))
         self.n_tokens = len(token_ids) + self.n_fillers
@@ -40,7 +42,7 @@ class Batch:
         """Indices of the logits of `rows` among all rows of logits, in batch order."""
         fillers = np.arange(self.n_fillers)
         self._tokens = np.concatenate([token_ids, 0 * fillers]).astype(np.int32)
-        self._positions = np.concatenate([positions, fillers]).astype(np.int32)
+        self._positions = np.concatenate([positions, scratch_start + fillers]).astype(np.int32)
         named = [*sequences, *[[scratch]] * self.n_fillers]
         self._counts = np.asarray([len(names) for names in named], dtype=np.int32)
         self._names = np.concatenate([np.asarray(names, dtype=np.int32) for names in named])

@@ -28,6 +28,8 @@ grow with it."""
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 MAX_LEAVES = _MAX_SEQUENCES - 1  # one sequence is scratch, for recording graphs
 _CELL_STEP = 256
+_STATES = (3, 1)
+"""Recurrent states of a sequence that runs (base, live, checkpoint), and of one that is cached."""
 
 
 class WithoutFlashAttention(LlamaError):
@@ -57,6 +59,8 @@ class ContextOptions:
     """Maximum number of sequences at a time."""
     follows_load: bool = False
     """Whether passes use fewer threads while other programs compute."""
+    is_recurrent: bool = False
+    """Whether layers have a recurrent state."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -90,8 +94,16 @@ class ContextOptions:
         return max(self.max_outputs or self.max_nodes, self.max_num_seqs)
 
     @property
+    def n_states(self) -> int:
+        """Recurrent states; half of the sequences run at a time, the others are cached."""
+        return min(sum(_STATES) * max(1, self.max_num_seqs // 2), MAX_LEAVES - 1)
+
+    @property
     def n_sequences(self) -> int:
-        """llama.cpp sequences: one per leaf, two per other sequence, and the scratch one."""
+        """llama.cpp sequences: one per leaf, two per other sequence, and the scratch one; of a
+        recurrent model one per state, a graveyard of cells, and the scratch one."""
+        if self.is_recurrent:
+            return self.n_states + 2
         return min(max(self.max_nodes, 2) + 2 * (self.max_num_seqs - 1), MAX_LEAVES) + 1
 
 

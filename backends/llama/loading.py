@@ -7,7 +7,7 @@ from dataclasses import replace
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaModel
 from backends.gguf.hparams import MAX_CONTEXT, Keys
-from backends.gguf.model import GgufModel, recurrent_model
+from backends.gguf.model import GgufModel
 from backends.llama.context import ContextOptions
 from backends.llama.unread import map_unread
 from offload.placement.placement import Placement
@@ -29,8 +29,6 @@ def check_options(
         raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no placement")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
-    if model.is_recurrent:
-        raise recurrent_model(model)
     _check_rope(model, options)
 
 
@@ -59,7 +57,7 @@ def load_llama_model(
 ) -> LlamaModel:
     """Load a model; weights read into memory are dropped from the page cache.
 
-    Raises LlamaError, or UnsupportedModel if it cannot be rolled back.
+    Raises LlamaError, or UnsupportedModel if it has recurrent layers that the header does not show.
     """
     if is_streamed:
         loaded = map_unread(model)
@@ -69,7 +67,10 @@ def load_llama_model(
         is_repacked = not options.exactness.is_exact
         with dropping_behind(model.index.paths):
             loaded = LlamaModel(model.path, "ram", progress, is_repacked=is_repacked)
-    if loaded.is_recurrent:
+    if loaded.is_recurrent != model.is_recurrent:
         loaded.close()
-        raise recurrent_model(model)
+        raise UnsupportedModel(
+            f"llama.cpp and specdec disagree whether {model.path} ({model.architecture}) has "
+            "recurrent layers: use llama-cpp-python 0.3.36"
+        )
     return loaded

@@ -15,7 +15,7 @@ from backends.llama.cells import MOVED_CELLS
 from backends.llama.context import ContextOptions, LlamaContext
 from offload.units import MIB
 
-_SIZE = re.compile(r"(compute|output) buffer size = +([0-9.]+) MiB")
+_SIZE = re.compile(r"(compute|output|RS) buffer size = +([0-9.]+) MiB")
 _KV_SIZE = re.compile(r"(cache): size = +([0-9.]+) MiB \( *\d+ cells")
 _ROUNDING_BYTES = 0.005 * MIB  # sizes in the log have two decimals
 _CELL_BYTES = 500
@@ -58,6 +58,8 @@ def context_memory(
     n_cells = context.n_cells
     context.close()
     sizes = logged_sizes(context.log)
+    if options.is_recurrent:
+        sizes = {"cache": 0, **sizes}  # Mamba has no attention
     missing = {"cache", "compute", "output"} - set(sizes)
     if missing:
         raise LlamaError(
@@ -75,8 +77,17 @@ def context_memory(
     )
 
 
+def bytes_of_a_state(weightless: LlamaModel) -> int:
+    """Return the bytes of the recurrent states of all layers after one token."""
+    options = ContextOptions(1, 1)
+    context = LlamaContext(weightless, options)
+    context.close()
+    return -(-logged_sizes(context.log)["RS"] // options.n_sequences)
+
+
 def logged_sizes(log: list[str]) -> dict[str, int]:
-    """Return bytes by kind (cache, compute, output), summed over buffers and rounded up."""
+    """Return bytes by kind (cache, compute, output; RS: recurrent states), summed over buffers and
+    rounded up."""
     sizes: dict[str, int] = {}
     for line in log:
         if match := _SIZE.search(line) or _KV_SIZE.search(line):

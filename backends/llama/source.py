@@ -19,7 +19,8 @@ from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
-from backends.gguf.model import GgufModel, load_gguf_model, recurrent_model
+from backends.gguf.model import GgufModel, load_gguf_model
+from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
 from backends.llama.backend import LlamaBackend
 from backends.llama.context import (
@@ -28,7 +29,8 @@ from backends.llama.context import (
     LlamaContext,
     WithoutFlashAttention,
 )
-from backends.llama.memory import context_memory
+from backends.llama.memory import bytes_of_a_state, context_memory
+from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.stream import resident_non_layer_records
 from backends.llama.trial import TextLimits, try_model
 from backends.timing.cached import cached_curve
@@ -68,13 +70,13 @@ class GgufSource(ModelSource):
         """run: how to run the model, if that was found out before; skips the trial of the model."""
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
-        if self.model.is_recurrent:
-            raise recurrent_model(self.model)
+        refuse_untried(self.model)
         self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
         self.layers = self.model.layers_without_experts if self.experts else self.model.layers
+        self.prefers_chains = self.model.is_recurrent
         self._options = options
         self._n_threads = options.n_threads or usable_cpus()
         self._known_run = run
@@ -101,7 +103,13 @@ class GgufSource(ModelSource):
     def _checked(self, run: ExactRun) -> ExactRun:
         """Return `run`, marked as not exact if llama.cpp does not use flash attention after all."""
         options = ContextOptions(
-            1, 1, 1, self._n_threads, run.type_k, run.type_v, exactness=run.exactness
+            1,
+            1,
+            1,
+            self._n_threads,
+            run.type_k,
+            run.type_v,
+            exactness=run.exactness,
         )
         try:
             LlamaContext(self._weightless, options).close()
@@ -153,6 +161,16 @@ class GgufSource(ModelSource):
         n_cells = ContextOptions(ctx_size, max_nodes, exactness=self.exactness).n_cells
         return n_cells * self.model.kv_bytes_per_token(*types, flash_attention=True)
 
+    def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
+        if not self.model.is_recurrent:
+            return 0
+        options = ContextOptions(1, 1, max_num_seqs=2 * n_sequences, is_recurrent=True)
+        return options.n_sequences * self._bytes_of_a_state
+
+    @cached_property
+    def _bytes_of_a_state(self) -> int:
+        return bytes_of_a_state(self._weightless)
+
     def with_cache_type(self, cache_type: str) -> GgufSource:
         other = copy.copy(self)
         other._options = replace(self._options, cache_type_k=cache_type, cache_type_v=cache_type)
@@ -177,6 +195,7 @@ class GgufSource(ModelSource):
             self._run.type_k,
             self._run.type_v,
             exactness=self.exactness,
+            is_recurrent=self.model.is_recurrent,
         )
         if options not in self._scratch_bytes:
             memory = context_memory(self.model, self._weightless, options)
@@ -250,7 +269,7 @@ class GgufSource(ModelSource):
     def _load(self, loading: Loading) -> Backend:
         if "_weightless" in self.__dict__:
             self.__dict__.pop("_weightless").close()
-        backend = LlamaBackend(
+        backend = (RecurrentLlamaBackend if self.model.is_recurrent else LlamaBackend)(
             self.model,
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,

@@ -106,8 +106,9 @@ class PromptCache:
         """
         if not target.backend.can_save_prefix:
             raise PromptCacheError(
-                "llama.cpp saves only the last window of a model with a sliding window, which the "
-                "next prompt cannot go on from: run it without a prompt cache file"
+                "llama.cpp saves only the last window of a model with a sliding window, and only "
+                "the last state of one with recurrent layers, which the next prompt cannot go on "
+                "from: run it without a prompt cache file"
             )
         file, self._file = self._file, None
         if file is None:

@@ -69,6 +69,7 @@ def plan_models(
         check_no_gpu_options(options)
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
+    options = _in_chains(options, pair.target.source)
     gpu = find_gpu(options, pair)
     if gpu is None:
         measurements = measure_figures(pair, total_bytes)
@@ -149,6 +150,7 @@ def make_plan(
     Raises BudgetExceeded with the smallest budget that works.
     """
     target, draft = pair.sources
+    options = _in_chains(options, target)
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
         raise ConfigError(
@@ -176,6 +178,14 @@ def make_plan(
         notes=_cut_context(options, chosen.memory_plan) + notes,
         vram_source="" if gpu is None else gpu.vram_source,
     )
+
+
+def _in_chains(options: RunOptions, target: ModelSource) -> RunOptions:
+    """Return options that draft chains for a target which takes a pass for each branch of a tree,
+    unless the user asks for a width."""
+    if target.prefers_chains and options.tree_width is None:
+        return replace(options, tree_width=1)
+    return options
 
 
 def _cut_context(options: RunOptions, memory_plan: MemoryPlan) -> tuple[str, ...]:

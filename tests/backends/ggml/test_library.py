@@ -237,13 +237,13 @@ def test_wrong_options(options, named, path):
 
 
 def test_a_recurrent_model_is_refused_by_name(path, monkeypatch):
-    """The backend and, earlier, the plan refuse it."""
-    model = replace(load_gguf_model(path), is_recurrent=True, architecture="mamba")
-    with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
-        LlamaBackend(model)
+    """The plan refuses it, and the backend one that llama.cpp alone knows to be recurrent."""
+    model = replace(load_gguf_model(path), is_recurrent=True, architecture="rwkv7")
     monkeypatch.setattr("backends.llama.source.load_gguf_model", lambda path: model)
-    with pytest.raises(UnsupportedModel, match=r"\(mamba\) keeps a recurrent state"):
+    with pytest.raises(UnsupportedModel, match=r"\(rwkv7\) has recurrent layers and does not run"):
         GgufSource(path, BackendOptions())
+    with pytest.raises(UnsupportedModel, match="disagree whether"):
+        LlamaBackend(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
