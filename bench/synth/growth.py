@@ -73,11 +73,14 @@ def layer_places(source: LlamaShape, grown: LlamaShape) -> dict[int, int]:
     """
     places: dict[int, int] = {}
     for layer in range(source.n_layers):
-        even = range(layer * grown.n_layers // source.n_layers, grown.n_layers)
-        same = (i for i in even if grown.is_recurrent(i) == source.is_recurrent(layer))
-        place = next(same, None)
-        if place is None or place in places:
-            raise SynthError(f"{grown.n_layers} layers have no place for the source's {layer}th")
+        first = max([layer * grown.n_layers // source.n_layers, *(i + 1 for i in places)])
+        left = range(first, grown.n_layers)
+        place = next((i for i in left if grown.is_recurrent(i) == source.is_recurrent(layer)), None)
+        if place is None:
+            raise SynthError(
+                f"{grown.n_layers} layers have no place for layer {layer} of the source: choose "
+                "more layers"
+            )
         places[place] = layer
     return places
 

@@ -1,7 +1,7 @@
-"""The embedded pair, a small target and its distilled draft, and a mixture of experts beside it.
+"""The embedded pair, a small target and its distilled draft; a mixture and a hybrid beside it.
 
-All are package data. Models are named `pair:target`, `pair:draft` and `pair:moe` wherever a model
-folder is accepted, `pair:target.gguf` and `pair:draft.gguf` wherever a GGUF file is. This module
+All are package data. Models are named `pair:target`, `pair:draft`, `pair:moe` (experts) and
+`pair:hybrid` (recurrent layers, with an MTP head) wherever a model folder is accepted, `pair:target.gguf` and `pair:draft.gguf` wherever a GGUF file is. This module
 only knows paths: it imports neither torch nor transformers.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 PAIR_PREFIX = "pair:"
 GGUF_SUFFIX = ".gguf"
-PAIR_NAMES = ("pair:target", "pair:draft", "pair:moe")
+PAIR_NAMES = ("pair:target", "pair:draft", "pair:moe", "pair:hybrid")
 PAIR_GGUF_NAMES = ("pair:target.gguf", "pair:draft.gguf")
 """The same weights in F16; `python -m tests.helpers.pair_gguf` writes these files."""
 

@@ -16,10 +16,24 @@ LARGE = LlamaShape(240, 112, 5, 6, 3, HEAD_DIM, 96, tied=False)
 
 
 def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: object) -> Path:
-    """Write a random fp32 Llama, or Qwen3-MoE if the shape has experts, with weights large enough
-    to tell layers apart."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+    """Write a random fp32 Llama, Qwen3-MoE if the shape has experts, or Qwen3.5 if it has recurrent
+    layers, with weights large enough to tell layers apart."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
+    kind = LlamaConfig if shape.experts is None else Qwen3MoeConfig
+    if shape.recurrent is not None:
+        kind = Qwen3_5TextConfig
+        names = ("full_attention", "linear_attention")
+        rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+        options |= {
+            "layer_types": [names[shape.is_recurrent(i)] for i in range(shape.n_layers)],
+            "linear_num_key_heads": shape.recurrent.n_key_heads,
+            "linear_num_value_heads": shape.recurrent.n_value_heads,
+            "linear_key_head_dim": shape.recurrent.head_dim,
+            "linear_value_head_dim": shape.recurrent.head_dim,
+            "linear_conv_kernel_dim": shape.recurrent.kernel,
+            "rope_parameters": rope,
+        }
     if shape.experts is not None:
         options |= {
             "num_experts": shape.experts.n,
@@ -29,7 +43,7 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
             # Head norms have it too, though their width stays: growing changes its effect.
             "rms_norm_eps": 1e-7,
         }
-    config = (LlamaConfig if shape.experts is None else Qwen3MoeConfig)(
+    config = kind(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -130,7 +130,7 @@ def test_weights_are_real_numbers_except_where_zeros_are_needed(
         assert torch.isfinite(tensor).all(), name
         if not name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight")):
             assert (tensor == 0).float().mean() < 0.01, name
-    places = layer_places(SMALL.n_layers, LARGE.n_layers)
+    places = layer_places(SMALL, LARGE)
     for index in range(LARGE.n_layers):
         o_proj = tensors[f"model.layers.{index}.self_attn.o_proj.weight"]
         assert bool(o_proj.any()) == (index in places)

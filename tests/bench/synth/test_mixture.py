@@ -50,7 +50,7 @@ def test_logits_and_routing_are_the_small_models(
     (expected, routes), (got, grown_routes) = outputs_of(source), outputs_of(report.path)
     assert expected.std() > 0.1
     torch.testing.assert_close(got[:, : SMALL.vocab_size], expected, atol=1e-4, rtol=1e-4)
-    places = layer_places(SMALL.n_layers, shape.n_layers)
+    places = layer_places(SMALL, shape)
     for place, layer in places.items():
         assert torch.equal(grown_routes[place].sort(-1).values, routes[layer].sort(-1).values)
     for route in grown_routes:  # added layers route to experts as well
