@@ -1,8 +1,9 @@
 """The embedded pair, a small target and its distilled draft; a mixture and a hybrid beside it.
 
 All are package data. Models are named `pair:target`, `pair:draft`, `pair:moe` (experts) and
-`pair:hybrid` (recurrent layers, with an MTP head) wherever a model folder is accepted, `pair:target.gguf` and `pair:draft.gguf` wherever a GGUF file is. This module
-only knows paths: it imports neither torch nor transformers.
+`pair:hybrid` (recurrent layers, with an MTP head) wherever a model folder is accepted,
+`pair:target.gguf` and `pair:draft.gguf` wherever a GGUF file is. This module only knows paths: it
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
