@@ -174,14 +174,14 @@ class GrowthPlanner:
     def _attention(self, index: int, prefix: str, origin: str | None) -> Iterator[TensorPlan]:
         """Yield what a layer computes with other tokens, its norms of heads excepted."""
         big_d, e = self.grown.hidden_size, self.grown.head_dim
-        n_rows, n_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
+        num_rows, num_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
         q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
         source = origin or ""
         for name, shape, fill, patches in (
-            (q, (n_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
-            (k, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
-            (v, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
-            (o, (big_d, n_rows), Fill.ZERO, self._output_patches(source + o)),
+            (q, (num_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),
+            (k, (num_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
+            (v, (num_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
+            (o, (big_d, num_rows), Fill.ZERO, self._output_patches(source + o)),
         ):
             yield TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
 

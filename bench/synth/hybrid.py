@@ -66,12 +66,12 @@ class HybridPlanner(GrowthPlanner):
             Patch(slot * 2 * e, 0, 2 * e, d, source + q, source_row=head * 2 * e)
             for head, slot in enumerate(self.heads.query_slots)
         ]
-        n_rows, n_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
+        num_rows, num_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
         for name, shape, fill, patches in (
-            (q, (2 * n_rows, big_d), Fill.RANDOM, queries),
-            (k, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
-            (v, (n_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
-            (o, (big_d, n_rows), Fill.ZERO, self._output_patches(source + o)),
+            (q, (2 * num_rows, big_d), Fill.RANDOM, queries),
+            (k, (num_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + k)),
+            (v, (num_kv_rows, big_d), Fill.RANDOM, self._kv_patches(source + v)),
+            (o, (big_d, num_rows), Fill.ZERO, self._output_patches(source + o)),
         ):
             yield TensorPlan(prefix + name, shape, fill, tuple(patches) if origin else ())
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
