@@ -170,7 +170,7 @@ class LLM:
         is_at_end = False
         try:
             while running or not is_at_end:
-                while len(running) < 2 * self.session.options.parallel and not is_at_end:
+                while len(running) < 2 * self.session.options.max_num_seqs and not is_at_end:
                     if (next_request := next(numbered, None)) is None:
                         is_at_end = True
                         break

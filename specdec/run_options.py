@@ -53,7 +53,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str
     vram_budget: str | int
     ctx_size: int | None
-    parallel: int
+    parallel: int | None
     kv_tokens: int | None
     threads: int | None
     prefetch_depth: int | None
@@ -141,13 +141,14 @@ class RunOptions:
         at_least=1,
         shown_default="2048, or less where the model has less",
     )
-    parallel: int = option(
-        DEFAULT_PARALLEL,
+    parallel: int | None = option(
+        None,
         "Maximum sequences that are computed together.",
         MEMORY,
         short="-np",
         at_least=1,
         at_most=MAX_PARALLEL,
+        shown_default="8, or fewer with large recurrent states",
     )
     kv_tokens: int | None = option(
         None,
@@ -334,12 +335,17 @@ class RunOptions:
     def max_target_tokens(self, n_drafted: int) -> int:
         """Return the maximum nodes that one pass of the target scores: a pending token for each
         sequence, n_drafted tokens and one more for each further sequence; or the beams."""
-        return max(n_drafted + 2 * self.parallel - 1, self.num_beams)
+        return max(n_drafted + 2 * self.max_num_seqs - 1, self.num_beams)
 
     @property
     def max_num_seqs(self) -> int:
+        """Maximum sequences that are computed together."""
+        return DEFAULT_PARALLEL if self.parallel is None else self.parallel
+
+    @property
+    def max_kept_seqs(self) -> int:
         """Maximum sequences that have KV at a time: running ones, as many cached ones, and one."""
-        return 2 * self.parallel + 1
+        return 2 * self.max_num_seqs + 1
 
     def all_tokens(self, ctx_size: int) -> int:
         """Return the capacity of the KV caches, in tokens of all sequences together."""

@@ -61,7 +61,7 @@ def assemble(
         totals=totals,
     )
     files = KvFiles(target, free_memory=engine.opportunistic_layers.free_memory)
-    max_num_seqs = options.parallel
+    max_num_seqs = options.max_num_seqs
     engine.scheduler = Scheduler(
         KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs),
         cost,

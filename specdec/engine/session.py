@@ -123,7 +123,7 @@ class Session:
             engine.at_end.push(stack.pop_all())
 
     def _make_scheduler(self, stack: ExitStack) -> None:
-        target, draft, parallel = self.target, self.draft, self.options.parallel
+        target, draft, parallel = self.target, self.draft, self.options.max_num_seqs
         self.prefix_cache = PrefixCache(target, parallel)
         self.draft_prefix_cache = None if draft is None else PrefixCache(draft, parallel)
         self.totals, worker = Totals(), DraftWorker()

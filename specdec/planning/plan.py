@@ -29,6 +29,9 @@ from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
 
+MAX_STATE_SHARE = 1 / 8
+"""Maximum share of the budget for recurrent states, unless those of one sequence take more. Layers
+that have no place beside them are read in every pass, which makes it a seventh longer at most."""
 _MIN_REPORTED_SHARE = 1.05
 """Speedup of a run without the draft from which the plan warns about it."""
 
@@ -69,7 +72,7 @@ def plan_models(
         check_no_gpu_options(options)
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
-    options = _in_chains(options, pair.target.source)
+    options = for_recurrent(options, pair.target.source, total_bytes)
     gpu = find_gpu(options, pair)
     if gpu is None:
         measurements = measure_figures(pair, total_bytes)
@@ -150,7 +153,7 @@ def make_plan(
     Raises BudgetExceeded with the smallest budget that works.
     """
     target, draft = pair.sources
-    options = _in_chains(options, target)
+    options = for_recurrent(options, target, total_bytes)
     exactness = (target if gpu is None else gpu.target).exactness
     if options.exact == ON and not exactness.is_exact:
         raise ConfigError(
@@ -177,15 +180,24 @@ def make_plan(
         + warnings,
         notes=_cut_context(options, chosen.memory_plan) + notes,
         vram_source="" if gpu is None else gpu.vram_source,
+        max_num_seqs=options.max_num_seqs,
     )
 
 
-def _in_chains(options: RunOptions, target: ModelSource) -> RunOptions:
-    """Return options that draft chains for a target which takes a pass for each branch of a tree,
-    unless the user asks for a width."""
+def for_recurrent(options: RunOptions, target: ModelSource, total_bytes: int) -> RunOptions:
+    """Return options that suit recurrent layers, where the user leaves the choice.
+
+    Targets that take a pass for each branch of a tree get chains. So few sequences run at a time
+    that their states take a small part of the budget.
+    """
     if target.prefers_chains and options.tree_width is None:
-        return replace(options, tree_width=1)
-    return options
+        options = replace(options, tree_width=1)
+    if options.parallel is not None:
+        return options
+    n = options.max_num_seqs
+    while n > 1 and target.state_bytes(n, n) > MAX_STATE_SHARE * total_bytes:
+        n //= 2
+    return replace(options, parallel=n)
 
 
 def _cut_context(options: RunOptions, memory_plan: MemoryPlan) -> tuple[str, ...]:

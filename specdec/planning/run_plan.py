@@ -47,6 +47,8 @@ class RunPlan(RenamedFields):
     """Remarks where the plan differs from what the options suggest."""
     vram_source: str = ""
     """Origin of the VRAM budget; empty without a GPU."""
+    max_num_seqs: int = 1
+    """Maximum sequences that are computed together."""
 
     @property
     def device(self) -> str:

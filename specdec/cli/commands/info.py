@@ -67,8 +67,8 @@ def plan(
     note_plan(load, here)
     result = elsewhere or here
     more: dict[str, Together | SeveralMachines] = {}
-    if load.parallel > 1:
-        more["together"] = plan_together(here, load.parallel, load.spec.width)
+    if here.max_num_seqs > 1:
+        more["together"] = plan_together(here, here.max_num_seqs, load.spec.width)
     if machines is not None:
         more["machines"] = SeveralMachines(machines, here)
     if json:

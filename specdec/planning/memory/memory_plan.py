@@ -317,7 +317,7 @@ class MemoryPlanner:
         for cache_type in self._target.source.smaller_cache_types:
             flags = f"--cache-type-k {cache_type} --cache-type-v {cache_type}"
             changes.append((with_change(self._ctx_size, cache_type=cache_type), flags))
-        fewer = self.options.parallel // 2
+        fewer = self.options.max_num_seqs // 2
         if fewer and self._target.source.state_bytes(1, 0):
             changes.append((with_change(self._ctx_size, parallel=fewer), f"--parallel {fewer}"))
         useful = [(n, flags) for n, flags in changes if needed - n >= _SMALLEST_STEP_BYTES]

@@ -62,7 +62,7 @@ def parts_of_run(
     """Return the parts of everything but the layers."""
     result = Parts()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
-    n_tokens, parallel = options.all_tokens(ctx_size), options.parallel
+    n_tokens, parallel = options.all_tokens(ctx_size), options.max_num_seqs
     _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes, parallel)
     if draft is not None:
         n_run = max_draft_nodes(n_drafted, draft.max_tree_leaves)
@@ -115,11 +115,11 @@ def _probability_bytes(options: RunOptions, n_tokens: int, n_drafted: int, n_run
     """
     spec = options.spec
     if spec.draws_chains:
-        n_drawn = options.parallel * min(n_drafted, spec.depth)
+        n_drawn = options.max_num_seqs * min(n_drafted, spec.depth)
         num_tokens = min(n_drawn, options.max_target_tokens(n_drafted) - 1)
         return num_tokens * n_tokens * _PROBABILITY_BYTES
     n_abreast, width = level_width(n_drafted), min(planned_width(spec), n_tokens)
     listed = n_abreast * width * _LISTED_BYTES + n_run * width * _NODE_BYTES
     ranked = n_abreast * n_tokens * _RANKED_LOGIT_BYTES
-    n_noise = noise_positions(options.parallel)
+    n_noise = noise_positions(options.max_num_seqs)
     return listed + ranked + n_noise * n_tokens * _NOISE_BYTES

@@ -190,7 +190,7 @@ def test_answered_requests_are_freed(llm: LLM) -> None:
         if index == 50:
             streams = [item for item in gc.get_objects() if type(item) is GenerationStream]
             pinned = [stream for stream in streams if stream._session is llm.session]
-            assert len(pinned) <= 2 * llm.session.options.parallel
+            assert len(pinned) <= 2 * llm.session.options.max_num_seqs
 
 
 def test_what_concerns_all_requests_is_raised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

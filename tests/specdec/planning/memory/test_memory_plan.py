@@ -14,6 +14,7 @@ from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
+from specdec.planning.plan import for_recurrent
 from specdec.run_options import RunOptions
 from specdec.verification.block import verify_block
 from specdec.verification.tree import DraftTree
@@ -108,6 +109,20 @@ def test_states_are_reserved_for_each_sequence() -> None:
     with pytest.raises(BudgetExceeded) as failure:
         memory_planner(PaperModel("t", 4, MIB), parallel=4).divide(200 * MIB, Shape(8))
     assert "--parallel" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked", "expected"),
+    [(16 * GIB, None, 8), (2 * GIB, None, 4), (1 * GIB, None, 2), (300 * MIB, None, 1)]
+    + [(300 * MIB, 4, 4)],
+)
+def test_so_many_sequences_run_as_have_their_states_in_an_eighth(
+    budget: int, asked: int | None, expected: int
+) -> None:
+    options = RunOptions("target", parallel=asked)
+    hybrid = PaperHybrid("t", 4, MIB)  # 50 MiB of states for each sequence
+    assert for_recurrent(options, hybrid, budget).max_num_seqs == expected
+    assert for_recurrent(options, PaperModel("t", 4, MIB), budget).max_num_seqs == (asked or 8)
 
 
 def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():
