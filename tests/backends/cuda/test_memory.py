@@ -61,7 +61,9 @@ def test_a_source_on_a_gpu_counts_what_the_allocator_rounds_up(checkpoint_factor
         assert gpu.kv_bytes(ctx_size, 50) >= rows * source.model.kv_bytes_per_token
         assert gpu.kv_bytes(ctx_size, 50) == cache_bytes(source.model, ctx_size + 50)
     # Logits leave a GPU as they are; the CPU makes a float32 copy.
-    source.model.model.get_output_embeddings().out_features = 100_000  # masks are small next to it
+    head = source.model.model.get_output_embeddings()
+    many = torch.empty(100_000, head.weight.shape[1], device="meta")
+    head.weight = torch.nn.Parameter(many)  # masks are small next to so many logits
     of_rows = [
         item.scratch_bytes(64, 128, 128) - item.scratch_bytes(64, 64, 64) for item in (source, gpu)
     ]
