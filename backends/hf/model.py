@@ -311,5 +311,3 @@ def match_checkpoint(
         recurrences=recurrences_of(model, layers),
         is_adapted=adapt(model),
     )
-
-
