@@ -71,18 +71,26 @@ def layer_places(source: LlamaShape, grown: LlamaShape) -> dict[int, int]:
     So resident and streamed layers both include the source's. A hybrid's take the next place of
     their kind.
     """
+    limit, last_places = grown.n_layers, []
+    for layer in reversed(range(source.n_layers)):
+        limit = max(_same_kind(source, layer, grown, range(limit)), default=-1)
+        last_places.append(limit)
+    if limit < 0:
+        raise SynthError(
+            f"{grown.n_layers} layers have no place for the source's {source.n_layers}: choose more"
+        )
     places: dict[int, int] = {}
-    for layer in range(source.n_layers):
-        first = max([layer * grown.n_layers // source.n_layers, *(i + 1 for i in places)])
-        left = range(first, grown.n_layers)
-        place = next((i for i in left if grown.is_recurrent(i) == source.is_recurrent(layer)), None)
-        if place is None:
-            raise SynthError(
-                f"{grown.n_layers} layers have no place for layer {layer} of the source: choose "
-                "more layers"
-            )
-        places[place] = layer
+    for layer, last_place in enumerate(reversed(last_places)):
+        even = layer * grown.n_layers // source.n_layers
+        free = range(max(places, default=-1) + 1, last_place + 1)
+        possible = _same_kind(source, layer, grown, free)
+        places[next((i for i in possible if i >= even), possible[-1])] = layer
     return places
+
+
+def _same_kind(source: LlamaShape, layer: int, grown: LlamaShape, places: range) -> list[int]:
+    """Return the places of the grown model's layers that are of the kind of a source's layer."""
+    return [i for i in places if grown.is_recurrent(i) == source.is_recurrent(layer)]
 
 
 def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
