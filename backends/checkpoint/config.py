@@ -24,7 +24,7 @@ from backends.recurrent.functions import is_mixer
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
-_CHUNKED = "chunked_attention"
+_CHUNKED, _INDEXED = "chunked_attention", "indexed_attention"
 KNOWN_LAYERS = frozenset(
     "full_attention sliding_attention chunked_attention attention indexed_attention "
     "linear_attention conv mamba hybrid mlp moe".split()
@@ -126,6 +126,10 @@ def _refuse_config(whole: PreTrainedConfig) -> None:
     other = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if other:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
+    if _INDEXED in (getattr(config, "layer_types", None) or ()) and sparse_limit(config) is None:
+        raise UnsupportedModel(
+            f"{kind} has sparse attention, and its config does not say to how many tokens it attends"
+        )
     if getattr(config, "alibi", False) and kind != "bloom":
         raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")
     if "past_key_values" not in signature(architecture.forward).parameters:

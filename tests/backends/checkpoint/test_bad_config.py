@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from checkpoints import save_tiny_checkpoint
 
 from backends.checkpoint.config import load_config
+from backends.contract.backend import UnsupportedModel
 from backends.hf.model import load_hf_model
 from offload.errors import SpecdecError
 
@@ -81,3 +83,9 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
         load_config(tmp_path)
     assert "\n" not in str(failure.value)
     assert not ran.exists()
+
+
+def test_sparse_attention_of_unknown_reach_is_refused(tmp_path: Path) -> None:
+    transformers.Qwen4ExpTextConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="does not say to how many tokens it attends"):
+        load_config(tmp_path)
