@@ -128,7 +128,8 @@ def _refuse_config(whole: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{kind} has {', '.join(sorted(other))} layers: no KV rollback")
     if _INDEXED in (getattr(config, "layer_types", None) or ()) and sparse_limit(config) is None:
         raise UnsupportedModel(
-            f"{kind} has sparse attention, and its config does not say to how many tokens it attends"
+            f"{kind} has sparse attention, and its config does not say to how many tokens it "
+            "attends"
         )
     if getattr(config, "alibi", False) and kind != "bloom":
         raise UnsupportedModel(f"{kind} with ALiBi positions is not supported")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from backends.contract.backend import UnsupportedModel
 from backends.gguf.hparams import (
     CACHE_TYPES,
     MAX_CONTEXT,
@@ -17,6 +16,8 @@ from backends.gguf.hparams import (
     KvShape,
 )
 from backends.gguf.model import GgufModel, load_gguf_model
+from backends.gguf.recurrent import refuse_untried
+from backends.shapes.gguf_states import has_attention, layer_states
 from backends.shapes.shape import (
     FFN,
     HEAD,
@@ -57,11 +58,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
     Raises GgufError and UnsupportedModel as `load_gguf_model`.
     """
     model = load_gguf_model(path)
-    if model.is_recurrent:
-        raise UnsupportedModel(
-            f"{path} ({model.architecture}) has recurrent layers: specdec neither runs nor "
-            "analyses them"
-        )
+    refuse_untried(model)
     keys = Keys(model.path, model.index.metadata, model.architecture)
     n_used = model.n_experts_used or 1
     windows, notes = _windows(model, keys)
@@ -71,6 +68,7 @@ def gguf_shape(path: Path, type_k: str = "f16", type_v: str = "f16") -> ModelSha
             tuple(_matrices(layer.tensors, n_used)),
             attention[i],
             sum(record.n_bytes for record in layer.tensors),
+            layer_states(layer.tensors, keys, model.hidden_size) if model.is_recurrent else (),
         )
         for i, layer in enumerate(model.layers)
     )
@@ -129,8 +127,15 @@ def _attention(
     n_counted = keys.integer("block_count", 1, MAX_LAYERS)
     heads = keys.per_layer("attention.head_count", n_counted, MAX_HEADS)
     shapes: list[AttentionShape | None] = []
+    attending = iter([kv for kv in owners if kv.n_heads])
     for i, window in enumerate(windows):
-        kv = owners[min(i, len(owners) - 1)]
+        if model.is_recurrent:
+            if not has_attention(model.layers[i].tensors):
+                shapes.append(None)
+                continue
+            kv = next(attending)
+        else:
+            kv = owners[min(i, len(owners) - 1)]
         if not heads[i] or not kv.n_heads:
             shapes.append(None)
             continue
@@ -149,7 +154,7 @@ def _attention(
                 ),
                 kv_format=CACHE_TYPES[type_k],
                 window=window,
-                owns_kv=i < len(owners),
+                owns_kv=model.is_recurrent or i < len(owners),
             )
         )
     return tuple(shapes)

@@ -9,9 +9,12 @@ import pytest
 import torch
 import transformers
 from checkpoints import HYBRIDS
+from tiny_gguf_kinds import RECURRENT, REFUSED
 
 from backends.hf.model import load_hf_model
+from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape
+from offload.units import MIB
 from specdec.analysis.operators import ATTENTION, STATES, pass_work
 
 TOKENS = 7
@@ -51,3 +54,22 @@ def test_bytes_are_those_of_transformers_cache(family: str, checkpoint_factory) 
     single, four = pass_work(shape, 1, 64, 1)[STATES], work[STATES]
     assert single.stored_bytes == four.stored_bytes == 2 * shape.state_bytes
     assert four.flops == 4 * single.flops > 0
+
+
+@pytest.mark.parametrize("name", [n for n in RECURRENT if n not in REFUSED])
+def test_bytes_of_gguf_states_are_llama_cpps(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from tiny_gguf import save_tiny_architecture
+
+    from backends.contract.source import BackendOptions
+    from backends.llama.source import GgufSource
+
+    path = save_tiny_architecture(name, tmp_path / "tiny.gguf")
+    source = GgufSource(path, BackendOptions())
+    shape, planned = gguf_shape(path), source.state_bytes(1, 1)
+    # llama.cpp tells its states in MiB with two decimals; the plan has six of them.
+    assert planned - 0.02 * MIB <= 6 * shape.state_bytes <= planned
+    assert shape.state_bytes > 0
+    n_kept = sum(layer.attention is not None for layer in shape.layers)
+    assert n_kept == sum(kv.n_heads > 0 for kv in source.model.kv_shape.layers)
+    assert pass_work(shape, 1, 64, 1)[STATES].flops > 0
