@@ -16,9 +16,14 @@ _DELTA, _MAMBA = 3, 2
 
 
 def has_attention(tensors: Iterable[TensorRecord]) -> bool:
-    """Return whether a layer has keys and values. Kimi Delta Attention names its products so, too."""
+    """Return whether a layer has keys and values.
+
+    Kimi Delta Attention (ssm_f_a) has products named so, too, and Gated DeltaNet one attn_qkv.
+    """
     names = " ".join(record.name for record in tensors)
-    return ".attn_kv_a" in names or (".attn_k." in names and ".ssm_f_a" not in names)
+    if ".attn_k." in names:
+        return ".ssm_f_a" not in names
+    return ".attn_kv_a" in names or (".attn_qkv." in names and ".ssm_" not in names)
 
 
 def layer_states(
