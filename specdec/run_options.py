@@ -38,7 +38,7 @@ MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
 DEFAULT_PARALLEL = 8
-"""Each sequence takes a row of logits and activations; it takes KV only while it runs."""
+"""Sequences take rows of logits and activations always, but KV only while they run."""
 MAX_PARALLEL = 256
 _SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
 

@@ -34,11 +34,11 @@ _WITHOUT_EFFECT = frozenset(
     "dropout is_causal sliding_window position_ids cache_position use_cache output_attentions "
     "output_router_logits logits_to_keep".split()
 )
+"""Arguments of families that change nothing here: dropout is for training, the mask says which keys
+a row sees, queries and keys include positions already, and the others are for other modules."""
 _SELECTIONS = frozenset({"indices", "block_indices"})
 """Arguments with what sparse attention selects: without effect from an indexer that was replaced,
 which selects every token and gives a name instead of a tensor."""
-"""Arguments of families that change nothing here: dropout is for training, the mask says which keys
-a row sees, queries and keys include positions already, and the others are for other modules."""
 _EAGER_ONLY = {"_upcast_and_reordered_attn"}
 """Functions that run only with transformers' own eager attention (GPT-2)."""
 

@@ -42,6 +42,7 @@ _OF_CALLS = {
 _POSITION_BY_ROW = "it takes a row's place for its position"
 _REFUSED = {
     **dict.fromkeys(("gpt_neo", "mpt", "trocr"), _POSITION_BY_ROW),
+    "glm5_next_text": "its sparse attention may leave out the newest tokens, for any length",
     "minimax": "its lightning attention keeps a state of a kind of its own; take a GGUF file of it",
 }
 """Families that are refused by name, and why."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.matching import TensorMatch
 from backends.checkpoint.records import check_record
+from backends.contract.backend import UnsupportedModel
 from backends.feedforward.records import experts_per_token, find_experts, is_experts
 from offload.placement.experts import LayerExperts
 
@@ -26,6 +27,11 @@ def experts_by_layer(
     experts: list[LayerExperts | None] = []
     for index, layer in enumerate(layers):
         matches = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
+        if len(matches) > 1:
+            raise UnsupportedModel(
+                f"{model.config.model_type} is not supported: layer {index} has {len(matches)} "
+                "mixtures; take a GGUF file of it"
+            )
         name, module = matches[0] if matches else ("", None)
         modules.append(module)
         experts.append(

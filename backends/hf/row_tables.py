@@ -66,6 +66,8 @@ class RowTable:
         self._weight = self._module._parameters[bound.attribute]
         self._forward, self._replaced = self._module.forward, self._module.__dict__.get("forward")
         self._module.forward = self
+        # An index of the whole table, which matters in training alone.
+        self._padding, self._module.padding_idx = getattr(self._module, "padding_idx", None), None
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows, places = token_ids.unique(return_inverse=True)
@@ -95,5 +97,6 @@ class RowTable:
     def detach(self) -> None:
         """Restore the module's own forward. Idempotent."""
         self._module.__dict__.pop("forward", None)
+        self._module.padding_idx = self._padding
         if self._replaced is not None:
             self._module.forward = self._replaced

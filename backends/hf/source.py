@@ -88,6 +88,8 @@ class HfSource(ModelSource):
             config.pop(key, None)
         description = json.dumps(config, sort_keys=True, default=str)
         description += f" {self.model.dtype} {torch.__version__}"
+        kernels = {type(shape.recurrence).__name__ for shape in self.model.recurrences.values()}
+        description += "".join(f" {name}" for name in sorted(kernels))  # of states, in own layouts
         if self.exactness.is_exact:
             description += f" exact {REVISION} {machine(self._libraries)}"
         layers = [record for layer in self.layers for record in layer.tensors]

@@ -101,7 +101,7 @@ class BlockStore:
         return length if self.recurrent is None else self.recurrent.restorable(length)
 
     def rollback(self, length: int) -> None:
-        self.table.rollback(self.restorable(length))
+        self.table.rollback(self.restorable(length) if length > 0 else length)
         self.trim()
         if self.recurrent is not None:
             self.recurrent.rest()

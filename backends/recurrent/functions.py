@@ -74,7 +74,8 @@ def _refuse_other_states(model_type: str, modules: Sequence[nn.Module]) -> None:
 def _replace_functions(model_type: str, module: nn.Module) -> None:
     family = sys.modules[type(module).__module__]
     scans = [name for name in (*_STEP_OF_RULE, *_SCANS) if hasattr(family, name)]
-    if not hasattr(family, "causal_conv1d_fn"):
+    has_unknown_scan = not scans and calls(module, frozenset({"update_recurrent_state"}))
+    if not hasattr(family, "causal_conv1d_fn") or has_unknown_scan:
         raise UnsupportedModel(
             f"{model_type} is not supported: {type(module).__name__} has a recurrent state of a "
             "kind of its own; take a GGUF file of it"

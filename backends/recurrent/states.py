@@ -21,9 +21,9 @@ Place: TypeAlias = tuple[int, int]
 """(layer, number of the recurrence within it)"""
 
 
-SNAPSHOTS = 5
-"""Snapshots for each sequence that may run at a time: of the one that runs its base, the next base
-and checkpoint of a pass; of one that has finished and is cached, base and checkpoint."""
+SNAPSHOTS = 6
+"""Snapshots for each sequence that may run at a time: its base and checkpoint, the next ones of a
+pass over a part of its prompt, and base and checkpoint of a cached sequence."""
 TAIL_TOKENS = 16
 """Last tokens of a prompt whose inputs are kept after its checkpoint: a chat's next turn may go on
 without the last ones, which begin the answer (a role, an empty thought)."""

@@ -3,10 +3,10 @@
     python -m bench.checks.second_turn -m MODEL --memory-budget 5GiB
 
 Each measurement begins with an empty prefix cache. The first turn has a prompt of --prompt-tokens
-and an answer; the second adds the answer and a message of --new-tokens. Its first token is compared
-with that of a prompt of as many tokens as it had to compute, and with that of the whole prompt.
-Prints a table, then one JSON line with provenance; the exit code is 2 if the first ratio is above
---limit.
+and an answer; the second adds a message of --new-tokens. Its first token is compared with that of a
+prompt of as many tokens as are new in it, and with that of the whole prompt. Prints a table, then
+one JSON line with provenance; the exit code is 2 if the first ratio is above --limit, or if many
+more tokens were computed than are new.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _WORDS = "Read this with care, for the question comes later. "
 _KINDS = {"turn": "second turn", "alone": "its new tokens alone", "whole": "its whole prompt"}
+
+_MORE_TOKENS = 32
+"""Tokens besides the new ones that a second turn may compute: the answer's last one, and those that
+a template writes otherwise in a history than before an answer."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,6 +63,11 @@ def main(
     result = summary(runs[1:])  # the first one warms up
     typer.echo(text_of([table_of(result)]))
     typer.echo(json.dumps({**result, "load": load, **collect(sys.argv)}))
+    if result["computed_tokens"] > result["new_tokens"] + _MORE_TOKENS:
+        raise SlowTurn(
+            f"the second turn computed {result['computed_tokens']} tokens, of which "
+            f"{result['new_tokens']} are new: its prefix was not reused as it should be"
+        )
     if result["ratio"] > limit:
         raise SlowTurn(
             f"the second turn's first token takes {result['ratio']:.2f} x that of its new tokens "
@@ -71,15 +80,16 @@ def measure(llm: LLM, prompt_tokens: int, new_tokens: int, max_tokens: int) -> d
     """Return the seconds to the first token of each kind, and the tokens that were computed."""
     llm.session.forget_prompt()
     messages = [{"role": "user", "content": _text(llm, prompt_tokens)}]
-    answer = llm.generate(messages, max_tokens=max_tokens, ignore_eos=True).text
+    first = llm.generate(messages, max_tokens=max_tokens, ignore_eos=True)
     messages += [
-        {"role": "assistant", "content": answer},
+        {"role": "assistant", "content": first.text},
         {"role": "user", "content": _text(llm, new_tokens)},
     ]
     turn = llm.generate(messages, max_tokens=1).stats
     n_computed = turn.prompt_tokens - turn.reused_prompt_tokens
     ids = list(llm.tokenizer.encode_chat(messages))
-    prompts = {"alone": ids[-n_computed:], "whole": ids}
+    n_new = len(ids) - first.stats.prompt_tokens - first.stats.generated_tokens
+    prompts = {"alone": ids[-n_new:], "whole": ids}
     seconds = {
         kind: llm.generate(prompt, max_tokens=1, cache_prompt=False).stats.time_to_first_token
         for kind, prompt in prompts.items()
@@ -87,6 +97,7 @@ def measure(llm: LLM, prompt_tokens: int, new_tokens: int, max_tokens: int) -> d
     return {
         "seconds": {"turn": turn.time_to_first_token, **seconds},
         "prompt_tokens": turn.prompt_tokens,
+        "new_tokens": n_new,
         "computed_tokens": n_computed,
         "state_bytes": turn.state_bytes,
     }
@@ -95,14 +106,15 @@ def measure(llm: LLM, prompt_tokens: int, new_tokens: int, max_tokens: int) -> d
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians, the ratio to the new tokens alone, and the runs."""
     seconds = {kind: statistics.median(run["seconds"][kind] for run in runs) for kind in _KINDS}
-    counts = {name: runs[-1][name] for name in ("prompt_tokens", "computed_tokens", "state_bytes")}
+    names = ("prompt_tokens", "new_tokens", "computed_tokens", "state_bytes")
+    counts = {name: runs[-1][name] for name in names}
     return {**counts, "seconds": seconds, "ratio": seconds["turn"] / seconds["alone"], "runs": runs}
 
 
 def table_of(result: dict[str, Any]) -> Table:
     n_tokens = {
         "turn": result["computed_tokens"],
-        "alone": result["computed_tokens"],
+        "alone": result["new_tokens"],
         "whole": result["prompt_tokens"],
     }
     alone = result["seconds"]["alone"]

@@ -187,14 +187,14 @@ def make_plan(
 def for_recurrent(options: RunOptions, target: ModelSource, total_bytes: int) -> RunOptions:
     """Return options that suit recurrent layers, where the user leaves the choice.
 
-    Targets that take a pass for each branch of a tree get chains. So few sequences run at a time
-    that their states take a small part of the budget.
+    Targets that take a pass for each branch of a tree and each sequence get chains, and one
+    sequence. Of others so few run at a time that their states take a small part of the budget.
     """
     if target.prefers_chains and options.tree_width is None:
         options = replace(options, tree_width=1)
     if options.parallel is not None:
         return options
-    n = options.max_num_seqs
+    n = 1 if target.prefers_chains else options.max_num_seqs
     while n > 1 and target.state_bytes(n, n) > MAX_STATE_SHARE * total_bytes:
         n //= 2
     return replace(options, parallel=n)

@@ -61,6 +61,18 @@ def test_it_gives_the_bits_of_a_table_in_memory(
     assert np.array_equal(prefill(load_hf_model(directory)), by_rows)
 
 
+def test_the_index_of_padding_is_that_of_the_whole_table(tmp_path: Path) -> None:
+    folder = save_tiny_checkpoint(
+        "gemma3n", tmp_path, vocab_size_per_layer_input=LARGE, pad_token_id=90
+    )
+    model = load_hf_model(folder)
+    (table,) = tables_of(model)
+    assert table.module.padding_idx == 90
+    expected = reference_logits(folder, PROMPT)[-1]
+    assert np.abs(prefill(model) - expected).max() <= TOLERANCE * scale(expected)
+    assert table.module.padding_idx == 90
+
+
 def test_the_plan_counts_the_rows_of_a_pass(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
