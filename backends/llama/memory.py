@@ -82,7 +82,12 @@ def bytes_of_a_state(weightless: LlamaModel) -> int:
     options = ContextOptions(1, 1)
     context = LlamaContext(weightless, options)
     context.close()
-    return -(-logged_sizes(context.log)["RS"] // options.n_sequences)
+    n_bytes = logged_sizes(context.log).get("RS")
+    if n_bytes is None:
+        raise LlamaError(
+            "llama.cpp does not say how large its recurrent states are: use llama-cpp-python 0.3.36"
+        )
+    return -(-n_bytes // options.n_sequences)
 
 
 def logged_sizes(log: list[str]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,11 +71,12 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             lanes = store.node_lanes(len(new.token_ids), requested)
         else:
             lanes = [Lane(list(map(int, new.token_ids)), {i: i for i in requested})]
-        logits = np.zeros((len(new.token_ids), self.vocab_size), dtype=np.float32)
+        row_of = {index: row for row, index in enumerate(requested)}
+        logits = np.zeros((len(requested), self.vocab_size), dtype=np.float32)
         for lane in lanes:
             rows = self._run_lane(store, lane)
-            logits[list(lane.places.values())] = rows
-        return logits[new.logits_at]
+            logits[[row_of[index] for index in lane.places.values()]] = rows
+        return logits[[row_of[index] for index in new.logits_at]]
 
     def _run_lane(self, store: RecurrentStore, lane: Lane) -> np.ndarray:
         """Return the logits of the lane's `places`, in their order."""
@@ -84,8 +86,8 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             state, tokens = store.go_on(lane)  # from the first token on
         first = len(tokens) - len(lane.token_ids)
         places = np.array([first + i for i in lane.places], dtype=np.int64)
-        for start in range(0, len(tokens), self.max_num_tokens):
-            part = tokens[start : start + self.max_num_tokens]
+        for start, stop in pairwise(self._borders(len(tokens))):
+            part = tokens[start:stop]
             rows = places[(places >= start) & (places < start + len(part))] - start
             end = len(state) + len(part)
             batch = Batch(
@@ -101,6 +103,15 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
             store.went(part, batch.n_fillers)
         self._states.check_length(state)
         return np.concatenate(logits)
+
+    def _borders(self, n_tokens: int) -> list[int]:
+        """Return where a lane is cut into passes. The last part is not shorter than a pass without
+        padding, if the lane is not: a state that has gone through padding cannot be kept."""
+        borders = [*range(0, n_tokens, self.max_num_tokens), n_tokens]
+        shortest = self._options.min_batch_tokens
+        if len(borders) > 2 and n_tokens - borders[-2] < shortest:
+            borders[-2] = n_tokens - shortest
+        return borders
 
     def _no_logits(self) -> np.ndarray:
         return np.zeros((0, self.vocab_size), dtype=np.float32)

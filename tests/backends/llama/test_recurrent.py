@@ -164,6 +164,23 @@ def test_a_chain_that_is_accepted_whole_is_computed_once(
         assert rows == [4] * 5 + [1] * 4
 
 
+def test_the_last_part_of_a_prompt_needs_no_padding(
+    load: Load, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that has gone through padding is lost: the prompt would be computed in every pass."""
+    exactness = replace(source("qwen35").exactness, min_batch_tokens=4)
+    with (
+        load("qwen35", exactness=exactness) as backend,
+        load("qwen35", max_context=160, exactness=exactness) as plain,
+    ):
+        monkeypatch.setattr(backend, "max_num_tokens", 16)
+        kv, rows = backend.new_sequence(), counted(backend, monkeypatch)
+        kv.prefill(TEXT[:35])
+        logits = kv.extend([TEXT[35]], [PREFIX])[1]
+        assert rows == [16, 15, 4, 4]  # of the last one three are padding
+        assert np.array_equal(logits[0], Plain(plain).row(TEXT[:36]))
+
+
 def test_a_second_turn_begins_at_the_end_of_the_first(load: Load) -> None:
     """The whole first turn is reused, or its prompt if the answer is given in other tokens."""
     with load("qwen35", max_num_seqs=3) as backend, load("qwen35", max_context=160) as plain:
