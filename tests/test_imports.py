@@ -59,7 +59,7 @@ SUBPACKAGES = {
         "checks opening",
     ),
     "backends": (
-        "cuda shapes",
+        "heads cuda shapes",
         "hf llama",
         "llama_states",
         "checkpoint gguf kv",

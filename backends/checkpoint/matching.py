@@ -7,7 +7,7 @@ prefix missing or doubled, one tensor under two names. The rules are those of tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     Concatenate,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -71,9 +72,7 @@ def match_tensors(
     packed: packed tensors, by the names of the parameters that they are decoded into.
     Raises CheckpointError for a checkpoint that is ambiguous or cannot be read.
     """
-    parts = {part.name for tensor in packed.values() for part in tensor.stored}
-    known = {name: record for name, record in index.items() if name not in parts}
-    known |= {name: tensor.record for name, tensor in packed.items()}
+    known = known_tensors(index, packed)
     named = known if _has_todays_names(model, known) else _renamed(known, model, directory)
     shared, untied = share(
         model.all_tied_weights_keys,
@@ -81,6 +80,15 @@ def match_tensors(
         lambda name, other: have_same_bytes(named[name], named[other]),
     )
     return TensorMatch(named, shared, _merged(model, named), untied)
+
+
+def known_tensors(
+    index: Mapping[str, TensorRecord], packed: Mapping[str, PackedTensor]
+) -> dict[str, TensorRecord]:
+    """Return the tensors of a checkpoint by the names of what packed ones are decoded into."""
+    parts = {part.name for tensor in packed.values() for part in tensor.stored}
+    known = {name: record for name, record in index.items() if name not in parts}
+    return known | {name: tensor.record for name, tensor in packed.items()}
 
 
 def _has_todays_names(model: PreTrainedModel, known: Mapping[str, TensorRecord]) -> bool:
@@ -99,7 +107,7 @@ def _renamed(
     Tensors that transformers would merge or split while loading keep names of their own: experts
     are read as they are stored, other parameters are then reported as missing.
     """
-    names = _Names(model)
+    names = CurrentNames(model, get_model_conversion_mapping(model))
     renamed: dict[str, TensorRecord] = {}
     for old in sorted(known, key=dot_natural_key):
         name, is_part = names.today(old)
@@ -136,11 +144,13 @@ def _merged(
     return merged
 
 
-class _Names:
-    """Current names of a model's tensors."""
+class CurrentNames:
+    """Names of a model's tensors in the installed transformers.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        transforms = get_model_conversion_mapping(model)
+    transforms: transformers' renamings and conversions of the model's checkpoints.
+    """
+
+    def __init__(self, model: PreTrainedModel, transforms: Sequence[WeightTransform]) -> None:
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._known: dict[str, torch.Tensor] = model.state_dict()

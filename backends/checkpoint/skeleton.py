@@ -41,7 +41,7 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model with real buffers and no weights, and our attention if the family can."""
     try:
-        with _building, _parameters_on_meta():
+        with _building, parameters_on_meta():
             refuse_absurd_buffers(config, dtype)
             model = new_model(
                 config,
@@ -69,7 +69,7 @@ def _attention(config: PreTrainedConfig) -> str:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Move every parameter that this thread registers to the meta device; leave buffers alone.
 
     Raises CheckpointError once there are more than any model has, from an absurd count in a config.

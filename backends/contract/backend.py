@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # types only: the command line imports this module
 PREFIX = -1
 """Parent of a node that follows the last committed token directly."""
 
+LAST_HIDDEN_STATE = -1
+"""Hidden state after the final norm: the input of the output head."""
+
 _MAX_CHARACTERS = 400
 _PLENTY_NODES = 2**20
 
@@ -102,6 +105,8 @@ class Backend(ABC):
     """Columns of the logits; may exceed the tokenizer's length by padding rows."""
     max_context: int
     """Maximum number of tokens of a sequence: committed ones plus the depth of its live nodes."""
+    takes_hidden_states: bool = False
+    """Whether it is a draft head, whose inputs have the target's hidden states."""
     max_nodes: int | None = None
     """Maximum number of live nodes of all sequences together; None: limited by memory alone."""
 
@@ -120,6 +125,14 @@ class Backend(ABC):
         Raises ContextFull if a sequence gets longer than `max_context`, and BackendError if all
         together exceed the backend's capacity.
         """
+
+    def collect_hidden_states(self, layers: Sequence[int]) -> None:
+        """Let passes return, for tokens in `SequenceInput.hidden_states_at`, the outputs of these
+        layers side by side: [n, len(layers) * hidden].
+
+        layers: decoder layers by index, or LAST_HIDDEN_STATE.
+        """
+        raise BackendError("this backend returns no hidden states")
 
     @property
     def num_free_nodes(self) -> int:

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from backends.contract.backend import Backend, BackendError, ContextFull
 from backends.contract.sequence import SavedTensors, SequenceInput, SequenceKV, SequenceOutput
-from backends.contract.store import NewTokens, Store
+from backends.contract.store import NewTokens, PassOutput, Store
 from offload.formats.mapped import TensorShape
 
 _T = TypeVar("_T")
@@ -112,8 +112,8 @@ class RecoveringBackend(Backend, Generic[Store]):
         """Return another store that shares the first `length` tokens of the prefix."""
 
     @abstractmethod
-    def _compute(self, new: Sequence[NewTokens[Store]]) -> list[np.ndarray]:
-        """Run a pass over tokens that fit; return float32 logits [n_logits, vocab] of each."""
+    def _compute(self, new: Sequence[NewTokens[Store]]) -> list[PassOutput]:
+        """Run a pass over tokens that fit; return the results of each sequence."""
 
     @abstractmethod
     def _num_free_slots(self, kv: Store) -> int:
@@ -212,14 +212,16 @@ class RecoveringBackend(Backend, Generic[Store]):
                     sequence.store.abort()
             ids, new = zip(*map(self._new_tokens, sequences, batch), strict=True)
             computed = [tokens for tokens in new if tokens.token_ids]
-            logits = iter(self._compute(computed) if computed else ())
+            computed_outputs = iter(self._compute(computed) if computed else ())
             for tokens in computed:
                 if not tokens.are_nodes:
                     tokens.store.append(tokens.token_ids)
                 tokens.store.check_integrity()
-            no_logits = np.zeros((0, self.vocab_size), dtype=np.float32)
-            outputs = [next(logits) if tokens.token_ids else no_logits for tokens in new]
-            return [SequenceOutput(*pair) for pair in zip(ids, outputs, strict=True)]
+            empty = PassOutput(np.zeros((0, self.vocab_size), dtype=np.float32))
+            outputs = [next(computed_outputs) if tokens.token_ids else empty for tokens in new]
+            return [
+                SequenceOutput(nodes, *output) for nodes, output in zip(ids, outputs, strict=True)
+            ]
 
         return self.recovering(sequences, grow) if batch else []
 
@@ -228,7 +230,14 @@ class RecoveringBackend(Backend, Generic[Store]):
     ) -> tuple[list[int], NewTokens[Store]]:
         """Add new nodes to the table; return their ids and the tokens to compute."""
         kv, n_tokens = sequence.store, len(added.token_ids)
-        new = NewTokens(kv, added.token_ids, added.logit_positions, added.parents is not None)
+        new = NewTokens(
+            kv,
+            added.token_ids,
+            added.logit_positions,
+            added.parents is not None,
+            added.hidden_states_at,
+            added.hidden_states,
+        )
         if added.parents is None:
             self._check_length(kv, n_tokens, n_tokens)
             return [], new

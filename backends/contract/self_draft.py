@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,15 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import Loading, ModelCompute, ModelSource
 
 
-class SharedSource(ModelSource):
+class SharesWeights(ModelSource):
+    """A source whose models use weights of another one that is loaded."""
+
+    @abstractmethod
+    def share_weights(self, owner: Backend) -> None:
+        """Let `load` use this backend's weights from now on."""
+
+
+class SharedSource(SharesWeights):
     """A source for a second KV cache over `source`'s weights; those take no further memory.
 
     `load` needs the backend that has the weights: see `share_weights`.
@@ -27,7 +36,6 @@ class SharedSource(ModelSource):
         self.layers = ()
 
     def share_weights(self, owner: Backend) -> None:
-        """Let `load` use this backend's weights from now on."""
         self._owner = owner
 
     @property

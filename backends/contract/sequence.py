@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,9 @@ from offload.formats.mapped import TensorShape
 
 SavedTensors = Mapping[str, tuple[TensorShape, memoryview]]
 """Tensors by name, each with its bytes, which are writable."""
+
+
+NO_HIDDEN_STATES = np.zeros((0, 0), dtype=np.float32)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -172,18 +175,27 @@ class SequenceInput:
         tentative nodes: PREFIX, a live node's id, or the id of an earlier node of this input.
     logits_at: positions within `token_ids` to return logits of; None: all for nodes, the last one
         for a prefill chunk.
+    hidden_states_at: positions within `token_ids` to return hidden states of; needs
+        `Backend.collect_hidden_states`.
+    hidden_states: float32 [n, width]: the target's hidden states that a draft head takes beside
+        the tokens; None for other models.
     """
 
     kv: SequenceKV
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
     logits_at: Sequence[int] | None = None
+    hidden_states_at: Sequence[int] = ()
+    hidden_states: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None and not self.token_ids:
             raise ValueError("prefill needs at least one token")
         if self.parents is not None and len(self.parents) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens have {len(self.parents)} parents")
+        if self.hidden_states is not None and len(self.hidden_states) != len(self.token_ids):
+            n_states = len(self.hidden_states)
+            raise ValueError(f"{len(self.token_ids)} tokens have {n_states} hidden states")
 
     @property
     def logit_positions(self) -> list[int]:
@@ -196,7 +208,9 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """Node ids [n], empty for a prefill chunk; logits float32 [n_logits, vocab]."""
+    """Node ids [n], empty for a prefill chunk; logits float32 [n_logits, vocab]; hidden states
+    float32 [len(hidden_states_at), width]."""
 
     node_ids: list[int]
     logits: np.ndarray
+    hidden_states: np.ndarray = field(default_factory=lambda: NO_HIDDEN_STATES)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from backends.contract.nodes import NodeTable
+from backends.contract.sequence import NO_HIDDEN_STATES
 
 
 class SequenceStore(Protocol):
@@ -54,8 +57,20 @@ class NewTokens(Generic[Store]):
     logits_at: list[int]
     """Positions within `token_ids` to return logits of."""
     are_nodes: bool
+    hidden_states_at: Sequence[int] = ()
+    hidden_states: np.ndarray | None = None
+    """See SequenceInput."""
 
     @property
     def n_live_before(self) -> int:
         """Live nodes whose KV is in the cache already."""
         return len(self.store.table) - len(self.token_ids) if self.are_nodes else 0
+
+
+class PassOutput(NamedTuple):
+    """Results of a pass for one sequence."""
+
+    logits: np.ndarray
+    """float32 [n_logits, vocab]."""
+    hidden_states: np.ndarray = NO_HIDDEN_STATES
+    """float32 [len(hidden_states_at), width]."""

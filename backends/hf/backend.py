@@ -25,10 +25,11 @@ from backends.attention.masks import alibi_bias
 from backends.contract.backend import BackendError, KvUsage, TransferStats
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
-from backends.contract.store import NewTokens
+from backends.contract.store import NewTokens, PassOutput
 from backends.feedforward.experts import ExpertsRunner
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
+from backends.hf.hidden_states import HiddenStates
 from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, in_memory
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.packed_forward import unbind
@@ -37,7 +38,13 @@ from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
 from backends.kv.pool import KvPool, blocks_of
-from backends.kv.rows import recurrent_pass, rows_of_pass, take_rows
+from backends.kv.rows import (
+    given_hidden_states,
+    hidden_rows_of_pass,
+    recurrent_pass,
+    rows_of_pass,
+    take_rows,
+)
 from backends.kv.sequence import BlockStore, growth_blocks
 from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
@@ -86,6 +93,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
         self._make_cache(num_kv_slots)
         self._is_cancelled = False
+        self._hidden_state_layers: Sequence[int] = ()
         self._has_run = False  # once a pass has ended, errors are not the config's fault
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
@@ -211,6 +219,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def set_pinned_bytes(self, n_bytes: int) -> None:
         self._weights.set_pinned_bytes(n_bytes)
 
+    def collect_hidden_states(self, layers: Sequence[int]) -> None:
+        self._hidden_state_layers = tuple(layers)
+
     def request_cancel(self) -> None:
         """End a running pass with a BackendError at its next layer or chunk, or while it waits for
         storage. Thread-safe."""
@@ -285,12 +296,12 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         if self._is_cancelled:
             raise BackendError("the pass was cancelled")
 
-    def _compute(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[BlockStore]]) -> list[PassOutput]:
         self._is_cancelled = False
         with threads_of_pass(self._n_threads, self._follows_load):
             return self._run_pass(new)
 
-    def _run_pass(self, new: Sequence[NewTokens[BlockStore]]) -> list[np.ndarray]:
+    def _run_pass(self, new: Sequence[NewTokens[BlockStore]]) -> list[PassOutput]:
         device = self._weights.device
         token_ids = [token for tokens in new for token in tokens.token_ids]
         n_more = max(0, self._exactness.min_batch_tokens - len(token_ids))
@@ -302,7 +313,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         n_padding = max(self._exactness.min_batch_tokens - num_logits, not num_logits)
         logit_rows += (logit_rows[-1:] or [0]) * n_padding
         recurrent = recurrent_pass(new) if self._model.recurrences else None
-        state = self._pass_state(batch, recurrent)
+        hidden_states = self._hidden_states(new)
+        state = self._pass_state(batch, recurrent, hidden_states)
         with self._turn, running(recurrent):
             for runner in self._runners:
                 runner.state = state
@@ -315,6 +327,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                     torch.tensor([token_ids], device=device),
                     torch.from_numpy(batch.new_positions)[None].to(device),
                     torch.tensor(logit_rows, device=device),
+                    hidden_states,
+                    given_hidden_states(new, n_more, self._model.dtype, device),
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
@@ -322,7 +336,21 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         if recurrent is not None:
             self._states.succeed([item.store.recurrent for item in self._sequences], recurrent)
         ends = np.cumsum([len(tokens.logits_at) for tokens in new])
-        return np.split(host_logits, ends[:-1])
+        logits_of = np.split(host_logits, ends[:-1])
+        if hidden_states is None:
+            return list(map(PassOutput, logits_of))
+        ends = np.cumsum([len(tokens.hidden_states_at) for tokens in new])
+        states = np.split(self._weights.on_host(hidden_states.joined()), ends[:-1])
+        return list(map(PassOutput, logits_of, states))
+
+    def _hidden_states(self, new: Sequence[NewTokens[BlockStore]]) -> HiddenStates | None:
+        rows = hidden_rows_of_pass(new)
+        if not rows:
+            return None
+        if not self._hidden_state_layers:
+            raise BackendError("hidden states are returned after collect_hidden_states alone")
+        device = self._weights.device
+        return HiddenStates(self._hidden_state_layers, torch.tensor(rows, device=device))
 
     def _fetch_experts(
         self, layer: int, experts: Sequence[int], check: Check | None
@@ -336,7 +364,12 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 pairs = zip(tensors, own.tensors[expert], strict=True)
                 yield expert, [as_tensor(raw, record, dtype) for raw, record in pairs]
 
-    def _pass_state(self, layout: BatchLayout, recurrent: RecurrentPass | None) -> PassState:
+    def _pass_state(
+        self,
+        layout: BatchLayout,
+        recurrent: RecurrentPass | None,
+        hidden_states: HiddenStates | None,
+    ) -> PassState:
         alibi = partial(alibi_bias, self._slopes, layout, dtype=self._model.dtype)
         return PassState(
             layout,
@@ -346,4 +379,5 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             None if self._slopes is None else alibi,
             self._check_cancel,
             recurrent,
+            hidden_states,
         )

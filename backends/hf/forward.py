@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from backends.attention.blocks import ProductLimits, Scratch
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
 from backends.contract.backend import UnsupportedModel, one_line
+from backends.hf.hidden_states import HiddenStates
 from backends.hf.layer_runner import MakeMask
 from backends.hf.model import HfModel
 from backends.kv.pool import KvPool
@@ -71,9 +72,20 @@ def run_model(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     logit_rows: torch.Tensor,
+    hidden_states: HiddenStates | None = None,
+    given_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return logits [rows, vocab] of `logit_rows` for tokens and positions [1, n]."""
-    with _rows_of_head(model.model, logit_rows) as options:
+    """Return logits [rows, vocab] of `logit_rows` for tokens and positions [1, n].
+
+    hidden_states: keeps hidden states of the pass.
+    given_states: [n, width] for the embedding of a draft head.
+    """
+    if given_states is not None:
+        model.model.get_input_embeddings().hidden_states = given_states
+    noting = (
+        hidden_states.noting_last(model.model.get_decoder()) if hidden_states else nullcontext()
+    )
+    with noting, _rows_of_head(model.model, logit_rows) as options:
         output = model.model(
             input_ids=token_ids,
             position_ids=positions,

@@ -18,6 +18,7 @@ from torch import nn
 from backends.attention.batch import BatchLayout
 from backends.attention.interface import KeyMask
 from backends.checkpoint.records import TORCH_DTYPES, BoundTensor, packed_by_module
+from backends.hf.hidden_states import HiddenStates
 from backends.hf.packed_forward import packed_forward, unbind
 from backends.hf.weights import DecodesTensors, RawTensors
 from backends.recurrent.passes import RecurrentPass
@@ -43,6 +44,7 @@ class PassState:
     check_cancel: raises if the pass was cancelled; called before a layer, while waiting for it, and
         between its chunks.
     recurrent: the recurrences of the pass, if the model has recurrent layers.
+    hidden_states: keeps layers' outputs, if any are to be returned.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class PassState:
         alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
         recurrent: RecurrentPass | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self.layout, self.recurrent = layout, recurrent
+        self.hidden_states = hidden_states
         self.check_cancel = check_cancel
         self.alibi = alibi
         self._chunk_tokens, self._min_batch_tokens = chunk_tokens, min_batch_tokens
@@ -122,7 +126,10 @@ class LayerRunner:
                     packed.bind(tensors)
                 self._is_bound = self._is_resident
             try:
-                return self._in_chunks(state, hidden_states, self._by_name(args, kwargs))
+                output = self._in_chunks(state, hidden_states, self._by_name(args, kwargs))
+                if state.hidden_states is not None:
+                    state.hidden_states.note(self._index, output)
+                return output
             finally:
                 if not self._is_resident:  # the slot will hold another layer
                     unbind(self._tensors)

@@ -33,7 +33,7 @@ from backends.checkpoint.config import (
 )
 from backends.checkpoint.kinds import refuse_score_head
 from backends.checkpoint.layer_count import check_layers_used
-from backends.checkpoint.matching import match_tensors
+from backends.checkpoint.matching import TensorMatch, match_tensors
 from backends.checkpoint.quantised import packed_tensors, quantisation_of
 from backends.checkpoint.records import (
     TORCH_DTYPES,
@@ -248,8 +248,20 @@ def match_checkpoint(
     packed: Mapping[str, PackedTensor],
 ) -> HfModel:
     """Find the checkpoint tensor of every parameter, or say which are missing or misshapen."""
-    layers_name, layers = decoder_layers(model)
     match = match_tensors(model, index, packed, directory)
+    return bind_checkpoint(model, index, dtype, directory, packed, match)
+
+
+def bind_checkpoint(
+    model: PreTrainedModel,
+    index: WeightIndex,
+    dtype: torch.dtype,
+    directory: Path,
+    packed: Mapping[str, PackedTensor],
+    match: TensorMatch,
+) -> HfModel:
+    """Return the model with its matched tensors, or say which are missing or misshapen."""
+    layers_name, layers = decoder_layers(model)
     check_layers_used(model, layers_name, len(layers), match.named, directory)
     stacked = {
         f"{name}.{part}" for name, module in expert_modules(model) for part in stacked_parts(module)

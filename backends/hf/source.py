@@ -52,7 +52,13 @@ class HfSource(ModelSource):
 
     can_use_gpu = True
 
-    def __init__(self, directory: Path, options: BackendOptions) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        options: BackendOptions,
+        load: Callable[[Path], HfModel] = load_hf_model,
+    ) -> None:
+        """load: builds the model of a directory, without weights."""
         if options.cache_type_k or options.cache_type_v:
             raise UnsupportedModel(
                 "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has "
@@ -63,7 +69,7 @@ class HfSource(ModelSource):
         self._follows_load = options.n_threads is None
         self._is_exact = options.is_exact
         self.path = directory
-        self.model: HfModel = load_hf_model(directory)
+        self.model: HfModel = load(directory)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -125,7 +131,7 @@ class HfSource(ModelSource):
         return int(model.vocab_size * model.config.hidden_size * model.dtype.itemsize)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        if is_small(self):
+        if is_small(self) and not self.takes_hidden_states:  # a head runs with its target alone
             return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
+import torch
 
 from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
@@ -38,12 +40,30 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
 
 def rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
     """Return the tokens to return logits of, counted over all sequences."""
-    rows: list[int] = []
-    first = 0
-    for tokens in new:
-        rows += [first + row for row in tokens.logits_at]
-        first += len(tokens.token_ids)
-    return rows
+    return _rows([tokens.logits_at for tokens in new], new)
+
+
+def hidden_rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
+    """Return the tokens to return hidden states of, counted over all sequences."""
+    return _rows([tokens.hidden_states_at for tokens in new], new)
+
+
+def _rows(places: Sequence[Sequence[int]], new: Sequence[NewTokens[BlockStore]]) -> list[int]:
+    """Return places within each sequence's new tokens as places in the pass."""
+    starts = accumulate((len(tokens.token_ids) for tokens in new), initial=0)
+    return [start + place for start, own in zip(starts, places, strict=False) for place in own]
+
+
+def given_hidden_states(
+    new: Sequence[NewTokens[BlockStore]], n_more: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Return the hidden states [tokens, width] that a draft head takes with a pass's tokens and
+    `n_more` padding tokens; None for other models."""
+    given = [tokens.hidden_states for tokens in new if tokens.hidden_states is not None]
+    if not given:
+        return None
+    rows = np.concatenate([*given, np.repeat(given[-1][-1:], n_more, axis=0)])
+    return torch.from_numpy(rows).to(device, dtype)
 
 
 def recurrent_pass(new: Sequence[NewTokens[BlockStore]]) -> RecurrentPass:

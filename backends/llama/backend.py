@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from backends.contract.sequence import SavedTensors, SequenceInput
-from backends.contract.store import NewTokens
+from backends.contract.store import NewTokens, PassOutput
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.cache import MIN_IN_USE, CellStore
 from backends.llama.cells import Cells
@@ -67,7 +65,7 @@ class LlamaBackend(GgufBackend[CellStore]):
         self._prefix.load(token_ids, tensors, kv.in_use[0])
         kv.adopt(token_ids)
 
-    def _compute(self, new: Sequence[NewTokens[CellStore]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[CellStore]]) -> list[PassOutput]:
         """Run as many passes as `max_num_tokens` requires; each reads a streamed model once."""
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
@@ -78,7 +76,7 @@ class LlamaBackend(GgufBackend[CellStore]):
         ):
             logits.append(self._run(batch))
             self._cells.grow(rows.sequences[part], rows.positions[part])
-        return rows.of_sequences(logits)
+        return list(map(PassOutput, rows.of_sequences(logits)))
 
     def _ensure_capacity(self, kv: CellStore, n_new: int) -> None:
         """Prepare the cache for `n_new` cells of this sequence and others. Raises BackendError."""

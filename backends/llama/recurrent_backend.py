@@ -9,7 +9,7 @@ import numpy as np
 
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors, SequenceInput
-from backends.contract.store import NewTokens
+from backends.contract.store import NewTokens, PassOutput
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions
@@ -55,11 +55,11 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
 
     # --- passes -----------------------------------------------------------------------------
 
-    def _compute(self, new: Sequence[NewTokens[RecurrentStore]]) -> list[np.ndarray]:
+    def _compute(self, new: Sequence[NewTokens[RecurrentStore]]) -> list[PassOutput]:
         self._check_outputs(sum(len(set(tokens.logits_at)) for tokens in new))
         n_new = sum(len(t.token_ids) for t in new if not t.are_nodes)  # nodes are counted already
         self._check_capacity(new[0].store, n_new)
-        return [self._compute_sequence(tokens) for tokens in new]
+        return [PassOutput(self._compute_sequence(tokens)) for tokens in new]
 
     def _compute_sequence(self, new: NewTokens[RecurrentStore]) -> np.ndarray:
         """Return float32 logits [n_logits, vocab]."""

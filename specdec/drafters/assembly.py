@@ -12,6 +12,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
 from specdec.drafters.grammar import GrammarDrafter, within_grammar
+from specdec.drafters.head import HeadDrafter
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import MatchRates, NgramDrafter
@@ -57,8 +58,9 @@ class Drafters:
         if "draft" in spec.drafters and self._draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None
             n_tokens = min(sampler.n_tokens, self._draft.vocab_size)
+            kind = HeadDrafter if self._draft.takes_hidden_states else ModelDrafter
             drafters.append(
-                ModelDrafter(
+                kind(
                     self._draft,
                     n_tokens,
                     chain=chain,

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -82,6 +85,16 @@ class Drafter(ABC):
         `tree` may have nodes of other drafters and lack some of this one's: compare with the tokens
         `acceptance.emitted(tree)`.
         """
+
+    @property
+    def max_hidden_states(self) -> int:
+        """Maximum last tokens of a prompt whose hidden states `take_hidden_states` is to be given;
+        0 for a drafter that uses none."""
+        return 0
+
+    def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:  # noqa: B027
+        """Take the target's hidden states [n, width] of the context's tokens from `position` on,
+        once they are certain."""
 
     @property
     def is_ready(self) -> bool:

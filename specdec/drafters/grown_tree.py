@@ -16,6 +16,9 @@ from heapq import heappop, heappush, merge
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backends.contract.backend import PREFIX
 from specdec.drafters.candidates import Candidates
 from specdec.verification.tree import ROOT, DraftTree
@@ -36,6 +39,7 @@ class GrownNode:
         is_run_ahead: whether the draft ran it in parallel to a pass of the target.
         above: its parent, set once it was run; None for a root.
         children: {token: node} of the children made so far.
+        hidden_state: output of a draft head that has run it, which its children's runs take.
     """
 
     __slots__ = (
@@ -44,6 +48,7 @@ class GrownNode:
         "_tokens",
         "above",
         "children",
+        "hidden_state",
         "is_run_ahead",
         "log_prob",
         "node_id",
@@ -59,6 +64,7 @@ class GrownNode:
         self.path_log_prob = above + self.log_prob
         self.node_id: int | None = None
         self.is_run_ahead = False
+        self.hidden_state: NDArray[np.float32] | None = None
         self.above: GrownNode | None = None
         self.children: dict[int, GrownNode] = {}
         self._tokens = self._log_probs = _NOTHING

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.verification.acceptance import Acceptance
@@ -53,6 +56,14 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             if drafter.can_draft_ahead:
                 yield from drafter.drafting_ahead(tree)
+
+    @property
+    def max_hidden_states(self) -> int:
+        return max(drafter.max_hidden_states for drafter in self.drafters)
+
+    def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
+        for drafter in self.drafters:
+            drafter.take_hidden_states(position, states)
 
     @property
     def is_ready(self) -> bool:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from backends.contract.backend import Backend, BackendError
 from backends.contract.prefix_cache import PrefixCache
-from backends.contract.sequence import SequenceInput, SequenceKV
+from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
-from specdec.drafters.candidates import CandidateRanker
+from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
@@ -97,12 +97,12 @@ class ModelDrafter(Drafter):
         self, context_ids: Sequence[int], limits: TreeLimits
     ) -> DraftSteps[DraftTree]:
         self._limits, self._context = limits, context_ids
-        view = self._window.view(context_ids)
+        view = self._view(context_ids)
         n_hidden = len(context_ids) - len(view)
         if n_hidden != self._n_hidden:
             self._tree, self._n_hidden = None, n_hidden  # the window has jumped
         depth = self._within_context(limits.max_depth, len(view))
-        if limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
+        if not view or limits.max_nodes == 0 or depth < 1 or limits.min_level_probability > 1.0:
             # Even the root, whose path has the probability 1, does not pay for a run.
             return DraftTree(context_ids[-1])
         widths = []  # nodes of each run
@@ -194,8 +194,10 @@ class ModelDrafter(Drafter):
     def reset(self) -> None:
         self._tree, self._is_hit = None, False
         kv, self._kv = self._kv, None
-        if kv is not None:
+        if kv is not None and self._reuses_prefixes:
             self._prefix_cache.release(kv)
+        elif kv is not None:
+            self._prefix_cache.drop(kv)
 
     # --- trees ---------------------------------------------------------------------------------
 
@@ -208,23 +210,56 @@ class ModelDrafter(Drafter):
         (candidates,) = self._ranker.rank(
             row[None], [len(context_ids)], self._limits.width, [context_ids]
         )
-        self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
+        self._tree = self._new_tree(context_ids, candidates)
+
+    def _new_tree(self, context_ids: Sequence[int], candidates: Candidates) -> GrownTree:
+        """Return a tree below the last token, which `_advance` has run."""
+        tree = GrownTree(context_ids[-1], len(context_ids) - 1, candidates)
+        self._note_run([tree.root], self._root_output)
+        return tree
+
+    # --- what a draft head does otherwise -----------------------------------------------------
+
+    _can_run_forced = True
+    """Whether nodes may be run in one pass with their parents."""
+    _reuses_prefixes = True
+    """Whether the KV of other sequences with the same first tokens can be used."""
+
+    def _view(self, context_ids: Sequence[int]) -> list[int]:
+        """Return the tokens of the context that the draft's cache is to contain."""
+        return self._window.view(context_ids)
+
+    def _context_input(self, token_ids: Sequence[int]) -> SequenceInput:
+        """Return the next tokens of the view as input of the draft."""
+        return SequenceInput(self._sequence, token_ids)
+
+    def _nodes_input(self, level: Level, parents: Sequence[int]) -> SequenceInput:
+        return SequenceInput(self._sequence, [node.token_id for _, node in level], parents)
+
+    def _note_run(self, nodes: Sequence[GrownNode], output: SequenceOutput) -> None:
+        """Note the outputs of nodes that the draft has run."""
+
+    # ------------------------------------------------------------------------------------------
 
     def _advance(self, view: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
         """Compute the view's tokens that the cache lacks; return the last one's logits [vocab]."""
         if not self._has_begun(view):
             return None
         assert self._kv is not None, "it has begun"
-        chunk = SequenceInput(self._kv, self._kv.cut_to(view))
-        self._prefix_cache.ensure_capacity(self._kv, len(chunk.token_ids) + self._limits.max_nodes)
-        scores = yield chunk
-        return None if scores is None else scores.logits[0]
+        chunk = self._kv.cut_to(view)
+        self._prefix_cache.ensure_capacity(self._kv, len(chunk) + self._limits.max_nodes)
+        scores = yield self._context_input(chunk)
+        if scores is None:
+            return None
+        self._root_output = scores
+        return scores.logits[0]
 
     def _has_begun(self, view: Sequence[int]) -> bool:
         """Begin the KV if needed; return False if other sequences leave no capacity for it."""
         if self._kv is None:
             try:
-                self._kv = self._prefix_cache.allocate(view)
+                reuses = self._reuses_prefixes
+                self._kv = self._prefix_cache.allocate(view, skips_cache=not reuses)
             except BackendError:
                 return False
         return True
@@ -254,7 +289,7 @@ class ModelDrafter(Drafter):
         """
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
         kv = self._sequence
-        if grammar is not None:
+        if grammar is not None and self._can_run_forced:
             level = with_forced(
                 level,
                 grammar,
@@ -268,9 +303,10 @@ class ModelDrafter(Drafter):
         parents = [
             ids[id(parent)] if parent.node_id is None else parent.node_id for parent, _ in level
         ]
-        scores = yield SequenceInput(kv, [node.token_id for _, node in level], parents)
+        scores = yield self._nodes_input(level, parents)
         if scores is None:
             return []
+        self._note_run([node for _, node in level], scores)
         places = [node.position + 1 for _, node in level]
         ranked = self._ranker.rank(scores.logits, places, self._limits.width, prefixes)
         for (_, node), candidates in zip(level, ranked, strict=True):
@@ -295,7 +331,7 @@ class ModelDrafter(Drafter):
     ) -> DraftSteps[DraftTree]:
         """Draw tokens one by one from q, the draft's distribution after its own processors."""
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
-        self._tree = GrownTree(context_ids[-1], len(context_ids) - 1, [])
+        self._tree = self._new_tree(context_ids, [])
         node = self._tree.root
         for n_drawn in range(1, length + 1):
             tree.n_runs = tree.n_run_nodes = n_drawn
@@ -307,9 +343,10 @@ class ModelDrafter(Drafter):
             prefix.append(token)
             if n_drawn < length:
                 parent, node = node, node.child(token, tree.log_probs[index])
-                scores = yield SequenceInput(self._sequence, [token], [_live_id(parent)])
+                scores = yield self._nodes_input([(parent, node)], [_live_id(parent)])
                 if scores is None:
                     break  # no capacity: independent of the tokens, so without bias
+                self._note_run([node], scores)
                 (row,) = scores.logits
                 self._tree.run(node, scores.node_ids[0], [])
         return tree

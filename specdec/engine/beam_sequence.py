@@ -184,7 +184,7 @@ class BeamSequence(Sequence):
 
     # --- outcome of a step ---------------------------------------------------------------------
 
-    def sample_first(self, scores: SequenceOutput) -> None:
+    def end_prefill(self, scores: SequenceOutput) -> None:
         """Choose the beams' first tokens once the prompt is computed."""
         if not len(scores.logits):
             return

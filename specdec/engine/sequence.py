@@ -162,7 +162,19 @@ class Sequence:
         start = self.active_kv.n_committed
         chunk = self.ids_to_compute[start : start + max_tokens]
         is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
-        return SequenceInput(self.active_kv, chunk, logits_at=None if is_last else [])
+        return SequenceInput(
+            self.active_kv,
+            chunk,
+            logits_at=None if is_last else [],
+            hidden_states_at=range(self._num_without_states(len(chunk)), len(chunk)),
+        )
+
+    def _num_without_states(self, num_tokens: int) -> int:
+        """Return how many of a prefill chunk's first tokens need no hidden states."""
+        max_states = 0
+        with own_errors(self.request):
+            max_states = self.drafter.max_hidden_states
+        return min(num_tokens, max(0, self.num_uncomputed - max_states))
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
@@ -219,12 +231,20 @@ class Sequence:
         """Return the tree's nodes as input of the target."""
         first = self.active_kv.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        return SequenceInput(self.active_kv, tree.token_ids, parents)
+        num_states = 0
+        with own_errors(self.request):
+            num_states = len(tree) if self.drafter.max_hidden_states else 0
+        return SequenceInput(
+            self.active_kv, tree.token_ids, parents, hidden_states_at=range(num_states)
+        )
 
     # --- outcome of a step ---------------------------------------------------------------------
 
-    def sample_first(self, scores: SequenceOutput) -> None:
-        """Sample the first new token once the prompt is computed."""
+    def end_prefill(self, scores: SequenceOutput) -> None:
+        """Hand over the hidden states of a prefill chunk, and sample the first new token once the
+        prompt is computed."""
+        with own_errors(self.request):
+            self._hand_over(scores.hidden_states)
         if self.num_new_tokens or not len(scores.logits):
             return
         with own_errors(self.request):
@@ -244,6 +264,8 @@ class Sequence:
             self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
             with recorder.drafting():
                 self.drafter.observe(acceptance, tree)
+                if len(scores.hidden_states):
+                    self._hand_over(scores.hidden_states[list(acceptance.path)])
             recorder.record_outcome(was_ahead=self.drafter.is_ready)
             new_ids = acceptance.emitted(tree)
             self._note_logprobs((logits[i] for i in acceptance.path), new_ids)
@@ -252,6 +274,11 @@ class Sequence:
             recorder.record_step(tree, acceptance, n_emitted=num_taken)
             return VerifiedTree(tree, acceptance, new_ids)
         return None
+
+    def _hand_over(self, states: NDArray[np.float32]) -> None:
+        """Give the drafter the hidden states of the last committed tokens."""
+        if len(states):
+            self.drafter.take_hidden_states(self.active_kv.n_committed - len(states), states)
 
     def recover(self) -> None:
         """Roll back a step that was interrupted."""

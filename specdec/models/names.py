@@ -28,6 +28,8 @@ _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revi
 
 SELF_DRAFT = "self:"
 """Prefix of a draft's name that is no model of its own: self:window=N is the target."""
+MTP_HEAD = "mtp"
+"""Name of a draft that is the target's own MTP head."""
 
 # No hub id begins like this.
 _PATH_STARTS = (".", "/", "~")
@@ -99,6 +101,11 @@ def is_self_draft(name: str | Path) -> bool:
     return str(name).startswith(SELF_DRAFT)
 
 
+def has_own_files(draft: str | Path) -> bool:
+    """Return whether a draft is a model of its own, not the target or a part of it."""
+    return not is_self_draft(draft) and str(draft) != MTP_HEAD
+
+
 def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
     """Return N for a draft named self:window=N, else the requested window."""
     if draft_model is None or not is_self_draft(draft_model):
@@ -118,11 +125,11 @@ def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> 
 
 
 def resolve_draft(name: str | Path | None) -> Path | None:
-    """Resolve a draft as `resolve_model` does; None without a draft or for self:... (no files).
+    """Resolve a draft as `resolve_model` does; None without a draft or for one without own files.
 
     Raises ModelNotFound.
     """
-    return None if name is None or is_self_draft(name) else resolve_model(name)
+    return resolve_model(name) if name is not None and has_own_files(name) else None
 
 
 def resolve_headers(name: str | Path) -> Path:
@@ -167,7 +174,7 @@ def check_local_name(name: str | Path) -> None:
 
 def check_local_draft(name: str | Path) -> None:
     """Raise ModelNotFound as `check_local_name` for a draft, which may be the target itself."""
-    if not is_self_draft(name):
+    if has_own_files(name):
         check_local_name(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backends.contract.backend import Backend
-from backends.contract.self_draft import SharedSource
+from backends.contract.self_draft import SharesWeights
 from backends.contract.source import Loading
 from offload.placement.placement import Placement
 from specdec.checks import ConfigError, FieldName
@@ -58,7 +58,7 @@ def load_draft(
     if planned.draft is None or placement is None:
         return None, DraftWindow()
     source, draft_window = planned.draft.source, options.spec.draft_window
-    if isinstance(source, SharedSource):
+    if isinstance(source, SharesWeights):
         source.share_weights(target)
     n_nodes = max_draft_nodes(plan.n_draft_tokens, source.max_tree_leaves)
     context = draft_context_size(draft_window, plan.ctx_size, source.max_context, n_nodes)

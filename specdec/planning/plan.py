@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
+from backends.heads.opened import head_source
 from offload.budget import format_up
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.placement.tiers import VRAM
@@ -17,7 +18,7 @@ from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
-from specdec.models.names import SELF_DRAFT
+from specdec.models.names import MTP_HEAD, SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
@@ -96,6 +97,9 @@ def open_pair(options: RunOptions) -> OpenedPair:
     draft = None
     if options.draft == SELF_DRAFT:
         draft = replace(target, source=SharedSource(target.source))
+    elif options.draft == MTP_HEAD:
+        options_of_head = BackendOptions(options.backend.n_threads)
+        draft = replace(target, source=head_source(target.source, options_of_head))
     elif options.draft is not None:
         # Cache types apply to the target only: a draft's KV is small.
         draft = open_model(options.draft, BackendOptions(options.backend.n_threads))

@@ -38,7 +38,7 @@ def steps(
     speculation = speculation_of(target)
     beams.attach(own(target))
     prefill = Batch(prefill=[PrefillChunk(beams, beams.prefill_chunk(len(prompt)))])
-    beams.sample_first(speculation.forward([], prefill).prefill[0])
+    beams.end_prefill(speculation.forward([], prefill).prefill[0])
     check(beams)
     yield beams
     while not beams.is_finished:

@@ -134,7 +134,7 @@ class LoneSequence:
         sequence.attach(kv)
         chunk = PrefillChunk(sequence, sequence.prefill_chunk(len(prompt)))
         scores = self._speculation.forward([], Batch(prefill=[chunk]))
-        sequence.sample_first(scores.prefill[0])
+        sequence.end_prefill(scores.prefill[0])
         self._check()
         return sequence.token_ids[-1]
 
