@@ -122,8 +122,9 @@ class ModelSource(ABC):
     """KV cache formats that are smaller than the present one."""
     max_tree_leaves: int | None = None
     """Maximum number of leaves of a tree; None: no limit."""
-    takes_hidden_states: bool = False
-    """Whether it is a draft head: see Backend.takes_hidden_states."""
+    hidden_state_bytes: int = 0
+    """Bytes, in float32, of the target's hidden states that a draft head takes with a token; 0 for
+    other models."""
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 

@@ -11,6 +11,8 @@ from backends.heads.mtp import load_mtp_head
 from backends.hf.model import HfModel
 from backends.hf.source import HfSource
 
+_FLOAT32_BYTES = 4
+
 
 class HeadSource(HfSource, SharesWeights):
     """The MTP head of a target's checkpoint. Embedding and output head are the target's own, and
@@ -20,7 +22,6 @@ class HeadSource(HfSource, SharesWeights):
     """
 
     can_use_gpu = False
-    takes_hidden_states = True
 
     def __init__(self, target: HfSource, options: BackendOptions) -> None:
         def load(directory: Path) -> HfModel:
@@ -28,6 +29,7 @@ class HeadSource(HfSource, SharesWeights):
 
         super().__init__(target.path, options, load)
         self.can_use_gpu = False  # not tried
+        self.hidden_state_bytes = _FLOAT32_BYTES * self.model.config.hidden_size
         self.warnings = ()
         self._target = target
         self._owner: Backend | None = None

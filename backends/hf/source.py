@@ -131,7 +131,7 @@ class HfSource(ModelSource):
         return int(model.vocab_size * model.config.hidden_size * model.dtype.itemsize)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        if is_small(self) and not self.takes_hidden_states:  # a head runs with its target alone
+        if is_small(self) and not self.hidden_state_bytes:  # a head runs with its target alone
             return measure_small(self, f"{self._libraries} {self.model.dtype}")
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)

@@ -8,6 +8,7 @@ from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
+from specdec.drafters.head import MAX_PROMPT_STATES
 from specdec.drafters.model import level_width
 from specdec.drafters.window import draft_context_size
 from specdec.run_options import RunOptions
@@ -22,6 +23,8 @@ _NODE_BYTES = 4 + 8  # int32 and float64
 MIN_PLANNED_WIDTH = 64
 """Minimum number of branches below one draft token that memory is reserved for."""
 _COPIED_LOGIT_BYTES = 4 + 4  # as copied from a GPU, and float32
+_STATE_COPIES = 3
+"""Copies of the hidden states of a prompt: the pass's, as returned, and as a draft head's input."""
 DRAFTING_PARTS = ("draft logits", "draft probabilities", "block verification")
 """Names of the parts for drafting and verification beside activations."""
 
@@ -77,6 +80,10 @@ def parts_of_run(
         n_ranked = min(draft.vocab_size, target.vocab_size)
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
         result.host["draft probabilities"] = n_bytes
+        if draft.hidden_state_bytes:
+            n_states = min(ctx_size, parallel * MAX_PROMPT_STATES)
+            n_bytes = _STATE_COPIES * n_states * draft.hidden_state_bytes
+            result.host["hidden states"] = n_bytes
     if options.spec.acceptance == "block":
         n_verified = min(n_drafted, options.spec.depth)
         result.host["block verification"] = n_verified * target.vocab_size * _VERIFIED_BYTES
