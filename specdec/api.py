@@ -81,8 +81,9 @@ def load(
 
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
-        draft_model: a small model with the same vocabulary, of either format; "auto" takes one that
-            is on this machine (`best_draft` of specdec/models/drafts.py).
+        draft_model: a small model with the same vocabulary, of either format; "mtp" is the
+            target's own MTP head; "auto" takes that, or a model on this machine (`auto_draft` of
+            specdec/models/drafts.py).
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
         options: memory, device, drafting: the fields of `specdec.run_options.RunOptions`, see

@@ -91,8 +91,8 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Draft model with the same vocabulary, named in the same ways; pair:draft; auto takes one "
-        "that is on this machine.",
+        "Draft model with the same vocabulary, named in the same ways; pair:draft; mtp is the "
+        "target's own MTP head; auto takes that, or a model on this machine.",
         MODELS,
         short="-md",
         shown_default=False,

@@ -11,7 +11,6 @@ model of the target's family with a single layer and an embedding that also take
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,11 +24,10 @@ from backends.checkpoint.matching import CurrentNames, TensorMatch, known_tensor
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers, parameters_on_meta
 from backends.contract.backend import UnsupportedModel
+from backends.heads.names import mtp_tensors
 from backends.hf.model import HfModel, bind_checkpoint
 from offload.formats.tensors import TensorRecord
 
-_OWN_TENSORS = re.compile(r"(?:^|\.)mtp\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ATTENTION = "full_attention"
 
 
@@ -56,11 +54,6 @@ class JoinedEmbedding(nn.Module):
         return self.eh_proj(torch.cat(parts[::-1] if self._has_states_first else parts, dim=-1))
 
 
-def has_mtp_head(target: HfModel) -> bool:
-    """Return whether the checkpoint of a model has an MTP head."""
-    return bool(_own_names(target))
-
-
 def load_mtp_head(target: HfModel, directory: Path) -> HfModel:
     """Build the MTP head of a target on the meta device and match its tensors.
 
@@ -69,7 +62,7 @@ def load_mtp_head(target: HfModel, directory: Path) -> HfModel:
 
     Raises UnsupportedModel where the checkpoint has none, or of a kind that is not known.
     """
-    names = frozenset(_own_names(target))
+    names = frozenset(mtp_tensors(target.index, len(target.layers)))
     if not names:
         raise UnsupportedModel(
             f"{directory} has no MTP head (no tensors of mtp.* or of a layer after the last): name "
@@ -93,18 +86,6 @@ def load_mtp_head(target: HfModel, directory: Path) -> HfModel:
     embedding.tokens = target.model.get_input_embeddings()
     model.set_output_embeddings(target.model.get_output_embeddings())
     return head
-
-
-def _own_names(target: HfModel) -> list[str]:
-    """Return the names of the head's tensors: mtp.*, or those of a layer after the last one."""
-    n_layers = len(target.layers)
-
-    def is_own(name: str) -> bool:
-        layer = _LAYER.search(name)
-        is_after = layer is not None and int(layer[1]) == n_layers
-        return is_after or _OWN_TENSORS.search(name) is not None
-
-    return [name for name in target.index if is_own(name)]
 
 
 def _head_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,11 +1,27 @@
-"""The draft head of an opened target, of any format; imports the libraries of that format alone."""
+"""The draft head of a target, of any format; imports the libraries of that format alone."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from backends.checkpoint.kinds import config_parts, read_raw
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
+from backends.heads.names import mtp_tensors
+from offload.formats.checkpoint import WeightIndex
+
+
+def has_mtp_head(path: Path) -> bool:
+    """Return whether a target has an MTP head of its own.
+
+    path: result of `resolve_model`. Raises CheckpointError for a damaged one.
+    """
+    if path.is_file():
+        return False
+    counts = [part.get("num_hidden_layers") for part in config_parts(read_raw(path))]
+    n_layers = next((n for n in reversed(counts) if isinstance(n, int)), None)
+    return n_layers is not None and bool(mtp_tensors(WeightIndex.from_directory(path), n_layers))
 
 
 def head_source(target: ModelSource, options: BackendOptions) -> ModelSource:

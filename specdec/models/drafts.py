@@ -1,14 +1,18 @@
-"""Draft models on this machine that fit a target, and the choice among them."""
+"""The draft that -md auto takes: the target's own head, or a draft model on this machine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
+from backends.heads.opened import has_mtp_head
 from offload.errors import SpecdecError
+from offload.units import format_bytes
+from specdec.models.downloads import draft_to_download
 from specdec.models.local_models import LocalModel, local_models
-from specdec.models.names import ModelNotFound, resolve_model
+from specdec.models.names import MTP_HEAD, resolve_model
 from specdec.models.opened import read_vocabulary
 from specdec.models.weight_files import weight_files
 from specdec.pair import PAIR_PREFIX
@@ -21,31 +25,47 @@ _LARGEST_SHARE = 0.25
 70B. A larger one takes memory that layers of the target would have."""
 
 
+class AutoDraft(NamedTuple):
+    """A choice of -md auto. name: None for n-grams alone."""
+
+    name: str | None
+    reason: str
+
+
 def named_draft(target: str | Path, draft: str | Path | None) -> str | Path | None:
-    """Return the draft's name as given; for "auto" the name of `best_draft`."""
+    """Return the draft's name as given; for "auto" that of `auto_draft`, and say why."""
     if draft != _AUTO:
         return draft
-    result = best_draft(str(target))
-    logger.warning(f"the draft model is {result}")
-    return result
+    choice = auto_draft(str(target))
+    named = "n-grams draft" if choice.name is None else f"the draft is {choice.name}"
+    logger.warning(f"{named}: {choice.reason}")
+    return choice.name
 
 
-def best_draft(target: str) -> str:
-    """Return the name of the largest model on this machine that fits the target as a draft and has
-    at most a quarter of its bytes.
+def auto_draft(target: str) -> AutoDraft:
+    """Choose the draft of a target: its own MTP head, else the largest model on this machine that
+    has its vocabulary and at most a quarter of its bytes, else n-grams.
 
-    Raises ModelNotFound where there is none.
+    A head fits its target better than another model does, and is read with it.
     """
-    n_bytes = sum(path.stat().st_size for path in weight_files(resolve_model(target)))
+    path = resolve_model(target)
+    if has_mtp_head(path):
+        return AutoDraft(MTP_HEAD, f"{target} has an MTP head of its own")
+    n_bytes = sum(file.stat().st_size for file in weight_files(path))
     drafts = drafts_for(target, local_models())
     small = [draft for draft in drafts if draft.n_bytes <= _LARGEST_SHARE * n_bytes]
-    if not small:
-        raise ModelNotFound(
-            f"no model on this machine has the vocabulary of {target} and at most a quarter of "
-            f"its bytes ({len(drafts)} have its vocabulary): `specdec models --fits {target}` "
-            "lists them; name a draft, or leave -md out"
+    if small:
+        draft = max(small, key=lambda draft: draft.n_bytes)
+        return AutoDraft(
+            draft.name,
+            f"{target} has no head of its own, and this is the largest of {len(small)} models here "
+            f"with its vocabulary and at most a quarter of its size ({format_bytes(draft.n_bytes)})",
         )
-    return max(small, key=lambda draft: draft.n_bytes).name
+    return AutoDraft(
+        None,
+        f"{target} has no head of its own, and no model here has its vocabulary and at most a "
+        f"quarter of its size; {draft_to_download(path)}",
+    )
 
 
 def drafts_for(target: str, models: Iterable[LocalModel]) -> list[LocalModel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.cli.app import main
-from specdec.models.drafts import best_draft, drafts_for
+from specdec.models.downloads import draft_to_download
+from specdec.models.drafts import auto_draft, drafts_for
 from specdec.models.local_models import local_models
-from specdec.models.names import ModelNotFound, resolve_model
+from specdec.models.names import MTP_HEAD, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +46,10 @@ def add(hub: Path, name: str, model: Path) -> None:
 def test_the_embedded_draft_drafts_for_the_embedded_target(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert best_draft("pair:target") == "pair:draft"
+    assert auto_draft("pair:target").name == "pair:draft"
     arguments = ["run", "-m", "pair:target", "-md", "auto", "-p", "def f():", "-n", "2"]
     assert main(arguments) == 0
-    assert "the draft model is pair:draft" in capsys.readouterr().err
+    assert "the draft is pair:draft: pair:target has no head of its own" in capsys.readouterr().err
 
 
 def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
@@ -70,16 +72,38 @@ def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     add(hub, "me/other", save_model(hub.parent / "tiny", seed=1))
     fitting = drafts_for("pair:target", local_models())
     assert [item.name for item in fitting] == ["pair:draft", "me/draft", "me/same"]
-    assert best_draft("pair:target") in ("pair:draft", "me/draft")  # of equal size
+    assert auto_draft("pair:target").name in ("pair:draft", "me/draft")  # of equal size
 
 
 def test_a_target_without_a_draft(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save_model(hub.parent / "tiny", seed=1)
-    with pytest.raises(ModelNotFound, match="no model on this machine has the vocabulary"):
-        specdec.load(target, "auto")
+    with specdec.load(target, "auto") as llm:
+        assert llm.generate([5, 6, 7], max_tokens=3).token_ids
     capsys.readouterr()
-    assert main(["plan", "-m", str(target), "-md", "auto"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["plan", "-m", str(target), "-md", "auto"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "n-grams draft" in line]
+    assert "download a smaller llama with the same tokenizer" in line
+
+
+def test_a_targets_own_head_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert auto_draft("pair:hybrid").name == MTP_HEAD
+    assert main(["run", "-m", "pair:hybrid", "-md", "auto", "-p", "def f():", "-n", "2"]) == 0
+    assert "the draft is mtp: pair:hybrid has an MTP head of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_type": "llama", "vocab_size": 128256}, "meta-llama/Llama-3.2-1B-Instruct"),
+        ({"model_type": "llama", "vocab_size": 32000}, "TinyLlama"),
+        ({"model_type": "llama", "vocab_size": 5}, "a smaller llama"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "a smaller"),
+        ({"text_config": {"model_type": "qwen3_5_text", "vocab_size": 248320}}, "its MTP head"),
+    ],
+)
+def test_advice_goes_by_architecture(tmp_path: Path, config: dict, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert name in draft_to_download(tmp_path)
 
 
 def test_pull_says_where_it_is(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
