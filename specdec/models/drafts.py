@@ -58,8 +58,8 @@ def auto_draft(target: str) -> AutoDraft:
         draft = max(small, key=lambda draft: draft.n_bytes)
         return AutoDraft(
             draft.name,
-            f"{target} has no head of its own, and this is the largest of {len(small)} models here "
-            f"with its vocabulary and at most a quarter of its size ({format_bytes(draft.n_bytes)})",
+            f"{target} has no head of its own, and this one ({format_bytes(draft.n_bytes)}) is the "
+            f"largest of {len(small)} here with its vocabulary and at most a quarter of its size",
         )
     return AutoDraft(
         None,
