@@ -113,7 +113,7 @@ class Clock:
 
     def __init__(self, num_requested: int, limit_seconds: float, min_count: int) -> None:
         self._num_requested, self._min_count = num_requested, min_count
-        self._limit_seconds = limit_seconds
+        self.limit_seconds = limit_seconds
         self._arrivals: list[tuple[float, int]] = []
         self._read = [bytes_read()]
         self._started = time.perf_counter()
@@ -132,7 +132,7 @@ class Clock:
     def is_up(self) -> bool:
         """Return whether this prompt has used its share of the time."""
         seconds = time.perf_counter() - self._started
-        return self.n_tokens >= self._min_count and seconds > self._limit_seconds
+        return self.n_tokens >= self._min_count and seconds > self.limit_seconds
 
     def record(self) -> dict[str, Any]:
         read = [*self._read, bytes_read()]
