@@ -142,6 +142,10 @@ class BeamSequence(Sequence):
     def drafts(self) -> bool:
         return False
 
+    @property
+    def max_hidden_states(self) -> int:
+        return 0
+
     def detach(self) -> None:
         self.kv = None
         if not self.is_finished:

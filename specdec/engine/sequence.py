@@ -166,15 +166,21 @@ class Sequence:
             self.active_kv,
             chunk,
             logits_at=None if is_last else [],
-            hidden_states_at=range(self._num_without_states(len(chunk)), len(chunk)),
+            hidden_states_at=self._with_states(chunk),
         )
 
-    def _num_without_states(self, num_tokens: int) -> int:
-        """Return how many of a prefill chunk's first tokens need no hidden states."""
-        max_states = 0
+    def _with_states(self, chunk: SequenceOf[int]) -> range:
+        """Return the tokens of a prefill chunk whose hidden states the drafter takes."""
+        num_without = max(0, self.num_uncomputed - self.max_hidden_states)
+        return range(min(len(chunk), num_without), len(chunk))
+
+    @property
+    def max_hidden_states(self) -> int:
+        """See Drafter.max_hidden_states."""
+        num_states = 0
         with own_errors(self.request):
-            max_states = self.drafter.max_hidden_states
-        return min(num_tokens, max(0, self.num_uncomputed - max_states))
+            num_states += self.drafter.max_hidden_states
+        return num_states
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
@@ -231,12 +237,8 @@ class Sequence:
         """Return the tree's nodes as input of the target."""
         first = self.active_kv.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        num_states = 0
-        with own_errors(self.request):
-            num_states = len(tree) if self.drafter.max_hidden_states else 0
-        return SequenceInput(
-            self.active_kv, tree.token_ids, parents, hidden_states_at=range(num_states)
-        )
+        states_at = range(len(tree) if self.max_hidden_states else 0)
+        return SequenceInput(self.active_kv, tree.token_ids, parents, hidden_states_at=states_at)
 
     # --- outcome of a step ---------------------------------------------------------------------
 

@@ -55,6 +55,12 @@ def test_several_sequences_share_the_heads_passes(plain, with_head):
     assert [results[i].token_ids for i in range(len(PROMPTS))] == expected
 
 
+def test_a_beam_search_is_the_targets(plain, with_head):
+    beams = {"num_beams": 3, "max_tokens": 12}
+    expected = plain.generate(PROMPTS[0], **beams).token_ids
+    assert with_head.generate(PROMPTS[0], **beams).token_ids == expected
+
+
 def test_a_second_turn_drafts_for_its_new_tokens(plain, with_head):
     """The target reuses the first turn's KV, of whose tokens the head has no hidden states."""
     first = PROMPTS[1]
