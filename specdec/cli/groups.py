@@ -30,7 +30,7 @@ from specdec.option import (
     SPECULATION,
     options_of,
 )
-from specdec.run_options import RunOptions
+from specdec.run_options import CPU, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
 
@@ -87,7 +87,8 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
     asked = RunOptions(**_given(values))  # errors are reported before models are opened
-    return replace(asked, draft_model=named_draft(asked.model, asked.draft_model))
+    draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
+    return replace(asked, draft_model=draft)
 
 
 def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:

@@ -32,24 +32,28 @@ class AutoDraft(NamedTuple):
     reason: str
 
 
-def named_draft(target: str | Path, draft: str | Path | None) -> str | Path | None:
+def named_draft(
+    target: str | Path, draft: str | Path | None, *, takes_heads: bool = True
+) -> str | Path | None:
     """Return the draft's name as given; for "auto" that of `auto_draft`, and say why."""
     if draft != _AUTO:
         return draft
-    choice = auto_draft(str(target))
+    choice = auto_draft(str(target), takes_heads=takes_heads)
     named = "n-grams draft" if choice.name is None else f"the draft is {choice.name}"
     logger.warning(f"{named}: {choice.reason}")
     return choice.name
 
 
-def auto_draft(target: str) -> AutoDraft:
+def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
     """Choose the draft of a target: its own MTP head, else the largest model on this machine that
     has its vocabulary and at most a quarter of its bytes, else n-grams.
 
     A head fits its target better than another model does, and is read with it.
+
+    takes_heads: whether the target runs on the CPU, where heads run.
     """
     path = resolve_model(target)
-    if has_mtp_head(path):
+    if takes_heads and has_mtp_head(path):
         return AutoDraft(MTP_HEAD, f"{target} has an MTP head of its own")
     n_bytes = sum(file.stat().st_size for file in weight_files(path))
     drafts = drafts_for(target, local_models())
@@ -58,12 +62,12 @@ def auto_draft(target: str) -> AutoDraft:
         draft = max(small, key=lambda draft: draft.n_bytes)
         return AutoDraft(
             draft.name,
-            f"{target} has no head of its own, and this one ({format_bytes(draft.n_bytes)}) is the "
+            f"{target} has no head to use, and this one ({format_bytes(draft.n_bytes)}) is the "
             f"largest of {len(small)} here with its vocabulary and at most a quarter of its size",
         )
     return AutoDraft(
         None,
-        f"{target} has no head of its own, and no model here has its vocabulary and at most a "
+        f"{target} has no head to use, and no model here has its vocabulary and at most a "
         f"quarter of its size; {draft_to_download(path)}",
     )
 

@@ -56,7 +56,9 @@ def plan_run(
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
     refuse_unknown(options, RunOptions, "plan_run()")
-    return plan_models(RunOptions(model, named_draft(model, draft_model), **options)).plan
+    takes_heads = options.get("device", CPU) == CPU
+    draft = named_draft(model, draft_model, takes_heads=takes_heads)
+    return plan_models(RunOptions(model, draft, **options)).plan
 
 
 def plan_models(

@@ -49,7 +49,7 @@ def test_the_embedded_draft_drafts_for_the_embedded_target(
     assert auto_draft("pair:target").name == "pair:draft"
     arguments = ["run", "-m", "pair:target", "-md", "auto", "-p", "def f():", "-n", "2"]
     assert main(arguments) == 0
-    assert "the draft is pair:draft: pair:target has no head of its own" in capsys.readouterr().err
+    assert "the draft is pair:draft: pair:target has no head to use" in capsys.readouterr().err
 
 
 def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
