@@ -25,6 +25,7 @@ SUBPACKAGES = {
         "decode experts",
         "peers timeline rank scenarios",
         "checks",
+        "heads",
         "prompts synth",
         "process results options table",
         "train",
