@@ -89,6 +89,8 @@ class Loading:
     """Tokens of all sequences together, beside live nodes; None: `max_context`."""
     max_num_seqs: int = 1
     """Sequences at a time, finished ones in the prefix cache included."""
+    has_head: bool = False
+    """Whether a draft will use the model's own draft head, which is loaded with it."""
 
     @property
     def has_more_tokens(self) -> bool:

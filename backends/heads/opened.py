@@ -32,4 +32,10 @@ def head_source(target: ModelSource, options: BackendOptions) -> ModelSource:
 
         if isinstance(target, HfSource):
             return HeadSource(target, options)
-    raise UnsupportedModel(f"{target.path}: MTP heads of GGUF models are not supported")
+    if "backends.llama.source" in sys.modules:
+        from backends.heads.gguf_source import GgufHeadSource
+        from backends.llama.source import GgufSource
+
+        if isinstance(target, GgufSource):
+            return GgufHeadSource(target, options)
+    raise UnsupportedModel(f"{target.path}: MTP heads of this format are not supported")

@@ -42,6 +42,7 @@ def load_target(
             n_readers=options.io_threads,
             progress=progress,
             vram_bytes=plan.torch_vram_bytes,
+            has_head=planned.draft is not None and planned.draft.source.takes_hidden_states,
         )
     )
 

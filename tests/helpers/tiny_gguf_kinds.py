@@ -207,6 +207,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Metadata by name; the architecture is the name unless "architecture" says another."""
 
+WITH_HEADS: dict[str, dict[str, Any]] = {
+    f"{name}-head": {
+        "architecture": name,
+        **ARCHITECTURES[name],
+        "block_count": 5,
+        "nextn_predict_layers": 1,
+    }
+    for name in ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2")
+}
+"""Models of 4 layers with an MTP head."""
+OWN_TABLES = ("glm4moe-head",)
+"""Those whose head has an embedding and an output head of its own."""
+
 RECURRENT = (
     "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid granitehybrid-mixture lfm2 "
     "lfm2moe falcon-h1 jamba mamba mamba2 plamo2 kimi-linear kimi-k3"
