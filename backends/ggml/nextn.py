@@ -19,27 +19,26 @@ _ROWS = "_Z26llama_get_embeddings_nextnP13llama_context"
 
 
 class HiddenStateFunctions:
-    """Hidden states after a model's final norm, or a head's, of all tokens of a pass."""
+    """Hidden states after a model's final norm, or a head's."""
 
     def __init__(self, enable: Any, rows: Any) -> None:
         self._enable, self._rows = enable, rows
         enable.argtypes, enable.restype = [ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool], None
         rows.argtypes, rows.restype = [ctypes.c_void_p], ctypes.POINTER(ctypes.c_float)
 
-    def enable(self, context: Any) -> None:
-        """Let passes of a context return hidden states of all tokens, with logits or without."""
-        is_only_with_logits = False
-        self._enable(context, True, is_only_with_logits)
+    def enable(self, context: Any, *, only_with_logits: bool) -> None:
+        """Let passes of a context return hidden states of all tokens, or of those with logits."""
+        self._enable(context, True, only_with_logits)
 
-    def rows(self, context: Any, num_tokens: int, width: int) -> np.ndarray:
-        """Return the last pass's hidden states, float32 [num_tokens, width], in llama.cpp's memory.
+    def rows(self, context: Any, n_rows: int, width: int) -> np.ndarray:
+        """Return the last pass's hidden states, float32 [n_rows, width], in llama.cpp's memory.
 
         Raises LlamaError if there are none.
         """
         pointer = self._rows(context)
         if not pointer:
             raise LlamaError("llama.cpp has no hidden states of the last pass: use a draft model")
-        return np.ctypeslib.as_array(pointer, (num_tokens, width))
+        return np.ctypeslib.as_array(pointer, (n_rows, width))
 
 
 @cache

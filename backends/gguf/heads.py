@@ -15,6 +15,8 @@ from offload.formats.tensors import TensorRecord
 
 TRIED_HEADS = frozenset("qwen35 qwen35moe qwen3next glm4moe deepseek2".split())
 """Architectures whose heads run."""
+_STATES_WITH_LOGITS_ONLY = frozenset({"qwen3next"})
+"""Those whose graph has the head's hidden states of tokens with logits alone."""
 _NO_GRAPH = "llama.cpp does not run heads of this architecture"
 _UNTRIED = "its proposals have not been compared with llama.cpp's"
 _WITH_GRAPH = frozenset(
@@ -42,6 +44,11 @@ def output_record(model: GgufModel) -> TensorRecord:
     """Return the matrix that gives the head's logits: its own, or the model's."""
     own = next((r for r in head_records(model) if r.name.endswith(_OWN_OUTPUT)), None)
     return own or model.index.get("output.weight") or model.index["token_embd.weight"]
+
+
+def has_states_with_logits_only(model: GgufModel) -> bool:
+    """Return whether llama.cpp returns the head's hidden states of tokens with logits alone."""
+    return model.architecture in _STATES_WITH_LOGITS_ONLY
 
 
 def can_run_head(model: GgufModel) -> bool:

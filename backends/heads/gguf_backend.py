@@ -6,7 +6,7 @@ attention, whatever the target's layers are.
 
 from __future__ import annotations
 
-from backends.contract.backend import LAST_HIDDEN_STATE, BackendError
+from backends.contract.backend import BackendError
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.store import PassOutput
 from backends.llama.backend import LlamaBackend
@@ -23,13 +23,16 @@ class GgufHead(LlamaBackend):
 
     Args:
         options: is_head is set.
+        only_with_logits: whether it returns hidden states of tokens with logits alone.
 
     Raises LlamaError where llama.cpp cannot run the head or returns no hidden states.
     """
 
     takes_hidden_states = True
 
-    def __init__(self, target: GgufBackend, options: ContextOptions) -> None:
+    def __init__(
+        self, target: GgufBackend, options: ContextOptions, *, only_with_logits: bool
+    ) -> None:
         RecoveringBackend.__init__(self)
         self._target = target
         self._closing = []
@@ -41,7 +44,7 @@ class GgufHead(LlamaBackend):
             n_bytes = logged_sizes(self._context.log).get("cache", 0)
             self._kv_bytes_per_token = n_bytes // self._context.n_cells
             self._open_passes()
-            self.collect_hidden_states((LAST_HIDDEN_STATE,))
+            self._context.collect_hidden_states(only_with_logits=only_with_logits)
         except BaseException:
             self.close()
             raise

@@ -9,7 +9,13 @@ from backends.contract.exactness import EXACT_OFF
 from backends.contract.self_draft import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.ggml.nextn import hidden_state_functions
-from backends.gguf.heads import check_head, head_records, output_record, resident_head_records
+from backends.gguf.heads import (
+    check_head,
+    has_states_with_logits_only,
+    head_records,
+    output_record,
+    resident_head_records,
+)
 from backends.heads.gguf_backend import GgufHead
 from backends.llama.base import GgufBackend
 from backends.llama.context import MAX_LEAVES, PREFILL_TOKENS, ContextOptions
@@ -101,7 +107,9 @@ class GgufHeadSource(SharesWeights):
             loading.max_num_seqs,
         )
         self._owner.collect_hidden_states((LAST_HIDDEN_STATE,))
-        return GgufHead(self._owner, options)
+        return GgufHead(
+            self._owner, options, only_with_logits=has_states_with_logits_only(self._model)
+        )
 
     def _options(
         self,

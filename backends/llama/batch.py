@@ -69,6 +69,13 @@ class Batch:
         outputs = self._outputs[self.n_tokens - self.n_fillers :]
         return num_tokens - (self.n_fillers if num_tokens == self.n_tokens else int(outputs.sum()))
 
+    def outputs_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the places of tokens among those with logits. Raises ValueError for others."""
+        outputs = np.flatnonzero(self._outputs)
+        if not np.isin(rows, outputs).all():
+            raise ValueError("hidden states of tokens without logits are asked for")
+        return np.searchsorted(outputs, rows)
+
     @property
     def has_hidden_states(self) -> bool:
         return self._hidden_states is not None

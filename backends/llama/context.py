@@ -139,6 +139,7 @@ class LlamaContext:
         LOG.clear()
         self._handle: Any = None
         self._hidden_states: HiddenStateFunctions | None = None
+        self._only_with_logits = False
         try:
             self._open(params)
         except BaseException:
@@ -214,14 +215,16 @@ class LlamaContext:
         rows: np.ndarray = np.ctypeslib.as_array(pointer, (batch.n_outputs, vocab_size))
         return rows[batch.requested]
 
-    def collect_hidden_states(self) -> None:
+    def collect_hidden_states(self, *, only_with_logits: bool = False) -> None:
         """Let passes return hidden states after the final norm; they may have other graphs then.
+
+        only_with_logits: of tokens with logits, instead of all.
 
         Raises LlamaError where this llama.cpp cannot.
         """
         functions = hidden_state_functions()
-        functions.enable(self.handle)
-        self._hidden_states = functions
+        functions.enable(self.handle, only_with_logits=only_with_logits)
+        self._hidden_states, self._only_with_logits = functions, only_with_logits
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         """Return a copy of the last pass's requested hidden states, float32 [n, width].
@@ -233,7 +236,11 @@ class LlamaContext:
         if self._hidden_states is None:
             raise BackendError("hidden states were not asked for before the pass")
         width = self._library.llama_model_n_embd(self._model.handle)
-        rows = self._hidden_states.rows(self.handle, batch.n_tokens, width)[batch.state_rows]
+        if self._only_with_logits:
+            n_rows, places = batch.n_outputs, batch.outputs_of(batch.state_rows)
+        else:
+            n_rows, places = batch.n_tokens, batch.state_rows
+        rows = self._hidden_states.rows(self.handle, n_rows, width)[places]
         if not rows.any():  # llama.cpp's buffer, which this architecture's graph does not write
             raise BackendError(
                 "llama.cpp returns no hidden states of this architecture, which draft heads need: "
