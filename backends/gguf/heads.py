@@ -2,7 +2,7 @@
 
 Layers for multi-token prediction come after the model's own (blk.N of N layers). Of several, for
 one token each, the first is a draft head that is run repeatedly. A head runs if its proposals are
-those of llama.cpp, and right in trees (tests/backends/llama/test_heads.py).
+those of llama.cpp, and right in trees (tests/backends/heads/test_gguf_heads.py).
 """
 
 from __future__ import annotations
