@@ -13,15 +13,15 @@ from backends.contract.backend import UnsupportedModel
 from backends.gguf.model import GgufModel
 from offload.formats.tensors import TensorRecord
 
-TRIED_HEADS = frozenset("qwen35 qwen35moe qwen3next glm4moe deepseek2".split())
+TRIED_HEADS = frozenset(
+    "qwen35 qwen35moe qwen3next glm4moe deepseek2 cohere2moe hy_v3 nemotron_h_moe step35".split()
+)
 """Architectures whose heads run."""
-_STATES_WITH_LOGITS_ONLY = frozenset({"qwen3next"})
+_STATES_WITH_LOGITS_ONLY = frozenset({"qwen3next", "step35"})
 """Those whose graph has the head's hidden states of tokens with logits alone."""
 _NO_GRAPH = "llama.cpp does not run heads of this architecture"
 _UNTRIED = "its proposals have not been compared with llama.cpp's"
-_WITH_GRAPH = frozenset(
-    "bailingmoe3 cohere2moe deepseek32 deepseek4 glm-dsa hy_v3 mimo2 nemotron_h_moe step35".split()
-)
+_WITH_GRAPH = frozenset("bailingmoe3 deepseek32 deepseek4 glm-dsa mimo2".split())
 """Further architectures whose heads llama.cpp runs."""
 _NEEDED = ("eh_proj", "enorm", "hnorm")
 _OWN_EMBEDDING = ".nextn.embed_tokens.weight"
