@@ -30,15 +30,15 @@ class HiddenStateFunctions:
         """Let passes of a context return hidden states of all tokens, or of those with logits."""
         self._enable(context, True, only_with_logits)
 
-    def rows(self, context: Any, n_rows: int, width: int) -> np.ndarray:
-        """Return the last pass's hidden states, float32 [n_rows, width], in llama.cpp's memory.
+    def rows(self, context: Any, num_rows: int, width: int) -> np.ndarray:
+        """Return the last pass's hidden states, float32 [num_rows, width], in llama.cpp's memory.
 
         Raises LlamaError if there are none.
         """
         pointer = self._rows(context)
         if not pointer:
             raise LlamaError("llama.cpp has no hidden states of the last pass: use a draft model")
-        return np.ctypeslib.as_array(pointer, (n_rows, width))
+        return np.ctypeslib.as_array(pointer, (num_rows, width))
 
 
 @cache

@@ -18,7 +18,7 @@ TRIED_HEADS = frozenset(
 )
 """Architectures whose heads run."""
 _STATES_WITH_LOGITS_ONLY = frozenset({"qwen3next", "step35"})
-"""Those whose graph has the head's hidden states of tokens with logits alone."""
+"""Architectures whose graph has the head's hidden states of tokens with logits alone."""
 _NO_GRAPH = "llama.cpp does not run heads of this architecture"
 _UNTRIED = "its proposals have not been compared with llama.cpp's"
 _WITH_GRAPH = frozenset("bailingmoe3 deepseek32 deepseek4 glm-dsa mimo2".split())

@@ -237,10 +237,10 @@ class LlamaContext:
             raise BackendError("hidden states were not asked for before the pass")
         width = self._library.llama_model_n_embd(self._model.handle)
         if self._only_with_logits:
-            n_rows, places = batch.n_outputs, batch.outputs_of(batch.state_rows)
+            num_rows, places = batch.n_outputs, batch.outputs_of(batch.state_rows)
         else:
-            n_rows, places = batch.n_tokens, batch.state_rows
-        rows = self._hidden_states.rows(self.handle, n_rows, width)[places]
+            num_rows, places = batch.n_tokens, batch.state_rows
+        rows = self._hidden_states.rows(self.handle, num_rows, width)[places]
         if not rows.any():  # llama.cpp's buffer, which this architecture's graph does not write
             raise BackendError(
                 "llama.cpp returns no hidden states of this architecture, which draft heads need: "

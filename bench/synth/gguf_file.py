@@ -31,6 +31,13 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "QWEN35MOE",
 }
 """Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`."""
+_MTP_NAMES = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
+"""llama.cpp's names of an MTP head's tensors outside of its layer, which comes after the last."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -51,7 +58,10 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
     Raises:
         SynthError: such a model has no such tensor.
     """
-    known = _known_names(model_type, n_layers)
+    if name in _MTP_NAMES:
+        return f"blk.{n_layers}.nextn.{_MTP_NAMES[name]}.weight"
+    name = name.replace("mtp.layers.0.", f"model.layers.{n_layers}.")
+    known = _known_names(model_type, n_layers + 1)
     name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     known_name = known.get_name(
         _ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")

@@ -244,7 +244,7 @@ WITH_HEADS: dict[str, dict[str, Any]] = {
 }
 """Models of 4 layers with an MTP head."""
 OWN_TABLES = ("glm4moe-head",)
-"""Those whose head has an embedding and an output head of its own."""
+"""Models whose head has an embedding and an output head of its own."""
 
 RECURRENT = (
     "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid granitehybrid-mixture lfm2 "

@@ -117,8 +117,8 @@ def test_hidden_states_do_not_depend_on_the_pass(name: str, write: Write) -> Non
         whole = states_of(backend, PROMPT)
         kv = backend.new_sequence()
         for i, token in enumerate(PROMPT):
-            one = SequenceInput(kv, [token], [PREFIX], hidden_states_at=[0])
-            (output,) = backend.forward([one])
+            node = SequenceInput(kv, [token], [PREFIX], hidden_states_at=[0])
+            (output,) = backend.forward([node])
             kv.commit(output.node_ids)
             assert np.array_equal(output.hidden_states[0], whole[i])
         paths = [[7], [7, 20], [7, 30], [7, 20, 21], [7, 20, 21, 22], [7, 30, 31]]
