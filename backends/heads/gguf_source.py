@@ -25,8 +25,7 @@ from offload.placement.placement import LayerWeights
 from offload.process.cpus import usable_cpus
 from offload.storage.reading import resident_footprint
 
-_KEPT_STATES = 2048
-"""Hidden states of a prompt's last tokens on their way to the head: 1024, one by one and joined."""
+_FLOAT32_BYTES = 4
 
 
 class GgufHeadSource(SharesWeights):
@@ -40,7 +39,6 @@ class GgufHeadSource(SharesWeights):
     llama.cpp has none of the functions that it needs.
     """
 
-    takes_hidden_states = True
     max_tree_leaves = MAX_LEAVES
     layers = ()
 
@@ -53,6 +51,7 @@ class GgufHeadSource(SharesWeights):
         self.path = target.path
         self.vocab_size = target.vocab_size
         self.max_context = target.max_context
+        self.hidden_state_bytes = _FLOAT32_BYTES * self._model.hidden_size
         self._resident = resident_head_records(head_records(self._model))
         self._experts = self._model.experts_of(LayerWeights(tuple(self._resident)))
         self._owner: Backend | None = None
@@ -76,11 +75,11 @@ class GgufHeadSource(SharesWeights):
         return self._memory_of(self._options(ctx_size, max_nodes)).kv_bytes
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
-        """Include the target's hidden states: llama.cpp's, and copies that go to the head."""
+        """Include the hidden states of a pass of the target and of one of the head, which llama.cpp
+        and a batch keep."""
         options = self._options(ctx_size, max_nodes, max_num_tokens)
-        n_states = 2 * (options.max_num_tokens + PREFILL_TOKENS) + _KEPT_STATES
-        state_bytes = 4 * n_states * self._model.hidden_size
-        return self._memory_of(options).scratch_bytes + state_bytes
+        n_states = PREFILL_TOKENS + 2 * options.max_num_tokens
+        return self._memory_of(options).scratch_bytes + n_states * self.hidden_state_bytes
 
     @property
     def head_bytes(self) -> int:

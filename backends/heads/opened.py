@@ -8,17 +8,20 @@ from pathlib import Path
 from backends.checkpoint.kinds import config_parts, read_raw
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
+from backends.gguf.heads import can_run_head
+from backends.gguf.model import load_gguf_model
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
 
 def has_mtp_head(path: Path) -> bool:
-    """Return whether a target has an MTP head of its own.
+    """Return whether a target has an MTP head of its own, which runs if it is a GGUF model.
 
-    path: result of `resolve_model`. Raises CheckpointError for a damaged one.
+    path: result of `resolve_model`. Raises CheckpointError for a damaged one, UnsupportedModel for
+    a GGUF file that is no language model.
     """
     if path.is_file():
-        return False
+        return can_run_head(load_gguf_model(path))
     counts = [part.get("num_hidden_layers") for part in config_parts(read_raw(path))]
     n_layers = next((n for n in reversed(counts) if isinstance(n, int)), None)
     return n_layers is not None and bool(mtp_tensors(WeightIndex.from_directory(path), n_layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions
 from backends.ggml import nextn
 from backends.ggml.library import LlamaError
-from backends.gguf.heads import TRIED_HEADS
+from backends.gguf.heads import TRIED_HEADS, check_head
 from backends.heads.opened import head_source
 from backends.llama.source import GgufSource
 
@@ -195,6 +196,10 @@ def test_models_without_hidden_states_are_refused(write: Write) -> None:
 def test_heads_that_do_not_run_are_refused(write: Write) -> None:
     with pytest.raises(UnsupportedModel, match=r"has no MTP head .*blk\.4\.nextn"):
         open_pair(write("qwen35"))
+    model = open_pair(write("qwen35-head"))[0].model
+    for architecture, reason in (("mimo2", "have not been compared"), ("ernie4_5", "does not run")):
+        with pytest.raises(UnsupportedModel, match=rf"\({architecture}\) .*{reason}"):
+            check_head(replace(model, architecture=architecture))
 
 
 def test_a_library_without_the_functions_is_refused(

@@ -15,6 +15,7 @@ from tiny_gguf import save_tiny_architecture
 from tiny_gguf_kinds import WITH_HEADS
 
 import specdec
+from specdec.models.drafts import auto_draft
 from specdec.models.names import MTP_HEAD
 from specdec.sampling.params import SamplingParams
 
@@ -73,6 +74,11 @@ def test_the_plan_counts_the_head(models: Any) -> None:
     assert alone["target embeddings and head"] == parts["target embeddings and head"]
     assert parts["draft embeddings and head"] > 200_000  # the layer's 53,760 numbers
     assert parts["draft KV cache"] > 0
+
+
+def test_auto_takes_the_head(models: Any) -> None:
+    assert auto_draft(str(models["qwen35-head"])).name == MTP_HEAD
+    assert auto_draft(str(models["qwen35"])).name != MTP_HEAD
 
 
 def test_a_target_without_a_head_is_refused(models: Any) -> None:
