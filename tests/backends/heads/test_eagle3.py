@@ -1,0 +1,125 @@
+"""EAGLE-3 heads: equal to the paper's equations and to llama.cpp, in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB, save_tiny_checkpoint
+from eagle3_heads import (
+    N_LAYERS,
+    PlainHead,
+    TinyHead,
+    new_head,
+    save_gguf_head,
+    save_specforge,
+    save_speculators,
+)
+
+from backends.contract.backend import PREFIX
+from backends.contract.sequence import SequenceInput
+from backends.contract.source import BackendOptions, Loading
+from backends.heads.source import Eagle3Source
+from backends.hf.backend import TorchBackend
+from backends.hf.source import HfSource
+from offload.placement.plan import plan_placement
+
+PROMPT = [5, 17, 80, 33, 9, 61, 12]
+"""Tokens; the head begins with the second one."""
+SAVE: dict[str, Callable[[TinyHead, Path], Path]] = {
+    "specforge": save_specforge,
+    "speculators": save_speculators,
+    "gguf": lambda head, path: save_gguf_head(head, path.with_suffix(".gguf")),
+}
+HEADS = {
+    "specforge": ("specforge", new_head()),
+    "specforge-whole": ("specforge", new_head(has_own_vocabulary=False)),
+    "speculators": (
+        "speculators",
+        new_head("norm_before_residual", layer_inputs=(2, 4, 6), has_own_embedding=True),
+    ),
+    "eagle-3.1": ("speculators", new_head("norm_before_fc", "norm_output", "norm_before_residual")),
+    "fc-norm": ("speculators", new_head("fc_norm", "norm_output")),
+    "gguf": ("gguf", new_head(has_own_embedding=True)),
+    "gguf-3.1": ("gguf", new_head("norm_before_fc", "norm_before_residual")),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HfSource:
+    directory = tmp_path_factory.mktemp("target")
+    save_tiny_checkpoint(request.param, directory, num_hidden_layers=N_LAYERS)
+    return HfSource(directory, BackendOptions())
+
+
+@pytest.fixture(params=HEADS)
+def pair(
+    request: pytest.FixtureRequest, target: HfSource, tmp_path: Path
+) -> Iterator[tuple[TorchBackend, TorchBackend, PlainHead]]:
+    layout, head = HEADS[request.param]
+    source = Eagle3Source(SAVE[layout](head, tmp_path / "head"), target, BackendOptions())
+    with load(target) as backend:
+        source.share_weights(backend)
+        embedding = backend._model.model.get_input_embeddings().weight
+        with load(source) as drafting:
+            yield backend, drafting, PlainHead(head, embedding)
+
+
+def load(source: HfSource) -> TorchBackend:
+    placement = plan_placement(source.layers, 1 << 40)
+    return source.load(Loading(placement, max_context=128, max_nodes=32, max_num_tokens=32))
+
+
+def run(head, sequence, token_ids, states, parents=None):
+    everything = range(len(token_ids))
+    chunk = SequenceInput(sequence, token_ids, parents, everything, everything, states)
+    return head.forward([chunk])[0]
+
+
+def target_states(backend: TorchBackend, token_ids: list[int]) -> np.ndarray:
+    chunk = SequenceInput(backend.new_sequence(), token_ids, hidden_states_at=range(len(token_ids)))
+    return backend.forward([chunk])[0].hidden_states
+
+
+def assert_close(values: np.ndarray, expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(values, expected.numpy(), atol=3e-4)
+
+
+def test_logits_and_states_are_those_of_the_equations(pair):
+    backend, head, plain = pair
+    states = target_states(backend, PROMPT[:-1])
+    output = run(head, head.new_sequence(), PROMPT[1:], states)
+    logits, own = plain.run(PROMPT[1:], plain.fused(torch.from_numpy(states)))
+    assert output.logits.shape == (len(PROMPT) - 1, VOCAB)
+    assert_close(output.logits, logits)
+    assert_close(output.hidden_states, own)
+    if plain.head.target_ids is not None:
+        outside = sorted(set(range(VOCAB)) - set(plain.head.target_ids.tolist()))
+        assert outside
+        assert np.isneginf(output.logits[:, outside]).all()
+        assert np.isfinite(output.logits[:, [0, VOCAB - 1]]).all()
+
+
+def test_a_chain_of_nodes_goes_on_from_the_heads_own_states(pair):
+    backend, head, plain = pair
+    states, sequence = target_states(backend, PROMPT[:-1]), head.new_sequence()
+    output = run(head, sequence, PROMPT[1:], states)
+    parent, proposed = PREFIX, []
+    for _ in range(5):
+        proposed.append(int(output.logits[-1].argmax()))
+        output = run(head, sequence, proposed[-1:], output.hidden_states[-1:], [parent])
+        (parent,) = output.node_ids
+    assert proposed == plain.chain(PROMPT[1:], torch.from_numpy(states), 5)
+
+
+def test_branches_are_as_alone(pair):
+    backend, head, plain = pair
+    states, sequence = target_states(backend, PROMPT[:-1]), head.new_sequence()
+    own = run(head, sequence, PROMPT[1:], states).hidden_states[-1:]
+    rows = run(head, sequence, [3, 7, 9], np.repeat(own, 3, axis=0), [PREFIX] * 3).logits
+    g = torch.cat([plain.fused(torch.from_numpy(states)), torch.from_numpy(own)])
+    for row, token in zip(rows, (3, 7, 9), strict=True):
+        assert_close(row, plain.run([*PROMPT[1:], token], g)[0][-1])
