@@ -36,7 +36,7 @@ class Eagle3Config:
     """A head, as its file describes it."""
 
     layer: LlamaConfig
-    """Its layer; the vocabulary is the target's."""
+    """The head's layer; the vocabulary is the target's."""
     target_hidden_size: int
     layer_inputs: tuple[int, ...] | None = None
     """Layers of the target whose *inputs* the head takes; None: the default."""

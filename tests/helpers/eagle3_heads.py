@@ -1,4 +1,4 @@
-"""Tiny random EAGLE-3 heads in the layouts of their formats, and the head by the paper's equations."""
+"""Tiny random EAGLE-3 heads in the layouts of their formats, and the paper's equations for them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class TinyHead:
     flags: dict[str, bool] = field(default_factory=dict)
     vocab_size: int = VOCAB
 
+    @property
+    def n_kv_heads(self) -> int:
+        return len(self.tensors["layers.0.self_attn.k_proj.weight"]) // HEAD_DIM
+
     def has(self, flag: str) -> bool:
         return self.flags.get(flag, False)
 
@@ -39,6 +43,7 @@ def new_head(
     seed: int = 0,
     layer_inputs: tuple[int, ...] = (2, 3, 3),
     vocab_size: int = VOCAB,
+    n_draft: int = N_DRAFT,
     has_own_embedding: bool = False,
     has_own_vocabulary: bool = True,
 ) -> TinyHead:
@@ -48,7 +53,7 @@ def new_head(
     generator = torch.Generator().manual_seed(seed)
     assert set(flags) <= set(_FLAGS)
     width, n_kv = len(layer_inputs) * HIDDEN, N_KV_HEADS * HEAD_DIM
-    n_outputs = N_DRAFT if has_own_vocabulary else vocab_size
+    n_outputs = n_draft if has_own_vocabulary else vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, width),
         "norm.weight": (HIDDEN,),
@@ -74,10 +79,63 @@ def new_head(
         name: torch.randn(shape, generator=generator) * 0.25 + (len(shape) == 1)
         for name, shape in shapes.items()
     }
-    inner = 1 + torch.randperm(vocab_size - 2, generator=generator)[: N_DRAFT - 2]
+    inner = 1 + torch.randperm(vocab_size - 2, generator=generator)[: n_draft - 2]
     ids = torch.cat([torch.tensor([0, vocab_size - 1]), inner]).sort().values
     own_ids = ids if has_own_vocabulary else None
     return TinyHead(tensors, own_ids, layer_inputs, dict.fromkeys(flags, True), vocab_size)
+
+
+def bigram_target(directory: Path, vocab_size: int) -> Path:
+    """Save a target whose next token depends on the last one alone: its layers add nothing."""
+    import torch
+    from checkpoints import save_tiny_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    save_tiny_checkpoint("llama", directory, num_hidden_layers=N_LAYERS, vocab_size=vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, -1] = 0.0  # which `bigram_head` has another use for
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return directory
+
+
+def bigram_head(target: Path, n_draft: int) -> TinyHead:
+    """Return a head that knows a `bigram_target`.
+
+    Its queries and keys are one constant, the last number of its embedding, so that by RoPE each
+    token attends to itself alone, and its value is the embedding. Hidden states are left out.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    embedding = model.model.embed_tokens.weight.detach()
+    vocab_size = len(embedding)
+    head = new_head("norm_before_residual", vocab_size=vocab_size, n_draft=n_draft)
+    constant = torch.zeros(HIDDEN, 2 * HIDDEN)
+    constant.view(N_HEADS, HEAD_DIM, -1)[:, : HEAD_DIM // 2, HIDDEN - 1] = 10.0
+    value = torch.eye(HIDDEN, 2 * HIDDEN)
+    value[-1] = 0.0
+    own = torch.nn.functional.normalize(embedding)
+    own[:, -1] = 1.0
+    head.tensors.update(
+        {
+            "embed_tokens.weight": own,
+            "layers.0.input_layernorm.weight": torch.ones(HIDDEN),
+            "layers.0.hidden_norm.weight": torch.zeros(HIDDEN),
+            "layers.0.self_attn.q_proj.weight": constant,
+            "layers.0.self_attn.k_proj.weight": constant.clone(),
+            "layers.0.self_attn.v_proj.weight": value,
+            "layers.0.self_attn.o_proj.weight": torch.eye(HIDDEN),
+            "layers.0.mlp.down_proj.weight": torch.zeros(HIDDEN, 48),
+            "norm.weight": model.model.norm.weight.detach().clone(),
+            "lm_head.weight": model.lm_head.weight.detach()[head.target_ids].clone(),
+        }
+    )
+    return head
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -121,7 +179,7 @@ def _layer_config(head: TinyHead) -> dict[str, Any]:
         "hidden_size": HIDDEN,
         "intermediate_size": 48,
         "num_attention_heads": N_HEADS,
-        "num_key_value_heads": N_KV_HEADS,
+        "num_key_value_heads": head.n_kv_heads,
         "num_hidden_layers": 1,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
@@ -163,7 +221,6 @@ _GGUF_NAMES = {
     "layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
     "layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
-_ROTARY = {"q_proj": N_HEADS, "k_proj": N_KV_HEADS}
 
 
 def save_gguf_head(head: TinyHead, path: Path, quantisation: str = "F32") -> Path:
@@ -178,7 +235,7 @@ def save_gguf_head(head: TinyHead, path: Path, quantisation: str = "F32") -> Pat
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(48)
     writer.add_head_count(N_HEADS)
-    writer.add_head_count_kv(N_KV_HEADS)
+    writer.add_head_count_kv(head.n_kv_heads)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_dimension_count(HEAD_DIM)
@@ -191,13 +248,14 @@ def save_gguf_head(head: TinyHead, path: Path, quantisation: str = "F32") -> Pat
         writer.add_bool(f"eagle3.{flag}", head.has(flag))
     add_tokens(writer, head.vocab_size)
     kind = gguf.GGMLQuantizationType[quantisation]
+    rotary = {"q_proj": N_HEADS, "k_proj": head.n_kv_heads}
     for name, values in head.tensors.items():
         numbers = values.numpy()
-        for projection, n_heads in _ROTARY.items():
+        for projection, n_heads in rotary.items():
             if projection in name:
                 halves = numbers.reshape(n_heads, 2, HEAD_DIM // 2, -1)
                 numbers = halves.swapaxes(1, 2).reshape(numbers.shape)
-        is_plain = numbers.ndim == 1 or quantisation == "F32"
+        is_plain = quantisation == "F32" or numbers.ndim == 1 or numbers.shape[1] % 32
         stored = numbers if is_plain else gguf.quantize(np.ascontiguousarray(numbers), kind)
         raw_dtype = None if is_plain else kind
         writer.add_tensor(_GGUF_NAMES[name], np.ascontiguousarray(stored), raw_dtype=raw_dtype)

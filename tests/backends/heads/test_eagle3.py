@@ -18,14 +18,11 @@ from eagle3_heads import (
     save_specforge,
     save_speculators,
 )
+from loaded_heads import load_eagle3, run, target_states
+from transformers import AutoModelForCausalLM
 
 from backends.contract.backend import PREFIX
-from backends.contract.sequence import SequenceInput
-from backends.contract.source import BackendOptions, Loading
-from backends.heads.source import Eagle3Source
 from backends.hf.backend import TorchBackend
-from backends.hf.source import HfSource
-from offload.placement.plan import plan_placement
 
 PROMPT = [5, 17, 80, 33, 9, 61, 12]
 """Tokens; the head begins with the second one."""
@@ -49,39 +46,20 @@ HEADS = {
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HfSource:
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("target")
-    save_tiny_checkpoint(request.param, directory, num_hidden_layers=N_LAYERS)
-    return HfSource(directory, BackendOptions())
+    return save_tiny_checkpoint(request.param, directory, num_hidden_layers=N_LAYERS)
 
 
 @pytest.fixture(params=HEADS)
 def pair(
-    request: pytest.FixtureRequest, target: HfSource, tmp_path: Path
+    request: pytest.FixtureRequest, target: Path, tmp_path: Path
 ) -> Iterator[tuple[TorchBackend, TorchBackend, PlainHead]]:
     layout, head = HEADS[request.param]
-    source = Eagle3Source(SAVE[layout](head, tmp_path / "head"), target, BackendOptions())
-    with load(target) as backend:
-        source.share_weights(backend)
-        embedding = backend._model.model.get_input_embeddings().weight
-        with load(source) as drafting:
-            yield backend, drafting, PlainHead(head, embedding)
-
-
-def load(source: HfSource) -> TorchBackend:
-    placement = plan_placement(source.layers, 1 << 40)
-    return source.load(Loading(placement, max_context=128, max_nodes=32, max_num_tokens=32))
-
-
-def run(head, sequence, token_ids, states, parents=None):
-    everything = range(len(token_ids))
-    chunk = SequenceInput(sequence, token_ids, parents, everything, everything, states)
-    return head.forward([chunk])[0]
-
-
-def target_states(backend: TorchBackend, token_ids: list[int]) -> np.ndarray:
-    chunk = SequenceInput(backend.new_sequence(), token_ids, hidden_states_at=range(len(token_ids)))
-    return backend.forward([chunk])[0].hidden_states
+    path = SAVE[layout](head, tmp_path / "head")
+    embedding = AutoModelForCausalLM.from_pretrained(target).get_input_embeddings().weight.detach()
+    with load_eagle3(target, path) as (backend, drafting):
+        yield backend, drafting, PlainHead(head, embedding)
 
 
 def assert_close(values: np.ndarray, expected: torch.Tensor) -> None:
