@@ -175,9 +175,9 @@ def gguf_config(path: Path, metadata: GgufMetadata) -> Eagle3Config:
         return Eagle3Config(
             config,
             value("target_hidden_size"),
-            tuple(layers) or None,
-            norm_before_residual=value("norm_before_residual", False),
-            norm_before_fc=value("norm_before_fc", False),
+            tuple(int(layer) for layer in layers) or None,
+            norm_before_residual=bool(value("norm_before_residual", False)),
+            norm_before_fc=bool(value("norm_before_fc", False)),
         )
     except SpecdecError:
         raise

@@ -91,6 +91,12 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Eagle3Files:
         else:
             stored[_GGUF_NAMES.get(name, name)] = record
     _check_ids(path, config, target_ids)
+    n_frequencies = config.layer.head_dim // 2
+    if factors is not None and factors.shape != (n_frequencies,):
+        raise CheckpointError(
+            f"{path} has RoPE factors of the shape {tuple(factors.shape)}, must be "
+            f"({n_frequencies},): convert the head again"
+        )
     records = decoded_records(stored, dtype)
     return Eagle3Files(config, index, records, target_ids, factors, stored)
 
@@ -105,15 +111,16 @@ def _integers(record: TensorRecord) -> torch.Tensor:
     if len(stored) < record.n_bytes:
         raise CheckpointError(f"{record.path} ends within {record.name}: download the head again")
     numbers = np.frombuffer(stored, dtype=np.int64 if record.dtype == "I64" else np.int32)
-    return torch.from_numpy(numbers.astype(np.int64))
+    return torch.from_numpy(numbers.astype(np.int64))  # one dimension, whatever the file has
 
 
 def _check_ids(path: Path, config: Eagle3Config, target_ids: torch.Tensor | None) -> None:
-    if target_ids is None or not len(target_ids):
+    if target_ids is None:
         return
-    n_tokens, lowest, highest = config.layer.vocab_size, target_ids.min(), target_ids.max()
-    if lowest < 0 or highest >= n_tokens or len(target_ids.unique()) < len(target_ids):
+    n_tokens, ids = config.layer.vocab_size, set(target_ids.flatten().tolist())
+    if not ids or min(ids) < 0 or max(ids) >= n_tokens or len(ids) < target_ids.numel():
+        shown = f"{min(ids)} to {max(ids)}" if ids else "no tokens"
         raise CheckpointError(
-            f"{path} maps its tokens (d2t) to {int(lowest)} to {int(highest)}, must be different "
-            f"ids below {n_tokens}: download the head again"
+            f"{path} maps its tokens (d2t) to {shown}, must be different ids below {n_tokens}: "
+            "download the head again"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from math import prod
 
 import numpy as np
@@ -16,7 +17,7 @@ from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB
 
-_PIECE_NUMBERS = 4 * MIB
+_PIECE_NUMBERS = MIB
 """Numbers that are decoded at a time, which take 4 bytes each and more within the decoder."""
 _ALIGNMENT = 64
 
@@ -24,7 +25,12 @@ _ALIGNMENT = 64
 def decoded_records(
     stored: Mapping[str, TensorRecord], dtype: torch.dtype
 ) -> dict[str, TensorRecord]:
-    """Return the tensors as if the file had them in `dtype`, one after the other."""
+    """Return the tensors as if the file had them in `dtype`, one after the other.
+
+    Raises UnsupportedModel if they cannot be decoded here.
+    """
+    if find_spec("gguf") is None:
+        raise UnsupportedModel("heads in GGUF files need gguf: pip install 'specdec[gguf]'")
     (name,) = (name for name, known in TORCH_DTYPES.items() if known == dtype)
     records, offset = {}, 0
     for key, record in stored.items():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 N_LAYERS = 6
 """Layers of a target: the head takes the inputs of the layers 2, 3 and 3 by default."""
 N_DRAFT = 40
-HIDDEN, N_HEADS, N_KV_HEADS, HEAD_DIM, THETA, EPS = 32, 4, 2, 8, 10000.0, 1e-5
+HIDDEN, N_HEADS, N_KV_HEADS, HEAD_DIM, THETA, EPS = 32, 4, 2, 8, 500.0, 1e-5
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -223,7 +223,12 @@ _GGUF_NAMES = {
 }
 
 
-def save_gguf_head(head: TinyHead, path: Path, quantisation: str = "F32") -> Path:
+def save_gguf_head(
+    head: TinyHead,
+    path: Path,
+    quantisation: str = "F32",
+    rope_factors: torch.Tensor | None = None,
+) -> Path:
     """Write a head as llama.cpp's converter does: rows of queries and keys in its RoPE's order."""
     import gguf
     import numpy as np
@@ -261,6 +266,8 @@ def save_gguf_head(head: TinyHead, path: Path, quantisation: str = "F32") -> Pat
         writer.add_tensor(_GGUF_NAMES[name], np.ascontiguousarray(stored), raw_dtype=raw_dtype)
     if head.target_ids is not None:
         writer.add_tensor("d2t", head.target_ids.numpy())
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,7 +10,9 @@ import pytest
 import torch
 from checkpoints import VOCAB, save_tiny_checkpoint
 from eagle3_heads import (
+    HEAD_DIM,
     N_LAYERS,
+    THETA,
     PlainHead,
     TinyHead,
     new_head,
@@ -22,7 +24,10 @@ from loaded_heads import load_eagle3, run, target_states
 from transformers import AutoModelForCausalLM
 
 from backends.contract.backend import PREFIX
+from backends.contract.source import BackendOptions
+from backends.heads.source import Eagle3Source
 from backends.hf.backend import TorchBackend
+from backends.hf.source import HfSource
 
 PROMPT = [5, 17, 80, 33, 9, 61, 12]
 """Tokens; the head begins with the second one."""
@@ -101,3 +106,27 @@ def test_branches_are_as_alone(pair):
     g = torch.cat([plain.fused(torch.from_numpy(states)), torch.from_numpy(own)])
     for row, token in zip(rows, (3, 7, 9), strict=True):
         assert_close(row, plain.run([*PROMPT[1:], token], g)[0][-1])
+
+
+def test_rope_scaling_is_the_files(target, tmp_path):
+    """Llama 3's scaling is options in config.json, and one factor for each frequency in GGUF."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    source = HfSource(target, BackendOptions())
+    folder = save_specforge(new_head(), tmp_path / "head", rope_scaling=scaling)
+    plain = frequencies(source, save_specforge(new_head(), tmp_path / "plain"))
+    scaled = frequencies(source, folder)
+    assert_close(plain.numpy(), THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    assert (plain / scaled).max() == pytest.approx(8.0)
+    path = save_gguf_head(new_head(), tmp_path / "head.gguf", rope_factors=plain / scaled)
+    torch.testing.assert_close(frequencies(source, path), scaled)
+
+
+def frequencies(target: HfSource, path: Path) -> torch.Tensor:
+    model = Eagle3Source(path, target, BackendOptions()).model.model
+    return model.get_decoder().rotary_emb.inv_freq

@@ -132,6 +132,12 @@ def test_a_gguf_head_of_another_target_is_refused(target, tmp_path):
     refuse(target, save_gguf_head(head, tmp_path / "head.gguf"), "before the layers")
 
 
+def test_rope_factors_of_another_size_are_refused(target, tmp_path):
+    path = save_gguf_head(new_head(), tmp_path / "head.gguf", rope_factors=torch.ones(3))
+    with pytest.raises(SpecdecError, match=r"RoPE factors of the shape \(3,\), must be \(4,\)"):
+        Eagle3Source(path, target, BackendOptions())
+
+
 def test_a_head_cut_within_its_tensors_is_refused(target, tmp_path):
     path = save_gguf_head(new_head(), tmp_path / "head.gguf")
     path.write_bytes(path.read_bytes()[:-2000])
