@@ -10,6 +10,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
+from backends.heads.kinds import EAGLE3, head_kind
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
@@ -27,14 +28,14 @@ def has_mtp_head(path: Path) -> bool:
     return n_layers is not None and bool(mtp_tensors(WeightIndex.from_directory(path), n_layers))
 
 
-def head_source(target: ModelSource, options: BackendOptions) -> ModelSource:
+def mtp_source(target: ModelSource, options: BackendOptions) -> ModelSource:
     """Return the source of a target's own MTP head. Raises UnsupportedModel if it has none."""
     if "backends.hf.source" in sys.modules:
-        from backends.heads.source import HeadSource
+        from backends.heads.source import MtpSource
         from backends.hf.source import HfSource
 
         if isinstance(target, HfSource):
-            return HeadSource(target, options)
+            return MtpSource(target, options)
     if "backends.llama.source" in sys.modules:
         from backends.heads.gguf_source import GgufHeadSource
         from backends.llama.source import GgufSource
@@ -42,3 +43,23 @@ def head_source(target: ModelSource, options: BackendOptions) -> ModelSource:
         if isinstance(target, GgufSource):
             return GgufHeadSource(target, options)
     raise UnsupportedModel(f"{target.path}: MTP heads of this format are not supported")
+
+
+def open_head(path: Path, target: ModelSource, options: BackendOptions) -> ModelSource | None:
+    """Return the source of a draft head in files of its own; None if `path` is no head of a kind
+    that runs beside a target here.
+
+    path: result of `resolve_model`. Raises UnsupportedModel if it does not fit the target.
+    """
+    if head_kind(path) != EAGLE3:
+        return None
+    if "backends.hf.source" in sys.modules:
+        from backends.heads.source import Eagle3Source
+        from backends.hf.source import HfSource
+
+        if isinstance(target, HfSource):
+            return Eagle3Source(path, target, options)
+    raise UnsupportedModel(
+        f"{path} is an EAGLE-3 head, which drafts for checkpoints alone, and {target.path} is a "
+        "GGUF model: name a draft model, or take the target's checkpoint"
+    )

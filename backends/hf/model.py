@@ -56,7 +56,7 @@ from backends.packed.tensor import PackedTensor
 from backends.recurrent.shapes import PlaceShape, recurrences_of
 from backends.recurrent.states import Place
 from offload.formats.checkpoint import WeightIndex, main_format
-from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
@@ -71,7 +71,7 @@ class HfModel:
     model: PreTrainedModel
     config: PreTrainedConfig
     """The language model's part of `model.config`."""
-    index: WeightIndex
+    index: TensorIndex
     dtype: torch.dtype
     layers: tuple[nn.Module, ...]
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
@@ -102,7 +102,9 @@ class HfModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])  # tied: those of the tokens
+        head = self.model.get_output_embeddings()
+        of_draft_head = getattr(head, "vocab_size", None)  # may have fewer outputs
+        return int(of_draft_head or head.weight.shape[0])  # tied: those of the tokens
 
     @property
     def max_context(self) -> int:
@@ -254,7 +256,7 @@ def match_checkpoint(
 
 def bind_checkpoint(
     model: PreTrainedModel,
-    index: WeightIndex,
+    index: TensorIndex,
     dtype: torch.dtype,
     directory: Path,
     packed: Mapping[str, PackedTensor],

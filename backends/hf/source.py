@@ -29,6 +29,7 @@ from backends.hf.row_tables import resident_records, row_bytes
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads
 from backends.hf.timing import measure_compute
+from backends.hf.weights import TorchWeights
 from backends.kv.pool import blocks_of
 from backends.packed.kernels import decoding_warnings
 from backends.packed.timing import measure_decoding
@@ -197,9 +198,10 @@ class HfSource(ModelSource):
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
 
-    def _load(self, loading: Loading) -> Backend:
+    def _weights(self, loading: Loading) -> TorchWeights:
+        """Load the weights of a plan."""
         placement = loading.placement
-        weights = CpuWeights(
+        return CpuWeights(
             self.model,
             placement.layers,
             placement.n_slots,
@@ -207,9 +209,11 @@ class HfSource(ModelSource):
             progress=loading.progress,
             experts=placement.experts,
         )
+
+    def _load(self, loading: Loading) -> Backend:
         return TorchBackend(
             self.model,
-            weights,
+            self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
             num_kv_slots=loading.num_kv_slots,

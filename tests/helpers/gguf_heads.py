@@ -12,7 +12,7 @@ import numpy as np
 
 from backends.contract.source import BackendOptions, Loading
 from backends.ggml.library import LlamaModel, load_shared_library
-from backends.heads.opened import head_source
+from backends.heads.opened import mtp_source
 from backends.llama.context import CACHE_TYPES
 from backends.llama.source import GgufSource
 from offload.placement.placement import Placement
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"max_context": 64, "max_nodes": 40, "max_num_tokens": 4
 
 def open_pair(path: Path, *, is_exact: bool = True) -> tuple[GgufSource, Any]:
     target = GgufSource(path, BackendOptions(n_threads=1, is_exact=is_exact))
-    return target, head_source(target, BackendOptions(n_threads=1))
+    return target, mtp_source(target, BackendOptions(n_threads=1))
 
 
 @contextmanager

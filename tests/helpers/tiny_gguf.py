@@ -62,7 +62,7 @@ def _write(
             writer.add_float32(full, value)
         else:
             writer.add_uint32(full, value)
-    _add_tokens(writer)
+    add_tokens(writer)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -71,17 +71,18 @@ def _write(
     writer.close()
 
 
-def _add_tokens(writer: Any) -> None:
+def add_tokens(writer: Any, vocab: int = VOCAB) -> None:
+    """Add a vocabulary of words."""
     import gguf
 
-    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))]
+    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, vocab))]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_merges(["w 3"])
     writer.add_token_list(words)
-    writer.add_token_scores([-float(i) for i in range(VOCAB)])
-    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (VOCAB - 3)])
+    writer.add_token_scores([-float(i) for i in range(vocab)])
+    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (vocab - 3)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

@@ -23,7 +23,7 @@ from backends.contract.source import BackendOptions
 from backends.ggml import nextn
 from backends.ggml.library import LlamaError
 from backends.gguf.heads import TRIED_HEADS, check_head
-from backends.heads.opened import head_source
+from backends.heads.opened import mtp_source
 from backends.llama.source import GgufSource
 
 pytestmark = pytest.mark.gguf
@@ -164,7 +164,7 @@ def test_without_a_draft_the_head_takes_no_memory(write: Write) -> None:
         for source in (with_head, without)
     ]
     assert sizes[0] == sizes[1]
-    head = head_source(with_head, BackendOptions(n_threads=1))
+    head = mtp_source(with_head, BackendOptions(n_threads=1))
     own = sum(r.n_bytes for r in with_head.model.mtp_records)
     assert own <= head.non_layer_bytes < own + 2 * 4096 * len(with_head.model.mtp_records)
     assert head.head_bytes == own + with_head.model.index["output.weight"].n_bytes

@@ -17,7 +17,7 @@ pytest.importorskip("gguf")
 from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions, Loading
-from backends.heads.opened import head_source
+from backends.heads.opened import mtp_source
 from backends.hf.source import HfSource
 from backends.llama.source import GgufSource
 from bench.synth.checkpoint import grow
@@ -56,7 +56,7 @@ def loaded(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the backends of a model and of its head."""
     kind = GgufSource if path.suffix == ".gguf" else HfSource
     target = kind(path, BackendOptions(n_threads=1))
-    head = head_source(target, BackendOptions(n_threads=1))
+    head = mtp_source(target, BackendOptions(n_threads=1))
     placed = Placement(pin_all(target.layers), 0)
     how = "mmap" if kind is GgufSource else "ram"
     with target.load(Loading(placed, **SIZES, load_mode=how, has_head=True)) as backend:
