@@ -87,6 +87,8 @@ class HeadGrowth:
 
     def _vector(self, values: torch.Tensor) -> torch.Tensor:
         """Return a norm over the hidden size, or a norm of heads as it is."""
+        if len(values) > self.d:
+            raise SynthError(f"a head with a norm of {len(values)} numbers cannot be grown")
         if len(values) != self.d:
             return values
         scale = math.sqrt(self.d / self.big_d)
@@ -147,10 +149,14 @@ def grow_head(head: Path, small_target: Path, grown_target: Path, out: Path) -> 
         raise SynthError(f"{out} exists: name a new folder")
     source, grown = SourceModel(small_target), SourceModel(grown_target)
     config = read_json(head / "config.json")
-    growth = HeadGrowth(config, source.shape, grown.shape)
+    layer = config | config.get("transformer_layer_config", {})
+    growth = HeadGrowth(layer, source.shape, grown.shape)
     tensors = {name: growth.tensor(name, values) for name, values in _stored(head)}
     places = {small: i for i, small in layer_places(source.shape, grown.shape).items()}
-    renewed = _with_layer_ids(config, places) | _sizes(grown_config(source, grown.shape, "bf16"))
+    sizes = _sizes(grown_config(source, grown.shape, "bf16"))
+    renewed = _with_layer_ids(config, places) | sizes
+    if "transformer_layer_config" in renewed:
+        renewed["transformer_layer_config"] |= sizes
     out.mkdir(parents=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     write_json(out / "config.json", renewed)
