@@ -13,7 +13,6 @@ from eagle3_heads import (
     HEAD_DIM,
     N_LAYERS,
     THETA,
-    PlainHead,
     TinyHead,
     new_head,
     save_gguf_head,
@@ -21,6 +20,7 @@ from eagle3_heads import (
     save_speculators,
 )
 from loaded_heads import load_eagle3, run, target_states
+from plain_eagle3 import PlainHead
 from transformers import AutoModelForCausalLM
 
 from backends.contract.backend import PREFIX

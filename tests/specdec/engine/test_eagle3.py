@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from checkpoints import in_dtype
 from eagle3_heads import bigram_head, bigram_target, new_head, save_gguf_head, save_specforge
 from tiny_pair import VOCAB, save_tokenizer
 
@@ -93,3 +95,21 @@ def test_a_useless_head_changes_nothing(target, plain, tmp_path, temperature):
         assert llm.generate(PROMPTS[0], **asked).token_ids == (
             plain.generate(PROMPTS[0], **asked).token_ids
         )
+
+
+@pytest.mark.parametrize("layout", ["folder", "gguf"])
+def test_a_head_is_computed_in_the_targets_number_format(target, tmp_path, layout):
+    folder = in_dtype(target, tmp_path / "target", torch.bfloat16)
+    save_tokenizer(folder)
+    head = bigram_head(target, N_DRAFT)
+    if layout == "folder":
+        path = save_specforge(head, tmp_path / "head")
+    else:
+        path = save_gguf_head(head, tmp_path / "head.gguf")
+    with specdec.load(folder, spec_type="none", **OPTIONS) as llm:
+        expected = llm.generate(PROMPTS[0], **ASKED).token_ids
+    options = {"spec_type": "draft", "num_draft_tokens": 12, **OPTIONS}
+    with specdec.load(folder, draft_model=path, **options) as llm:
+        result = llm.generate(PROMPTS[0], **ASKED)
+    assert result.token_ids == expected
+    assert result.stats.mean_acceptance_length > 2.0
