@@ -34,6 +34,11 @@ _SCORE_HEAD = re.compile(
     r"(score|classifier|classification_head|qa_outputs|reward_head|regression_layer)\."
 )
 _LANGUAGE_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
+DFLASH = "dflash"
+"""Kind of the draft heads that run beside their target (backends/heads/dflash_config.py)."""
+DFLASH_FAMILY = "muse_glimmer_assistant"
+"""model_type of DFlash heads in transformers' layout."""
+_DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
 _IMAGE_TOKENS_ONLY = "vision"
 """Value of Gemma 3 and 4 for attention that is bidirectional within an image, but not in text."""
 _REMEDY = "specdec runs causal language models, name one that generates text"
@@ -52,6 +57,15 @@ def other_kind(directory: Path) -> str | None:
         return f"an adapter (PEFT) of {base!s:.80}, to be merged into that model first"
     config = read_raw(directory)
     return _by_config(config) or _by_modules(directory)
+
+
+def draft_head_of(directory: Path) -> str | None:
+    """Return DFLASH for the folder of such a head, of either version; None for anything else."""
+    config = read_raw(directory)
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else ()
+    is_class = any(name in names for name in _DFLASH_CLASSES)
+    return DFLASH if is_class or config.get("model_type") == DFLASH_FAMILY else None
 
 
 def refuse_other_kinds(directory: Path) -> None:
