@@ -58,18 +58,23 @@ def run_batched(
 
 
 def _batches(waiting: dict[int, SequenceInput], max_num_tokens: int | None) -> list[list[int]]:
-    """Group inputs that share a pass: inputs of one model, with `max_num_tokens` at most."""
+    """Group inputs that share a pass: inputs of one model, all with or all without hidden states,
+    with `max_num_tokens` at most."""
     batches: list[list[int]] = []
     num_tokens = 0
     for index, chunk in waiting.items():
         before = waiting[batches[-1][0]] if batches else None
         num_tokens += len(chunk.token_ids)
-        is_new = before is None or before.kv.backend is not chunk.kv.backend
+        is_new = before is None or not _can_share(before, chunk)
         if is_new or (max_num_tokens is not None and num_tokens > max_num_tokens):
             batches.append([])
             num_tokens = len(chunk.token_ids)
         batches[-1].append(index)
     return batches
+
+
+def _can_share(a: SequenceInput, b: SequenceInput) -> bool:
+    return a.kv.backend is b.kv.backend and (a.hidden_states is None) == (b.hidden_states is None)
 
 
 def _run(batch: list[SequenceInput]) -> list[SequenceOutput | None]:

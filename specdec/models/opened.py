@@ -7,12 +7,14 @@ imported: a GGUF pair runs without torch and transformers.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint.kinds import DFLASH, draft_head_of
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
+from backends.heads.opened import dflash_source
 from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError
 from specdec.models.names import resolve_model
@@ -74,6 +76,19 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
     _refuse_no_tokens(name, opened.vocabulary)
     _warn_of_few_tokens(name, opened.vocabulary)
     return opened
+
+
+def open_draft(name: str | Path, target: OpenedModel, options: BackendOptions) -> OpenedModel:
+    """Open the draft of a target: a model with its vocabulary, or a draft head in a folder.
+
+    Raises SpecdecError as `open_model`, and for a draft that does not fit the target.
+    """
+    path = resolve_model(name)
+    if not is_gguf(path) and draft_head_of(path) == DFLASH:
+        return replace(target, source=dflash_source(target.source, options, path))
+    draft = open_model(name, options)
+    compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
+    return draft
 
 
 def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:

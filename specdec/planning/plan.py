@@ -19,7 +19,7 @@ from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
 from specdec.models.names import MTP_HEAD, SELF_DRAFT
-from specdec.models.opened import OpenedModel, OpenedPair, open_model
+from specdec.models.opened import OpenedModel, OpenedPair, open_draft, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.memory.base import budget_of_run, measure_base
@@ -28,7 +28,6 @@ from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 from specdec.text.chat_format import chat_format
-from specdec.text.vocabulary import compare_vocabularies
 
 MAX_STATE_SHARE = 1 / 8
 """Maximum share of the budget for recurrent states, unless those of one sequence take more. Layers
@@ -104,8 +103,7 @@ def open_pair(options: RunOptions) -> OpenedPair:
         draft = replace(target, source=head_source(target.source, options_of_head))
     elif options.draft is not None:
         # Cache types apply to the target only: a draft's KV is small.
-        draft = open_model(options.draft, BackendOptions(options.backend.n_threads))
-        compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
+        draft = open_draft(options.draft, target, BackendOptions(options.backend.n_threads))
     _check_options(options, target.source)
     return OpenedPair(target, draft)
 
