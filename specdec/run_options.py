@@ -91,8 +91,9 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Draft model with the same vocabulary, named in the same ways; pair:draft; mtp is the "
-        "target's own MTP head; auto takes that, or a model on this machine.",
+        "Draft model with the same vocabulary, named in the same ways; pair:draft; the folder of "
+        "a DFlash head; mtp is the target's own MTP head; auto takes that, or a model on this "
+        "machine.",
         MODELS,
         short="-md",
         shown_default=False,
