@@ -51,6 +51,9 @@ class ModelCompute:
     """Seconds per byte of the weights after the layers, if their number format is another."""
     per_pass: ComputeCurve | None = None
     """Seconds of a pass that do not depend on the weights."""
+    block_size: int | None = None
+    """Tokens of the single pass in which a draft proposes all levels of a tree; None: a pass for
+    each level, of its tokens."""
 
     def non_layer_seconds(self, num_tokens: int) -> float:
         """Return the seconds of a pass outside of the layers."""

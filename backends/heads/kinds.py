@@ -14,23 +14,37 @@ from backends.checkpoint.kinds import read_raw
 from offload.formats.gguf_header import GgufFile
 from offload.formats.tensors import CheckpointError
 
-EAGLE3 = "eagle3"
+EAGLE3, DFLASH = "eagle3", "dflash"
+NAMES = {EAGLE3: "an EAGLE-3", DFLASH: "a DFlash"}
+DFLASH_FAMILY = "muse_glimmer_assistant"
+"""model_type of DFlash heads in transformers' layout."""
+_DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
 _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3 for such a head; None for any other folder or file, and for one that cannot be
-    read: opening it then raises an error.
+    """Return EAGLE3 or DFLASH (of either version) for such a head; None for any other folder or
+    file, and for one that cannot be read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """
     if path.is_dir():
-        return EAGLE3 if _is_eagle3(read_raw(path)) else None
+        config = read_raw(path)
+        if _is_dflash(config):
+            return DFLASH
+        return EAGLE3 if _is_eagle3(config) else None
     try:
         architecture = GgufFile.read(path).metadata.get("general.architecture")
     except CheckpointError:
         return None
     return EAGLE3 if architecture == EAGLE3 else None
+
+
+def _is_dflash(config: Mapping[str, Any]) -> bool:
+    named = config.get("architectures")
+    classes = named if isinstance(named, list) else ()
+    is_class = any(name in classes for name in _DFLASH_CLASSES)
+    return is_class or config.get("model_type") == DFLASH_FAMILY
 
 
 def _is_eagle3(config: Mapping[str, Any]) -> bool:

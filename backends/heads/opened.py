@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backends.checkpoint.kinds import config_parts, read_raw
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
-from backends.heads.kinds import EAGLE3, head_kind
+from backends.heads.kinds import DFLASH, NAMES, head_kind
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
+
+if TYPE_CHECKING:
+    from backends.hf.source import HfSource
 
 
 def has_mtp_head(path: Path) -> bool:
@@ -30,12 +34,11 @@ def has_mtp_head(path: Path) -> bool:
 
 def mtp_source(target: ModelSource, options: BackendOptions) -> ModelSource:
     """Return the source of a target's own MTP head. Raises UnsupportedModel if it has none."""
-    if "backends.hf.source" in sys.modules:
+    checkpoint = _checkpoint(target)
+    if checkpoint is not None:
         from backends.heads.source import MtpSource
-        from backends.hf.source import HfSource
 
-        if isinstance(target, HfSource):
-            return MtpSource(target, options)
+        return MtpSource(checkpoint, options)
     if "backends.llama.source" in sys.modules:
         from backends.heads.gguf_source import GgufHeadSource
         from backends.llama.source import GgufSource
@@ -51,15 +54,28 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
 
     path: result of `resolve_model`. Raises UnsupportedModel if it does not fit the target.
     """
-    if head_kind(path) != EAGLE3:
+    kind = head_kind(path)
+    if kind is None:
         return None
-    if "backends.hf.source" in sys.modules:
-        from backends.heads.source import Eagle3Source
-        from backends.hf.source import HfSource
+    checkpoint = _checkpoint(target)
+    if checkpoint is None:
+        raise UnsupportedModel(
+            f"{path} is {NAMES[kind]} head, which drafts for checkpoints alone, and {target.path} "
+            "is a GGUF model: name a draft model, or take the target's checkpoint"
+        )
+    if kind == DFLASH:
+        from backends.heads.dflash_source import DFlashSource
 
-        if isinstance(target, HfSource):
-            return Eagle3Source(path, target, options)
-    raise UnsupportedModel(
-        f"{path} is an EAGLE-3 head, which drafts for checkpoints alone, and {target.path} is a "
-        "GGUF model: name a draft model, or take the target's checkpoint"
-    )
+        return DFlashSource(checkpoint, options, path)
+    from backends.heads.source import Eagle3Source
+
+    return Eagle3Source(path, checkpoint, options)
+
+
+def _checkpoint(target: ModelSource) -> HfSource | None:
+    """Return a target that is a checkpoint on torch; None for any other."""
+    if "backends.hf.source" not in sys.modules:
+        return None
+    from backends.hf.source import HfSource
+
+    return target if isinstance(target, HfSource) else None

@@ -117,6 +117,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 is_resident=weights.stays(i),
                 decoder=weights.decoder,
                 has_attention=model.has_attention(i),
+                looks_ahead=model.looks_ahead(i),
             )
             for i, (module, tensors) in enumerate(
                 zip(model.layers, model.layer_tensors, strict=True)

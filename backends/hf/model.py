@@ -162,6 +162,10 @@ class HfModel:
         """Sliding window of a layer in tokens, or None for full attention."""
         return layer_window(self.model, layer)
 
+    def looks_ahead(self, layer: int) -> bool:
+        """Whether the nodes that a pass adds to a sequence see one another in both directions."""
+        return False
+
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
         """Distinct heads of the layers that attend."""
