@@ -26,6 +26,9 @@ from offload.process.cpus import usable_cpus
 from offload.storage.reading import resident_footprint
 
 _FLOAT32_BYTES = 4
+_CHAIN_NODES = 64
+"""Live nodes of a head whose target gets chains. llama.cpp reserves two rows of logits for each,
+which are 2 MB with a vocabulary of 250,000."""
 
 
 class GgufHeadSource(SharesWeights):
@@ -39,7 +42,6 @@ class GgufHeadSource(SharesWeights):
     llama.cpp has none of the functions that it needs.
     """
 
-    max_tree_leaves = MAX_LEAVES
     layers = ()
 
     def __init__(self, target: GgufSource, options: BackendOptions) -> None:
@@ -51,6 +53,7 @@ class GgufHeadSource(SharesWeights):
         self.path = target.path
         self.vocab_size = target.vocab_size
         self.max_context = target.max_context
+        self.max_tree_leaves = _CHAIN_NODES if target.prefers_chains else MAX_LEAVES
         self.hidden_state_bytes = _FLOAT32_BYTES * self._model.hidden_size
         self._resident = resident_head_records(head_records(self._model))
         self._experts = self._model.experts_of(LayerWeights(tuple(self._resident)))

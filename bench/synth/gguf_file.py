@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.synth.hybrid import MTP_LAYER
 from bench.synth.shapes import SynthError
 from offload.units import Progress
 
@@ -60,8 +61,10 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
     """
     if name in _MTP_NAMES:
         return f"blk.{n_layers}.nextn.{_MTP_NAMES[name]}.weight"
-    name = name.replace("mtp.layers.0.", f"model.layers.{n_layers}.")
-    known = _known_names(model_type, n_layers + 1)
+    if name.startswith(MTP_LAYER):
+        name = name.replace(MTP_LAYER, f"model.layers.{n_layers}.")
+        n_layers += 1
+    known = _known_names(model_type, n_layers)
     name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     known_name = known.get_name(
         _ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")
