@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.checkpoint.kinds import read_raw
+from backends.checkpoint.kinds import config_parts, read_raw
 from offload.formats.gguf_header import GgufFile
 from offload.formats.tensors import CheckpointError
 
@@ -19,6 +19,7 @@ NAMES = {EAGLE3: "an EAGLE-3", DFLASH: "a DFlash"}
 DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
+_SIZES = ("hidden_size", "vocab_size")
 _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
@@ -38,6 +39,17 @@ def head_kind(path: Path) -> str | None:
     except CheckpointError:
         return None
     return EAGLE3 if architecture == EAGLE3 else None
+
+
+def may_fit(head: Path, target: Path) -> bool:
+    """Return whether a head's folder has the hidden size and vocabulary of a target's checkpoint.
+
+    Opening it checks more, and no file names the weights that a head was trained for.
+    """
+    *_, sizes = config_parts(read_raw(target))
+    raw = read_raw(head)
+    layer = {**raw, **(raw.get("transformer_layer_config") or {})}
+    return all(layer.get(key, sizes.get(key)) == sizes.get(key) for key in _SIZES)
 
 
 def _is_dflash(config: Mapping[str, Any]) -> bool:
