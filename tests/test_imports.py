@@ -49,7 +49,7 @@ SUBPACKAGES = {
         "policy",
         "drafters",
         "devices",
-        "metrics sampling",
+        "metrics sampling traces",
         "models",
         "verification",
         "grammar",

@@ -161,7 +161,8 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
-_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special")
+_TRACES = ("record_traces", "max_traces")
+_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special", *_TRACES)
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
 _ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")
@@ -170,6 +171,8 @@ Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
 """Options of a target alone."""
 Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
 """Options of a target and of drafting."""
+BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)]
+"""Load, with the recording of traces."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
 """Load, with options of chat templates and the prompt cache file."""
 ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
