@@ -107,6 +107,12 @@ class TracedSequence(NamedTuple):
         return 4 * n_ids + self.top.n_bytes + states
 
 
+def bytes_per_token(hidden_size: int = 0, top_k: int = DEFAULT_TOP_K) -> int:
+    """Return the bytes of a token whose distribution is known, in a shard."""
+    candidate, ids, rest, state = 4 + 2, 4 + 4, 2, 2 * hidden_size
+    return candidate * top_k + ids + rest + state
+
+
 def write_index(folder: Path, index: TraceIndex) -> None:
     """Replace the index of a folder at once. Raises OSError."""
     values = {"format": _FORMAT, "version": _VERSION, **asdict(index.header)}

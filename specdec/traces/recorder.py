@@ -40,7 +40,7 @@ class SequenceTrace:
         self._parts = []
         if not num_new_tokens or len(top.rest) < num_new_tokens:
             return  # cancelled in its prompt, or begun when nothing was recorded any more
-        top = TopK(*(column[:num_new_tokens] for column in top))
+        top = top.part(slice(num_new_tokens))
         first = len(token_ids) - num_new_tokens - 1
         rows = np.arange(first, first + num_new_tokens, dtype=np.int32)
         self._recorder.add(TracedSequence(np.asarray(token_ids, dtype=np.int32), rows, top))

@@ -43,6 +43,10 @@ class TopK(NamedTuple):
             return cls(empty.astype(np.int32), _stored(empty), _stored(empty[:, 0]))
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
+    def part(self, rows: slice) -> TopK:
+        """Return the positions `rows`."""
+        return TopK(self.ids[rows], self.logprobs[rows], self.rest[rows])
+
     @property
     def n_bytes(self) -> int:
         return self.ids.nbytes + self.logprobs.nbytes + self.rest.nbytes

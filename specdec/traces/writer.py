@@ -36,7 +36,7 @@ _BFLOAT16 = "BF16"
 
 
 class TraceWriter:
-    """Writer of a folder's traces, the only one at a time; files are readable for their owner alone.
+    """Writer of a folder's traces, the only one at a time; only their owner can read the files.
 
     Args:
         max_bytes: limit of the folder's shards, those that were there included; None: no limit.
