@@ -11,21 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from backends.checkpoint.kinds import read_raw
+from backends.heads.mtp_files import MTP_CLASS
 from offload.formats.gguf_header import GgufFile
 from offload.formats.tensors import CheckpointError
 
-EAGLE3 = "eagle3"
+EAGLE3, MTP = "eagle3", "mtp"
+NAMES = {EAGLE3: "an EAGLE-3 head", MTP: "an MTP head"}
 _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3 for such a head; None for any other folder or file, and for one that cannot be
+    """Return EAGLE3 or MTP for such a head; None for any other folder or file, and for one that cannot be
     read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """
     if path.is_dir():
-        return EAGLE3 if _is_eagle3(read_raw(path)) else None
+        config = read_raw(path)
+        if config.get("architectures") == [MTP_CLASS]:
+            return MTP
+        return EAGLE3 if _is_eagle3(config) else None
     try:
         architecture = GgufFile.read(path).metadata.get("general.architecture")
     except CheckpointError:

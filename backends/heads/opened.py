@@ -10,7 +10,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
-from backends.heads.kinds import EAGLE3, head_kind
+from backends.heads.kinds import MTP, NAMES, head_kind
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
@@ -51,15 +51,18 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
 
     path: result of `resolve_model`. Raises UnsupportedModel if it does not fit the target.
     """
-    if head_kind(path) != EAGLE3:
+    kind = head_kind(path)
+    if kind is None:
         return None
     if "backends.hf.source" in sys.modules:
-        from backends.heads.source import Eagle3Source
+        from backends.heads.source import Eagle3Source, MtpSource
         from backends.hf.source import HfSource
 
         if isinstance(target, HfSource):
+            if kind == MTP:
+                return MtpSource(target, options, path)
             return Eagle3Source(path, target, options)
     raise UnsupportedModel(
-        f"{path} is an EAGLE-3 head, which drafts for checkpoints alone, and {target.path} is a "
+        f"{path} is {NAMES[kind]}, which drafts for checkpoints alone, and {target.path} is a "
         "GGUF model: name a draft model, or take the target's checkpoint"
     )

@@ -35,7 +35,9 @@ def measure(draft: Trainable, data: TrainingData, device: torch.device) -> Quali
     for batch in data.held_out_batches():
         batch = batch.to(device)
         agreements = draft.agreements(batch, MAX_CHAIN)
-        chains = agreements.cumprod(0).sum(0)[batch.windows, batch.positions]
+        is_drafted = batch.positions >= draft.first_position
+        chains = agreements.cumprod(0).sum(0)
+        chains = chains[batch.windows[is_drafted], batch.positions[is_drafted]]
         n_positions += len(chains)
         n_agreeing += int((chains > 0).sum())
         n_accepted += int(chains.sum())

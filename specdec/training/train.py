@@ -195,7 +195,7 @@ def _check_memory(draft: Trainable, options: TrainOptions, n_tokens: int) -> Non
     """Raise TrainError where the draft's training would exceed the memory budget."""
     n_weights = sum(parameter.numel() for parameter in draft.module.parameters())
     logits_bytes = min(_MAX_LOGITS_BYTES, 4 * MAX_BATCH_TOKENS * n_tokens)
-    n_bytes = _TRAINED_BYTES * n_weights + _LOGITS_COPIES * logits_bytes
+    n_bytes = _TRAINED_BYTES * n_weights + draft.frozen_bytes + _LOGITS_COPIES * logits_bytes
     budget, _ = budget_of_run(options.target.memory_budget)
     if n_bytes > budget:
         raise TrainError(

@@ -29,6 +29,7 @@ class Trainable(ABC):
         hidden_size: width of its layers, which the learning rate follows.
         max_length: maximum tokens of a sequence.
         dtype: number format that it is saved in.
+        first_position: first token of a sequence that it can draft after.
         is_new: whether its weights are random so far.
     """
 
@@ -38,6 +39,7 @@ class Trainable(ABC):
     max_length: int
     dtype: torch.dtype = torch.bfloat16
     is_new: bool = False
+    first_position: int = 0
 
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -52,6 +54,11 @@ class Trainable(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the draft into a folder that is there, for `-md`."""
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Memory of weights that are not trained."""
+        return 0
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
