@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from backends.contract.backend import one_line
 from specdec.models.opened import is_gguf
@@ -36,7 +39,8 @@ class CausalDraft(Trainable):
         self._directory, self._vocab_size = directory, vocab_size
         self._beside = files_beside(directory)
         try:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+            with _without_bars():
+                model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         except Exception as error:  # whatever the library raises for a model that it cannot load
             raise TrainError(f"{directory} cannot be loaded: {one_line(error)}") from error
         self.dtype = model.dtype
@@ -63,10 +67,23 @@ class CausalDraft(Trainable):
         return output.logits[..., : self._vocab_size]
 
     def save(self, folder: Path) -> None:
-        self._model.to(self.dtype).save_pretrained(folder)
+        with _without_bars():
+            self._model.to(self.dtype).save_pretrained(folder)
         for name, path in self._beside.items():
             if name not in _OTHER_WEIGHTS:
                 shutil.copyfile(path, folder / name)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    is_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def check_trainable(directory: Path) -> None:

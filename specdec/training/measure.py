@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.training.data import TrainingData
-from specdec.training.trainable import MAX_CHAIN, Trainable
+from specdec.training.data import Batch, TrainingData
+from specdec.training.trainable import MAX_CHAIN, Trainable, likeliest
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,29 @@ class Quality:
 @torch.no_grad()
 def measure(draft: Trainable, data: TrainingData, device: torch.device) -> Quality:
     """Measure a draft on the held-out part."""
-    n_positions = n_agreeing = n_accepted = 0
+    n_agreeing = 0
+    lengths, complete = [], []
     for batch in data.held_out_batches():
         batch = batch.to(device)
-        agreements = draft.agreements(batch, MAX_CHAIN)
         is_drafted = batch.positions >= draft.first_position
-        chains = agreements.cumprod(0).sum(0)
-        chains = chains[batch.windows[is_drafted], batch.positions[is_drafted]]
-        n_positions += len(chains)
-        n_agreeing += int((chains > 0).sum())
-        n_accepted += int(chains.sum())
-    return Quality(n_agreeing / n_positions, 1 + n_accepted / n_positions, n_positions)
+        rows = batch.windows[is_drafted], batch.positions[is_drafted]
+        agreements = draft.agreements(batch, MAX_CHAIN)
+        n_agreeing += int(agreements[0][rows].sum())
+        chains = agreements.cumprod(0).sum(0)[rows]
+        lengths.append(chains)
+        complete.append(chains[_has_whole_chains(batch)[rows]])
+    n_positions = sum(map(len, lengths))
+    # Chains that the text's end cuts off count only where there are no whole ones.
+    measured = torch.cat(complete if any(map(len, complete)) else lengths)
+    tokens_per_pass = 1 + float(measured.double().mean())
+    return Quality(n_agreeing / n_positions, tokens_per_pass, n_positions)
+
+
+def _has_whole_chains(batch: Batch) -> torch.Tensor:
+    """Return where the target's likeliest tokens are known for a chain: [batch_size, length]."""
+    is_known = likeliest(batch) >= 0
+    result = torch.zeros_like(is_known)
+    n_starts = is_known.shape[1] - MAX_CHAIN + 1
+    if n_starts > 0:
+        result[:, :n_starts] = is_known.unfold(1, MAX_CHAIN, 1).all(-1)
+    return result

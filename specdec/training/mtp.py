@@ -39,9 +39,14 @@ from specdec.training.trainable import Trainable, likeliest, rows_loss
 
 MTP_STEPS = 3
 """Tokens ahead that the head is trained for."""
-_STEP_WEIGHT = 0.6
+STEP_WEIGHT = 0.6
 """Weight of a step's loss, in multiples of the one before: later tokens are drafted less often."""
-_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_mup_width_multiplier")
+_SCALES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "logits_mup_width_multiplier",
+)
 """Fields of configs whose output head is more than a product."""
 
 
@@ -97,7 +102,7 @@ class MtpDraft(Trainable):
                 rows = states[windows, batch.positions[is_reached] - step]
                 targets = TopKTargets(*(column[is_reached] for column in batch.targets))
                 loss = rows_loss(rows, self._frozen[1], targets, self._vocab_size)
-                total = total + _STEP_WEIGHT**step * loss
+                total = total + STEP_WEIGHT**step * loss
         return total
 
     def agreements(self, batch: Batch, depth: int) -> torch.Tensor:
