@@ -21,8 +21,8 @@ _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3 or MTP for such a head; None for any other folder or file, and for one that cannot be
-    read: opening it then raises an error.
+    """Return EAGLE3 or MTP for such a head; None for any other folder or file, and for one that
+    cannot be read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """

@@ -29,7 +29,7 @@ from backends.heads.names import mtp_tensors
 from backends.hf.model import HfModel, bind_checkpoint
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
-from offload.formats.tensors import TensorRecord
+from offload.formats.tensors import TensorIndex, TensorRecord
 
 _ATTENTION = "full_attention"
 
@@ -115,7 +115,7 @@ def mtp_skeleton(target: HfModel) -> PreTrainedModel:
 def _bound(
     model: PreTrainedModel,
     target: HfModel,
-    index: WeightIndex,
+    index: TensorIndex,
     records: Mapping[str, TensorRecord],
     directory: Path,
     packed: Mapping[str, PackedTensor],

@@ -11,6 +11,7 @@ from training import train_options, weights_of
 import specdec
 from specdec.training.errors import TrainError
 from specdec.training.train import NoProgress, train_draft
+from specdec.training.trainer import Schedule
 
 
 class Interrupting(NoProgress):
@@ -65,7 +66,7 @@ def test_a_continued_training_has_the_same_weights(target, draft, text, tmp_path
 
 
 def test_the_targets_passes_are_not_repeated(target, draft, text, tmp_path) -> None:
-    options = train_options(target, tmp_path / "out", draft=str(draft), text=text, epochs=1.0)
+    options = train_options(target, tmp_path / "out", draft=str(draft), text=text)
     with pytest.raises(KeyboardInterrupt):
         train_draft(options, Interrupting(at_scoring=0.4))
     rest = Interrupting()
@@ -113,7 +114,12 @@ def test_traces_of_runs_are_trained_on(target, draft, tmp_path) -> None:
     assert report.after.n_tokens == 400  # generated tokens of the two last runs
 
 
-def test_a_run_without_time_changes_nothing(target, draft, text, tmp_path) -> None:
-    options = train_options(target, tmp_path, draft=str(draft), text=text, minutes=1e-9)
-    report = train_draft(options)
-    assert report.steps <= 1
+def test_the_schedule_follows_steps_or_time_whichever_is_further() -> None:
+    schedule = Schedule(max_steps=100, minutes=1.0, learning_rate=1.0)
+    assert schedule.progress(50, 6.0) == 0.5
+    assert schedule.progress(50, 54.0) == 0.9
+    assert schedule.progress(3, 70.0) == 1.0
+    rates = [schedule.rate(step, 0.0) for step in range(100)]
+    assert rates[:20] == sorted(rates[:20])
+    assert rates[25:] == sorted(rates[25:], reverse=True)
+    assert 0.04 < rates[-1] < 0.06
