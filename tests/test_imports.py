@@ -36,7 +36,7 @@ SUBPACKAGES = {
         "cli.app",
         "cli.commands",
         "cli",
-        "serve batch",
+        "serve batch training",
         "__init__",  # names the public API, and imports each name on its first use
         "async_llm",
         "api",
@@ -49,7 +49,7 @@ SUBPACKAGES = {
         "policy",
         "drafters",
         "devices",
-        "metrics sampling",
+        "metrics sampling traces",
         "models",
         "verification",
         "grammar",

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from backends.checkpoint.kinds import config_parts, read_raw
+from backends.heads.mtp_files import MTP_CLASS
 from offload.formats.gguf_header import GgufFile
 from offload.formats.tensors import CheckpointError
 
-EAGLE3, DFLASH = "eagle3", "dflash"
-NAMES = {EAGLE3: "an EAGLE-3", DFLASH: "a DFlash"}
+EAGLE3, DFLASH, MTP = "eagle3", "dflash", "mtp"
+NAMES = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", MTP: "an MTP head"}
 DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -24,8 +25,8 @@ _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3 or DFLASH (of either version) for such a head; None for any other folder or
-    file, and for one that cannot be read: opening it then raises an error.
+    """Return EAGLE3, MTP or DFLASH (of either version) for such a head; None for any other folder
+    or file, and for one that cannot be read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """
@@ -33,6 +34,8 @@ def head_kind(path: Path) -> str | None:
         config = read_raw(path)
         if _is_dflash(config):
             return DFLASH
+        if config.get("architectures") == [MTP_CLASS]:
+            return MTP
         return EAGLE3 if _is_eagle3(config) else None
     try:
         architecture = GgufFile.read(path).metadata.get("general.architecture")

@@ -11,7 +11,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
-from backends.heads.kinds import DFLASH, NAMES, head_kind
+from backends.heads.kinds import DFLASH, MTP, NAMES, head_kind
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
@@ -60,15 +60,17 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
     checkpoint = _checkpoint(target)
     if checkpoint is None:
         raise UnsupportedModel(
-            f"{path} is {NAMES[kind]} head, which drafts for checkpoints alone, and {target.path} "
+            f"{path} is {NAMES[kind]}, which drafts for checkpoints alone, and {target.path} "
             "is a GGUF model: name a draft model, or take the target's checkpoint"
         )
     if kind == DFLASH:
         from backends.heads.dflash_source import DFlashSource
 
         return DFlashSource(checkpoint, options, path)
-    from backends.heads.source import Eagle3Source
+    from backends.heads.source import Eagle3Source, MtpSource
 
+    if kind == MTP:
+        return MtpSource(checkpoint, options, path)
     return Eagle3Source(path, checkpoint, options)
 
 

@@ -10,7 +10,7 @@ from backends.contract.self_draft import SharesWeights
 from backends.contract.source import BackendOptions, Loading
 from backends.heads.decoded_weights import DecodedWeights
 from backends.heads.eagle3 import load_eagle3_head
-from backends.heads.mtp import load_mtp_head
+from backends.heads.mtp import load_mtp_folder, load_mtp_head
 from backends.hf.model import HfModel
 from backends.hf.source import HfSource
 from backends.hf.weights import TorchWeights
@@ -65,11 +65,14 @@ class HeadSource(HfSource, SharesWeights):
 
 
 class MtpSource(HeadSource):
-    """The MTP head of a target's checkpoint."""
+    """The MTP head of a target's checkpoint, or one in a folder of its own."""
 
-    def __init__(self, target: HfSource, options: BackendOptions) -> None:
-        head = load_mtp_head(target.model, target.path)
-        super().__init__(target.path, options, head, target.model)
+    def __init__(
+        self, target: HfSource, options: BackendOptions, folder: Path | None = None
+    ) -> None:
+        path = target.path if folder is None else folder
+        load = load_mtp_head if folder is None else load_mtp_folder
+        super().__init__(path, options, load(target.model, path), target.model)
 
 
 class Eagle3Source(HeadSource):

@@ -28,6 +28,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
 from specdec.sampling.verifier import Verifier
 from specdec.text.stream import TextStream
+from specdec.traces.recorder import SequenceTrace
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -76,6 +77,8 @@ class Sequence:
         self._pieces: list[str] = []
         self._finish_reason: str | None = None
         """Why it ended by itself: "stop" or "length"."""
+        self.trace: SequenceTrace | None = None
+        """Record of the target's distributions, where the run leaves traces."""
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
 
@@ -252,7 +255,7 @@ class Sequence:
         with own_errors(self.request):
             row = scores.logits[0]
             token = self.sampler.choose(self.token_ids, row, position=len(self.token_ids))
-            self._note_logprobs([row], [token])
+            self._note_logits([row], [token])
             self.token_ids.append(token)
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._emit((token,))
@@ -270,7 +273,7 @@ class Sequence:
                     self._hand_over(scores.hidden_states[list(acceptance.path)])
             recorder.record_outcome(was_ahead=self.drafter.is_ready)
             new_ids = acceptance.emitted(tree)
-            self._note_logprobs((logits[i] for i in acceptance.path), new_ids)
+            self._note_logits([logits[i] for i in acceptance.path], new_ids)
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
             recorder.record_step(tree, acceptance, n_emitted=num_taken)
@@ -294,7 +297,10 @@ class Sequence:
             self.recover()
 
     def finish(self) -> None:
-        """Complete the outputs, at the end of the request."""
+        """Complete the outputs and the trace, at the end of the request."""
+        if self.trace is not None:
+            num_tokens = self._num_prompt_tokens + self._num_taken
+            self.trace.end(self.token_ids[:num_tokens], self._num_taken)
 
     # --- output --------------------------------------------------------------------------------
 
@@ -350,12 +356,15 @@ class Sequence:
             self._take(token_ids)
             self._flush()
 
-    def _note_logprobs(
-        self, rows: Iterable[NDArray[np.float32]], token_ids: SequenceOf[int]
+    def _note_logits(
+        self, rows: SequenceOf[NDArray[np.float32]], token_ids: SequenceOf[int]
     ) -> None:
+        """Note the target's logits [vocab] that each new token was chosen by."""
+        if self.trace is not None:
+            self.trace.add(rows)
         params = self.sampler.params
         if not params.logprobs:
-            return  # rows may lie on a device: not copied for nothing
+            return
         for row, token in zip(rows, token_ids, strict=True):
             logits = row[: self.sampler.n_tokens]
             logprob, top = logprobs_of_token(logits, token, params.n_top_logprobs)
