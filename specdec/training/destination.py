@@ -1,7 +1,8 @@
 """Destination of a trained draft: a folder that has the unfinished training until it is complete.
 
 DIR/training/settings.json     options that a continued training must share
-DIR/training/traces/           the target's distributions on the text
+DIR/training/generated/        output of the target
+    DIR/training/traces/           the target's distributions on the text
 DIR/training/checkpoint.pt     weights and optimiser, of the last minute
 """
 
@@ -50,14 +51,17 @@ class Destination:
         return self.work / "traces"
 
     @property
+    def generated(self) -> Path:
+        return self.work / "generated"
+
+    @property
     def checkpoint(self) -> Path:
         return self.work / "checkpoint.pt"
 
     @property
     def n_traced(self) -> int:
         """Sequences that the target has scored so far."""
-        has_traces = (self.traces / INDEX).exists()
-        return read_index(self.traces).n_sequences if has_traces else 0
+        return _n_sequences(self.traces)
 
     @contextmanager
     def work_of(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -80,7 +84,8 @@ class Destination:
         try:
             yield
         except BaseException:
-            if self.n_traced == 0 and not self.checkpoint.exists():
+            n_sequences = self.n_traced + _n_sequences(self.generated)
+            if n_sequences == 0 and not self.checkpoint.exists():
                 shutil.rmtree(self.work, ignore_errors=True)
                 with suppress(OSError):
                     for made in missing:
@@ -133,6 +138,10 @@ class Destination:
             raise
         except Exception as error:  # safetensors raises its own for a full disk
             raise _cannot_write(self.folder, error) from error
+
+
+def _n_sequences(folder: Path) -> int:
+    return read_index(folder).n_sequences if (folder / INDEX).exists() else 0
 
 
 def _cannot_write(folder: str | Path, error: Exception) -> TrainError:

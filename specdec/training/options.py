@@ -25,15 +25,21 @@ class TrainOptions:
     text: tuple[Path, ...] = ()
     traces: Path | None = None
     max_tokens: int = option(
-        500_000,
+        200_000,
         "Use so much of the text, whole files in a random order.",
         DATA,
         at_least=1024,
     )
     length: int = option(512, "Tokens of a training sequence.", DATA, at_least=16, at_most=32_768)
-    minutes: float = option(
-        30.0, "Time limit of the training, without the target's passes.", TRAINING, above=0.0
+    generate: float = option(
+        8.0,
+        "Minutes in which the target continues beginnings of the text: its own output is what a "
+        "draft has to predict. 0 for none.",
+        DATA,
+        at_least=0.0,
+        metavar="MINUTES",
     )
+    minutes: float = option(20.0, "Time limit of the training alone.", TRAINING, above=0.0)
     epochs: float = option(
         4.0, "Train on the text so many times, if there is time.", TRAINING, above=0.0
     )

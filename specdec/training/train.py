@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from specdec.training import corpus
 from specdec.training.data import TrainingData
 from specdec.training.destination import Destination
 from specdec.training.errors import TrainError
+from specdec.training.generated import generated_sequences, interleaved
 from specdec.training.kinds import check_draft, make_trainable
 from specdec.training.measure import Quality
 from specdec.training.options import TrainOptions
@@ -43,6 +44,9 @@ _NEW_RATE = 2.0
 class ProgressBar(Protocol):
     """Display of the parts of a training."""
 
+    def generated(self, share: float) -> None:
+        """Show how much of its time the target has written."""
+
     def scored(self, done: int, total: int) -> None:
         """Show how many tokens the target has scored."""
 
@@ -52,6 +56,9 @@ class ProgressBar(Protocol):
 
 class NoProgress:
     """Display that shows nothing."""
+
+    def generated(self, share: float) -> None:
+        pass
 
     def scored(self, done: int, total: int) -> None:
         pass
@@ -111,6 +118,8 @@ def train_draft(options: TrainOptions, progress: ProgressBar | None = None) -> T
     lesson = _lesson(options, target, n_tokens, length)
     with destination.work_of(_settings(options, target_path, lesson)):
         traces = lesson.traces
+        if traces is None:
+            lesson = _with_output(options, destination, lesson, length, bar)
         if traces is None or draft.hidden_layers:
             _teach(options, target.source, destination, draft, lesson, bar)
             traces = Traces(destination.traces)
@@ -157,6 +166,23 @@ def _lesson(options: TrainOptions, target: OpenedModel, n_tokens: int, length: i
     return Lesson(sequences, corpus.digest(documents), None)
 
 
+def _with_output(
+    options: TrainOptions, destination: Destination, lesson: Lesson, length: int, bar: ProgressBar
+) -> Lesson:
+    """Return the lesson with output of the target."""
+    if not options.generate:
+        return lesson
+    output = generated_sequences(
+        replace(options.target, draft_model=options.draft),
+        lesson.sequences,
+        destination.generated,
+        length=length,
+        minutes=options.generate,
+        progress=bar.generated,
+    )
+    return lesson._replace(sequences=interleaved(lesson.sequences, output))
+
+
 def _check_vocabulary(traces: Traces, n_tokens: int) -> None:
     if traces.header.vocab_size != n_tokens:
         raise TrainError(
@@ -179,6 +205,7 @@ def _settings(options: TrainOptions, target: Path, lesson: Lesson) -> dict[str, 
         "kind": options.kind,
         "text": lesson.digest,
         "max_tokens": options.max_tokens,
+        "generate": options.generate,
         "length": options.length,
         "epochs": options.epochs,
         "learning_rate": options.learning_rate,

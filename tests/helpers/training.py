@@ -27,7 +27,14 @@ def save_text(folder: Path, n_files: int = 12, n_words: int = 120, seed: int = 0
 
 def train_options(target: str | Path, out: Path, **changes: Any) -> TrainOptions:
     """Return options of a training of some seconds, without a limit of time."""
-    values = {"length": 64, "minutes": 1e6, "epochs": 6.0, "learning_rate": 0.02, **changes}
+    values = {
+        "length": 64,
+        "minutes": 1e6,
+        "epochs": 6.0,
+        "generate": 0.0,
+        "learning_rate": 0.02,
+        **changes,
+    }
     text = values.get("text")
     values["text"] = (text,) if isinstance(text, Path) else text or ()
     run = RunOptions(str(target), memory_budget="2GiB", threads=1)

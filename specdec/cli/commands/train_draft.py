@@ -127,6 +127,9 @@ class _Bars:
         self._bar = bar
         self._tasks: dict[str, Any] = {}
 
+    def generated(self, share: float) -> None:
+        self._update("generated", "the target writes", share, 1.0)
+
     def scored(self, done: int, total: int) -> None:
         self._update("target", "the target reads the text", done, total)
 

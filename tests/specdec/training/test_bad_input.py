@@ -23,6 +23,7 @@ def argv(target, draft, text, tmp_path) -> dict[str, str]:
         "-o": str(tmp_path / "out"),
         "--length": "64",
         "--epochs": "0.2",
+        "--generate": "0",
         "--threads": "1",
         "--memory-budget": "2GiB",
     }
