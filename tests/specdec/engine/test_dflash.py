@@ -14,7 +14,7 @@ from specdec.config import SpecConfig
 from specdec.sampling.params import SamplingParams
 
 PROMPTS = ["def fibonacci(n):\n    ", "import os\n\n\nclass Reader:", "# a"]
-LOAD = {"memory_budget": "1GiB", "ctx_size": 256, "exact": "on"}
+LOAD = {"memory_budget": "4GiB", "ctx_size": 256, "exact": "on"}
 ASKED = {"max_tokens": 32, "ignore_eos": True, "seed": 5}
 
 

@@ -15,7 +15,7 @@ from specdec.config import SpecConfig
 from specdec.sampling.params import SamplingParams
 
 PROMPTS = ["def fibonacci(n):\n    ", "import os\n\n\nclass Reader:\n", "# a"]
-OPTIONS = {"memory_budget": "1GiB", "ctx_size": 256, "exact": "on"}
+OPTIONS = {"memory_budget": "4GiB", "ctx_size": 256, "exact": "on"}
 ASKED = {"max_tokens": 40, "ignore_eos": True, "seed": 5}
 N_DRAFT = 252
 

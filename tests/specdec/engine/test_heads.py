@@ -14,7 +14,7 @@ from specdec.models.names import MTP_HEAD
 from specdec.sampling.params import SamplingParams
 
 PROMPTS = ["def fibonacci(n):\n    ", "import os\n\n\nclass Reader:\n    def __init__(self", "# a"]
-OPTIONS = {"memory_budget": "1GiB", "ctx_size": 512}
+OPTIONS = {"memory_budget": "4GiB", "ctx_size": 512}
 ASKED = {"max_tokens": 40, "ignore_eos": True, "seed": 5}
 
 
