@@ -218,14 +218,14 @@ def test_a_sequence_that_lost_its_states_is_not_reused(load: Load) -> None:
         first.prefill(TEXT[:20])
         cache.release(first)
         assert cache.n_common(TEXT[:30]) == 20
-        others = [backend.new_sequence() for _ in range(backend._states.n_sequences)]
-        for kv in others:
+        running = [backend.new_sequence() for _ in range(backend._states.n_sequences)]
+        for kv in running:
             kv.prefill(TEXT[40:50])
         assert cache.n_common(TEXT[:30]) == 0
         second = cache.allocate(TEXT[:30])
         assert second.n_committed == 0
         assert np.array_equal(second.prefill(TEXT[:30]), expected.row(TEXT[:30]))
-        kv = others[0]  # a running one keeps its tokens, and computes them with its next nodes
+        kv = running[0]  # a running one keeps its tokens, and computes them with its next nodes
         logits = kv.extend(TEXT[50:52], [PREFIX, kv.next_node_id])[1]
         assert kv.n_committed == 10
         assert np.array_equal(logits[1], expected.row(TEXT[40:52]))
