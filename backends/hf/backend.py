@@ -283,6 +283,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def _save_prefix(self, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
         save_prefix(self._pool, kv, buffers)
 
+    def _finish(self, kv: BlockStore) -> None:
+        if kv.recurrent is not None:
+            kv.recurrent.rest()
+
     def _load_prefix(self, kv: BlockStore, token_ids: list[int], tensors: SavedTensors) -> None:
         self._pool.free_if_unused()
         try:

@@ -199,6 +199,11 @@ class HfModel:
         return sum(item.state.n_bytes for item in self.recurrences.values())
 
     @cached_property
+    def largest_state_bytes(self) -> int:
+        """Bytes of the largest of these states."""
+        return max((item.state.n_bytes for item in self.recurrences.values()), default=0)
+
+    @cached_property
     def fed_bytes_per_token(self) -> int:
         """Bytes that recurrent layers keep of a token until it is certain."""
         return sum(spec.n_bytes for item in self.recurrences.values() for spec in item.fed)

@@ -119,7 +119,13 @@ class HfSource(ModelSource):
 
     def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
         model = self.model
-        return planned_bytes(n_sequences, max_nodes, model.state_bytes, model.fed_bytes_per_token)
+        return planned_bytes(
+            n_sequences,
+            max_nodes,
+            model.state_bytes,
+            model.fed_bytes_per_token,
+            model.largest_state_bytes,
+        )
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
