@@ -26,7 +26,7 @@ from specdec.metrics.stats import EngineStats
 from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBody, RequestSlot
 from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, bad_request, draining, loading
-from specdec.serve.events import (
+from specdec.serve.sse import (
     DONE,
     PING,
     ClientGone,
