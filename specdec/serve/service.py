@@ -26,6 +26,11 @@ from specdec.metrics.stats import EngineStats
 from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBody, RequestSlot
 from specdec.serve.answers import Answer, timings
 from specdec.serve.errors import ApiError, bad_request, draining, loading
+from specdec.serve.jobs import Job
+from specdec.serve.metrics import Metrics
+from specdec.serve.middleware import BODY
+from specdec.serve.options import ServeOptions
+from specdec.serve.responses import Chunk, JsonResponse
 from specdec.serve.sse import (
     DONE,
     PING,
@@ -35,11 +40,6 @@ from specdec.serve.sse import (
     made_in,
     unless_gone,
 )
-from specdec.serve.jobs import Job
-from specdec.serve.metrics import Metrics
-from specdec.serve.middleware import BODY
-from specdec.serve.options import ServeOptions
-from specdec.serve.responses import Chunk, JsonResponse
 from specdec.text.contract import TokenizerError
 from specdec.text.prompts import PromptError
 
