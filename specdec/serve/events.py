@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.async_llm import AsyncChunk
+from specdec.engine.outputs import CompletionOutput
 from specdec.serve.errors import ApiError
 
 
@@ -66,15 +67,30 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Counts and timings of a request so far. timings: fields of `responses.Timings`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    accepted_tokens: int
+    rejected_tokens: int
+    timings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Step:
     """Output of one step of a sequence. choice: index of the sequence over all of a request.
 
     chunk has the tokens, and their log-probabilities if requested; None at the sequence's end.
+    usage: so far, if the request asked for it with every event.
     """
 
     choice: int
     deltas: Sequence[Delta]
     chunk: AsyncChunk | None = None
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)
@@ -89,19 +105,7 @@ class Finish:
     reason: str
     stop: str | None = None
     note: str | None = None
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Counts and timings of a request so far. timings: fields of `responses.Timings`."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-    accepted_tokens: int
-    rejected_tokens: int
-    timings: Mapping[str, Any]
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)
@@ -168,3 +172,13 @@ class Content:
 
     def _of(self, kind: str) -> Iterator[Any]:
         return (value for name, value in self.parts if name == kind)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One whole sequence of an answer. output has its tokens, and log-probabilities if any."""
+
+    index: int
+    content: Content
+    finish: Finish
+    output: CompletionOutput

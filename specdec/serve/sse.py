@@ -10,20 +10,11 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.responses import ResponseModel
-
 T = TypeVar("T")
-
-DONE = b"data: [DONE]\n\n"
-PING = b": still computing\n\n"  # a comment: clients skip it
 
 
 class ClientGone(Exception):
     """The client has disconnected."""
-
-
-def event(value: ResponseModel) -> bytes:
-    return b"data: " + value.to_json() + b"\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -32,10 +23,11 @@ class EventStream(StreamingResponse):
     on_end: called once, however it ends.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, events: AsyncIterator[bytes], media_type: str, on_end: Callable[[], None]
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type=media_type)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

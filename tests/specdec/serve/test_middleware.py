@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving import JSON, Server, ask
 
-from specdec.serve.requests import ChatRequest
+from specdec.serve.api.chat import ChatRequest
 
 ROUTES = [
     ("GET", "/"),
