@@ -37,6 +37,8 @@ class CompletionOutput:
     """Seed that reproduces this sequence in a generation of its own; None when greedy."""
     score: float | None = None
     """Beam search: sum of processed log-probabilities / length^length_penalty."""
+    stop: str | None = None
+    """Stop string that ended the sequence, if one did."""
     finish_note: str | None = None
     """Context length that cut the sequence off, and the remedy; None where it did not."""
 

@@ -79,6 +79,7 @@ class Sequence:
         """Why it ended by itself: "stop" or "length"."""
         self.trace: SequenceTrace | None = None
         """Record of the target's distributions, where the run leaves traces."""
+        self._stop: str | None = None  # the stop string that did it
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
 
@@ -327,7 +328,7 @@ class Sequence:
             text = update.text
             if update.stop is not None:
                 new_ids = new_ids[: update.n_tokens]
-                self._finish_reason = "stop"
+                self._finish_reason, self._stop = "stop", update.stop
         if self._finish_reason is None:
             if new_ids[-1] in stop_ids:
                 self._finish_reason = "stop"
@@ -382,6 +383,7 @@ class Sequence:
             logprobs=tuple(self._logprobs[:num_taken]) if params.logprobs else None,
             top_logprobs=tuple(self._top_logprobs[:num_taken]) if params.n_top_logprobs else None,
             seed=None if params.is_greedy else self.sampler.seed,
+            stop=self._stop,
             finish_note=self._limit.note if self._finish_reason == "length" else None,
         )
         return [output]

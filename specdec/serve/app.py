@@ -8,30 +8,21 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from specdec import __version__
 from specdec.serve.admission import READY
-from specdec.serve.answers import ChatAnswer, CompletionAnswer
-from specdec.serve.errors import ApiError, bad_request, broken
-from specdec.serve.jobs import chat_job, completion_job, constraint_to_try
+from specdec.serve.api.ollama_models import add_ollama_models
+from specdec.serve.api.tokens import Properties, properties
+from specdec.serve.errors import ApiError, broken
 from specdec.serve.middleware import OPEN_PATH, LimitMiddleware
-from specdec.serve.openapi import ERRORS, Responses, gives, takes, with_models
-from specdec.serve.requests import ChatRequest, CompletionRequest, read_request
-from specdec.serve.responses import (
-    ChatCompletion,
-    Completion,
-    Health,
-    JsonResponse,
-    ModelCard,
-    ModelList,
-)
-from specdec.serve.service import Endpoint, Service
+from specdec.serve.openapi import ERRORS, Responses, gives, with_models
+from specdec.serve.responses import Health, JsonResponse, ModelCard, ModelList
+from specdec.serve.routes import Routes, no_such_model
+from specdec.serve.service import Service
 
-_TEXT = "The text, or with stream its events"
-_CHAT = gives(ChatCompletion, _TEXT, is_stream=True)
-_COMPLETION = gives(Completion, _TEXT, is_stream=True)
 _HEALTH = gives(Health, "Ready") | gives(Health, "Not ready", 503)
 _PLAN: Responses = {200: {"description": "The plan, as `specdec plan --json` prints it"}}
 
@@ -65,14 +56,23 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
     )
     _add_status(app, service)
     _add_models(app, service)
-    _add_completions(app, service)
+    Routes(app, service).add_all()
+    add_ollama_models(app, service)
     _add_page(app)
     _add_errors(app)
     routes_schema = app.openapi
     app.openapi = lambda: with_models(routes_schema(), service.options)  # type: ignore[method-assign]
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     on_end = service.metrics.add_request
-    return LimitMiddleware(app, service.options, key, paths, on_end, is_debug)
+    limited = LimitMiddleware(app, service.options, key, paths, on_end, is_debug)
+    if not service.options.cors_origins:
+        return limited
+    return CORSMiddleware(
+        limited,
+        allow_origins=service.options.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -92,11 +92,16 @@ def _add_status(app: FastAPI, service: Service) -> None:
         """Return the memory plan and the predicted speed."""
         return JsonResponse(service.llm.llm.plan.to_dict())
 
+    @app.get("/props", responses=gives(Properties, "The properties"))
+    async def props() -> Response:
+        """Return llama.cpp's properties of a server."""
+        return JsonResponse(properties(service.name, service.llm.llm))
+
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card() -> ModelCard:
+    def card(name: str) -> ModelCard:
         return ModelCard(
-            id=service.name,
+            id=name,
             object="model",
             created=service.created,
             owned_by="specdec",
@@ -104,66 +109,15 @@ def _add_models(app: FastAPI, service: Service) -> None:
             has_chat_template=service.has_chat_template,
         )
 
-    @app.get("/v1/models", responses=gives(ModelList, "The only model"))
+    @app.get("/v1/models", responses=gives(ModelList, "The only model, by each of its names"))
     async def models() -> Response:
-        return JsonResponse(ModelList(object="list", data=[card()]))
+        return JsonResponse(ModelList(object="list", data=[card(name) for name in service.names]))
 
     @app.get("/v1/models/{name:path}", responses=gives(ModelCard, "The model"))
     async def model(name: str) -> Response:
-        _check_model(name, service)
-        return JsonResponse(card())
-
-
-def _add_completions(app: FastAPI, service: Service) -> None:
-    def chat(body: bytearray) -> ChatRequest:
-        request = read_request(body, ChatRequest)
-        _check_model(request.model, service)
-        return request
-
-    def completion(body: bytearray) -> CompletionRequest:
-        request = read_request(body, CompletionRequest)
-        _check_model(request.model, service)
-        return request
-
-    of_chats = Endpoint(
-        lambda body: constraint_to_try(chat(body)),
-        lambda body, llm: chat_job(chat(body), llm, service.options),
-        lambda job, llm: ChatAnswer(service.name, job, llm.tokenizer),
-    )
-    of_completions = Endpoint(
-        lambda body: None,
-        lambda body, llm: completion_job(completion(body), llm, service.options),
-        lambda job, llm: CompletionAnswer(service.name, job, llm.tokenizer),
-    )
-
-    @app.post("/v1/chat/completions", responses=_CHAT, openapi_extra=takes(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        _check_content_type(request)
-        return await service.answer(request, of_chats)
-
-    @app.post("/v1/completions", responses=_COMPLETION, openapi_extra=takes(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        _check_content_type(request)
-        return await service.answer(request, of_completions)
-
-
-def _check_content_type(request: Request) -> None:
-    """Refuse the types that a browser sends for a page of another site."""
-    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
-        raise bad_request("send a JSON object, with Content-Type: application/json")
-
-
-def _check_model(name: str | None, service: Service) -> None:
-    if name not in (None, service.name):
-        raise ApiError(
-            404,
-            f"there is no such model here, only {service.name} (--alias gives it another name)",
-            param="model",
-            code="model_not_found",
-        )
+        if name not in service.names:
+            raise no_such_model(service)
+        return JsonResponse(card(name))
 
 
 def _add_page(app: FastAPI) -> None:
@@ -182,14 +136,15 @@ def _giving(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
         """Replace the framework's plain text. The middleware still gets the error."""
-        return broken().response()
+        return broken().response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+        made = ApiError(error.status_code, str(error.detail), headers=headers)
+        return made.response(request.url.path)

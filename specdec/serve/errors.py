@@ -1,8 +1,26 @@
-"""Errors in OpenAI's shape: {"error": {message, type, param, code}}."""
+"""Errors, in the shape of the API that was called; OpenAI's unless the path is another's."""
 
 from __future__ import annotations
 
-from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse
+from typing import Literal
+
+from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse, ResponseModel
+
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
+
+
+class AnthropicErrorDetail(ResponseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(ResponseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaError(ResponseModel):
+    error: str
 
 
 class ApiError(Exception):
@@ -23,13 +41,27 @@ class ApiError(Exception):
 
     @property
     def body(self) -> ErrorResponse:
+        """OpenAI's shape: {"error": {message, type, param, code}}."""
         kind = _TYPES.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=detail)
 
-    def response(self) -> JsonResponse:
-        return JsonResponse(self.body, self.status, headers=self.headers)
+    def response(self, path: str = "") -> JsonResponse:
+        """Return the response to a request of this path."""
+        body: ResponseModel = self.body
+        if path.startswith(ANTHROPIC_PATHS):
+            body = anthropic_error(self)
+        elif path.startswith(OLLAMA_PATHS):
+            body = OllamaError(error=self.message)
+        return JsonResponse(body, self.status, headers=self.headers)
+
+
+def anthropic_error(error: ApiError) -> AnthropicError:
+    kind = _ANTHROPIC_TYPES.get(error.status)
+    kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
+    detail = AnthropicErrorDetail(type=kind, message=error.message)
+    return AnthropicError(type="error", error=detail)
 
 
 _TYPES = {
@@ -38,6 +70,15 @@ _TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 

@@ -1,85 +1,184 @@
-"""Server-sent events, and clients that go away."""
+"""Events of an answer: what every API's stream, and every whole answer, is made of.
+
+A parser of the model's output turns the tokens of each step into deltas. The APIs only write them
+in their own shapes.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Executor
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
-from specdec.serve.responses import ResponseModel
-
-T = TypeVar("T")
-
-DONE = b"data: [DONE]\n\n"
-PING = b": still computing\n\n"  # a comment: clients skip it
+from specdec.async_llm import AsyncChunk
+from specdec.engine.outputs import CompletionOutput
+from specdec.serve.errors import ApiError
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
+@dataclass(frozen=True)
+class TextDelta:
+    """Text of the answer."""
+
+    text: str
 
 
-def event(value: ResponseModel) -> bytes:
-    return b"data: " + value.to_json() + b"\n\n"
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """Text of the reasoning before the answer."""
+
+    text: str
 
 
-class EventStream(StreamingResponse):
-    """Response that is sent as it is generated, until its end or until the client disconnects.
+@dataclass(frozen=True)
+class ToolCallBegin:
+    """Begin of the index-th tool call of an answer; its arguments follow."""
 
-    on_end: called once, however it ends.
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallArguments:
+    """More of the arguments of a tool call. All of them, joined, are a JSON object."""
+
+    index: int
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments
+
+
+class OutputParser(Protocol):
+    """Incremental parser of one sequence's output."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens pushed so far that belong to the reasoning, its tags included."""
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Sequence[Delta]:
+        """Add the text and the tokens of one step; return the deltas that are certain now.
+
+        text may lag behind the tokens, and lacks those of special tokens.
+        """
+
+    def finish(self, reason: str) -> Sequence[Delta]:
+        """Return the last deltas. reason: "stop" or "length", which may have cut a call off."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts and timings of a request so far. timings: fields of `responses.Timings`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    accepted_tokens: int
+    rejected_tokens: int
+    timings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Output of one step of a sequence. choice: index of the sequence over all of a request.
+
+    chunk has the tokens, and their log-probabilities if requested; None at the sequence's end.
+    usage: so far, if the request asked for it with every event.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_gone(receive, self.stream_response(send))
-        except ClientGone:
-            pass
-        finally:
-            self._on_end()
+    choice: int
+    deltas: Sequence[Delta]
+    chunk: AsyncChunk | None = None
+    usage: Usage | None = None
 
 
-async def unless_gone(
-    receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None = None
-) -> T:
-    """Return the result of some work, unless its client disconnects or its time is over.
+@dataclass(frozen=True)
+class Finish:
+    """End of a sequence.
 
-    Raises ClientGone, asyncio.TimeoutError, and what the work raises.
+    reason: "stop", "length" or "tool_calls". stop: the stop string that ended it. note: which limit
+    cut it off, for the reader.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    both: set[asyncio.Future[Any]] = {task, gone}
-    try:
-        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task in done:
-            return task.result()
-        raise ClientGone if gone in done else asyncio.TimeoutError
-    finally:
-        for future in both:
-            future.cancel()
+
+    choice: int
+    reason: str
+    stop: str | None = None
+    note: str | None = None
+    usage: Usage | None = None
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@dataclass(frozen=True)
+class End:
+    """End of the whole answer."""
+
+    usage: Usage
 
 
-async def made_in(thread: Executor, call: Callable[..., T], *given: Any) -> T:
-    """Return the result of a call that is queued for an executor thread.
+@dataclass(frozen=True)
+class Failure:
+    """Error after which nothing follows."""
 
-    If the client disconnects before, the call is not made and its arguments are freed at once: the
-    executor's queue would keep them, uncounted.
+    error: ApiError
+
+
+Event = Step | Finish | End | Failure
+
+
+@dataclass
+class ToolCallContent:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Content:
+    """All deltas of one sequence, put together.
+
+    parts: ("reasoning", text), ("text", text) and ("call", ToolCallContent), in their order.
     """
-    arguments = [given]
-    loop = asyncio.get_running_loop()
-    try:
-        return await loop.run_in_executor(thread, lambda: call(*arguments.pop()))
-    finally:
-        arguments.clear()
+
+    parts: list[tuple[str, Any]] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        match delta:
+            case TextDelta(text):
+                self._add_text("text", text)
+            case ReasoningDelta(text):
+                self._add_text("reasoning", text)
+            case ToolCallBegin(_, id, name):
+                self.parts.append(("call", ToolCallContent(id, name)))
+            case ToolCallArguments(index, text):
+                self.calls[index].arguments += text
+
+    def _add_text(self, kind: str, text: str) -> None:
+        if self.parts and self.parts[-1][0] == kind:
+            self.parts[-1] = (kind, self.parts[-1][1] + text)
+        elif text:
+            self.parts.append((kind, text))
+
+    @property
+    def text(self) -> str:
+        return "".join(self._of("text"))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._of("reasoning"))
+
+    @property
+    def calls(self) -> list[ToolCallContent]:
+        return list(self._of("call"))
+
+    def _of(self, kind: str) -> Iterator[Any]:
+        return (value for name, value in self.parts if name == kind)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One whole sequence of an answer. output has its tokens, and log-probabilities if any."""
+
+    index: int
+    content: Content
+    finish: Finish
+    output: CompletionOutput

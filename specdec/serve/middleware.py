@@ -26,6 +26,8 @@ MAX_BODIES = 16
 """Limit of unparsed bodies in memory, counted in bodies of the maximum size."""
 BODY = "specdec.body"
 """Key of the `RequestBody` in the scope; `receive` then only reports a disconnect."""
+_API_KEY = b"x-api-key"  # Anthropic's clients send it
+_KEY_HEADERS = (b"authorization", _API_KEY)
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -81,13 +83,13 @@ class LimitMiddleware:
             await self._app({**scope, "method": method, BODY: body}, receive, send_and_note)
         except ApiError as error:
             error.headers.setdefault("Connection", "close")  # the body's rest is not read
-            await error.response()(scope, receive, send_and_note)
+            await error.response(scope["path"])(scope, receive, send_and_note)
         except Exception as error:
             with suppress(OSError):  # stderr is closed
                 self._report(error)
             if status:
                 raise _Truncated from None  # cut off: the client must not take it for complete
-            await broken().response()(scope, receive, send_and_note)
+            await broken().response(scope["path"])(scope, receive, send_and_note)
         finally:
             body.drop()
             self._num_requests -= 1
@@ -103,7 +105,7 @@ class LimitMiddleware:
         if scope["path"] == OPEN_PATH:
             return
         if self._digest is not None:
-            self._check_key([value for name, value in headers if name == b"authorization"])
+            self._check_key([item for item in headers if item[0] in _KEY_HEADERS])
         elif self._options.is_local:
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if len(hosts) != 1 or not self._is_this_machine(hosts[0]):
@@ -113,12 +115,16 @@ class LimitMiddleware:
                     "name it localhost, or set a key",
                 )
 
-    def _check_key(self, given: list[bytes]) -> None:
-        key = _key_of(given[0]) if len(given) == 1 else b""
+    def _check_key(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Raise ApiError unless there is the key, in one of the headers or the same in both."""
+        keys = {_key_of(*item) for item in headers}
+        is_twice = len(dict(headers)) < len(headers)
+        key = keys.pop() if len(keys) == 1 and not is_twice else b""
         if not hmac.compare_digest(_digest(key), self._digest or b""):
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY, "
+                "or X-Api-Key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": 'Bearer, Basic realm="specdec: the key as password"'},
             )
@@ -177,8 +183,11 @@ def _crowded() -> ApiError:
     )
 
 
-def _key_of(header: bytes) -> bytes:
-    """Return the key of a client's `Bearer KEY`, or of a browser's `Basic`, as its password."""
+def _key_of(name: bytes, header: bytes) -> bytes:
+    """Return the key of a client's `Bearer KEY`, of a browser's `Basic`, as its password, or of
+    `X-Api-Key`."""
+    if name == _API_KEY:
+        return header.strip()
     kind, _, value = header.partition(b" ")
     if kind.lower() == b"bearer":
         return value.strip()

@@ -7,14 +7,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from specdec.serve import requests, responses
+from specdec.serve import responses
+from specdec.serve.api import messages_answer, ollama_answer, responses_answer, tokens
+from specdec.serve.api.base import RequestModel
+from specdec.serve.errors import AnthropicError, OllamaError
 from specdec.serve.options import ServeOptions
 
 Schema = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]
 
 _PLACE = "#/components/schemas/{model}"
-_REQUESTS = (requests.ChatRequest, requests.CompletionRequest)
 _RESPONSES = (
     responses.ErrorResponse,
     responses.Health,
@@ -22,6 +24,20 @@ _RESPONSES = (
     responses.ModelList,
     responses.ChatCompletion,
     responses.Completion,
+    responses_answer.ResponseObject,
+    messages_answer.AnthropicResponse,
+    messages_answer.TokenCount,
+    ollama_answer.OllamaChatResponse,
+    ollama_answer.OllamaGenerateResponse,
+    ollama_answer.OllamaModels,
+    ollama_answer.OllamaShow,
+    ollama_answer.OllamaVersion,
+    tokens.TokenizeResponse,
+    tokens.DetokenizeResponse,
+    tokens.TemplateResponse,
+    tokens.Properties,
+    AnthropicError,
+    OllamaError,
 )
 _ERROR_STATUSES = (400, 401, 403, 404, 405, 408, 413, 422, 429, 431, 500, 503)
 
@@ -36,36 +52,44 @@ def takes(model: type[BaseModel]) -> Schema:
 
 
 def gives(
-    model: type[BaseModel], description: str, status: int = 200, *, is_stream: bool = False
+    model: type[BaseModel], description: str, status: int = 200, *, stream_type: str = ""
 ) -> Responses:
-    """Return a route's entry for a response. is_stream: it may be sent as events, too."""
-    content = _content(model) | ({"text/event-stream": {}} if is_stream else {})
+    """Return a route's entry for a response. stream_type: media type of its stream, if any."""
+    content = _content(model) | ({stream_type: {}} if stream_type else {})
     return {status: {"description": description, "content": content}}
 
 
-ERRORS: Responses = {
-    status: entry
-    for code in _ERROR_STATUSES
-    for status, entry in gives(responses.ErrorResponse, "An error", code).items()
-}
+def errors_of(model: type[BaseModel]) -> Responses:
+    """Return a route's entries for its errors."""
+    return {
+        status: entry
+        for code in _ERROR_STATUSES
+        for status, entry in gives(model, "An error", code).items()
+    }
+
+
+ERRORS = errors_of(responses.ErrorResponse)
+
+
+def _requests() -> list[type[BaseModel]]:
+    """Return the models of all requests: those of routes, and what these are made of."""
+    todo: list[type[RequestModel]] = [RequestModel]
+    for model in todo:
+        todo += model.__subclasses__()
+    return list(dict.fromkeys(todo[1:]))
 
 
 def with_models(schema: Schema, limits: ServeOptions) -> Schema:
     """Return a schema with the models that its routes refer to, and with this server's limits."""
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [
-        *((model, "validation") for model in _REQUESTS),
+        *((model, "validation") for model in _requests()),
         *((model, "serialization") for model in _RESPONSES),
     ]
     _, made = models_json_schema(modes, ref_template=_PLACE)
     models = schema.setdefault("components", {}).setdefault("schemas", {})
     models.update(made["$defs"])
-    maxima = {
-        "n": limits.max_choices,
-        "best_of": limits.max_choices,
-        "max_tokens": limits.max_output_tokens,
-        "max_completion_tokens": limits.max_output_tokens,
-    }
-    for request in _REQUESTS:
+    maxima = {"n": limits.max_choices, "best_of": limits.max_choices}
+    for request in _requests():
         fields = models[request.__name__]["properties"]
         for name in maxima.keys() & fields.keys():
             number, _ = fields[name]["anyOf"]  # or null

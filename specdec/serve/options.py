@@ -37,9 +37,18 @@ class ServeOptions:
     )
     alias: str | None = option(
         None,
-        "Name that clients know the model by.",
+        "Name that clients know the model by; several with commas.",
         SERVER,
         shown_default="the last part of the target's name",
+    )
+    strict_model: bool = option(
+        False, "Refuse requests that name another model; else any name is answered.", SERVER
+    )
+    cors_origin: str | None = option(
+        None,
+        "Origin of web pages that may use the server; several with commas, * for all.",
+        SERVER,
+        shown_default="none",
     )
     max_body: str = option("1MiB", "Longest request.", LIMITS)
     max_headers: int = option(100, "Maximum number of headers of a request.", LIMITS, at_least=1)
@@ -83,7 +92,7 @@ class ServeOptions:
         """Raise ConfigError for invalid values or combinations."""
         for name in ("host", "max_body"):
             check_type(name, getattr(self, name), str)
-        for name in ("api_key", "alias"):
+        for name in ("api_key", "alias", "cors_origin"):
             check_type(name, getattr(self, name), str, type(None))
         check_options(self)
         if self.max_body_bytes == 0:
@@ -103,6 +112,14 @@ class ServeOptions:
             return parse_bytes(self.max_body)
         except UnitError as error:
             raise ConfigError(FieldName("max_body"), f": {error}") from error
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return _listed(self.alias)
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        return _listed(self.cors_origin)
 
     @property
     def is_local(self) -> bool:
@@ -135,6 +152,10 @@ class ServeOptions:
                 ", or listen at 127.0.0.1",
             )
         return key
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(item.strip() for item in (text or "").split(",") if item.strip())
 
 
 def _read_key(path: Path) -> str:

@@ -163,17 +163,26 @@ class ToolCall(ResponseModel):
     function: FunctionCall
 
 
+class FunctionCallDelta(ResponseModel):
+    name: str = ""
+    arguments: str
+
+
 class ToolCallDelta(ResponseModel):
+    """The first one of a call has its id and name; the arguments of all are to be joined."""
+
     index: Count
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCallDelta
 
 
 class ChatMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCall] = []
 
 
@@ -188,6 +197,8 @@ class ChatChoice(ResponseModel):
 class ChatDelta(ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
 
 

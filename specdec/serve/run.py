@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -73,7 +73,7 @@ class Serving:
     """One run of the server.
 
     Args:
-        name: the name that clients know the model by.
+        names: names that clients know the model by.
         load: returns the LLM; called in a thread of its own.
         say: prints a line for whoever runs the server.
     """
@@ -81,13 +81,14 @@ class Serving:
     def __init__(
         self,
         options: ServeOptions,
-        name: str,
+        names: Sequence[str],
         load: Callable[[], LLM],
         say: Callable[[str], None],
         *,
         is_debug: bool = False,
     ) -> None:
-        self._options, self._name, self._load = options, name, load
+        self._options, self._names, self._load = options, names, load
+        self._name = names[0]
         self._print = say
         self._is_debug = is_debug
         self._key = options.key()
@@ -110,7 +111,7 @@ class Serving:
             self._print(line)
 
     async def _serve(self, listener: socket.socket) -> None:
-        self._service = Service(self._options, self._name, self._say)
+        self._service = Service(self._options, self._names, self._say)
         app = make_app(self._service, self._key, is_debug=self._is_debug)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))

@@ -8,7 +8,7 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,52 +24,45 @@ from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost, end_trials
 from specdec.metrics.stats import EngineStats
 from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBody, RequestSlot
-from specdec.serve.answers import Answer, timings
+from specdec.serve.api.answer import Answer
+from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import ApiError, bad_request, draining, loading
-from specdec.serve.events import (
-    DONE,
-    PING,
-    ClientGone,
-    EventStream,
-    event,
-    made_in,
-    unless_gone,
-)
+from specdec.serve.events import End, Event, Failure
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
 from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
-from specdec.serve.responses import Chunk, JsonResponse
+from specdec.serve.outputs import OutputEvents
+from specdec.serve.parsers import output_parser
+from specdec.serve.responses import JsonResponse
+from specdec.serve.sse import (
+    ClientGone,
+    EventStream,
+    made_in,
+    unless_gone,
+)
 from specdec.text.contract import TokenizerError
 from specdec.text.prompts import PromptError
 
 _CLIENTS_FAULT = (ConfigError, GrammarError, PromptError, TokenizerError)
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it
+T = TypeVar("T")
 _PING_SECONDS = 15.0
 """Seconds without a token after which a stream sends a ping: proxies cut silent connections."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Parsing and answering of the requests of a route. Clients get the errors that it raises.
-
-    constraint: returns the body's constraint that must be tried in another process, or None.
-    job: takes a body whose constraint has been tried.
-    """
-
-    constraint: Callable[[bytearray], Constraint | None]
-    job: Callable[[bytearray, LLM], Job]
-    answer: Callable[[Job, LLM], Answer]
 
 
 class Service:
     """One LLM for the clients of one server; used in the event loop's thread.
 
+    names: names that clients know the model by, the first of which answers have.
     log: takes a line about an error, for the server's operator.
     """
 
-    def __init__(self, options: ServeOptions, name: str, log: Callable[[str], None]) -> None:
-        self.options, self.name, self._log = options, name, log
+    def __init__(
+        self, options: ServeOptions, names: Sequence[str], log: Callable[[str], None]
+    ) -> None:
+        self.options, self.names, self._log = options, tuple(names), log
+        self.name = self.names[0]
         self.limiter = AdmissionLimiter(options.max_queue)
         self.metrics = Metrics(self.limiter, self._stats)
         self.created = int(time.time())
@@ -147,6 +140,19 @@ class Service:
             run.end()
             raise
 
+    async def compute(self, request: Request, work: Callable[[bytearray, LLM], T]) -> T:
+        """Return the result of some work beside the event loop, which generates nothing.
+
+        Raises ApiError.
+        """
+        body, llm = request.scope[BODY], self.llm.llm
+        with self.translated():
+            making = made_in(self._encoder, work, body.content, llm)
+            try:
+                return await unless_gone(request.receive, making, self.options.request_timeout)
+            except ClientGone as error:
+                raise bad_request("the client went away") from error
+
     def adopt(self, streams: Sequence[AsyncStream]) -> None:
         self._streams.update(streams)
 
@@ -215,15 +221,18 @@ class _Run:
         making = self._service.job(self._request.scope[BODY], endpoint, llm.llm)
         job = await unless_gone(self._request.receive, making, self._left)
         answer = endpoint.answer(job, llm.llm)
-        self._streams = [llm.stream(ids, job.params, priority=job.priority) for ids in job.prompts]
+        options = {"priority": job.priority, "cache_prompt": job.caches_prompt}
+        self._streams = [llm.stream(ids, job.params, **options) for ids in job.prompts]
         self._service.adopt(self._streams)
         if job.streams_output:
             # Errors of the request are known once the first stream has started: send their status.
             await unless_gone(self._request.receive, self._streams[0].started(), self._left)
-            return EventStream(self._event_bytes(answer, job), self.end)
+            return EventStream(self._event_bytes(answer, job), answer.media_type, self.end)
         results = await unless_gone(self._request.receive, self._results(), self._left)
         self.end()
-        return JsonResponse(answer.whole(results))
+        events = OutputEvents(job, lambda: output_parser(job), lambda: results)
+        choices = events.whole()
+        return JsonResponse(answer.whole(choices, events.usage))
 
     def end(self) -> None:
         """End the request; idempotent."""
@@ -246,31 +255,39 @@ class _Run:
 
     async def _event_bytes(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         """Yield the events; an error is the last event."""
+        for frame in answer.begin():
+            yield answer.encode(frame)
         try:
             with self._service.translated():
-                async for data in self._events(answer, job):
-                    yield data
+                async for event in self._events(job):
+                    if event is None:
+                        yield answer.ping
+                        continue
+                    for frame in answer.write(event):
+                        yield answer.encode(frame)
         except ApiError as error:
-            yield event(error.body)
-        yield DONE
+            for frame in answer.write(Failure(error)):
+                yield answer.encode(frame)
+        if answer.closing:
+            yield answer.closing
 
-    async def _events(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
+    async def _events(self, job: Job) -> AsyncIterator[Event | None]:
+        """Yield the events; None where nothing happened for a while."""
         streams = list(self._streams)
-        for first_event in answer.first_events():
-            yield event(first_event)
+
+        def results() -> list[GenerationResult]:
+            return [stream.result for stream in streams if stream.has_begun]
+
+        events = OutputEvents(job, lambda: output_parser(job), results)
         async for index, chunk in self._chunks(streams):
             if index is None:
-                yield PING
+                yield None
                 continue
             base = index * job.n_per_prompt
             copies = [base + copy * job.params.n for copy in range(job.n_copies)]
-            for response in _events_of(streams[index], chunk, answer, copies):
-                if job.tells_timings:
-                    begun = [stream for stream in streams if stream.has_begun]
-                    response.timings = timings([stream.result for stream in begun])
-                yield event(response)
-        if job.tells_usage:
-            yield event(answer.usage_event([stream.result for stream in streams]))
+            for event in _events_of(streams[index], chunk, events, copies):
+                yield event
+        yield End(events.usage)
 
     async def _chunks(
         self, streams: Sequence[AsyncStream]
@@ -306,13 +323,13 @@ async def _next(stream: AsyncStream) -> AsyncChunk | None:
 
 
 def _events_of(
-    stream: AsyncStream, chunk: AsyncChunk | None, answer: Answer, copies: Sequence[int]
-) -> Iterator[Chunk]:
+    stream: AsyncStream, chunk: AsyncChunk | None, events: OutputEvents, copies: Sequence[int]
+) -> Iterator[Event]:
     """Yield the events of a chunk of one prompt, or of its end. copies: the first choice of each of
     its equal copies."""
     for copy in copies:
         if chunk is not None:
-            yield from answer.events(chunk, copy + chunk.index)
+            yield events.step(chunk, copy + chunk.index)
         else:
             for i, output in enumerate(stream.result.outputs):
-                yield from answer.last_events(output, copy + i)
+                yield from events.finish(output, copy + i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,21 @@ class ChatFormat:
         return "tools" in (self.template_for(has_tools=True) or "")
 
 
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How a conversation is rendered, beside its messages and tools.
+
+    variables: variables of the template, such as `enable_thinking`; JSON values.
+    add_generation_prompt: False ends after the last message.
+    continues_last: the answer continues the last message, whose turn is not ended.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continues_last: bool = False
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 PLAIN = ChatFormat(None, ("\nUser:",))
 """Format for models without a template, which may generate the user's next question, too."""
 NAMED = {"plain": PLAIN, "chatml": ChatFormat(_CHATML, ("<|im_end|>",))}
@@ -92,7 +107,9 @@ def _check_syntax(template: str, name: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+def plain_transcript(
+    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> str:
     """Return the conversation as `Role: text` lines, up to where the assistant's answer begins.
 
     The system message comes first without a role, as base models have seen many such texts.
@@ -104,4 +121,4 @@ def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
         if not isinstance(role, str) or not isinstance(content, str):
             raise ChatTemplateError("a message needs a role and a content, both of them texts")
         lines.append(content if role == "system" else f"{role.capitalize()}: {content}")
-    return "\n".join([*lines, "Assistant:"])
+    return "\n".join([*lines, "Assistant:"] if add_generation_prompt else lines)

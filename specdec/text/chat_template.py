@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from offload.process.expendable import command_of
@@ -33,6 +34,7 @@ def render_chat(
     tools: Sequence[Any] = (),
     *,
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Render the text of a conversation, up to where the assistant's answer begins.
 
@@ -42,6 +44,7 @@ def render_chat(
         special_tokens: `bos_token`, `eos_token`, ...
         tools: tools in OpenAI's form, for templates that describe them to the model.
         add_generation_prompt: False ends after the last message.
+        variables: other variables of the template.
 
     Raises:
         ChatTemplateError: an error in the template, or it takes more than MAX_CPU_SECONDS or
@@ -53,6 +56,7 @@ def render_chat(
         "special_tokens": dict(special_tokens),
         "tools": list(tools) or None,
         "add_generation_prompt": add_generation_prompt,
+        "variables": dict(variables),
     }
     try:
         line = json.dumps(request).encode("ascii")

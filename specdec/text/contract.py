@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from offload.errors import SpecdecError
-from specdec.text.chat_format import ChatFormat
+from specdec.text.chat_format import DEFAULT_OPTIONS, ChatFormat, TemplateOptions
 from specdec.text.control_tokens import AddedToken
 
 
@@ -75,7 +75,10 @@ class ChatTokenizer(TokenSpeller, Protocol):
         """
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> list[int]: ...
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:

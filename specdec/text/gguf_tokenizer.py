@@ -17,7 +17,7 @@ from typing import Any
 from backends.ggml.library import LOG, load_library
 from backends.llama.trial import TextLimits
 from offload.process.worker import call_in_thread
-from specdec.text.chat_format import PLAIN, ChatFormat
+from specdec.text.chat_format import DEFAULT_OPTIONS, PLAIN, ChatFormat, TemplateOptions
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
 from specdec.text.conversation import encode_conversation
@@ -141,10 +141,13 @@ class GgufTokenizer:
         return {f"{role}_token": self._text(i) for role, i in ids if i is not None}
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> list[int]:
         """Return the token ids of a conversation, up to the assistant's answer."""
-        return encode_conversation(self, messages, tools)
+        return encode_conversation(self, messages, tools, options)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Return llguidance's LLTokenizer of this vocabulary; it may not outlive this object.

@@ -51,14 +51,15 @@ def _render(
     special_tokens: Mapping[str, Any],
     tools: Any,
     add_generation_prompt: bool,
+    variables: Mapping[str, Any],
 ) -> str:
-    text: str = _compile(template).render(
-        messages=messages,
-        tools=tools,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
+    own = {
+        "messages": messages,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
         **special_tokens,
-    )
+    }
+    text: str = _compile(template).render({"documents": None, **variables, **own})
     return text
 
 

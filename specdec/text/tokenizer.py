@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.contract.backend import one_line
 from offload.formats.lfs import refuse_pointer
-from specdec.text.chat_format import PLAIN, ChatFormat
+from specdec.text.chat_format import DEFAULT_OPTIONS, PLAIN, ChatFormat, TemplateOptions
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
 from specdec.text.conversation import encode_conversation
@@ -142,10 +142,13 @@ class Tokenizer:
         return dict(self.hf_tokenizer.special_tokens_map)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> list[int]:
         """Return the token ids of a conversation, up to the assistant's answer."""
-        return encode_conversation(self, messages, tools)
+        return encode_conversation(self, messages, tools, options)
 
     def grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Return llguidance's LLTokenizer of this vocabulary. Raises ValueError if unsupported."""

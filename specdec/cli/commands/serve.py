@@ -44,7 +44,7 @@ def serve(
             return llm
 
         is_debug = wants_debug(context.obj.argv)
-        number = run(server, _name(server, load), open_it, say, is_debug=is_debug).run()
+        number = run(server, _names(server, load), open_it, say, is_debug=is_debug).run()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -61,9 +61,8 @@ def _import_server() -> type:
     return Run
 
 
-def _name(server: ServeOptions, load: RunOptions) -> str:
-    """Return the name of the model for clients; never a path of this machine."""
-    if server.alias is not None:
-        return server.alias
+def _names(server: ServeOptions, load: RunOptions) -> tuple[str, ...]:
+    """Return the names of the model for clients; never a path of this machine."""
     model = str(load.model)
-    return Path(model).resolve().name if Path(model).exists() else model
+    own = Path(model).resolve().name if Path(model).exists() else model
+    return server.aliases or (own,)

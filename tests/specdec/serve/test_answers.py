@@ -13,8 +13,17 @@ from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
-from specdec.serve.answers import ChatAnswer, CompletionAnswer
+from specdec.serve.api.answer import Answer
+from specdec.serve.api.messages_answer import MessagesAnswer
+from specdec.serve.api.ollama_answer import OllamaChatAnswer
+from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer
+from specdec.serve.api.responses import ResponsesRequest
+from specdec.serve.api.responses_answer import ResponsesAnswer
+from specdec.serve.errors import bad_request
+from specdec.serve.events import End, Failure
 from specdec.serve.jobs import Job
+from specdec.serve.outputs import OutputEvents
+from specdec.serve.parsers import output_parser
 from specdec.serve.responses import ResponseModel
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -53,20 +62,33 @@ def sent(response: ResponseModel) -> dict[str, Any]:
     return json.loads(response.to_json())
 
 
-def choices_of(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
-    """Return the choices of all events of an output that came in chunks."""
-    answer = ChatAnswer("m", job(**more), Letters())
-    events = list(answer.first_events())
+def whole(kind: type[Answer], job: Job, actual: GenerationResult) -> dict[str, Any]:
+    """Return a whole answer as a client gets it."""
+    events = OutputEvents(job, lambda: output_parser(job), lambda: [actual])
+    return sent(kind("m", job, Letters()).whole(events.whole(), events.usage))
+
+
+def frames(kind: type[Answer], job: Job, actual: GenerationResult, size: int) -> list[Any]:
+    """Return all events of an output that came in chunks, as a client gets them."""
+    events = OutputEvents(job, lambda: output_parser(job), lambda: [actual])
+    answer, text = kind("m", job, Letters()), actual.text
+    made = list(answer.begin())
     for i in range(0, len(text), size):
         read_chunk = text[i : i + size]
-        events += answer.events(AsyncChunk(read_chunk, tuple(map(ord, read_chunk))), 0)
-    events += answer.last_events(result(text).outputs[0], 0)
-    return [sent(event)["choices"][0] for event in events]
+        made += answer.write(events.step(AsyncChunk(read_chunk, tuple(map(ord, read_chunk))), 0))
+    for event in events.finish(actual.outputs[0], 0):
+        made += answer.write(event)
+    return [sent(frame) for frame in [*made, *answer.write(End(events.usage))]]
+
+
+def choices_of(text: str, size: int, **more: Any) -> list[dict[str, Any]]:
+    """Return the choices of all events of a chat's output that came in chunks."""
+    return [event["choices"][0] for event in frames(ChatAnswer, job(**more), result(text), size)]
 
 
 def test_calls_of_a_whole_answer() -> None:
     text = f"Wait.\n{CALL}{CALL}"
-    answer = sent(ChatAnswer("m", job(tools=("add",)), Letters()).whole([result(text)]))
+    answer = whole(ChatAnswer, job(tools=("add",)), result(text))
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Wait."
@@ -74,12 +96,12 @@ def test_calls_of_a_whole_answer() -> None:
         assert call["type"] == "function"
         assert call["function"]["name"] == "add"
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
-    item = sent(ChatAnswer("m", job(tools=("add",), max_calls=1), Letters()).whole([result(text)]))
+    item = whole(ChatAnswer, job(tools=("add",), max_calls=1), result(text))
     assert len(item["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_without_tools_a_call_is_text() -> None:
-    answer = sent(ChatAnswer("m", job(), Letters()).whole([result(CALL)]))
+    answer = whole(ChatAnswer, job(), result(CALL))
     assert answer["choices"][0]["message"]["content"] == CALL
     assert answer["choices"][0]["finish_reason"] == "stop"
 
@@ -88,8 +110,11 @@ def test_without_tools_a_call_is_text() -> None:
 def test_calls_of_a_stream(size: int) -> None:
     choices = choices_of(f"Wait.\n{CALL}", size, tools=("add",))
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "Wait."
-    (call,) = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
-    assert (call["index"], call["function"]["name"]) == (0, "add")
+    begin, *more = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert (begin["index"], begin["type"], begin["function"]["name"]) == (0, "function", "add")
+    joined = "".join(call["function"]["arguments"] for call in [begin, *more])
+    assert json.loads(joined) == {"a": 1}
+    assert all(call.keys() == {"index", "function"} for call in more)
     assert choices[-1] == {
         "index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"
     }  # fmt: skip
@@ -104,7 +129,7 @@ def test_a_stream_that_only_looks_like_a_call(size: int) -> None:
 
 
 def test_usage_counts_each_of_equal_outputs() -> None:
-    usage = sent(ChatAnswer("m", job(n_copies=2), Letters()).whole([result("abcd")]))["usage"]
+    usage = whole(ChatAnswer, job(n_copies=2), result("abcd"))["usage"]
     assert usage["prompt_tokens"] == 3
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == 11
@@ -114,28 +139,92 @@ def test_usage_counts_each_of_equal_outputs() -> None:
 def test_a_probability_of_nothing_is_a_number() -> None:
     """JSON has no infinity."""
     nothing = {"logprobs": (float("-inf"),), "top_logprobs": ({97: float("-inf")},)}
-    chat = sent(ChatAnswer("m", job(), Letters()).whole([result("a", **nothing)]))
+    chat = whole(ChatAnswer, job(), result("a", **nothing))
     assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
-    plain = sent(CompletionAnswer("m", job(), Letters()).whole([result("a", **nothing)]))
+    plain = whole(CompletionAnswer, job(), result("a", **nothing))
     assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
 
 
 def test_a_cut_by_the_context_is_reported() -> None:
     cut = result("ab", "length", finish_note="the context")
-    for answer in (ChatAnswer("m", job(), Letters()), CompletionAnswer("m", job(), Letters())):
-        (choice,) = sent(answer.whole([cut]))["choices"]
+    for kind in (ChatAnswer, CompletionAnswer):
+        (choice,) = whole(kind, job(), cut)["choices"]
         assert (choice["finish_reason"], choice["finish_note"]) == ("length", "the context")
-        (event,) = answer.last_events(cut.outputs[0], 0)
-        assert sent(event)["choices"][0]["finish_note"] == "the context"
-        assert "finish_note" not in sent(answer.whole([result("ab")]))["choices"][0]
+        last = frames(kind, job(), cut, 1)[-1]
+        assert last["choices"][0]["finish_note"] == "the context"
+        assert "finish_note" not in whole(kind, job(), result("ab"))["choices"][0]
 
 
 def test_offsets_of_a_stream_go_on() -> None:
-    answer = CompletionAnswer("m", job(n_copies=2), Letters())
+    asked = job(n_copies=2)
+    events = OutputEvents(asked, lambda: output_parser(asked), list)
+    answer = CompletionAnswer("m", asked, Letters())
     for choice in (1, 0):
         actual = []
         for read_chunk in ("aé", "中b"):
             ids = tuple(map(ord, read_chunk))
-            (event,) = answer.events(AsyncChunk(read_chunk, ids, logprobs=(0.0, 0.0)), choice)
+            step = events.step(AsyncChunk(read_chunk, ids, logprobs=(0.0, 0.0)), choice)
+            (event,) = answer.write(step)
             actual += sent(event)["choices"][0]["logprobs"]["text_offset"]
         assert actual == [0, 1, 2, 3]
+
+
+RESPONSES = ResponsesRequest(input="hi")
+
+
+def test_a_call_in_every_shape() -> None:
+    actual, tools = result(f"Wait.\n{CALL}"), {"tools": ("add",)}
+    response = whole(ResponsesAnswer, job(request=RESPONSES, **tools), actual)
+    message, call = response["output"]
+    assert message["content"][0]["text"] == "Wait."
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == (
+        "function_call", "add", {"a": 1}
+    )  # fmt: skip
+    message = whole(MessagesAnswer, job(**tools), actual)
+    text, call = message["content"]
+    assert (text["text"], call["name"], call["input"]) == ("Wait.", "add", {"a": 1})
+    assert message["stop_reason"] == "tool_use"
+    message = whole(OllamaChatAnswer, job(**tools), actual)["message"]
+    assert message["content"] == "Wait."
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_streamed_call_in_every_shape(size: int) -> None:
+    actual, tools = result(f"Wait.\n{CALL}"), {"tools": ("add",)}
+    events = frames(ResponsesAnswer, job(request=RESPONSES, **tools), actual, size)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["response"]["output"] == done
+    assert [item["type"] for item in done] == ["message", "function_call"]
+    pieces = [event for event in events if event["type"].endswith("arguments.delta")]
+    assert "".join(event["delta"] for event in pieces) == done[1]["arguments"]
+    events = frames(MessagesAnswer, job(**tools), actual, size)
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == ["text", "tool_use"]
+    assert [e["index"] for e in events if e["type"] == "content_block_stop"] == [0, 1]
+    lines = frames(OllamaChatAnswer, job(**tools), actual, size)
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    (calls,) = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
+    assert calls[0]["function"]["arguments"] == {"a": 1}
+
+
+def test_a_stop_string_can_be_a_part_of_the_text() -> None:
+    ended = result("ab", stop="END")
+    assert whole(ChatAnswer, job(), ended)["choices"][0]["message"]["content"] == "ab"
+    message = whole(ChatAnswer, job(includes_stop=True), ended)["choices"][0]["message"]
+    assert message["content"] == "abEND"
+    answer = whole(MessagesAnswer, job(), ended)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
+
+
+def test_a_failure_has_the_shape_of_its_api() -> None:
+    failure = Failure(bad_request("no"))
+    asked = job(request=RESPONSES)
+    last = {kind: [sent(f) for f in kind("m", asked, Letters()).write(failure)][-1] for kind in (
+        ChatAnswer, ResponsesAnswer, MessagesAnswer, OllamaChatAnswer
+    )}  # fmt: skip
+    assert last[ChatAnswer]["error"]["message"] == "no"
+    assert (last[ResponsesAnswer]["type"], last[ResponsesAnswer]["message"]) == ("error", "no")
+    assert last[MessagesAnswer]["error"] == {"type": "invalid_request_error", "message": "no"}
+    assert last[OllamaChatAnswer] == {"error": "no"}

@@ -75,7 +75,7 @@ def test_events_with_running_metrics(client: Any) -> None:
 
 
 def test_only_an_assistants_message_may_lack_content(client: Any) -> None:
-    for role in ("user", "system", "tool"):
+    for role in ("user", "system"):
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\] has no content"):
             chat(client, messages=[{"role": role}])
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -190,9 +190,15 @@ def test_the_most_tokens_by_their_newer_name(client: Any) -> None:
     options = {"model": "tiny", "messages": TALK, "temperature": 0}
     answer = client.chat.completions.create(**options, max_completion_tokens=3)
     assert answer.usage.completion_tokens == 3
-    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is") as caught:
-        client.chat.completions.create(**options, max_completion_tokens=10**9)
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is 0") as caught:
+        client.chat.completions.create(**options, max_completion_tokens=0)
     assert caught.value.param == "max_completion_tokens"
+
+
+def test_a_length_beyond_the_limits_is_clamped(client: Any) -> None:
+    stop = chat(client).choices[0].message.content[2]
+    for length in (10**9, -1):
+        assert chat(client, max_tokens=length, stop=[stop]).choices[0].finish_reason == "stop"
 
 
 def test_the_likeliest_tokens_alone(client: Any) -> None:
@@ -242,22 +248,20 @@ def test_text_in_parts(client: Any) -> None:
     ("options", "named"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "role"),
+        ({"messages": [{"content": "x"}]}, "role"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10**9}, "max_tokens"),
         ({"n": 10**9}, "sequences"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 0.00001}, "temperature"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stop": ["x" * 1000]}, "stop"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "context"),
-        ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
-        ({"functions": []}, "functions"),
-        ({"store": True}, "store"),
-        ({"extra_body": {"store": 0}}, "store"),
+        ({"extra_body": {"max_token": 1}}, "max_token"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
     ],
 )
 def test_what_is_wrong_is_named(client: Any, options: dict[str, Any], named: str) -> None:
@@ -274,10 +278,8 @@ def test_the_same_before_a_stream(client: Any) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_another_model(client: Any) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        chat(client, model="gpt-4o")
-    assert caught.value.code == "model_not_found"
+def test_another_models_name_is_answered(client: Any) -> None:
+    assert chat(client, model="gpt-4o").model == "tiny"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])

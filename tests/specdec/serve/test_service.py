@@ -26,13 +26,13 @@ from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
 from specdec.serve.admission import FAILING, READY, BodyLimiter, RequestBody
-from specdec.serve.answers import CompletionAnswer
+from specdec.serve.api.completions import CompletionRequest
+from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import ApiError
 from specdec.serve.jobs import Job, completion_job
 from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
-from specdec.serve.requests import CompletionRequest
-from specdec.serve.service import Endpoint, Service, _Run
+from specdec.serve.service import Service, _Run
 
 
 def body(content: bytes = b"") -> RequestBody:
@@ -57,7 +57,7 @@ class Gone:
 
 def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> None:
     """Prompts are read one after the other: those behind a long one are not read yet."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     service.open(object())  # never called
     may_end = threading.Event()
     asked: list[int] = []
@@ -85,7 +85,7 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
 
 def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid schema takes seconds to be refused."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     has_begun, may_end = threading.Event(), threading.Event()
     llm: Any = None
 
@@ -113,7 +113,7 @@ def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPat
 
 def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process used to wait for their thread, one after the other."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     wait = [sys.executable, "-c", "import time; time.sleep(50)"]
     monkeypatch.setattr(trial, "command_of", lambda module: wait)
     llm: Any = None
@@ -135,7 +135,7 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
 
 def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     service.limiter.state = READY
     for error, state in ((SpecdecError("no"), READY), (StorageError("gone"), FAILING)):
         with pytest.raises(ApiError, match="the model failed"), service.translated():
@@ -150,7 +150,7 @@ def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
 
 def test_a_body_is_dropped_once_it_is_read() -> None:
     """Parsed, 32 of a megabyte each used to take 350 MiB until their answers ended."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     bodies = BodyLimiter(100)
     pinned = RequestBody(bodies)
     pinned.add(b"x" * 60)
@@ -167,7 +167,7 @@ def test_a_body_is_dropped_once_it_is_read() -> None:
 def test_a_clients_body_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to stay in the thread's queue, uncounted: behind a schema of seconds, as much as
     anybody sends in that time."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     may_end, made = threading.Event(), []
     llm: Any = None
     monkeypatch.setattr(services, "check_cost", lambda constraint: may_end.wait(60))
@@ -212,7 +212,7 @@ class Ready:
 
 def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
     """The time used to be checked only without a ready chunk, which for such a client is never."""
-    service = Service(ServeOptions(request_timeout=0.01), "m", print)
+    service = Service(ServeOptions(request_timeout=0.01), ["m"], print)
     service.open(object())  # never called
 
     async def work() -> None:
@@ -266,15 +266,14 @@ class NotBegun(Ready):
 
 def test_running_metrics_are_of_the_sequences_that_have_begun() -> None:
     """The stream used to end with a 500 if another output had not begun."""
-    service = Service(ServeOptions(), "m", print)
+    service = Service(ServeOptions(), ["m"], print)
     service.open(object())  # never called
     job = Job(([1], [2]), SamplingParams(), tells_timings=True)
 
     async def work() -> None:
         run = _Run(service, Gone())  # type: ignore[arg-type]
         run._streams = [Begun(), NotBegun()]  # type: ignore[list-item]
-        tokenizer: Any = None  # never called
-        events = run._events(CompletionAnswer("m", job, tokenizer), job)
-        assert b'"passes":3' in await events.__anext__()
+        event: Any = await run._events(job).__anext__()
+        assert event.usage.timings["passes"] == 3
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -1,0 +1,223 @@
+"""Answers of /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specdec import __version__
+from specdec.async_llm import AsyncChunk
+from specdec.engine.outputs import CompletionOutput
+from specdec.serve import responses
+from specdec.serve.api.answer import Answer, Frames
+from specdec.serve.events import (
+    Choice,
+    Delta,
+    Finish,
+    ReasoningDelta,
+    Step,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    Usage,
+)
+from specdec.serve.jobs import Job
+from specdec.serve.responses import Chunk
+from specdec.text.contract import TokenSpeller
+from specdec.text.logprobs import chat_logprobs, completion_logprobs
+from specdec.text.token_strings import TokenStrings
+
+Fields = Mapping[str, Any]
+
+
+class OpenAiAnswer(Answer):
+    """The part that both endpoints share."""
+
+    closing = b"data: [DONE]\n\n"
+    id_prefix: str
+    response: tuple[type[responses.ChatCompletion | responses.Completion], str]
+    """Model of a whole answer, and its `object`."""
+    chunk: tuple[type[Chunk], str]
+
+    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
+        super().__init__(model, job, tokenizer)
+        self._envelope: Fields = {
+            "id": self.id_prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"specdec-{__version__}",
+        }
+        self._token_strings: dict[int, TokenStrings] = {}
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> Fields:
+        """Return a choice of a whole answer, all but its index, end and log-probabilities."""
+
+    @abstractmethod
+    def _part(self, deltas: Sequence[Delta]) -> Fields:
+        """Return the choice of an event with these deltas, all but its index."""
+
+    @abstractmethod
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
+        """Return log-probabilities of a part that has some, in the endpoint's shape."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> responses.ResponseModel:
+        model, kind = self.response
+        fields = [
+            {
+                "index": choice.index,
+                "logprobs": self._logprobs(choice.index, choice.output),
+                **self._choice(choice),
+                "finish_reason": choice.finish.reason,
+                **_note(choice.finish),
+            }
+            for choice in choices
+        ]
+        body = {**self._envelope, "object": kind, "choices": fields, "timings": usage.timings}
+        return model.model_validate({**body, "usage": openai_usage(usage)})
+
+    def step(self, step: Step) -> Frames:
+        logprobs = None if step.chunk is None else self._logprobs(step.choice, step.chunk)
+        if step.deltas or logprobs or (self.job.tells_draft and step.chunk is not None):
+            choice = {**self._part(step.deltas), "logprobs": logprobs, "finish_reason": None}
+            event = self._event(step.choice, choice, step.usage)
+            if self.job.tells_draft and step.chunk is not None:
+                strings = [delta.text for delta in step.deltas if isinstance(delta, TextDelta)]
+                event.draft = self._draft(step.chunk, len("".join(strings)))
+            yield event
+
+    def finish(self, finish: Finish) -> Frames:
+        end = {"logprobs": None, "finish_reason": finish.reason, **_note(finish)}
+        yield self._event(finish.choice, {**self._part([]), **end}, finish.usage)
+
+    def end(self, usage: Usage) -> Frames:
+        if self.job.tells_usage:
+            event = self._chunk([])
+            event.usage = openai_usage(usage)
+            event.timings = responses.Timings(**usage.timings)
+            yield event
+
+    def _chunk(self, choices: Sequence[Fields]) -> Chunk:
+        model, kind = self.chunk
+        return model.model_validate({**self._envelope, "object": kind, "choices": choices})
+
+    def _event(self, index: int, choice: Fields, usage: Usage | None = None) -> Chunk:
+        event = self._chunk([{"index": index, **choice}])
+        if usage is not None:
+            event.timings = responses.Timings(**usage.timings)
+        return event
+
+    def _logprobs(self, choice: int, part: CompletionOutput | AsyncChunk) -> Fields | None:
+        if part.logprobs is None or not part.token_ids:
+            return None
+        if choice not in self._token_strings:
+            prompt_ids = self.job.prompts[choice // self.job.n_per_prompt]
+            self._token_strings[choice] = TokenStrings(self.tokenizer, prompt_ids)
+        return self._logprobs_of(self._token_strings[choice], part)
+
+    def _draft(self, chunk: AsyncChunk, num_characters: int) -> responses.Draft:
+        """Return how much of an event was drafted: all but the last token of a forward pass."""
+        n_accepted = max(len(chunk.token_ids) - 1, 0)
+        data = b"".join(map(self.tokenizer.token_bytes, chunk.token_ids[:n_accepted]))
+        accepted = data.decode("utf-8", errors="ignore")
+        return responses.Draft(
+            n_tokens=len(chunk.token_ids),
+            n_accepted=n_accepted,
+            n_accepted_characters=min(len(accepted), num_characters),
+        )
+
+
+class ChatAnswer(OpenAiAnswer):
+    id_prefix = "chatcmpl-"
+    response = responses.ChatCompletion, "chat.completion"
+    chunk = responses.ChatCompletionChunk, "chat.completion.chunk"
+
+    def _choice(self, choice: Choice) -> Fields:
+        content = choice.content
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in content.calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": content.text, "refusal": None}
+        if content.reasoning:
+            message |= {"reasoning_content": content.reasoning, "reasoning": content.reasoning}
+        if calls:
+            message |= {"content": content.text or None, "tool_calls": calls}
+        return {"message": message}
+
+    def begin(self) -> Frames:
+        end = {"logprobs": None, "finish_reason": None}
+        for index in range(self.job.n_choices):
+            yield self._event(index, {"delta": {"role": "assistant", "content": ""}, **end})
+
+    def _part(self, deltas: Sequence[Delta]) -> Fields:
+        text = [delta.text for delta in deltas if isinstance(delta, TextDelta)]
+        reasoning = [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        fields: dict[str, Any] = {"content": "".join(text)} if text else {}
+        if reasoning:
+            fields |= dict.fromkeys(("reasoning_content", "reasoning"), "".join(reasoning))
+        calls = list(_call_deltas(deltas))
+        return {"delta": {**fields, **({"tool_calls": calls} if calls else {})}}
+
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
+        n_top = self.job.params.n_top_logprobs
+        return chat_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs, n_top)
+
+
+class CompletionAnswer(OpenAiAnswer):
+    id_prefix = "cmpl-"
+    response = responses.Completion, "text_completion"
+    chunk = responses.CompletionChunk, "text_completion"
+
+    def _choice(self, choice: Choice) -> Fields:
+        return {"text": self._echoed(choice.index) + choice.content.text}
+
+    def _echoed(self, choice: int) -> str:
+        return self.job.echoed[choice // self.job.n_per_prompt] if self.job.echoed else ""
+
+    def begin(self) -> Frames:
+        end = {"logprobs": None, "finish_reason": None}
+        for index in range(self.job.n_choices if self.job.echoed else 0):
+            yield self._event(index, {"text": self._echoed(index), **end})
+
+    def _part(self, deltas: Sequence[Delta]) -> Fields:
+        return {"text": "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))}
+
+    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
+        return completion_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs)
+
+
+def _call_deltas(deltas: Sequence[Delta]) -> Iterator[Fields]:
+    for delta in deltas:
+        match delta:
+            case ToolCallBegin(index, id, name):
+                function = {"name": name, "arguments": ""}
+                yield {"index": index, "id": id, "type": "function", "function": function}
+            case ToolCallArguments(index, text):
+                yield {"index": index, "function": {"arguments": text}}
+
+
+def _note(finish: Finish) -> Fields:
+    return {} if finish.note is None else {"finish_note": finish.note}
+
+
+def openai_usage(usage: Usage) -> responses.Usage:
+    """Return OpenAI's counts."""
+    return responses.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=responses.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=responses.CompletionTokensDetails(
+            accepted_prediction_tokens=usage.accepted_tokens,
+            rejected_prediction_tokens=usage.rejected_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+        ),
+    )

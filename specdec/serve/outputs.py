@@ -1,0 +1,128 @@
+"""Conversion of the engine's output to events, whole or as it comes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from specdec.async_llm import AsyncChunk
+from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.metrics.stats import ratio
+from specdec.serve.events import (
+    Choice,
+    Content,
+    Delta,
+    Finish,
+    OutputParser,
+    ReasoningDelta,
+    Step,
+    TextDelta,
+    ToolCallBegin,
+    Usage,
+)
+from specdec.serve.jobs import Job
+
+
+class OutputEvents:
+    """Events of one request. Choices are counted over all prompts of it.
+
+    new_parser: returns a parser for a sequence. results: returns those of the prompts so far.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        new_parser: Callable[[], OutputParser],
+        results: Callable[[], Sequence[GenerationResult]],
+    ) -> None:
+        self._job, self._results = job, results
+        self._parsers: dict[int, OutputParser] = defaultdict(new_parser)
+        self._calling: set[int] = set()
+
+    def step(self, chunk: AsyncChunk, choice: int) -> Step:
+        """Return the event of new tokens of a sequence."""
+        deltas = self._parsers[choice].push(chunk.text, chunk.token_ids)
+        return Step(choice, self._shown(choice, deltas), chunk, self._usage_so_far())
+
+    def finish(self, output: CompletionOutput, choice: int) -> Iterator[Step | Finish]:
+        """Yield the events of a sequence's end."""
+        deltas = self._shown(choice, self._parsers[choice].finish(output.finish_reason))
+        if self._job.includes_stop and output.stop is not None:
+            deltas.append(TextDelta(output.stop))
+        usage = self._usage_so_far()
+        if deltas:
+            yield Step(choice, deltas, usage=usage)
+        is_call = choice in self._calling and output.finish_reason == "stop"
+        reason = "tool_calls" if is_call else output.finish_reason
+        yield Finish(choice, reason, output.stop, output.finish_note, usage)
+
+    def whole(self) -> list[Choice]:
+        """Return the finished sequences."""
+        outputs = [
+            output
+            for result in self._results()
+            for _ in range(self._job.n_copies)
+            for output in result.outputs
+        ]
+        return [self._choice(index, output) for index, output in enumerate(outputs)]
+
+    def _choice(self, index: int, output: CompletionOutput) -> Choice:
+        content = Content()
+        for delta in self._shown(index, self._parsers[index].push(output.text, output.token_ids)):
+            content.add(delta)
+        finish = Finish(index, output.finish_reason)
+        for event in self.finish(output, index):
+            if isinstance(event, Finish):
+                finish = event
+                continue
+            for delta in event.deltas:
+                content.add(delta)
+        return Choice(index, content, finish, output)
+
+    def _shown(self, choice: int, deltas: Sequence[Delta]) -> list[Delta]:
+        if any(isinstance(delta, ToolCallBegin) for delta in deltas):
+            self._calling.add(choice)
+        hides = not self._job.tells_reasoning
+        return [delta for delta in deltas if not (hides and isinstance(delta, ReasoningDelta))]
+
+    def _usage_so_far(self) -> Usage | None:
+        return self.usage if self._job.tells_timings else None
+
+    @property
+    def usage(self) -> Usage:
+        results = self._results()
+        stats = [result.stats for result in results]
+        n_accepted = sum(stat.accepted_tokens for stat in stats)
+        return Usage(
+            prompt_tokens=sum(stat.prompt_tokens for stat in stats),
+            cached_tokens=sum(stat.reused_prompt_tokens for stat in stats),
+            completion_tokens=self._job.n_copies
+            * sum(len(output.token_ids) for result in results for output in result.outputs),
+            reasoning_tokens=sum(parser.num_reasoning_tokens for parser in self._parsers.values()),
+            accepted_tokens=n_accepted,
+            rejected_tokens=sum(stat.drafted_tokens for stat in stats) - n_accepted,
+            timings=timings(results),
+        )
+
+
+def timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """Return the fields of `responses.Timings`."""
+    stats = [result.stats for result in results]
+    n_tokens = sum(stat.generated_tokens for stat in stats)
+    seconds = sum(stat.decode_seconds for stat in stats)
+    passes = sum(stat.passes for stat in stats)
+    n_accepted = sum(stat.accepted_tokens for stat in stats)
+    return {
+        "prompt_n": sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats),
+        "prompt_ms": 1000 * sum(stat.time_to_first_token for stat in stats),
+        "predicted_n": n_tokens,
+        "predicted_ms": 1000 * seconds,
+        "predicted_per_second": ratio(n_tokens - len(stats), seconds),
+        "draft_n": sum(stat.drafted_tokens for stat in stats),
+        "draft_n_accepted": n_accepted,
+        "passes": passes,
+        "tokens_per_pass": 1.0 + ratio(n_accepted, passes),
+        "bytes_streamed": sum(stat.bytes_streamed for stat in stats),
+        "stall_ms": 1000 * sum(stat.stall_seconds for stat in stats),
+    }

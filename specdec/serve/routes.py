@@ -1,0 +1,263 @@
+"""Routes that generate, each a translation to a chat or a completion, and those about tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from specdec.api import LLM
+from specdec.serve.api import messages, ollama, responses, tokens
+from specdec.serve.api.answer import Answer
+from specdec.serve.api.base import RequestModel
+from specdec.serve.api.chat import ChatRequest
+from specdec.serve.api.completions import CompletionRequest
+from specdec.serve.api.messages_answer import AnthropicResponse, MessagesAnswer, TokenCount
+from specdec.serve.api.ollama_answer import (
+    OllamaChatAnswer,
+    OllamaChatResponse,
+    OllamaGenerateAnswer,
+    OllamaGenerateResponse,
+    now,
+)
+from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer
+from specdec.serve.api.reading import read_request
+from specdec.serve.api.responses_answer import ResponseObject, ResponsesAnswer
+from specdec.serve.endpoint import Endpoint
+from specdec.serve.errors import (
+    ANTHROPIC_PATHS,
+    OLLAMA_PATHS,
+    AnthropicError,
+    ApiError,
+    OllamaError,
+    bad_request,
+)
+from specdec.serve.jobs import (
+    Job,
+    chat_constraint,
+    chat_job,
+    completion_constraint,
+    completion_job,
+    conversation_ids,
+    offered_tool_fields,
+)
+from specdec.serve.middleware import BODY
+from specdec.serve.openapi import Responses, errors_of, gives, takes
+from specdec.serve.responses import ChatCompletion, Completion, JsonResponse, ResponseModel
+from specdec.serve.service import Service
+
+_TEXT = "The text, or with stream its events"
+_R = TypeVar("_R", bound=RequestModel)
+AnswerType = Callable[[str, Job, Any], Answer]
+Shortcut = Callable[[Any], ResponseModel | None]
+Translate = Callable[[Any], ChatRequest | CompletionRequest]
+
+
+class Routes:
+    """Adds routes to an application."""
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        self._app, self._service = app, service
+
+    def add_all(self) -> None:
+        self._add_openai()
+        self._add_responses()
+        self._add_anthropic()
+        self._add_ollama()
+        self._add_tokens()
+
+    def _add_openai(self) -> None:
+        chat = self._endpoint(ChatRequest, lambda body: body, ChatAnswer)
+        completion = self._endpoint(CompletionRequest, lambda body: body, CompletionAnswer)
+        self._add("/v1/chat/completions", ChatRequest, ChatCompletion, chat)
+        self._add("/v1/completions", CompletionRequest, Completion, completion)
+
+    def _add_responses(self) -> None:
+        form = responses.ResponsesRequest
+        endpoint = self._endpoint(form, responses.responses_chat, ResponsesAnswer)
+        self._add("/v1/responses", form, ResponseObject, endpoint)
+
+    def _add_anthropic(self) -> None:
+        form = messages.MessagesRequest
+        endpoint = self._endpoint(form, messages.messages_chat, MessagesAnswer)
+        self._add("/v1/messages", form, AnthropicResponse, endpoint)
+
+        def count(body: messages.CountRequest, llm: LLM) -> TokenCount:
+            chat = messages.messages_chat(body)
+            ids = conversation_ids(chat, llm, offered_tool_fields(chat))
+            return TokenCount(input_tokens=len(ids))
+
+        self._add_computed("/v1/messages/count_tokens", messages.CountRequest, TokenCount, count)
+
+    def _add_ollama(self) -> None:
+        chat = self._endpoint(ollama.OllamaChatRequest, ollama.ollama_chat, OllamaChatAnswer)
+        generate = self._endpoint(
+            ollama.OllamaGenerateRequest,
+            lambda body: (
+                ollama.generate_completion(body) if body.raw else ollama.generate_chat(body)
+            ),
+            OllamaGenerateAnswer,
+        )
+        media = "application/x-ndjson"
+        self._add(
+            "/api/chat", ollama.OllamaChatRequest, OllamaChatResponse, chat, media, _loaded_chat
+        )
+        self._add(
+            "/api/generate",
+            ollama.OllamaGenerateRequest,
+            OllamaGenerateResponse,
+            generate,
+            media,
+            _loaded_text,
+        )
+
+    def _add_tokens(self) -> None:
+        self._add_computed(
+            "/tokenize", tokens.TokenizeRequest, tokens.TokenizeResponse, tokens.tokenize
+        )
+        self._add_computed(
+            "/detokenize", tokens.DetokenizeRequest, tokens.DetokenizeResponse, tokens.detokenize
+        )
+        self._add_computed(
+            "/apply-template",
+            tokens.TemplateRequest,
+            tokens.TemplateResponse,
+            tokens.apply_template,
+        )
+
+    def _endpoint(
+        self, form: type[RequestModel], translate: Translate, answer: AnswerType
+    ) -> Endpoint:
+        service = self._service
+
+        def constraint(body: bytearray) -> Any:
+            request = translate(self._read(body, form))
+            if isinstance(request, ChatRequest):
+                return chat_constraint(request)
+            return completion_constraint(request)
+
+        def job(body: bytearray, llm: LLM) -> Job:
+            given = self._read(body, form)
+            request = translate(given)
+            if isinstance(request, CompletionRequest):
+                return completion_job(request, llm, service.options)
+            job = chat_job(request, llm, service.options)
+            if isinstance(given, responses.ResponsesRequest):
+                job = replace(job, request=responses.repeated_fields(given))
+            return job
+
+        return Endpoint(constraint, job, lambda job, llm: answer(service.name, job, llm.tokenizer))
+
+    def _read(self, body: bytearray, form: type[_R]) -> _R:
+        request = read_request(body, form)
+        check_model(getattr(request, "model", None), self._service)
+        return request
+
+    def _add(
+        self,
+        path: str,
+        form: type[RequestModel],
+        response: type[ResponseModel],
+        endpoint: Endpoint,
+        stream_type: str = "text/event-stream",
+        shortcut: Shortcut | None = None,
+    ) -> None:
+        """Add a route. shortcut: returns the answer to a request that needs no model."""
+
+        async def answer(request: Request) -> Response:
+            check_content_type(request)
+            if shortcut is not None:
+                made = shortcut(self._read(request.scope[BODY].content, form))
+                if made is not None:
+                    return JsonResponse(made)
+            return await self._service.answer(request, endpoint)
+
+        self._app.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            responses=_errors(path) | gives(response, _TEXT, stream_type=stream_type),
+            openapi_extra=takes(form),
+            operation_id=path.strip("/"),
+        )
+
+    def _add_computed(
+        self,
+        path: str,
+        form: type[_R],
+        response: type[ResponseModel],
+        compute: Callable[[_R, LLM], ResponseModel],
+    ) -> None:
+        async def answer(request: Request) -> Response:
+            check_content_type(request)
+            result = await self._service.compute(
+                request, lambda body, llm: compute(self._read(body, form), llm)
+            )
+            return JsonResponse(result)
+
+        self._app.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            responses=_errors(path) | gives(response, "The result"),
+            openapi_extra=takes(form),
+            operation_id=path.strip("/"),
+        )
+
+
+def _errors(path: str) -> Responses:
+    if path.startswith(ANTHROPIC_PATHS):
+        return errors_of(AnthropicError)
+    return errors_of(OllamaError) if path.startswith(OLLAMA_PATHS) else {}
+
+
+def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:
+    """Return the answer to Ollama's request to load the model, which has no messages."""
+    if body.messages:
+        return None
+    message = {"role": "assistant", "content": ""}
+    return OllamaChatResponse(
+        model=body.model or "", created_at=now(), message=message, done=True, done_reason="load"
+    )
+
+
+def _loaded_text(body: ollama.OllamaGenerateRequest) -> ResponseModel | None:
+    """See `_loaded_chat`."""
+    if body.prompt:
+        return None
+    return OllamaGenerateResponse(
+        model=body.model or "", created_at=now(), response="", done=True, done_reason="load"
+    )
+
+
+def check_content_type(request: Request) -> None:
+    """Refuse what a browser sends for a page of another site: another type, or none but an origin.
+
+    litellm sends no type to Ollama's routes.
+    """
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if not kind and "Origin" not in request.headers:
+        return
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise bad_request("send a JSON object, with Content-Type: application/json")
+
+
+def check_model(name: str | None, service: Service) -> None:
+    """Raise ApiError for another model's name, if the server is strict about it."""
+    if service.options.strict_model and name not in (None, *service.names):
+        raise no_such_model(service)
+
+
+def no_such_model(service: Service) -> ApiError:
+    names = ", ".join(service.names)
+    return ApiError(
+        404,
+        f"there is no such model here, only {names} (--alias gives it another name)",
+        param="model",
+        code="model_not_found",
+    )
