@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from specdec import __version__
 from specdec.serve.admission import READY
+from specdec.serve.api.ollama_models import add_ollama_models
 from specdec.serve.api.tokens import Properties, properties
 from specdec.serve.errors import ApiError, broken
 from specdec.serve.middleware import OPEN_PATH, LimitMiddleware
-from specdec.serve.ollama_models import add_ollama_models
 from specdec.serve.openapi import ERRORS, Responses, gives, with_models
 from specdec.serve.responses import Health, JsonResponse, ModelCard, ModelList
 from specdec.serve.routes import Routes, no_such_model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specdec.api import LLM
 from specdec.grammar.constraint import Constraint
-from specdec.serve.answers import Answer
+from specdec.serve.api.answer import Answer
 from specdec.serve.jobs import Job
 
 

@@ -43,11 +43,11 @@ class OutputEvents:
     def step(self, chunk: AsyncChunk, choice: int) -> Step:
         """Return the event of new tokens of a sequence."""
         deltas = self._parsers[choice].push(chunk.text, chunk.token_ids)
-        return Step(choice, self._told(choice, deltas), chunk, self._usage_so_far())
+        return Step(choice, self._shown(choice, deltas), chunk, self._usage_so_far())
 
     def finish(self, output: CompletionOutput, choice: int) -> Iterator[Step | Finish]:
         """Yield the events of a sequence's end."""
-        deltas = self._told(choice, self._parsers[choice].finish(output.finish_reason))
+        deltas = self._shown(choice, self._parsers[choice].finish(output.finish_reason))
         if self._job.includes_stop and output.stop is not None:
             deltas.append(TextDelta(output.stop))
         usage = self._usage_so_far()
@@ -69,7 +69,7 @@ class OutputEvents:
 
     def _choice(self, index: int, output: CompletionOutput) -> Choice:
         content = Content()
-        for delta in self._told(index, self._parsers[index].push(output.text, output.token_ids)):
+        for delta in self._shown(index, self._parsers[index].push(output.text, output.token_ids)):
             content.add(delta)
         finish = Finish(index, output.finish_reason)
         for event in self.finish(output, index):
@@ -80,7 +80,7 @@ class OutputEvents:
                 content.add(delta)
         return Choice(index, content, finish, output)
 
-    def _told(self, choice: int, deltas: Sequence[Delta]) -> list[Delta]:
+    def _shown(self, choice: int, deltas: Sequence[Delta]) -> list[Delta]:
         if any(isinstance(delta, ToolCallBegin) for delta in deltas):
             self._calling.add(choice)
         hides = not self._job.tells_reasoning

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from specdec.api import LLM
-from specdec.serve.answers import Answer
 from specdec.serve.api import messages, ollama, responses, tokens
+from specdec.serve.api.answer import Answer
 from specdec.serve.api.base import RequestModel
 from specdec.serve.api.chat import ChatRequest
 from specdec.serve.api.completions import CompletionRequest
@@ -236,8 +236,13 @@ def _loaded_text(body: ollama.OllamaGenerateRequest) -> ResponseModel | None:
 
 
 def check_content_type(request: Request) -> None:
-    """Refuse the types that a browser sends for a page of another site."""
+    """Refuse what a browser sends for a page of another site: another type, or none but an origin.
+
+    litellm sends no type to Ollama's routes.
+    """
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if not kind and "Origin" not in request.headers:
+        return
     if kind != "application/json" and not (
         kind.startswith("application/") and kind.endswith("+json")
     ):

@@ -24,7 +24,7 @@ from specdec.grammar.state import GrammarError
 from specdec.grammar.trial import check_cost, end_trials
 from specdec.metrics.stats import EngineStats
 from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBody, RequestSlot
-from specdec.serve.answers import Answer
+from specdec.serve.api.answer import Answer
 from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import ApiError, bad_request, draining, loading
 from specdec.serve.events import End, Event, Failure

@@ -130,7 +130,7 @@ def messages_chat(body: CountRequest) -> ChatRequest:
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
-        system = body.system if isinstance(body.system, str) else _texts(body.system, "system")
+        system = body.system if isinstance(body.system, str) else _text_parts(body.system, "system")
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(body.messages):
         if isinstance(message.content, str):
@@ -142,7 +142,7 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _texts(blocks: list[Block], param: str) -> list[dict[str, Any]]:
+def _text_parts(blocks: list[Block], param: str) -> list[dict[str, Any]]:
     return [_text(block, f"{param}.{i}") for i, block in enumerate(blocks)]
 
 
@@ -162,7 +162,7 @@ def _text(block: Block, param: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[Block], param: str) -> dict[str, Any]:
-    texts, calls, thoughts = [], [], []
+    parts, calls, thoughts = [], [], []
     for i, block in enumerate(blocks):
         if block.type == "tool_use":
             if block.name is None:
@@ -172,8 +172,8 @@ def _assistant(blocks: list[Block], param: str) -> dict[str, Any]:
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type not in _SKIPPED_BLOCKS:
-            texts.append(_text(block, f"{param}.{i}"))
-    content = texts or (None if calls else "")
+            parts.append(_text(block, f"{param}.{i}"))
+    content = parts or (None if calls else "")
     return {
         "role": "assistant",
         "content": content,
@@ -183,25 +183,25 @@ def _assistant(blocks: list[Block], param: str) -> dict[str, Any]:
 
 
 def _user(message: AnthropicMessage, param: str) -> list[dict[str, Any]]:
-    """Return the results of tools, each a message, and then the texts beside them."""
-    results, texts = [], []
+    """Return the results of tools, each a message, and then the parts beside them."""
+    results, parts = [], []
     for i, block in enumerate(message.content):
         assert isinstance(block, Block)
         if block.type == "tool_result":
             results.append(_result(block, f"{param}.{i}"))
         else:
-            texts.append(_text(block, f"{param}.{i}"))
-    if texts or not results:
-        results.append({"role": message.role, "content": texts})
+            parts.append(_text(block, f"{param}.{i}"))
+    if parts or not results:
+        results.append({"role": message.role, "content": parts})
     return results
 
 
 def _result(block: Block, param: str) -> dict[str, Any]:
     content = block.content or ""
     if not isinstance(content, str):
-        parts = [Block(type=part.type, text=part.text) for part in content]
-        texts = [part["text"] for part in _texts(parts, f"{param}.content")]
-        content = "\n".join(texts)
+        blocks = [Block(type=part.type, text=part.text) for part in content]
+        parts = _text_parts(blocks, f"{param}.content")
+        content = "\n".join(part["text"] for part in parts)
     if block.is_error:
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specdec.serve.answers import Answer, Frames
+from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.api.ollama_answer import arguments
 from specdec.serve.errors import anthropic_error
 from specdec.serve.events import (

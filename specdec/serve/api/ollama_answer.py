@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from specdec.serve.answers import Answer, Frames
+from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.errors import OllamaError
 from specdec.serve.events import (
     Choice,

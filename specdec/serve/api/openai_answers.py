@@ -12,7 +12,7 @@ from specdec import __version__
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import CompletionOutput
 from specdec.serve import responses
-from specdec.serve.answers import Answer, Frames
+from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.events import (
     Choice,
     Delta,
@@ -85,8 +85,8 @@ class OpenAiAnswer(Answer):
             choice = {**self._part(step.deltas), "logprobs": logprobs, "finish_reason": None}
             event = self._event(step.choice, choice, step.usage)
             if self.job.tells_draft and step.chunk is not None:
-                texts = [delta.text for delta in step.deltas if isinstance(delta, TextDelta)]
-                event.draft = self._draft(step.chunk, len("".join(texts)))
+                strings = [delta.text for delta in step.deltas if isinstance(delta, TextDelta)]
+                event.draft = self._draft(step.chunk, len("".join(strings)))
             yield event
 
     def finish(self, finish: Finish) -> Frames:

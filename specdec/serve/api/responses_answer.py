@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specdec.serve.answers import Answer, Frames
+from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.api.responses import ResponsesRequest
 from specdec.serve.events import (
     Choice,

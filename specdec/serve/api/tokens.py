@@ -78,15 +78,15 @@ class Properties(ResponseModel):
 
 def tokenize(body: TokenizeRequest, llm: LLM) -> TokenizeResponse:
     """Return the tokens of a text. Raises ApiError, SpecdecError."""
-    texts = [item for item in (body.content, body.prompt, body.messages) if item is not None]
-    if len(texts) != 1:
+    given = [item for item in (body.content, body.prompt, body.messages) if item is not None]
+    if len(given) != 1:
         raise bad_request("send one of content, prompt and messages", "content")
     if body.messages is not None:
         chat = ConversationFields.model_construct(messages=body.messages, tools=body.tools)
         tools = [tool.model_dump(exclude_none=True) for tool in functions(body.tools)]
         ids = conversation_ids(chat, llm, tools)
     else:
-        ids = _encode(body, str(texts[0]), llm)
+        ids = _encode(body, str(given[0]), llm)
     response = TokenizeResponse(
         tokens=[_piece(i, llm) for i in ids] if body.with_pieces else ids,
         count=len(ids),

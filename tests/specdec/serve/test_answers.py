@@ -13,7 +13,7 @@ from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
-from specdec.serve.answers import Answer
+from specdec.serve.api.answer import Answer
 from specdec.serve.api.messages_answer import MessagesAnswer
 from specdec.serve.api.ollama_answer import OllamaChatAnswer
 from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer

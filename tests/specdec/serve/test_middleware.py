@@ -28,6 +28,12 @@ ROUTES = [
     ("GET", "/v1/plan"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/responses"),
+    ("POST", "/api/chat"),
+    ("GET", "/api/tags"),
+    ("POST", "/tokenize"),
+    ("GET", "/props"),
     ("GET", "/docs"),
     ("DELETE", "/nowhere"),
     ("GET", "/health/"),
@@ -90,6 +96,9 @@ def test_a_form_of_another_site_is_no_request(server: Server) -> None:
     """Browsers send text/plain to other sites without asking; JSON they do not."""
     status, _ = server.post("/v1/chat/completions", CHAT, {"Content-Type": "text/plain"})
     assert status == 400
+    untyped = {"Content-Type": "", "Origin": "http://evil.example"}  # a Blob of no type
+    assert server.post("/v1/chat/completions", CHAT, untyped)[0] == 400
+    assert server.post("/v1/chat/completions", CHAT, {"Content-Type": ""})[0] == 200
     _, text = request(server, "GET", "/v1/models", Origin="http://evil.example")
     assert "access-control" not in text.lower()
 
