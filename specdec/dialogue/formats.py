@@ -110,12 +110,14 @@ class ToolFormat:
 class ChannelMarks:
     """Marks of headers, see `channels.py`.
 
+    skipping: header of an answer without reasoning.
     tags_calls: whether calls have tags inside of their message; else all of it is the arguments.
     """
 
     start: str
     message: str
     ends: tuple[str, ...]
+    skipping: str
     channel: str = "<|channel|>"
     tags_calls: bool = False
 

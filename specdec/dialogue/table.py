@@ -167,7 +167,7 @@ TOOL_FORMATS = (
                 opening="<｜tool▁call▁begin｜>",
                 before_name=("function<｜tool▁sep｜>",),
                 name_ends=("<｜tool▁sep｜>", "\n"),
-                before_arguments=("```json", "```"),
+                before_arguments=("```", "json"),
                 closings=("```", "<｜tool▁call▁end｜>"),
             ),
         ),
@@ -394,7 +394,10 @@ THINKING_FORMATS = (
         (),
         marks=("<|channel|>analysis",),
         channels=ChannelMarks(
-            "<|start|>assistant", "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
+            "<|start|>assistant",
+            "<|message|>",
+            ("<|end|>", "<|return|>", "<|call|>"),
+            "<|channel|>final<|message|>",
         ),
     ),
     ThinkingFormat(
@@ -403,7 +406,11 @@ THINKING_FORMATS = (
         (),
         marks=("assistant to=self<|message|>",),
         channels=ChannelMarks(
-            "<|start|>assistant", "<|message|>", ("<|eom|>", "<|eot|>"), tags_calls=True
+            "<|start|>assistant",
+            "<|message|>",
+            ("<|eom|>", "<|eot|>"),
+            " to=user<|message|>",
+            tags_calls=True,
         ),
     ),
     ThinkingFormat(
