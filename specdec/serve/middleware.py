@@ -105,7 +105,7 @@ class LimitMiddleware:
         if scope["path"] == OPEN_PATH:
             return
         if self._digest is not None:
-            self._check_key([_key_of(*item) for item in headers if item[0] in _KEY_HEADERS])
+            self._check_key([item for item in headers if item[0] in _KEY_HEADERS])
         elif self._options.is_local:
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if len(hosts) != 1 or not self._is_this_machine(hosts[0]):
@@ -115,8 +115,11 @@ class LimitMiddleware:
                     "name it localhost, or set a key",
                 )
 
-    def _check_key(self, given: list[bytes]) -> None:
-        key = given[0] if len(set(given)) == 1 else b""
+    def _check_key(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Raise ApiError unless there is the key, in one of the headers or the same in both."""
+        keys = {_key_of(*item) for item in headers}
+        is_twice = len(dict(headers)) < len(headers)
+        key = keys.pop() if len(keys) == 1 and not is_twice else b""
         if not hmac.compare_digest(_digest(key), self._digest or b""):
             raise ApiError(
                 401,

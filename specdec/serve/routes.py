@@ -144,7 +144,10 @@ class Routes:
             request = translate(given)
             if isinstance(request, CompletionRequest):
                 return completion_job(request, llm, service.options)
-            return replace(chat_job(request, llm, service.options), request=_without_input(given))
+            job = chat_job(request, llm, service.options)
+            if isinstance(given, responses.ResponsesRequest):
+                job = replace(job, request=responses.repeated_fields(given))
+            return job
 
         return Endpoint(constraint, job, lambda job, llm: answer(service.name, job, llm.tokenizer))
 
@@ -209,11 +212,6 @@ def _errors(path: str) -> Responses:
     if path.startswith(ANTHROPIC_PATHS):
         return errors_of(AnthropicError)
     return errors_of(OllamaError) if path.startswith(OLLAMA_PATHS) else {}
-
-
-def _without_input(body: RequestModel) -> RequestModel:
-    """Return a request for answers that repeat its fields, without the conversation."""
-    return body.model_copy(update={"input": "", "messages": []})
 
 
 def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:

@@ -15,6 +15,11 @@ _LOGPROBS = "message.output_text.logprobs"
 _SKIPPED_ITEMS = ("item_reference", "compaction")
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+"""Metadata within OpenAI's limits."""
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
@@ -81,7 +86,7 @@ class ResponsesRequest(RequestModel):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     truncation: str | None = None
     store: bool | None = None
     # Need what an earlier response stored, or a response that outlives its request.
@@ -89,6 +94,24 @@ class ResponsesRequest(RequestModel):
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
+
+
+_REPEATED = (
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "tools",
+)
+
+
+def repeated_fields(body: ResponsesRequest) -> ResponsesRequest:
+    """Return the part of a request that its response repeats: it stays in memory until then."""
+    fields = {name: getattr(body, name) for name in _REPEATED}
+    return ResponsesRequest.model_construct(None, **fields)
 
 
 def responses_chat(body: ResponsesRequest) -> ChatRequest:

@@ -16,12 +16,12 @@ from conformance import Case, run_case
 from conformance_chats import CHATS
 from conformance_completions import COMPLETIONS
 from conformance_messages import MESSAGES
-from conformance_others import OTHERS
 from conformance_responses import RESPONSES
+from conformance_status import STATUS
 from conformance_tools import TOOLS
 from serving import Server
 
-CASES = [*COMPLETIONS, *CHATS, *TOOLS, *RESPONSES, *MESSAGES, *OTHERS]
+CASES = [*COMPLETIONS, *CHATS, *TOOLS, *RESPONSES, *MESSAGES, *STATUS]
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

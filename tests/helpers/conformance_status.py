@@ -8,7 +8,7 @@ import re
 from conformance import HI, NONEMPTY, Case
 from conformance_tools import PARAMETERS, TOOL
 
-OTHERS = [
+STATUS = [
     Case("health", "/health", None, 200, {"status": "ready"}),
     Case("models", "/v1/models", None, 200, {"object": "list", "data.0.object": "model"}),
     Case("another model", "/v1/models/other", None, 404, {"error.code": "model_not_found"}),
