@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """Return the deltas with neighbouring texts of one kind joined."""
     result: list[Delta] = []
     for delta in deltas:
-        last = result[-1] if result else None
-        match last, delta:
-            case (TextDelta(a), TextDelta(b)) | (ReasoningDelta(a), ReasoningDelta(b)):
-                result[-1] = replace(last, text=a + b)
-            case ToolCallArguments(i, a), ToolCallArguments(j, b) if i == j:
-                result[-1] = ToolCallArguments(i, a + b)
+        match result[-1:], delta:
+            case ([TextDelta(before)], TextDelta(text)):
+                result[-1] = TextDelta(before + text)
+            case ([ReasoningDelta(before)], ReasoningDelta(text)):
+                result[-1] = ReasoningDelta(before + text)
+            case ([ToolCallArguments(i, before)], ToolCallArguments(j, text)) if i == j:
+                result[-1] = ToolCallArguments(i, before + text)
             case _:
                 result.append(delta)
     return result

@@ -88,7 +88,7 @@ class ToolFormat:
     begins: any of them begins a section of calls. ends: any of them ends it.
     calls: notations that are tried in this order; JSON is understood in any section.
     ends_reasoning: whether a section may begin inside of reasoning, and ends it.
-    example: a call of `{name}` with JSON `{arguments}`, to tell a model whose template tells nothing.
+    example: a call of `{name}` with JSON `{arguments}`, for models whose template tells nothing.
     ignored_names: functions that stand for an answer without a call.
     is_bare: whether calls need no mark at an answer's begin.
     """

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.dialogue.formats import CallIds, ToolFormat
-from specdec.dialogue.table import HERMES
+from specdec.dialogue.tool_formats import HERMES
 from specdec.dialogue.traits import TemplateTraits
 
 Messages = list[dict[str, Any]]

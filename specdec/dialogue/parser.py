@@ -19,6 +19,7 @@ from specdec.dialogue.formats import (
     ThinkingFormat,
     ToolFormat,
 )
+from specdec.dialogue.json_calls import JsonCallReader
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.sink import DeltaSink
 from specdec.dialogue.values import Cut, Malformed
@@ -56,6 +57,7 @@ class TextParser:
         self._form, self._cursor = form, Cursor()
         self._sink = DeltaSink(form.types, form.tools, form.token_names, form.max_calls)
         self._reader = CallReader(self._cursor, self._sink, form.types)
+        self._json = JsonCallReader(self._cursor, self._sink)
         self.reasoning_spans: list[tuple[int, int | None]] = []
         """Begins and ends of the reasoning in the text, in characters; None: it goes on."""
         self._parsing = self._parse()
@@ -164,7 +166,7 @@ class TextParser:
                 while (yield from self._cursor.peek()) == "{":
                     self._cursor.marked()
                     self._cursor.mark()
-                    yield from self._reader.read_json(names)
+                    yield from self._json.read(names)
                     yield from self._cursor.skip(SPACE + ";,")
                 self._cursor.marked()
                 return
@@ -195,17 +197,22 @@ class TextParser:
         self._cursor.mark(len(begin))
         if begin and any(begin == getattr(form, "opening", None) for form in calls):
             self._cursor.unread(begin)
-        has_more = True
+        has_more = is_first = True
+        n_before = self._sink.num_calls
         while has_more:
             try:
                 yield from self._calls(calls, tools.ends)
                 self._cursor.marked()
                 return
             except Malformed as error:
-                has_more = yield from self._recover(error, tools)
+                n_begin = len(begin) if is_first and self._sink.num_calls == n_before else 0
+                has_more = yield from self._recover(error, tools, n_begin)
+                is_first = False
 
-    def _recover(self, error: Malformed, tools: ToolFormat) -> Parsing[bool]:
+    def _recover(self, error: Malformed, tools: ToolFormat, n_begin: int) -> Parsing[bool]:
         """Show a broken block as text, unless a call had begun, and go to its end.
+
+        n_begin: characters of the block that are its begin.
 
         Return whether another call of the same section follows.
         """
@@ -213,8 +220,12 @@ class TextParser:
         is_cut = isinstance(error, Cut) or self._ends_in_a_part(tools)
         if is_in_call or is_cut:
             self._sink.cut(CUT_NOTE if is_cut else f"{BROKEN_NOTE}{error}")
+        if is_cut:
+            self._cursor.advance(len(self._cursor.rest))
+            self._cursor.marked()
+            return False
         if not is_in_call:
-            self._cursor.rewind(1)
+            self._cursor.rewind(max(n_begin, 1))
         openings = tuple(filter(None, (getattr(form, "opening", "") for form in tools.calls)))
         ends = tools.ends or tuple(
             form.closing for form in tools.calls if isinstance(form, TaggedCalls)
@@ -224,7 +235,7 @@ class TextParser:
             assert stop is not None
             self._cursor.unread(stop)
         raw = self._cursor.marked()
-        if not is_in_call and not is_cut:
+        if not is_in_call:
             self._sink.text(raw)
         self._cursor.mark()
         return stop in openings
@@ -264,10 +275,10 @@ class TextParser:
     def _call(self, forms: tuple[Calls, ...], letter: str, is_due: bool) -> Parsing[bool]:
         """Read a call; False if none comes. Raises Malformed where one is due."""
         if letter == "{" and isinstance(forms[0], JsonCalls) and forms[0].has_name_as_key:
-            yield from self._reader.read_keyed_json()
+            yield from self._json.read_keyed()
             return True
         if letter == "{":
-            yield from self._reader.read_json()
+            yield from self._json.read()
             return True
         for form in forms:
             match form:

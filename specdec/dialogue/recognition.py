@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from specdec.dialogue.formats import ThinkingFormat, ToolFormat
-from specdec.dialogue.table import HERMES, THINKING_FORMATS, TOOL_FORMATS
+from specdec.dialogue.thinking_formats import THINKING_FORMATS
+from specdec.dialogue.tool_formats import HERMES, TOOL_FORMATS
 
 
 def tool_format(template: str | None, tokens: Collection[str] = ()) -> ToolFormat:

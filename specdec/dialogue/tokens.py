@@ -30,20 +30,19 @@ class TokenMarks:
 
     def __init__(self, form: OutputFormat, added: Mapping[str, AddedToken]) -> None:
         parts = (form.tools, form.thinking, form.channels)
-        texts = {text for part in parts for text in _texts(part)}
-        names = [name for name in added if name and any(name in text for text in texts)]
+        strings = {text for part in parts for text in _strings(part)}
+        names = [name for name in added if name and any(name in text for text in strings)]
         self._chars = {name: chr(_PLANE + i) for i, name in enumerate(names)}
         self.by_id = {added[name].token_id: (name, self._chars[name]) for name in names}
-        restored = {
-            ord(char): "" if added[name].is_control else name
-            for name, char in self._chars.items()
+        spellings = {
+            ord(char): "" if added[name].is_control else name for name, char in self._chars.items()
         }
         self.form = replace(
             form,
             tools=self._translated(form.tools),
             thinking=self._translated(form.thinking),
             channels=self._translated(form.channels),
-            token_names=restored,
+            token_names=spellings,
         )
 
     def _translated(self, value: T) -> T:
@@ -60,18 +59,18 @@ class TokenMarks:
                 for each in dataclasses.fields(value)
             }
             result = replace(value, **fields)
-        return result  # type: ignore[no-any-return]
+        return result
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _texts(item)
+            yield from _strings(item)
     elif dataclasses.is_dataclass(value):
         for each in dataclasses.fields(value):
-            yield from _texts(getattr(value, each.name))
+            yield from _strings(getattr(value, each.name))
 
 
 class DialogueParser:

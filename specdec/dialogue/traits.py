@@ -30,7 +30,7 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template does with tools.
+    """Traits of a template: how it shows tools and calls.
 
     shows_tools: tells the model of them. shows_calls, shows_results: writes earlier ones out.
     takes_many_calls: of one message. takes_null: content may be null beside calls.
@@ -68,14 +68,17 @@ def traits_of(template: str, special_tokens: str) -> TemplateTraits:
         score = 0 if is_null_written else 2 * shows_calls + shows_results
         if score > best_score:
             many = probe(_talk(2, content, as_text), tools)
-            best_score, best = score, TemplateTraits(
-                shows_tools=shows_tools,
-                shows_calls=shows_calls,
-                shows_results=shows_results,
-                takes_many_calls=all(value in many for value in (*_VALUES, *_RESULTS)),
-                takes_null=content is None,
-                wants_text_arguments=as_text,
-                takes_system=takes_system,
+            best_score, best = (
+                score,
+                TemplateTraits(
+                    shows_tools=shows_tools,
+                    shows_calls=shows_calls,
+                    shows_results=shows_results,
+                    takes_many_calls=all(value in many for value in (*_VALUES, *_RESULTS)),
+                    takes_null=content is None,
+                    wants_text_arguments=as_text,
+                    takes_system=takes_system,
+                ),
             )
     return best
 

@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _WORD_ENDS = f"{SPACE},:=()[]{{}}\"'"
-_ESCAPES = "\"\\/bfnrt"
+_ESCAPES = '"\\/bfnrt'
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CALLS = (("get_weather", {"city": "Paris", "days": 2}), ("get_weather", {"city": "Rome"}))
-ONE = CALLS[:1]
+FIRST = CALLS[:1]
 TOOLS = [
     {
         "type": "function",
@@ -16,10 +16,14 @@ TOOLS = [
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "city": {"type": "string"},
-                    "days": {"type": "integer"},
-                    "code": {"type": "string"},
-                    "tags": {"type": "array", "items": {"type": "string"}},
+                    "city": {"type": "string", "description": "City."},
+                    "days": {"type": "integer", "description": "Number of days."},
+                    "code": {"type": "string", "description": "Code."},
+                    "tags": {
+                        "type": "array",
+                        "description": "Tags.",
+                        "items": {"type": "string"},
+                    },
                 },
                 "required": ["city"],
             },
@@ -77,7 +81,7 @@ SAMPLES = (
     ),
     Sample(
         "qwen3-coder",
-        "<function=get_weather>\n<parameter=code>\nif a < b:\n    print(\"</b>\\n\")\n\n"
+        '<function=get_weather>\n<parameter=code>\nif a < b:\n    print("</b>\\n")\n\n'
         '</parameter>\n<parameter=tags>\n["a", "ü"]\n</parameter>\n</function>',
         (("get_weather", {"code": 'if a < b:\n    print("</b>\\n")\n', "tags": ["a", "ü"]}),),
     ),
@@ -99,14 +103,14 @@ SAMPLES = (
         "llama3",
         '<|python_tag|>{"type": "function", "function": {"name": "get_weather", "parameters": '
         '{"city": "Paris", "days": 2}}}',
-        ONE,
+        FIRST,
     ),
     Sample("llama3", '{"city": "Paris"}', (), content='{"city": "Paris"}'),
     Sample("llama4", "[get_weather(city='Paris', days=2), get_weather(city=\"Rome\")]"),
     Sample(
         "llama4",
-        "<|python_start|>[get_weather(city=\"Paris\", days=2)]<|python_end|>",
-        ONE,
+        '<|python_start|>[get_weather(city="Paris", days=2)]<|python_end|>',
+        FIRST,
     ),
     Sample("llama4", "[1, 2] is a list", (), content="[1, 2] is a list"),
     Sample(
@@ -173,7 +177,7 @@ SAMPLES = (
         "glm",
         "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days"
         "</arg_key><arg_value>2</arg_value></tool_call><tool_call>get_weather</tool_call>",
-        (*ONE, ("get_weather", {})),
+        (*FIRST, ("get_weather", {})),
     ),
     Sample(
         "hunyuan",
@@ -182,7 +186,7 @@ SAMPLES = (
         "</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
         "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>2"
         "</arg_value:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
-        ONE,
+        FIRST,
         reasoning="Two.",
         thinking="hunyuan",
     ),
@@ -248,7 +252,7 @@ SAMPLES = (
         '<atem:parameter name="city">Paris</atem:parameter>\n'
         '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n'
         "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>I look.<|eot|>",
-        ONE,
+        FIRST,
         content="I look.",
         reasoning="Hm",
         thinking="muse",
@@ -263,7 +267,7 @@ SAMPLES = (
         "tool-calls",
         'I reason\n[BEGIN FINAL RESPONSE]\nDone.\n<tool_calls>[{"name": "get_weather", '
         '"arguments": {"city": "Paris", "days": 2}, "id": "a"}]</tool_calls>',
-        ONE,
+        FIRST,
         content="Done.",
         reasoning="I reason",
         thinking="apriel",
@@ -271,7 +275,7 @@ SAMPLES = (
     ),
     Sample(
         "minimax-m2",
-        "Two.\n</think>\n\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n"
+        'Two.\n</think>\n\n<minimax:tool_call>\n<invoke name="get_weather">\n'
         '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n'
         '</invoke>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
@@ -369,7 +373,7 @@ SAMPLES = (
     ),
     Sample(
         "apertus",
-        "<|inner_prefix|>Two.<|inner_suffix|><|tools_prefix|>[{\"get_weather\": {\"city\": "
+        '<|inner_prefix|>Two.<|inner_suffix|><|tools_prefix|>[{"get_weather": {"city": '
         '"Paris", "days": 2}}, {"get_weather": {"city": "Rome"}}]<|tools_suffix|>',
         reasoning="Two.",
         thinking="apertus",
@@ -377,13 +381,13 @@ SAMPLES = (
     Sample(
         "gigachat",
         '<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}',
-        ONE,
+        FIRST,
     ),
     Sample(
         "gigachat",
         'I look.\n\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": '
         '"Paris", "days": 2}}',
-        ONE,
+        FIRST,
         content="I look.",
     ),
     Sample(
