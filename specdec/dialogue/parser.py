@@ -24,6 +24,7 @@ from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.sink import DeltaSink
 from specdec.dialogue.values import Cut, Malformed
 
+_BARE_LIST = re.compile(r"\s*\[\s*(?P<name>[\w.]+)\s*")
 _BARE_CALL = re.compile(r'\s*\{\s*"(name|type)"\s*:\s*"')
 CUT_NOTE = "a tool call was cut off at the end of the text: raise max_tokens"
 BROKEN_NOTE = "a tool call is broken and was dropped: "
@@ -94,37 +95,44 @@ class TextParser:
         ignored = thinking.ignored if thinking else ()
         begins = self._form.tools.begins if self._form.tools else ()
         yield from self._bare_calls()
-        is_start = True  # tags of several letters open the reasoning at the begin only
+        is_start = True
         while True:
-            opening = [mark for mark in opens if is_start or len(mark) == 1]
-            if is_start and (opening or ignored):
-                yield from self._leading_space((*opening, *ignored, *begins, *ends))
-            stops = (*opening, *ignored, *begins, *ends)
-            n_before = self._cursor.position
-            stop, space = yield from self._cursor.read_until(
-                stops, self._sink.text, held_back=SPACE if begins else ""
-            )
-            is_start = is_start and self._cursor.position == n_before + len(stop or "")
-            if stop is None or stop in ends:
-                self._sink.text(space)
-                return stop
-            if stop in begins:
-                yield from self.section(stop)
-                is_start = True
+            mark = space = None
+            if is_start:
+                mark = yield from self._leading((*opens, *ignored, *begins, *ends))
+            if mark is None:
+                # Behind other text, tags of several letters are text, too.
+                tokens = [open_mark for open_mark in opens if len(open_mark) == 1]
+                mark, space = yield from self._cursor.read_until(
+                    (*tokens, *ignored, *begins, *ends),
+                    self._sink.text,
+                    held_back=SPACE if begins else "",
+                )
+                is_start = False
+            if mark is None or mark in ends:
+                self._sink.text(space or "")
+                return mark
+            if mark in begins:
+                yield from self.section(mark)
                 yield from self._cursor.skip()
-            elif stop in opening:
-                yield from self.reasoning(len(stop))
-                is_start = True
+            elif mark in opens:
+                yield from self.reasoning(len(mark))
             else:
-                self._sink.text(space)
+                self._sink.text(space or "")
+                continue
+            is_start = True
 
-    def _leading_space(self, marks: tuple[str, ...]) -> Parsing[None]:
-        """Skip whitespace at the begin if one of the marks follows it."""
+    def _leading(self, marks: tuple[str, ...]) -> Parsing[str | None]:
+        """Skip whitespace and one of the marks behind it; neither where none comes."""
+        if not marks:
+            return None
         self._cursor.mark()
-        space = yield from self._cursor.skip()
-        mark = (yield from self._cursor.take(marks)) if space else None
+        yield from self._cursor.skip()
+        mark = yield from self._cursor.take(marks)
         text = self._cursor.marked()
-        self._cursor.unread(text if mark is None else mark)
+        if mark is None:
+            self._cursor.unread(text)
+        return mark
 
     def reasoning(self, n_tag: int = 0) -> Parsing[None]:
         """Read reasoning, whose begin has been read. n_tag: characters of that."""
@@ -182,7 +190,9 @@ class TextParser:
     def _give_up(self, error: Malformed) -> None:
         """Return to text after something that only began as a call without marks."""
         raw = self._cursor.marked()
+        listed = _BARE_LIST.fullmatch(raw)
         is_call = self._form.is_call_forced or _BARE_CALL.match(raw) is not None
+        is_call = is_call or (listed is not None and self._form.types.is_begin(listed["name"]))
         if self._sink.is_in_call or (isinstance(error, Cut) and is_call):
             is_cut = isinstance(error, Cut)
             self._sink.cut(CUT_NOTE if is_cut else f"{BROKEN_NOTE}{error}")

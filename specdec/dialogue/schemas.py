@@ -24,16 +24,16 @@ class ArgumentTypes:
     def __contains__(self, name: str) -> bool:
         return name in self._schemas
 
+    def is_begin(self, text: str) -> bool:
+        """Return whether the name of a tool begins with a text."""
+        return any(name.startswith(text) for name in self._schemas)
+
     def types(self, name: str, argument: str) -> frozenset[str]:
         """Return the names of JSON types that an argument may have; none where nothing is known."""
         root = self._schemas.get(name, {})
         properties = root.get("properties") if isinstance(root, Mapping) else None
         schema = properties.get(argument) if isinstance(properties, Mapping) else None
         return frozenset(_types(schema, root, 0))
-
-    def is_text(self, name: str, argument: str) -> bool:
-        """Return whether an argument can only be a text."""
-        return self.types(name, argument) == {"string"}
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:

@@ -54,7 +54,8 @@ PLAIN_TRAITS = TemplateTraits()
 def traits_of(template: str, special_tokens: str) -> TemplateTraits:
     """Return the traits of a template. special_tokens: JSON of those under templates' names."""
     probe = _Probe(template, json.loads(special_tokens))
-    shows_tools = _NAME in probe([_USER], [_TOOL])
+    with_tools = probe([_USER], [_TOOL])
+    shows_tools = bool(with_tools) and with_tools != probe([_USER])
     tools = [_TOOL] if shows_tools else []
     takes_system = "probe-system" in probe([{"role": "system", "content": "probe-system"}, _USER])
     basic = TemplateTraits(shows_tools=shows_tools, takes_system=takes_system)

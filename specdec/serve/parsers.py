@@ -14,7 +14,7 @@ from specdec.text.contract import ChatTokenizer
 
 
 def output_parser(job: Job, tokenizer: ChatTokenizer) -> OutputParser:
-    """Return a new parser for one sequence of a request."""
+    """Return a new parser for one sequence of a request. tokenizer: the model's."""
     form = job.form
     if form is None or (form.tools is None and form.thinking is None and form.channels is None):
         return PlainParser()

@@ -255,8 +255,7 @@ class _Run:
         return stream.result
 
     def _new_parser(self, job: Job) -> Callable[[], OutputParser]:
-        tokenizer = self._service.llm.llm.tokenizer
-        return lambda: output_parser(job, tokenizer)
+        return lambda: output_parser(job, self._service.llm.llm.tokenizer)
 
     async def _event_bytes(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         """Yield the events; an error is the last event."""
