@@ -119,9 +119,10 @@ def test_a_forced_call(client: Any, choice: Any) -> None:
     assert json.loads(call.function.arguments)["colour"] in ("red", "green")
     events = [event.choices[0] for event in chat(client, **options, stream=True)]
     assert events[-1].finish_reason == "tool_calls"
-    (reported,) = [item for event in events for item in event.delta.tool_calls or []]
-    assert reported.function.name == "paint"
-    assert reported.function.arguments == call.function.arguments
+    reported = [item for event in events for item in event.delta.tool_calls or []]
+    assert [item.function.name for item in reported if item.function.name] == ["paint"]
+    arguments = "".join(item.function.arguments for item in reported)
+    assert arguments == call.function.arguments
     assert not any(event.delta.content for event in events)
 
 
