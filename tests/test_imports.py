@@ -40,6 +40,7 @@ SUBPACKAGES = {
         "__init__",  # names the public API, and imports each name on its first use
         "async_llm",
         "api",
+        "dialogue",
         "engine",
         "analysis",
         "planning.what_if",

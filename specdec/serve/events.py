@@ -11,42 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.async_llm import AsyncChunk
+from specdec.dialogue.deltas import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallCut,
+)
 from specdec.engine.outputs import CompletionOutput
 from specdec.serve.errors import ApiError
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """Text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ReasoningDelta:
-    """Text of the reasoning before the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallBegin:
-    """Begin of the index-th tool call of an answer; its arguments follow."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallArguments:
-    """More of the arguments of a tool call. All of them, joined, are a JSON object."""
-
-    index: int
-    text: str
-
-
-Delta = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments
 
 
 class OutputParser(Protocol):
@@ -130,6 +104,7 @@ class ToolCallContent:
     id: str
     name: str
     arguments: str = ""
+    is_cut: bool = False
 
 
 @dataclass
@@ -151,6 +126,14 @@ class Content:
                 self.parts.append(("call", ToolCallContent(id, name)))
             case ToolCallArguments(index, text):
                 self.calls[index].arguments += text
+            case ToolCallCut(index, _) if index is not None:
+                self.calls[index].is_cut = True
+
+    def drop_cut_calls(self) -> None:
+        """Remove calls that are incomplete, so that the arguments of all others are JSON."""
+        self.parts = [
+            (kind, value) for kind, value in self.parts if kind != "call" or not value.is_cut
+        ]
 
     def _add_text(self, kind: str, text: str) -> None:
         if self.parts and self.parts[-1][0] == kind:

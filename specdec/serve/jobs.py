@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.api import LLM
+from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.prompt import AnswerOptions, Dialogue
 from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams
 from specdec.serve.api.base import Sampling
@@ -30,7 +32,6 @@ from specdec.serve.api.sampling import (
 from specdec.serve.errors import bad_request
 from specdec.serve.options import ServeOptions
 from specdec.text import openai
-from specdec.text.conversation import render_conversation
 from specdec.text.prompts import check_context_capacity, encode_prompt
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -41,23 +42,18 @@ class Job:
     """A request as the LLM takes it.
 
     n_copies: copies of each sequence in the answer, for greedy decoding gives n equal ones.
-    tools: names that the answer may call; max_calls: None is any number.
+    form: format of the text, which is parsed; None is text only.
     """
 
     prompts: tuple[list[int], ...]
     params: SamplingParams
     priority: int = 0
     n_copies: int = 1
-    tools: tuple[str, ...] = ()
-    max_calls: int | None = None
-    is_call_forced: bool = False
-    """Whether a constraint makes the text a call of a tool."""
+    form: OutputFormat | None = None
     echoed: tuple[str, ...] = ()
     """Texts of the prompts, if the answer repeats them."""
     includes_stop: bool = False
     """Whether the text ends with the stop string that ended it."""
-    separates_reasoning: bool = True
-    """Whether reasoning is told apart from the answer; else it is text, tags included."""
     tells_reasoning: bool = True
     """Whether the answer has the reasoning."""
     caches_prompt: bool = True
@@ -93,17 +89,24 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     except ValueError as error:
         raise bad_request(str(error), "top_logprobs") from error
     params = params.replace(**constraint_fields(body, tools if is_forced else ()))
-    ids = conversation_ids(body, llm, offered_tool_fields(body))
-    _check_context([ids], llm)
+    prompt = Dialogue(llm.tokenizer).encode(
+        template_messages(body),
+        offered_tool_fields(body),
+        template_options(body),
+        AnswerOptions(
+            separates_reasoning=body.reasoning_format != "none",
+            max_calls=1 if body.parallel_tool_calls is False else None,
+            is_constrained=params.constraint is not None,
+            is_call_forced=is_forced,
+        ),
+    )
+    _check_context([prompt.ids], llm)
     return _job(
         body,
-        [ids],
+        [prompt.ids],
         params,
         limits,
-        tools=tuple(tool.function.name for tool in tools if tool.function is not None),
-        max_calls=1 if body.parallel_tool_calls is False else None,
-        is_call_forced=is_forced,
-        separates_reasoning=body.reasoning_format != "none",
+        form=prompt.form,
         tells_reasoning=body.include_reasoning is not False,
     )
 
@@ -122,7 +125,8 @@ def offered_tool_fields(body: ChatRequest) -> list[dict[str, Any]]:
 
 def conversation_ids(body: ConversationFields, llm: LLM, tools: Sequence[Any]) -> list[int]:
     """Return the tokens of a conversation. Raises ApiError, SpecdecError."""
-    return list(llm.tokenizer.encode_chat(template_messages(body), tools, template_options(body)))
+    dialogue = Dialogue(llm.tokenizer)
+    return dialogue.encode(template_messages(body), tools, template_options(body)).ids
 
 
 def conversation_text(body: ConversationFields, llm: LLM) -> str:
@@ -130,7 +134,7 @@ def conversation_text(body: ConversationFields, llm: LLM) -> str:
     SpecdecError."""
     tools = [tool.model_dump(exclude_none=True) for tool in functions(body.tools)]
     options = template_options(body)
-    return render_conversation(llm.tokenizer, template_messages(body), tools, options)
+    return Dialogue(llm.tokenizer).render(template_messages(body), tools, options)
 
 
 def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specdec.async_llm import AsyncChunk
+from specdec.dialogue.deltas import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallCut,
+)
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import ratio
 from specdec.serve.events import (
     Choice,
     Content,
-    Delta,
     Finish,
     OutputParser,
-    ReasoningDelta,
     Step,
-    TextDelta,
-    ToolCallBegin,
     Usage,
 )
 from specdec.serve.jobs import Job
@@ -38,7 +41,8 @@ class OutputEvents:
     ) -> None:
         self._job, self._results = job, results
         self._parsers: dict[int, OutputParser] = defaultdict(new_parser)
-        self._calling: set[int] = set()
+        self._num_calls: Counter[int] = Counter()
+        self._call_notes: dict[int, str] = {}
 
     def step(self, chunk: AsyncChunk, choice: int) -> Step:
         """Return the event of new tokens of a sequence."""
@@ -53,9 +57,10 @@ class OutputEvents:
         usage = self._usage_so_far()
         if deltas:
             yield Step(choice, deltas, usage=usage)
-        is_call = choice in self._calling and output.finish_reason == "stop"
+        is_call = self._num_calls[choice] > 0 and output.finish_reason == "stop"
         reason = "tool_calls" if is_call else output.finish_reason
-        yield Finish(choice, reason, output.stop, output.finish_note, usage)
+        notes = filter(None, (output.finish_note, self._call_notes.get(choice)))
+        yield Finish(choice, reason, output.stop, "; ".join(notes) or None, usage)
 
     def whole(self) -> list[Choice]:
         """Return the finished sequences."""
@@ -78,11 +83,17 @@ class OutputEvents:
                 continue
             for delta in event.deltas:
                 content.add(delta)
+        content.drop_cut_calls()
         return Choice(index, content, finish, output)
 
     def _shown(self, choice: int, deltas: Sequence[Delta]) -> list[Delta]:
-        if any(isinstance(delta, ToolCallBegin) for delta in deltas):
-            self._calling.add(choice)
+        for delta in deltas:
+            match delta:
+                case ToolCallBegin():
+                    self._num_calls[choice] += 1
+                case ToolCallCut(index, note):
+                    self._num_calls[choice] -= index is not None
+                    self._call_notes[choice] = note
         hides = not self._job.tells_reasoning
         return [delta for delta in deltas if not (hides and isinstance(delta, ReasoningDelta))]
 

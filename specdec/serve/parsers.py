@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.serve.events import Delta, OutputParser, TextDelta, ToolCallArguments, ToolCallBegin
+from specdec.dialogue.deltas import Delta, TextDelta
+from specdec.dialogue.tokens import DialogueParser
+from specdec.serve.events import (
+    OutputParser,
+)
 from specdec.serve.jobs import Job
-from specdec.serve.tools import ToolCallParser
+from specdec.text.contract import ChatTokenizer
 
 
-def output_parser(job: Job) -> OutputParser:
-    """Return a new parser for one sequence of a request."""
-    return CallParser(job.tools, job.max_calls) if job.tools else PlainParser()
+def output_parser(job: Job, tokenizer: ChatTokenizer) -> OutputParser:
+    """Return a new parser for one sequence of a request. tokenizer: the model's."""
+    form = job.form
+    if form is None or (form.tools is None and form.thinking is None and form.channels is None):
+        return PlainParser()
+    return DialogueParser(form, tokenizer, tokenizer.added_tokens, job.prompts[0])
 
 
 class PlainParser:
@@ -24,24 +31,3 @@ class PlainParser:
 
     def finish(self, reason: str) -> Sequence[Delta]:
         return []
-
-
-class CallParser:
-    """Parser of text and tool calls; see ToolCallParser."""
-
-    num_reasoning_tokens = 0
-
-    def __init__(self, names: Sequence[str], limit: int | None) -> None:
-        self._parser = ToolCallParser(names, limit)
-
-    def push(self, text: str, token_ids: Sequence[int]) -> Sequence[Delta]:
-        shown = self._parser.push(text)
-        return [TextDelta(shown)] if shown else []
-
-    def finish(self, reason: str) -> Sequence[Delta]:
-        rest, calls = self._parser.finish()
-        deltas: list[Delta] = [TextDelta(rest)] if rest else []
-        for i, call in enumerate(calls):
-            deltas.append(ToolCallBegin(i, call.id, call.function.name))
-            deltas.append(ToolCallArguments(i, call.function.arguments))
-        return deltas

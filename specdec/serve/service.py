@@ -27,7 +27,7 @@ from specdec.serve.admission import FAILING, READY, AdmissionLimiter, RequestBod
 from specdec.serve.api.answer import Answer
 from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import ApiError, bad_request, draining, loading
-from specdec.serve.events import End, Event, Failure
+from specdec.serve.events import End, Event, Failure, OutputParser
 from specdec.serve.jobs import Job
 from specdec.serve.metrics import Metrics
 from specdec.serve.middleware import BODY
@@ -230,7 +230,8 @@ class _Run:
             return EventStream(self._event_bytes(answer, job), answer.media_type, self.end)
         results = await unless_gone(self._request.receive, self._results(), self._left)
         self.end()
-        events = OutputEvents(job, lambda: output_parser(job), lambda: results)
+        new_parser = self._new_parser(job)
+        events = OutputEvents(job, new_parser, lambda: results)
         choices = events.whole()
         return JsonResponse(answer.whole(choices, events.usage))
 
@@ -252,6 +253,9 @@ class _Run:
         if stream.is_cancelled:
             raise draining()
         return stream.result
+
+    def _new_parser(self, job: Job) -> Callable[[], OutputParser]:
+        return lambda: output_parser(job, self._service.llm.llm.tokenizer)
 
     async def _event_bytes(self, answer: Answer, job: Job) -> AsyncIterator[bytes]:
         """Yield the events; an error is the last event."""
@@ -278,7 +282,7 @@ class _Run:
         def results() -> list[GenerationResult]:
             return [stream.result for stream in streams if stream.has_begun]
 
-        events = OutputEvents(job, lambda: output_parser(job), results)
+        events = OutputEvents(job, self._new_parser(job), results)
         async for index, chunk in self._chunks(streams):
             if index is None:
                 yield None

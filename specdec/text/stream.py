@@ -40,7 +40,7 @@ class StopStrings:
             start, self.matched = match
             self._held_back = ""
             return StopMatch(text[:start], self.matched)
-        end = len(text) - self._n_possible_start(text)
+        end = len(text) - possible_start(text, self._stops)
         self._held_back = text[end:]
         return StopMatch(text[:end], None)
 
@@ -60,13 +60,14 @@ class StopStrings:
         _, start, stop = min(matches)
         return start, stop
 
-    def _n_possible_start(self, text: str) -> int:
-        """Return the length of the longest suffix of the text that a stop string begins with."""
-        longest = max((len(stop) for stop in self._stops), default=0)
-        for n in range(min(longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self._stops):
-                return n
-        return 0
+
+def possible_start(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest suffix of the text that a stop string begins with."""
+    longest = max((len(stop) for stop in stops), default=0)
+    for n in range(min(longest - 1, len(text)), 0, -1):
+        if any(stop.startswith(text[-n:]) for stop in stops):
+            return n
+    return 0
 
 
 @dataclass(frozen=True)

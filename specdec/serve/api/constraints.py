@@ -81,7 +81,10 @@ def _one_of(choices: Sequence[str] | None) -> str | None:
 
 
 def _schema_of_calls(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the schema of one call of a tool, in Llama 3's form, which `ToolCallParser` reads."""
+    """Return the schema of one call of a tool, in Llama 3's form.
+
+    The parser of an output reads that form whatever the model's own is.
+    """
     functions = [tool.function for tool in tools if tool.function is not None]
     calls = [
         {

@@ -110,7 +110,7 @@ def _message(message: Message, index: int) -> dict[str, Any]:
                 reasoning.append(part.thinking or "")
             else:
                 content.append(_text(part, f"{param}.content[{i}]"))
-    return openai.template_message(
+    shown = openai.template_message(
         role,
         content,
         name=message.name,
@@ -118,6 +118,7 @@ def _message(message: Message, index: int) -> dict[str, Any]:
         tool_calls=[_call(call, param) for call in message.tool_calls or ()] or None,
         reasoning_content="".join(reasoning) or None,
     )
+    return shown if message.content is not None else {**shown, "content": None}
 
 
 def _text(part: Part, param: str) -> str:

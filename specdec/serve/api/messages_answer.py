@@ -6,19 +6,21 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from specdec.dialogue.deltas import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.api.ollama_answer import arguments
 from specdec.serve.errors import anthropic_error
 from specdec.serve.events import (
     Choice,
-    Delta,
     Failure,
     Finish,
-    ReasoningDelta,
     Step,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallBegin,
     Usage,
 )
 from specdec.serve.jobs import Job

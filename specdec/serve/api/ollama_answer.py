@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from specdec.dialogue.deltas import ReasoningDelta, TextDelta
 from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.errors import OllamaError
 from specdec.serve.events import (
@@ -14,9 +15,7 @@ from specdec.serve.events import (
     Content,
     Failure,
     Finish,
-    ReasoningDelta,
     Step,
-    TextDelta,
     Usage,
 )
 from specdec.serve.jobs import Job

@@ -10,18 +10,20 @@ from typing import Any
 
 from specdec import __version__
 from specdec.async_llm import AsyncChunk
+from specdec.dialogue.deltas import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 from specdec.engine.outputs import CompletionOutput
 from specdec.serve import responses
 from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.events import (
     Choice,
-    Delta,
     Finish,
-    ReasoningDelta,
     Step,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallBegin,
     Usage,
 )
 from specdec.serve.jobs import Job

@@ -7,18 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from specdec.dialogue.deltas import (
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.api.responses import ResponsesRequest
 from specdec.serve.events import (
     Choice,
-    Delta,
     Failure,
     Finish,
-    ReasoningDelta,
     Step,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallBegin,
     ToolCallContent,
     Usage,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from specdec.async_llm import AsyncChunk
+from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.schemas import ArgumentTypes
+from specdec.dialogue.tool_formats import HERMES
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
@@ -33,6 +37,7 @@ class Letters:
     """A tokenizer whose tokens are characters."""
 
     n_tokens = 0x110000
+    added_tokens: Mapping[str, Any] = {}
 
     def encode(self, text: str) -> list[int]:
         return [ord(item) for item in text]
@@ -53,8 +58,10 @@ def result(text: str, reason: str = "stop", **more: Any) -> GenerationResult:
     return GenerationResult((output,), stats)
 
 
-def job(**more: Any) -> Job:
-    return Job(([1, 2, 3],), SamplingParams(), **more)
+def job(tools: tuple[str, ...] = (), max_calls: int | None = None, **more: Any) -> Job:
+    types = ArgumentTypes([{"function": {"name": name}} for name in tools])
+    form = OutputFormat(HERMES, types=types, max_calls=max_calls) if tools else None
+    return Job(([1, 2, 3],), SamplingParams(), form=form, **more)
 
 
 def sent(response: ResponseModel) -> dict[str, Any]:
@@ -64,13 +71,13 @@ def sent(response: ResponseModel) -> dict[str, Any]:
 
 def whole(kind: type[Answer], job: Job, actual: GenerationResult) -> dict[str, Any]:
     """Return a whole answer as a client gets it."""
-    events = OutputEvents(job, lambda: output_parser(job), lambda: [actual])
+    events = OutputEvents(job, lambda: output_parser(job, Letters()), lambda: [actual])
     return sent(kind("m", job, Letters()).whole(events.whole(), events.usage))
 
 
 def frames(kind: type[Answer], job: Job, actual: GenerationResult, size: int) -> list[Any]:
     """Return all events of an output that came in chunks, as a client gets them."""
-    events = OutputEvents(job, lambda: output_parser(job), lambda: [actual])
+    events = OutputEvents(job, lambda: output_parser(job, Letters()), lambda: [actual])
     answer, text = kind("m", job, Letters()), actual.text
     made = list(answer.begin())
     for i in range(0, len(text), size):
@@ -157,7 +164,7 @@ def test_a_cut_by_the_context_is_reported() -> None:
 
 def test_offsets_of_a_stream_go_on() -> None:
     asked = job(n_copies=2)
-    events = OutputEvents(asked, lambda: output_parser(asked), list)
+    events = OutputEvents(asked, lambda: output_parser(asked, Letters()), list)
     answer = CompletionAnswer("m", asked, Letters())
     for choice in (1, 0):
         actual = []
