@@ -240,7 +240,7 @@ class BeamSequence(Sequence):
         self._search.advance(self._processed(nodes))
         self._rows = {}
         if self._search.is_over:
-            self._finish_reason = "stop"
+            self._emitted.finish_reason = "stop"
 
     def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
         """Yield the beams' log-probabilities; beams that share a node share the row."""

@@ -20,10 +20,11 @@ from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
+from specdec.engine.output_buffer import OutputBuffer
 from specdec.engine.outputs import CompletionOutput, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
+from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
 from specdec.sampling.verifier import Verifier
@@ -66,22 +67,16 @@ class Sequence:
         index: int = 0,
     ) -> None:
         self.request, self.sampler, self.index = request, sampler, index
-        self._limit, self._text = limit, text
+        self._limit = limit
+        self._emitted = OutputBuffer(sampler, limit, text)
         self.token_ids = list(request.prompt_ids)
         self._num_prompt_tokens = len(self.token_ids)
         self.kv: SequenceKV | None = None
         self.kv_file: KvFile | None = None
         self.arrival = -1
         self._num_cached_tokens = 0
-        self._num_taken = 0
-        self._pieces: list[str] = []
-        self._finish_reason: str | None = None
-        """Why it ended by itself: "stop" or "length"."""
         self.trace: SequenceTrace | None = None
         """Record of the target's distributions, where the run leaves traces."""
-        self._stop: str | None = None  # the stop string that did it
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[TopLogprobs] = []
 
     def start(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
         """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
@@ -101,7 +96,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.request.is_aborted or self._finish_reason is not None
+        return self.request.is_aborted or self._emitted.finish_reason is not None
 
     @property
     def active_kv(self) -> SequenceKV:
@@ -300,8 +295,8 @@ class Sequence:
     def finish(self) -> None:
         """Complete the outputs and the trace, at the end of the request."""
         if self.trace is not None:
-            num_tokens = self._num_prompt_tokens + self._num_taken
-            self.trace.end(self.token_ids[:num_tokens], self._num_taken)
+            num_new = self._emitted.num_tokens
+            self.trace.end(self.token_ids[: self._num_prompt_tokens + num_new], num_new)
 
     # --- output --------------------------------------------------------------------------------
 
@@ -312,37 +307,13 @@ class Sequence:
 
     def _emit(self, new_ids: SequenceOf[int]) -> int:
         """Emit new tokens and their text up to the sequence's end; return the number of tokens."""
-        taken, text = self._take(new_ids)
+        taken, text = self._emitted.take(new_ids)
         self.request.put(StreamChunk(text, tuple(taken), self.index))
-        if self._finish_reason is not None:
+        if self._emitted.finish_reason is not None:
             self.request.drafting_index = self.index + 1
-            if final_text := self._flush():
+            if final_text := self._emitted.flush():
                 self.request.put(StreamChunk(final_text, (), self.index))
         return len(taken)
-
-    def _take(self, new_ids: SequenceOf[int]) -> tuple[SequenceOf[int], str]:
-        stop_ids, text = self.sampler.stop_tokens, ""
-        num_before = self._num_taken
-        if self._text is not None:
-            update = self._text.push(token for token in new_ids if token not in stop_ids)
-            text = update.text
-            if update.stop is not None:
-                new_ids = new_ids[: update.n_tokens]
-                self._finish_reason, self._stop = "stop", update.stop
-        if self._finish_reason is None:
-            if new_ids[-1] in stop_ids:
-                self._finish_reason = "stop"
-            elif num_before + len(new_ids) >= self._limit.n_tokens:
-                self._finish_reason = "length"
-        self._num_taken = num_before + len(new_ids)
-        self._pieces.append(text)
-        return new_ids, text
-
-    def _flush(self) -> str:
-        """Return the text that was withheld as a possible stop string, at the sequence's end."""
-        if self._text is not None:
-            self._pieces.append(self._text.flush().text)
-        return self._pieces[-1] if self._text is not None else ""
 
     def fill(
         self,
@@ -351,39 +322,20 @@ class Sequence:
         top_logprobs: Iterable[TopLogprobs],
     ) -> None:
         """Append tokens that a beam search found, without emitting them."""
-        self._logprobs, self._top_logprobs = list(logprobs), list(top_logprobs)
+        self._emitted.set_logprobs(logprobs, top_logprobs)
         if token_ids:
             self.token_ids.extend(token_ids)
-            self._take(token_ids)
-            self._flush()
+            self._emitted.take(token_ids)
+            self._emitted.flush()
 
     def _note_logits(
         self, rows: SequenceOf[NDArray[np.float32]], token_ids: SequenceOf[int]
     ) -> None:
-        """Note the target's logits [vocab] that each new token was chosen by."""
         if self.trace is not None:
             self.trace.add(rows)
-        params = self.sampler.params
-        if not params.logprobs:
-            return
-        for row, token in zip(rows, token_ids, strict=True):
-            logits = row[: self.sampler.n_tokens]
-            logprob, top = logprobs_of_token(logits, token, params.n_top_logprobs)
-            self._logprobs.append(logprob)
-            self._top_logprobs.append(top)
+        self._emitted.note_logits(rows, token_ids)
 
     @property
     def outputs(self) -> list[CompletionOutput]:
         """The sequence so far; all results of a beam search."""
-        params, num_taken = self.sampler.params, self._num_taken
-        output = CompletionOutput(
-            text="".join(self._pieces),
-            token_ids=tuple(self.token_ids[self._num_prompt_tokens :][:num_taken]),
-            finish_reason=self._finish_reason or "cancelled",
-            logprobs=tuple(self._logprobs[:num_taken]) if params.logprobs else None,
-            top_logprobs=tuple(self._top_logprobs[:num_taken]) if params.n_top_logprobs else None,
-            seed=None if params.is_greedy else self.sampler.seed,
-            stop=self._stop,
-            finish_note=self._limit.note if self._finish_reason == "length" else None,
-        )
-        return [output]
+        return [self._emitted.completion(self.token_ids[self._num_prompt_tokens :])]
