@@ -25,14 +25,14 @@ _COMPLETE = "complete"
 
 def generated_sequences(
     options: RunOptions,
-    texts: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int]],
     folder: Path,
     *,
     length: int,
     minutes: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[list[int]]:
-    """Return beginnings of `texts` and the target's continuations, of at most `length` tokens.
+    """Return beginnings of `documents` and the target's continuations, of at most `length` tokens.
 
     They are kept in `folder`, where an interrupted call leaves what it has; a later one goes on.
 
@@ -42,7 +42,7 @@ def generated_sequences(
     has_some = (folder / INDEX).exists()
     if not (folder / _COMPLETE).exists():
         n_done = len(Traces(folder)) if has_some else 0
-        _generate(options, texts[n_done:] or texts, folder, length, minutes, progress)
+        _generate(options, documents[n_done:] or documents, folder, length, minutes, progress)
         (folder / _COMPLETE).touch()
     traces = Traces(folder)
     return [traces.token_ids(number).tolist() for number in range(len(traces))]
@@ -50,7 +50,7 @@ def generated_sequences(
 
 def _generate(
     options: RunOptions,
-    texts: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int]],
     folder: Path,
     length: int,
     minutes: float,
@@ -59,12 +59,12 @@ def _generate(
     deadline = time.monotonic() + 60 * minutes
 
     def requests() -> Iterator[tuple[list[int], SamplingParams]]:
-        for number, text in enumerate(texts):
+        for number, document in enumerate(documents):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             progress(1 - left / (60 * minutes))
-            prompt = list(text[: min(PROMPT_TOKENS, length // 2)])
+            prompt = list(document[: min(PROMPT_TOKENS, length // 2)])
             temperature = SAMPLED_TEMPERATURE if number % 2 else 0.0
             yield (
                 prompt,

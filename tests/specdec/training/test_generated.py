@@ -14,22 +14,22 @@ from specdec.training.generated import generated_sequences, interleaved
 from specdec.training.train import NoProgress, train_draft
 
 LENGTH, PROMPT = 80, 40
-TEXTS = [np.random.default_rng(i).integers(3, 250, 70).tolist() for i in range(4)]
+DOCUMENTS = [np.random.default_rng(i).integers(3, 250, 70).tolist() for i in range(4)]
 
 
 def generate(target: Path, folder: Path, minutes: float = 1.0, **options) -> list[list[int]]:
     run = RunOptions(target, memory_budget="2GiB", threads=1, parallel=2)
-    return generated_sequences(run, TEXTS, folder, length=LENGTH, minutes=minutes, **options)
+    return generated_sequences(run, DOCUMENTS, folder, length=LENGTH, minutes=minutes, **options)
 
 
 def test_the_target_continues_beginnings(target, tmp_path) -> None:
     sequences = sorted(generate(target, tmp_path))
     prompts = [sequence[:PROMPT] for sequence in sequences]
-    assert prompts == sorted(text[:PROMPT] for text in TEXTS)
+    assert prompts == sorted(text[:PROMPT] for text in DOCUMENTS)
     assert all(len(sequence) <= LENGTH for sequence in sequences)
     with specdec.load(target, spec_type="none", memory_budget="2GiB", ctx_size=LENGTH) as llm:
-        first = llm.generate(TEXTS[0][:PROMPT], max_tokens=LENGTH - PROMPT)
-    assert [*TEXTS[0][:PROMPT], *first.token_ids] in sequences
+        first = llm.generate(DOCUMENTS[0][:PROMPT], max_tokens=LENGTH - PROMPT)
+    assert [*DOCUMENTS[0][:PROMPT], *first.token_ids] in sequences
 
 
 def test_what_is_there_is_not_generated_again(target, tmp_path) -> None:
@@ -47,7 +47,7 @@ def test_an_interrupted_generation_goes_on(target, tmp_path) -> None:
     calls: list[float] = []
     with pytest.raises(KeyboardInterrupt):
         generate(target, tmp_path, progress=interrupt)
-    assert len(generate(target, tmp_path)) >= len(TEXTS)
+    assert len(generate(target, tmp_path)) >= len(DOCUMENTS)
 
 
 def test_no_time_is_no_output(target, tmp_path) -> None:
