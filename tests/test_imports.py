@@ -66,6 +66,7 @@ SUBPACKAGES = {
         "recurrent",
         "attention",
         "feedforward packed",
+        "tiles",
         "ggml",
         "timing",
         "contract",

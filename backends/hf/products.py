@@ -13,7 +13,6 @@ from backends.feedforward.linear import MIN_OUTPUTS, is_plain
 from backends.feedforward.records import is_experts, stacked_parts
 from backends.feedforward.routing import is_router
 from backends.hf.model import HfModel
-from backends.packed.decoder import pieces
 from backends.recurrent.functions import is_mixer
 
 _TRIED_OUTPUTS = 128
@@ -45,7 +44,7 @@ class UnknownProduct(Exception):
 
 
 def products_of(model: HfModel) -> Iterator[Product]:
-    at_a_time = _outputs_at_a_time(model)
+    packed = _packed_linears(model)
     for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
             steps = getattr(module, "dt_proj", None)
@@ -69,20 +68,22 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
             is_transposed = isinstance(module, Conv1D)
             n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            for n in at_a_time.get(id(module), [n_out]):
-                n_tried = _n_tried(n if n > 1 else MIN_OUTPUTS)
-                is_torch = not is_transposed and not is_plain(module)
-                has_bias = module.bias is not None
-                yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
+            if id(module) in packed:
+                continue
+            n_tried = _n_tried(n_out if n_out > 1 else MIN_OUTPUTS)
+            is_torch = not is_transposed and not is_plain(module)
+            has_bias = module.bias is not None
+            yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
 
 
-def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
-    """Map the id of each module that is decoded in pieces to the row counts of its pieces."""
+def _packed_linears(model: HfModel) -> set[int]:
+    """Return the ids of the linear layers that are computed from stored bytes: each sum has one
+    order, for any number of rows."""
     return {
-        id(tensors[0].module): sorted({end - start for start, end in pieces(module.tensors[0])})
+        id(tensors[0].module)
         for layer in model.layer_tensors
         for tensors in packed_by_module(layer)
-        if (module := packed_module(tensors)).in_pieces
+        if packed_module(tensors).is_multiplied
     }
 
 

@@ -7,7 +7,7 @@ the size of the stored one, and the name of the scheme.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +17,10 @@ from backends.packed.awq import Awq
 from backends.packed.compressed_int4 import CompressedInt4
 from backends.packed.fp8_blocks import Fp8Blocks
 from backends.packed.gptq import Gptq
+from backends.packed.kernels import tile_products
 from backends.packed.tensor import DecodeRows, PackedTensor
 from backends.packed.twelve_bits import TwelveBits
+from backends.tiles.stored import Table
 from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import CheckpointError, TensorRecord
 
@@ -35,11 +37,17 @@ class Codec(Protocol):
         """Raise ValueError with a reason if the headers describe no valid tensor."""
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
-        """Return a function that decodes rows of a tensor to its number format.
+        """Return a function that decodes rows of a tensor on a device, by torch.
 
         stored: uint8 [n_bytes] of each of its parts.
 
         Raises ValueError with a reason for bytes that are no tensor of this scheme.
+        """
+
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        """Return what the compiled decoder takes, which writes weights as `written` says.
+
+        stored, errors: see `open`.
         """
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
@@ -98,6 +106,19 @@ def example_bytes(tensor: PackedTensor, device: torch.device | str = "cpu") -> l
         order = _REORDERED.example_order(tensor.record.shape[1])
         parts[-1].copy_(order.view(torch.uint8))
     return parts
+
+
+def load_decoders(schemes: Collection[str]) -> None:
+    """Compile the products and decoders of these schemes, or load them from numba's cache.
+
+    Raises UnsupportedModel if numba is missing.
+    """
+    if not schemes:
+        return
+    products = tile_products()
+    for scheme in schemes:
+        tensor = example(scheme, (128, 128))
+        CODECS[scheme].table(tensor, example_bytes(tensor), products.MULTIPLIED[torch.bfloat16])
 
 
 def as_described(quantisation: Quantisation, settings: Mapping[str, Any]) -> Quantisation:

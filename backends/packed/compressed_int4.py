@@ -22,7 +22,8 @@ from backends.packed.groups import (
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, form, shown, typed
+from backends.tiles.stored import Table, make_table, scale_kind
 from offload.formats.tensors import TensorRecord
 
 _MIDDLE = 8
@@ -83,6 +84,20 @@ class CompressedInt4:
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=len(tensor.parts) > len(self.suffixes))
+
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        from backends.tiles import four_bits
+
+        scales = tensor.parts[1]
+        values = {
+            four_bits.CODES: stored[0].data_ptr(),
+            four_bits.SCALES: stored[1].data_ptr(),
+            four_bits.SCALE_KIND: scale_kind(scales.dtype),
+            four_bits.GROUP: tensor.record.shape[1] // scales.shape[1],
+            four_bits.ZEROS: stored[2].data_ptr() if len(stored) > len(self.suffixes) else 0,
+        }
+        decoder = four_bits.decode_four_bits
+        return make_table(decoder, *form(tensor), written, values, rounded=scales.dtype)
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, *packed_zeros = typed(tensor, stored)

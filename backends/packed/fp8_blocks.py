@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from backends.packed.groups import by_pieces, scratch_bytes
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, form, shown, typed
+from backends.tiles.stored import Table, make_table, scale_kind
 from offload.formats.tensors import TensorRecord
 
 _BLOCK = 128
@@ -53,6 +54,9 @@ class Fp8Blocks:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=False)
 
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        return float8_table(tensor, stored, written, (_BLOCK, _BLOCK))
+
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         weight, scales = typed(tensor, stored)
         n_in = weight.shape[1]
@@ -65,6 +69,22 @@ class Fp8Blocks:
                 numbers[first : first + _BLOCK] *= row.repeat_interleave(_BLOCK)[:n_in]
 
         return by_pieces(n_in, decode)
+
+
+def float8_table(
+    tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int, block: tuple[int, int]
+) -> Table:
+    """Return the table of float8 weights whose blocks [rows, columns] have a scale each."""
+    from backends.tiles import float8
+
+    values = {
+        float8.CODES: stored[0].data_ptr(),
+        float8.SCALES: stored[1].data_ptr(),
+        float8.SCALE_KIND: scale_kind(tensor.parts[1].dtype),
+        float8.BLOCK_ROWS: block[0],
+        float8.BLOCK_COLUMNS: block[1],
+    }
+    return make_table(float8.decode_float8, *form(tensor), written, values)
 
 
 def _widen(codes: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -9,9 +9,10 @@ from numba import types
 from backends.tiles.compiling import compiled_callback, inlined
 from backends.tiles.loops import decoding_loop
 from backends.tiles.memory import i64_at, u32_at
-from backends.tiles.tables import DECODER, FIRST, MAX_COLUMNS, ROUNDED, WRITTEN, scale_at
+from backends.tiles.scales import DECODER, scale_at
+from backends.tiles.tables import FIRST, MAX_COLUMNS, ROUNDED, WRITTEN
 
-WORDS, SCALES, SCALE_KIND, GROUP, ZEROS, N_OUT, N_VALUES = range(FIRST, FIRST + 7)
+WORDS, SCALES, SCALE_KIND, GROUP, ZEROS, N_OUT = range(FIRST, FIRST + 6)
 """Places in the table: addresses of the words [n_in, n_out / 8] and of the scales [groups, n_out],
 their number format, the columns of a group, the address of the zeros, and rows of the matrix."""
 _STRIDE = MAX_COLUMNS + 16  # not a power of two: rows would share cache sets

@@ -11,9 +11,10 @@ from llvmlite import ir
 from backends.tiles.compiling import compiled_callback
 from backends.tiles.loops import decoding_loop
 from backends.tiles.memory import i64_at
-from backends.tiles.tables import DECODER, FIRST, N_IN, ROUNDED, WRITTEN, scale_at
+from backends.tiles.scales import DECODER, scale_at
+from backends.tiles.tables import FIRST, N_IN, ROUNDED, WRITTEN
 
-CODES, SCALES, SCALE_KIND, BLOCK_ROWS, BLOCK_COLUMNS, N_VALUES = range(FIRST, FIRST + 6)
+CODES, SCALES, SCALE_KIND, BLOCK_ROWS, BLOCK_COLUMNS = range(FIRST, FIRST + 5)
 """Places in the table: addresses of the codes [n_out, n_in] and of the scales [row blocks, column
 blocks], their number format, and the size of a block."""
 

@@ -13,19 +13,10 @@ from numba import types
 from backends.tiles.compiling import compiled_callback, inlined
 from backends.tiles.loops import decoding_loop
 from backends.tiles.memory import f32_at, i32_at, i64_at, u8_at, u32_at
-from backends.tiles.tables import (
-    DECODER,
-    FIRST,
-    MAX_COLUMNS,
-    N_IN,
-    ROUNDED,
-    WRITTEN,
-    scale_at,
-)
+from backends.tiles.scales import DECODER, scale_at
+from backends.tiles.tables import FIRST, MAX_COLUMNS, N_IN, ROUNDED, WRITTEN
 
-CODES, SCALES, SCALE_KIND, GROUP, ZEROS, IS_FLOAT, DIVISOR, N_OUT, ORDER, N_VALUES = range(
-    FIRST, FIRST + 10
-)
+CODES, SCALES, SCALE_KIND, GROUP, ZEROS, IS_FLOAT, DIVISOR, N_OUT, ORDER = range(FIRST, FIRST + 9)
 """Places in the table: addresses of the codes [n_out, n_in / 2] (GPTQ: words [n_in / 8, n_out]) and
 of the scales [n_out, n_in / GROUP] (GPTQ: transposed), their number format, the columns of a group,
 the address of zeros packed along n_out (0: all of them are 8), whether codes are float4_e2m1, the

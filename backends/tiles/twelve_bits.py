@@ -9,9 +9,10 @@ from numba import types
 from backends.tiles.compiling import compiled_callback, inlined
 from backends.tiles.loops import decoding_loop
 from backends.tiles.memory import i64_at, u8_at, u16_at
-from backends.tiles.tables import DECODER, ERROR, FIRST, N_IN, ROUNDED, WRITTEN
+from backends.tiles.scales import DECODER
+from backends.tiles.tables import ERROR, FIRST, N_IN, ROUNDED, WRITTEN
 
-SIGNS, CODES, BASE, POSITIONS, EXPONENTS, N_EXCEPTIONS, N_VALUES = range(FIRST, FIRST + 7)
+SIGNS, CODES, BASE, POSITIONS, EXPONENTS, N_EXCEPTIONS = range(FIRST, FIRST + 6)
 """Places in the table: addresses of the planes, the base, addresses of int64 positions and of
 uint16 exponents of exceptions, and their number."""
 _HALF_BLOCK = 512

@@ -105,7 +105,7 @@ def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(300, 96), (256, 64), (7, 40), (300, 36)])
-def test_a_matrix_is_decoded_in_pieces(
+def test_a_matrix_is_decoded_is_multiplied(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(decoder_module, "PIECE_BYTES", 128 * shape[1] * 2)
@@ -114,7 +114,7 @@ def test_a_matrix_is_decoded_in_pieces(
     stored = packed(TwelveBits(), weights, 110)
     path = Path("m.safetensors")
     record = TensorRecord("up", "BF16", shape, path, 0, len(stored), "BF16_12")
-    module = PackedModule((PackedTensor(record),), in_pieces=True)
+    module = PackedModule((PackedTensor(record),), is_multiplied=True)
     is_cut = shape[0] > 128 and shape[1] % 8 == 0
     assert len(pieces(module.tensors[0])) == (-(-shape[0] // 128) if is_cut else 1)
     decoder = Decoder([module], 2)
