@@ -33,6 +33,7 @@ class Awq:
     name = "INT4_AWQ"
     method = "awq"
     remedy = "download it again"
+    separator, whole, n_dims = ".", ".weight", 2
     suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ()
 

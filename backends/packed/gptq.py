@@ -36,6 +36,7 @@ class Gptq:
 
     method = "gptq"
     remedy = "download it again"
+    separator, whole, n_dims = ".", ".weight", 2
     suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ("g_idx",)
 

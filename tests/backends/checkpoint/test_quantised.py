@@ -12,7 +12,16 @@ import pytest
 import torch
 from alone import own
 from checkpoints import save_tiny_checkpoint
-from quantised_models import awq, compressed, fp8, gptq, save_quantised
+from quantised_models import (
+    awq,
+    compressed,
+    compressed_fp8,
+    fp8,
+    gptq,
+    mxfp4,
+    nvfp4,
+    save_quantised,
+)
 from safetensors.torch import load_file, save_file
 
 from backends.contract.backend import PREFIX, UnsupportedModel
@@ -39,6 +48,23 @@ IN_EIGHTS = {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "group
 ROWS = {**INT4, "config_groups": {"group_0": {"weights": {**WEIGHTS, "strategy": "channel"}}}}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+
+
+def of_format(name: str, **weights: Any) -> dict[str, Any]:
+    """Settings of compressed-tensors, with inputs that are quantised while running."""
+    inputs = {"num_bits": weights["num_bits"], "type": "float", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"a": group}}
+
+
+def fp8_by(strategy: str) -> dict[str, Any]:
+    return of_format("float-quantized", num_bits=8, type="float", strategy=strategy)
+
+
+NVFP4 = of_format(
+    "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+)
+MXFP4 = of_format("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
 BF16, F16 = torch.bfloat16, torch.float16
 KINDS = {
     "fp8": (fp8(), FP8, BF16),
@@ -51,6 +77,12 @@ KINDS = {
     "gptq that says so": (gptq(is_reordered=True), {**GPTQ, "desc_act": True}, F16),
     "int4 in groups of 8": (compressed(is_symmetric=False, group=8), IN_EIGHTS, BF16),
     "awq": (awq, AWQ, F16),
+    "awq in bf16": (awq, AWQ, BF16),
+    "fp8 by channel": (compressed_fp8("channel"), fp8_by("channel"), BF16),
+    "fp8 by tensor": (compressed_fp8("tensor"), fp8_by("tensor"), BF16),
+    "compressed fp8 by block": (compressed_fp8("block"), fp8_by("block"), BF16),
+    "nvfp4": (nvfp4, NVFP4, BF16),
+    "mxfp4": (mxfp4, MXFP4, BF16),
 }
 
 
