@@ -44,7 +44,7 @@ class UnknownProduct(Exception):
 
 
 def products_of(model: HfModel) -> Iterator[Product]:
-    packed = _packed_linears(model)
+    packed = _packed_products(model)
     for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
             steps = getattr(module, "dt_proj", None)
@@ -52,7 +52,8 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 n_out, n_in = steps.weight.shape
                 yield Product(n_in, _n_tried(n_out), False, False, is_torch=True, is_left=True)
             if is_experts(module):
-                yield from products_of_experts(module)
+                if id(module) not in packed:
+                    yield from products_of_experts(module)
                 continue
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim < 2:
@@ -76,10 +77,16 @@ def products_of(model: HfModel) -> Iterator[Product]:
             yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
 
 
-def _packed_linears(model: HfModel) -> set[int]:
-    """Return the ids of the linear layers that are computed from stored bytes: each sum has one
-    order, for any number of rows."""
-    return {
+def _packed_products(model: HfModel) -> set[int]:
+    """Return the ids of the linear layers and experts that are computed from stored bytes: each sum
+    has one order, for any number of rows."""
+    experts = zip(model.expert_modules, model.expert_matrices, strict=True)
+    of_experts = {
+        id(module)
+        for module, own in experts
+        if own and all(matrix.packed for expert in own for matrix in expert)
+    }
+    return of_experts | {
         id(tensors[0].module)
         for layer in model.layer_tensors
         for tensors in packed_by_module(layer)

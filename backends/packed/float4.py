@@ -44,7 +44,7 @@ class Float4:
         values = {
             "num_bits": (4,),
             "type": ("float",),
-            "strategy": ("group", "tensor_group"),
+            "strategy": ("group",) if self._scales == "U8" else ("tensor_group",),
             "group_size": (self.group,),
         }
         check_compressed(settings, values, has_plain_inputs=False)

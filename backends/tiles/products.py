@@ -38,6 +38,7 @@ MAX_TOKENS = 128
 """Maximum tokens of a call: bounds the partial sums."""
 TILE_BYTES = 576 << 10
 _USUAL_TILE_BYTES = 384 << 10
+_WIDE_TILE_BYTES = 576 << 10
 _MIN_ROWS = 8
 SUM_BYTES = MAX_ROWS * LANES * 4
 """Bytes of the partial sums for each token."""
@@ -152,6 +153,18 @@ def _decode(_context, decoder, table, row, n_rows, column, n_columns, out, strid
     return types.void(*[types.int64] * 9), generate
 
 
+@inlined
+def tile_shape(n_in, size, is_by_columns):
+    """Return (rows, columns, numbers between rows) of a tile of numbers of `size` bytes."""
+    columns = (n_in + COLUMN_STEP - 1) // COLUMN_STEP * COLUMN_STEP
+    widest = MAX_COLUMNS if is_by_columns else TILE_BYTES // (_MIN_ROWS * size) - COLUMN_STEP
+    columns = min(columns, widest // COLUMN_STEP * COLUMN_STEP)
+    stride = columns + COLUMN_STEP  # not a power of two: rows would share cache sets
+    usual = _WIDE_TILE_BYTES if is_by_columns else _USUAL_TILE_BYTES
+    rows = usual // (stride * size) // _MIN_ROWS * _MIN_ROWS
+    return min(max(rows, _MIN_ROWS), MAX_ROWS), columns, stride
+
+
 @compiled(types.void(*[types.int64] * 11))
 def decode(
     decoder, table, row, n_rows, column, n_columns, step, out, stride, size, scratch
@@ -225,14 +238,9 @@ def multiply(
     """
     is_bf16 = written == BF16
     size = 2 if is_bf16 else 4
-    width = (n_in + COLUMN_STEP - 1) // COLUMN_STEP * COLUMN_STEP
-    row_bytes, tile_columns = width * size, min(width, MAX_COLUMNS)
+    row_bytes = (n_in + COLUMN_STEP - 1) // COLUMN_STEP * COLUMN_STEP * size
     is_by_columns = i64_at(table)[BY_COLUMNS] == 1
-    if not is_by_columns:
-        tile_columns = min(width, TILE_BYTES // (_MIN_ROWS * size) - COLUMN_STEP)
-    stride = tile_columns + COLUMN_STEP  # not a power of two: rows would share cache sets
-    tile_rows = _USUAL_TILE_BYTES // (stride * size) // _MIN_ROWS * _MIN_ROWS
-    tile_rows = min(max(tile_rows, _MIN_ROWS), MAX_ROWS)
+    tile_rows, tile_columns, stride = tile_shape(n_in, size, is_by_columns)
     for first in range(start, end, tile_rows):
         n_rows = min(tile_rows, end - first)
         for column in range(0, n_in, tile_columns):

@@ -27,7 +27,8 @@ def save_quantised(
         for name, tensor in load_file(path).items():
             decoded[name] = stored[name] = tensor.to(dtype)
             if "layers" in name and "norm" not in name:
-                parts, decoded[name] = quantise(tensor)
+                parts, matrix = quantise(tensor)
+                decoded[name] = matrix.to(dtype)
                 del stored[name]
                 module = name.removesuffix("weight")
                 stored |= {module + key: part.contiguous() for key, part in parts.items()}
@@ -84,8 +85,7 @@ def fp8(scales: torch.dtype = torch.float32) -> Quantise:
         scale = scale.to(scales)
         whole = scale.float()[rows][:, columns]
         stored = (weights.float() / whole).to(torch.float8_e4m3fn)
-        decoded = (stored.float() * whole).to(torch.bfloat16)
-        return {"weight": stored, "weight_scale_inv": scale}, decoded
+        return {"weight": stored, "weight_scale_inv": scale}, stored.float() * whole
 
     return quantise
 
@@ -142,7 +142,8 @@ def compressed_fp8(strategy: str) -> Quantise:
     def quantise(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         if strategy == "block":
             parts, decoded = fp8(torch.bfloat16)(weights)
-            return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, decoded
+            scales = parts["weight_scale_inv"]
+            return {"weight": parts["weight"], "weight_scale": scales}, decoded.to(torch.bfloat16)
         dim = 1 if strategy == "channel" else (0, 1)
         scale = (weights.float().abs().amax(dim, keepdim=True) / 448).to(torch.bfloat16)
         stored = (weights.float() / scale.float()).to(torch.float8_e4m3fn)
@@ -181,8 +182,7 @@ def nvfp4(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]
     scales = stored.float() / whole
     codes = float4_codes(weights, scales.clamp(min=1e-9))
     parts = {"weight_packed": pairs_of(codes), "weight_scale": stored}
-    decoded = float4_values(codes, scales).to(torch.bfloat16)
-    return {**parts, "weight_global_scale": whole}, decoded
+    return {**parts, "weight_global_scale": whole}, float4_values(codes, scales)
 
 
 def mxfp4(weights: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -37,6 +37,9 @@ from backends.timing.measure import matrix_formats
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
+TOLERANCE = 0.03
+"""Sums in another order, rounded to bf16 or fp16 in each layer. Products themselves are compared to
+the bit in tests/backends/packed/test_products.py."""
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 INT4: dict[str, Any] = {
@@ -101,16 +104,13 @@ def logits(folder: Path, is_streamed: bool) -> list[np.ndarray]:
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_dequantised_model(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "_PIECE_WEIGHTS", 1)  # several pieces of a matrix
+def test_logits_are_those_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(tmp_path, *KINDS[kind])
     expected = logits(plain, is_streamed=False)
     assert all(np.isfinite(item).all() and item.any() for item in expected)
     for is_streamed in (False, True):
         for item, other in zip(logits(quantised, is_streamed), expected, strict=True):
-            np.testing.assert_array_equal(item, other)
+            np.testing.assert_allclose(item, other, atol=TOLERANCE * float(np.abs(other).max()))
 
 
 def test_fp8_is_dequantised_as_transformers_does() -> None:
@@ -119,7 +119,7 @@ def test_fp8_is_dequantised_as_transformers_does() -> None:
     weights = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     parts, decoded = fp8()(weights)
     theirs = Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=BF16)
-    assert torch.equal(decoded, theirs)
+    assert torch.equal(decoded.to(BF16), theirs)
 
 
 def test_plans_and_shapes_know_the_stored_bytes(
@@ -164,7 +164,12 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         ({**AWQ, "version": None, "format": "gemv_fast"}, "format 'gemv_fast', not 'gemm'"),
         ({**AWQ, "backend": "llm-awq"}, "backend 'llm-awq'"),
         ({**FP8, "weight_block_size": None}, "'fp8' with scales of blocks None, not [128, 128]"),
-        ({**INT4, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', not"),
+        (
+            {**INT4, "format": "marlin-24"},
+            "format 'marlin-24', none of 'pack-quantized', 'float-qu",
+        ),
+        ({**NVFP4, "format": "mxfp4-pack-quantized"}, "strategy 'tensor_group'"),
+        (fp8_by("token"), "strategy 'token', not 'channel'"),
         ({**INT4, "config_groups": [1]}, "config_groups that are no table"),
         (with_weights(num_bits=8), "num_bits 8, not 4"),
         (with_weights(actorder="group"), "actorder 'group', not"),
