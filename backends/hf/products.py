@@ -65,16 +65,18 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 continue
             if isinstance(module, nn.Conv1d) and any(map(is_mixer, part.modules())):
                 continue  # its terms are added one after the other, for any number of rows
-            if not isinstance(module, nn.Linear | Conv1D):
-                raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
-            is_transposed = isinstance(module, Conv1D)
-            n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            if id(module) in packed:
-                continue
-            n_tried = _n_tried(n_out if n_out > 1 else MIN_OUTPUTS)
-            is_torch = not is_transposed and not is_plain(module)
-            has_bias = module.bias is not None
-            yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
+            if id(module) not in packed:
+                yield _product_of_linear(module)
+
+
+def _product_of_linear(module: nn.Module) -> Product:
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
+    is_transposed = isinstance(module, Conv1D)
+    n_in, n_out = module.weight.shape if is_transposed else module.weight.shape[::-1]
+    n_tried = _n_tried(n_out if n_out > 1 else MIN_OUTPUTS)
+    is_torch = not is_transposed and not is_plain(module)
+    return Product(n_in, n_tried, module.bias is not None, is_transposed, is_torch=is_torch)
 
 
 def _packed_products(model: HfModel) -> set[int]:

@@ -179,10 +179,7 @@ class Decoder:
             for part in left:
                 work(part, address)
 
-        tasks = [
-            lambda own=buffer: work_on(own)  # type: ignore[misc]
-            for buffer in self._workspaces[:n_threads]
-        ]
+        tasks = [lambda own=buffer: work_on(own) for buffer in self._workspaces[:n_threads]]
         self._run(tasks)
 
     def _run(self, work: Sequence[Callable[[], None]]) -> None:

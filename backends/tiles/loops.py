@@ -202,7 +202,7 @@ def _loop(emit: Emit, has_bits: bool, rounded: int, written: int) -> Callable[..
 
         return types.void(source, types.int64, types.int64, types.int64), generate
 
-    return intrinsic(loop)  # type: ignore[no-any-return]
+    return intrinsic(loop)
 
 
 def _bytes(element: Any) -> int:

@@ -25,7 +25,7 @@ def _pointer_to(kind: types.Type) -> Callable[..., Any]:
 
         return types.CPointer(kind)(address), generate
 
-    return intrinsic(pointer)  # type: ignore[no-any-return]
+    return intrinsic(pointer)
 
 
 u8_at = _pointer_to(types.uint8)
@@ -58,7 +58,7 @@ def float_of_half(_context, bits):
     return types.float32(bits), generate
 
 
-class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
+class _BFloat(ir.types._BaseFloatType):
     """LLVM's bfloat, which llvmlite does not name."""
 
     def __str__(self) -> str:

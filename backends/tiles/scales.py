@@ -1,6 +1,6 @@
 """Scales of stored matrices in all their number formats, and the signature of decoders."""
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,call-arg"
 
 from __future__ import annotations
 

@@ -116,10 +116,6 @@ def test_experts_are_read_in_the_bytes_of_the_file(kind: str, tmp_path: Path) ->
     ]
     assert sizes[0] < (0.6 if "fp8" in kind else 0.35) * sizes[1]
     assert own_model.decode_buffer_bytes(1) > 0 == other.decode_buffer_bytes(1)
-    with opened(quantised) as backend:
-        own(backend).prefill(PROMPT)
-        asked = backend.transfer_stats.bytes_read
-    assert 0 < asked < sum(path.stat().st_size for path in quantised.glob("*.safetensors")) + 2**20
     sources = [HfSource(path, BackendOptions()) for path in (quantised, plain)]
     multiplied = [sum(r.n_bytes for r in source.multiplied) for source in sources]
     assert multiplied[0] == multiplied[1]
