@@ -23,14 +23,15 @@ def compiled_lazily(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function as a part of those that call it; they are cached, and it is not."""
-    helper: Callable[..., Any] = numba.njit(nogil=True)(function)
+    """Compile a function as a part of its callers; they are cached, and it is not. A quotient
+    by 0 is infinite or NaN: nobody would see an exception."""
+    helper: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
     return helper
 
 
 def compiled_callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function that is called by its address."""
-    return _cached(lambda cache: numba.cfunc(signature, cache=cache))
+    return _cached(lambda cache: numba.cfunc(signature, cache=cache, error_model="numpy"))
 
 
 def _cached(decorate: Callable[[bool], Any]) -> Callable[[Callable[..., Any]], Any]:

@@ -198,6 +198,17 @@ def test_every_code_of_float8() -> None:
         decoder.close()
 
 
+def test_a_scale_of_zero_for_the_whole_matrix_is_no_crash() -> None:
+    tensor, stored, _ = stored_matrix("nvfp4", (64, 64), BF16)
+    stored[2] = torch.zeros(1).view(torch.uint8)
+    decoder = Decoder([PackedModule((tensor,), is_multiplied=True)], 1)
+    try:
+        x = torch.ones(1, 64, dtype=BF16)
+        assert not decoder.multiply(tensor, stored, x, None).isfinite().any()
+    finally:
+        decoder.close()
+
+
 def test_memory_is_that_of_the_plan() -> None:
     """No matrix is whole in memory: the workspaces are all, and they hold the largest tile."""
     tensor, _, _ = twelve_bits((64, 2048))
