@@ -68,6 +68,7 @@ SUBPACKAGES = {
         "recurrent",
         "attention",
         "feedforward packed",
+        "tiles",
         "ggml",
         "timing",
         "contract",

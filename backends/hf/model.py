@@ -50,7 +50,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import batch_invariant_functions
 from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import expert_modules, stacked_parts
-from backends.hf.expert_records import experts_by_layer
+from backends.hf.expert_records import ExpertMatrices, experts_by_layer
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from backends.recurrent.shapes import PlaceShape, recurrences_of
@@ -80,6 +80,8 @@ class HfModel:
     experts: tuple[LayerExperts | None, ...] = ()
     """Routed experts of each layer of a mixture, which are not in `layer_tensors`; empty for a
     dense model."""
+    expert_matrices: tuple[ExpertMatrices | None, ...] = ()
+    """Matrices of each layer's experts, which `experts` has the stored tensors of."""
     expert_modules: tuple[nn.Module | None, ...] = ()
     """Module of each layer that computes its experts."""
     weight_warnings: tuple[str, ...] = ()
@@ -139,24 +141,29 @@ class HfModel:
         """
         layers = (bound_copies(x, self.dtype) for x in self.layer_tensors)
         experts = (
-            converted_bytes(expert, self.dtype) for x in self.experts if x for expert in x.tensors
+            converted_bytes((x.record for x in expert if x.packed is None), self.dtype)
+            for own in self.expert_matrices
+            if own
+            for expert in own
         )
         non_layer = bound_copies(self.non_layer_tensors, self.dtype)
         return non_layer + max(layers, default=0) + max(experts, default=0)
 
-    @property
-    def decode_buffer_bytes(self) -> int:
-        """Memory that packed tensors are decoded into, one module at a time."""
-        return decode_buffer_bytes(self.packed_modules)
+    def decode_buffer_bytes(self, n_threads: int) -> int:
+        """Return the memory that computing with packed tensors takes, one module at a time."""
+        return decode_buffer_bytes(self.packed_modules, n_threads)
 
     @property
     def packed_modules(self) -> list[PackedModule]:
-        """Modules that have packed tensors."""
-        return [
+        """Modules that have packed tensors; of the experts of a layer, the first."""
+        dense = [
             packed_module(tensors)
             for layer in self.layer_tensors
             for tensors in packed_by_module(layer)
         ]
+        firsts = (matrix.packed for own in self.expert_matrices if own for matrix in own[0])
+        experts = (PackedModule((x,), is_multiplied=True) for x in firsts if x is not None)
+        return [*dense, *experts]
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
@@ -314,12 +321,9 @@ def bind_checkpoint(
     fill_buffers(model, match, directory)
     batch_invariant_functions(model)
     use_fast_products(model, dtype)
-    modules, experts = experts_by_layer(model, layers_name, layers, match, directory)
-    if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
-        raise UnsupportedModel(
-            f"{directory}: its experts are packed or quantised, and experts are read as they are: "
-            "take the plain checkpoint"
-        )
+    modules, experts, matrices = experts_by_layer(
+        model, layers_name, layers, match, packed, directory
+    )
     return HfModel(
         model,
         language_config(model.config),
@@ -329,6 +333,7 @@ def bind_checkpoint(
         tuple(map(tuple, per_layer)),
         tuple(non_layer),
         experts,
+        matrices,
         modules,
         weight_warnings=match.warnings,
         recurrences=recurrences_of(model, layers),
