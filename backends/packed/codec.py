@@ -69,9 +69,9 @@ class Quantisation(Codec, Protocol):
     """Suffixes of parts that a matrix may have in addition."""
 
     separator: str
-    """What is between the module's name and a suffix."""
+    """Text between the module's name and a suffix."""
     whole: str
-    """What follows the module's name in the name of the decoded parameter."""
+    """Text after the module's name in the name of the decoded parameter."""
     n_dims: int
     """Dimensions of the main part."""
 

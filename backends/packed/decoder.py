@@ -163,16 +163,16 @@ class Decoder:
         return out
 
     def _in_parts(
-        self, n_rows: int, row_weights: int, work: Callable[[tuple[int, int], int], None]
+        self, num_rows: int, row_weights: int, work: Callable[[tuple[int, int], int], None]
     ) -> None:
         """Call work(part, address of a workspace) for parts of rows, on the threads of a pass."""
         assert self._workspaces, "a decoder of no modules"
         n_threads = min(len(self._workspaces), torch.get_num_threads())
-        if n_rows * row_weights < _SMALL_MATRIX:
+        if num_rows * row_weights < _SMALL_MATRIX:
             n_threads = 1
         n_parts = n_threads * _PARTS_PER_THREAD if n_threads > 1 else 1
-        size = max(1, -(-n_rows // n_parts // _PART_ROWS)) * _PART_ROWS
-        left = iter([(i, min(i + size, n_rows)) for i in range(0, n_rows, size)])
+        size = max(1, -(-num_rows // n_parts // _PART_ROWS)) * _PART_ROWS
+        left = iter([(i, min(i + size, num_rows)) for i in range(0, num_rows, size)])
 
         def work_on(buffer: AlignedBuffer) -> None:
             address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()

@@ -123,8 +123,8 @@ class TwelveBits:
             twelve_bits.EXPONENTS: exponents.ctypes.data,
             twelve_bits.N_EXCEPTIONS: len(positions),
         }
-        decoder, kept = twelve_bits.decode_twelve_bits, (positions, exponents)
-        return make_table(decoder, *form(tensor), written, values, kept=kept)
+        decoder, retained = twelve_bits.decode_twelve_bits, (positions, exponents)
+        return make_table(decoder, *form(tensor), written, values, retained=retained)
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         raise NotImplementedError("backends/packed/device.py decodes this scheme in its own code")

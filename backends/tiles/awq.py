@@ -34,13 +34,13 @@ def _decode_row(vectors, source, index):
 
 
 @compiled_callback(DECODER)
-def decode_awq(table, row, n_rows, column, n_columns, out, stride, scratch):
-    """See tables.py. W = (code - zero) * scale; `row` and `n_rows` are multiples of 8."""
+def decode_awq(table, row, num_rows, column, n_columns, out, stride, scratch):
+    """See tables.py. W = (code - zero) * scale; `row` and `num_rows` are multiples of 8."""
     values = i64_at(table)
     size, n_out, scales, kind = values[GROUP], values[N_OUT], values[SCALES], values[SCALE_KIND]
     words, packed_zeros = values[WORDS], values[ZEROS]
     rounded, written = values[ROUNDED], values[WRITTEN]
-    n_words, of_eights = n_out // 8, n_rows // 8
+    n_words, of_eights = n_out // 8, num_rows // 8
     for i in range(n_columns):
         own = words + 4 * ((column + i) * n_words + row // 8)
         for k in range(of_eights):

@@ -7,7 +7,7 @@ import torch
 from backends.tiles import products, tables
 from backends.tiles.products import COLUMN_STEP, MAX_TOKENS, SUM_BYTES, TILE_BYTES, TOKEN_STEP
 from backends.tiles.stored import MULTIPLIED, WRITTEN, Table
-from backends.tiles.tables import MAX_ROWS, SCRATCH_BYTES
+from backends.tiles.tables import MAX_TILE_ROWS, SCRATCH_BYTES
 
 __all__ = ["MAX_TOKENS", "MULTIPLIED", "WRITTEN", "Table", "decode", "multiply", "padded"]
 
@@ -53,7 +53,7 @@ def decode(
     """Decode rows `part` (start, end) into their place in `out` [n_out, ...]."""
     start, end = part
     size = tables.ITEM_BYTES[int(table.values[tables.WRITTEN])]
-    step = MAX_ROWS if table.values[tables.BY_COLUMNS] else 1
+    step = MAX_TILE_ROWS if table.values[tables.BY_COLUMNS] else 1
     address = out.data_ptr() + start * n_in * size
     scratch = workspace + TILE_BYTES + MAX_TOKENS * SUM_BYTES
     matrix = table.decoder, table.address, start, end - start, 0, n_in

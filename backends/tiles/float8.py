@@ -33,12 +33,12 @@ def _decode(vectors, source, index):
 
 
 @compiled_callback(DECODER)
-def decode_float8(table, row, n_rows, column, n_columns, out, stride, scratch):
+def decode_float8(table, row, num_rows, column, n_columns, out, stride, scratch):
     """See tables.py. W = code * scale."""
     values = i64_at(table)
     n_in, width = values[N_IN], values[BLOCK_COLUMNS]
     per_row = (n_in + width - 1) // width
-    for r in range(n_rows):
+    for r in range(num_rows):
         scales = (row + r) // values[BLOCK_ROWS] * per_row
         start, block = column, column // width
         while start < column + n_columns:

@@ -120,13 +120,13 @@ def _spread(table, row, column, n_columns, scales, zeros):
 
 
 @compiled_callback(DECODER)
-def decode_four_bits(table, row, n_rows, column, n_columns, out, stride, scratch):
+def decode_four_bits(table, row, num_rows, column, n_columns, out, stride, scratch):
     """See tables.py. W = (code - zero) * scale; `column` is even."""
     values = i64_at(table)
     n_in, rounded, written = values[N_IN], values[ROUNDED], values[WRITTEN]
     first_codes, is_float = values[CODES], values[IS_FLOAT]
     zeros = scratch + 2 * _ROW
-    for r in range(n_rows):
+    for r in range(num_rows):
         is_odd = _spread(table, row + r, column, n_columns, scratch, zeros)
         codes = first_codes + ((row + r) * n_in + column) // 2
         odd_zeros = zeros + _ROW if is_odd and values[ZEROS] else zeros
@@ -166,7 +166,7 @@ def _spread_gptq(table, row, column, n_columns, scales, zeros):
 
 
 @compiled_callback(DECODER)
-def decode_gptq(table, row, n_rows, column, n_columns, out, stride, scratch):
+def decode_gptq(table, row, num_rows, column, n_columns, out, stride, scratch):
     """See tables.py. W = (code - zero) * scale; `column` is a multiple of 8. The words of a tile
     are transposed: then eight columns of a row are as in other 4-bit matrices."""
     values = i64_at(table)
@@ -175,10 +175,10 @@ def decode_gptq(table, row, n_rows, column, n_columns, out, stride, scratch):
     row_words = MAX_COLUMNS // 8 + 16  # not a power of two: rows would share cache sets
     for w in range(n_columns // 8):
         own = words + 4 * ((column // 8 + w) * n_out + row)
-        for r in range(n_rows):
+        for r in range(num_rows):
             u32_at(codes)[r * row_words + w] = u32_at(own)[r]
     zeros = scratch + 2 * _ROW
-    for r in range(n_rows):
+    for r in range(num_rows):
         odd = _ROW if _spread_gptq(table, row + r, column, n_columns, scratch, zeros) else 0
         source = (codes + 4 * r * row_words, scratch, scratch + odd, zeros, zeros + odd)
         _decode_whole(source, out, r * stride, n_columns // 2, rounded, written)

@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 
 from backends.tiles.compiling import compiled, inlined
 from backends.tiles.memory import HAS_BF16, f32_at, i64_at, u8_at
-from backends.tiles.tables import BF16, BY_COLUMNS, MAX_COLUMNS, MAX_ROWS
+from backends.tiles.tables import BF16, BY_COLUMNS, MAX_COLUMNS, MAX_TILE_ROWS
 
 LANES = 16
 COLUMN_STEP = 2 * LANES
@@ -40,7 +40,7 @@ TILE_BYTES = 576 << 10
 _USUAL_TILE_BYTES = 384 << 10
 _WIDE_TILE_BYTES = 576 << 10
 _MIN_ROWS = 8
-SUM_BYTES = MAX_ROWS * LANES * 4
+SUM_BYTES = MAX_TILE_ROWS * LANES * 4
 """Bytes of the partial sums for each token."""
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
@@ -66,11 +66,11 @@ def _add_floats(builder, total, weights, rows):
     return builder.fadd(total, builder.fmul(weights, rows, flags=fused), flags=fused)
 
 
-def _block(n_rows: int, n_tokens: int, is_bf16: bool) -> Callable[..., Any]:
-    """Return a function that adds the products of `n_rows` rows of a tile and `n_tokens` tokens to
+def _block(num_rows: int, n_tokens: int, is_bf16: bool) -> Callable[..., Any]:
+    """Return a function that adds products of `num_rows` rows of a tile and `n_tokens` tokens to
     their partial sums, which stay in registers meanwhile."""
     kind, add = (_WORDS, _add_pairs) if is_bf16 else (_FLOATS, _add_floats)
-    pairs = [(r, t) for r in range(n_rows) for t in range(n_tokens)]
+    pairs = [(r, t) for r in range(num_rows) for t in range(n_tokens)]
 
     def vector(builder, address, offset, element):
         place = builder.add(address, offset)
@@ -90,7 +90,7 @@ def _block(n_rows: int, n_tokens: int, is_bf16: bool) -> Callable[..., Any]:
                 builder.store(builder.select(is_first, zero, before), totals[i][0])
             starts = [
                 [builder.add(base, builder.mul(stride, ir.Constant(word, i))) for i in range(n)]
-                for base, stride, n in ((tile, tile_stride, n_rows), (rows, row_stride, n_tokens))
+                for base, stride, n in ((tile, tile_stride, num_rows), (rows, row_stride, n_tokens))
             ]
             step = ir.Constant(word, _VECTOR_BYTES)
             nothing = ir.Constant(word, 0)
@@ -141,7 +141,7 @@ def _sum_of_lanes(_context, address):
 
 
 @intrinsic
-def _decode(_context, decoder, table, row, n_rows, column, n_columns, out, stride, scratch):
+def _decode(_context, decoder, table, row, num_rows, column, n_columns, out, stride, scratch):
     """Call a decoder by its address."""
 
     def generate(context, builder, signature, arguments):
@@ -162,41 +162,41 @@ def tile_shape(n_in, size, is_by_columns):
     stride = columns + COLUMN_STEP  # not a power of two: rows would share cache sets
     usual = _WIDE_TILE_BYTES if is_by_columns else _USUAL_TILE_BYTES
     rows = usual // (stride * size) // _MIN_ROWS * _MIN_ROWS
-    return min(max(rows, _MIN_ROWS), MAX_ROWS), columns, stride
+    return min(max(rows, _MIN_ROWS), MAX_TILE_ROWS), columns, stride
 
 
 @compiled(types.void(*[types.int64] * 11))
 def decode(
-    decoder, table, row, n_rows, column, n_columns, step, out, stride, size, scratch
+    decoder, table, row, num_rows, column, n_columns, step, out, stride, size, scratch
 ):  # fmt: skip
     """Decode a part of a matrix into `out`, `stride` numbers of `size` bytes a row.
 
-    step: rows that are decoded at a time, at most MAX_ROWS.
+    step: rows that are decoded at a time, at most MAX_TILE_ROWS.
     """
-    for r in range(0, n_rows, step):
+    for r in range(0, num_rows, step):
         for c in range(0, n_columns, MAX_COLUMNS):
             at, n = out + (r * stride + c) * size, min(MAX_COLUMNS, n_columns - c)
             _decode(
-                decoder, table, row + r, min(step, n_rows - r), column + c, n, at, stride, scratch
+                decoder, table, row + r, min(step, num_rows - r), column + c, n, at, stride, scratch
             )
 
 
 @inlined
-def _clear(tile, n_rows, stride, start, end):
+def _clear(tile, num_rows, stride, start, end):
     """Set bytes start..end of each row of a tile to 0."""
-    for r in range(n_rows):
+    for r in range(num_rows):
         for i in range(r * stride + start, r * stride + end):
             u8_at(tile)[i] = 0
 
 
 @inlined
 def _add_tile(
-    tile, stride, n_rows, rows, row_bytes, n_tokens, n_bytes, sums, is_first, is_bf16
+    tile, stride, num_rows, rows, row_bytes, n_tokens, n_bytes, sums, is_first, is_bf16
 ):  # fmt: skip
     """Add the products of a tile and all tokens to their partial sums. Rows of the tile after
-    `n_rows` take part, and their sums are never read."""
+    `num_rows` take part, and their sums are never read."""
     if n_tokens == 1:
-        for r in range(0, n_rows, 8):
+        for r in range(0, num_rows, 8):
             own = sums + r * _VECTOR_BYTES
             if is_bf16:
                 _of_token(tile + r * stride, stride, rows, 0, n_bytes, own, is_first)
@@ -205,8 +205,8 @@ def _add_tile(
         return
     for token in range(0, n_tokens, TOKEN_STEP):
         tokens = rows + token * row_bytes
-        for r in range(0, n_rows, 4):
-            own = sums + (token * MAX_ROWS + r * TOKEN_STEP) * _VECTOR_BYTES
+        for r in range(0, num_rows, 4):
+            own = sums + (token * MAX_TILE_ROWS + r * TOKEN_STEP) * _VECTOR_BYTES
             if is_bf16:
                 _of_tokens(tile + r * stride, stride, tokens, row_bytes, n_bytes, own, is_first)
             else:
@@ -221,7 +221,7 @@ def _place(token, row, n_tokens):
     if n_tokens == 1:
         return row
     group = token // TOKEN_STEP * TOKEN_STEP
-    return group * MAX_ROWS + row // 4 * 4 * TOKEN_STEP + row % 4 * TOKEN_STEP + token - group
+    return group * MAX_TILE_ROWS + row // 4 * 4 * TOKEN_STEP + row % 4 * TOKEN_STEP + token - group
 
 
 @compiled(types.void(*[types.int64] * 13))
@@ -242,23 +242,23 @@ def multiply(
     is_by_columns = i64_at(table)[BY_COLUMNS] == 1
     tile_rows, tile_columns, stride = tile_shape(n_in, size, is_by_columns)
     for first in range(start, end, tile_rows):
-        n_rows = min(tile_rows, end - first)
+        num_rows = min(tile_rows, end - first)
         for column in range(0, n_in, tile_columns):
             n = min(tile_columns, n_in - column)
-            step = n_rows if is_by_columns else 1
-            decode(decoder, table, first, n_rows, column, n, step, tile, stride, size, scratch)
+            step = num_rows if is_by_columns else 1
+            decode(decoder, table, first, num_rows, column, n, step, tile, stride, size, scratch)
             n_padded = (n + COLUMN_STEP - 1) // COLUMN_STEP * COLUMN_STEP
             if n_padded > n:
-                _clear(tile, n_rows, stride * size, n * size, n_padded * size)
+                _clear(tile, num_rows, stride * size, n * size, n_padded * size)
             for part in range(0, n_padded, MAX_COLUMNS):
                 n_bytes = min(MAX_COLUMNS, n_padded - part) * size
                 own, tokens = tile + part * size, rows + (column + part) * size
                 is_first = column + part == 0
                 _add_tile(
-                    own, stride * size, n_rows, tokens, row_bytes, n_tokens, n_bytes, sums,
+                    own, stride * size, num_rows, tokens, row_bytes, n_tokens, n_bytes, sums,
                     is_first, is_bf16,
                 )  # fmt: skip
         for token in range(n_tokens):
-            for r in range(n_rows):
+            for r in range(num_rows):
                 total = _sum_of_lanes(sums + _place(token, r, n_tokens) * _VECTOR_BYTES)
                 f32_at(out)[token * n_out + first + r] = total

@@ -24,19 +24,19 @@ MULTIPLIED = {
     torch.float16: tables.HALF_AS_FLOAT32,
     torch.float32: tables.FLOAT32,
 }
-"""What is written of a matrix to be multiplied with rows of a dtype."""
+"""Values of tables.WRITTEN for a matrix to be multiplied with rows of a dtype."""
 WRITTEN = {"BF16": tables.BF16, "F16": tables.HALF, "F32": tables.FLOAT32}
-"""What is written of a tensor that is decoded to a dtype."""
+"""Values of tables.WRITTEN for a tensor that is decoded to a dtype."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """decoder: address of a compiled decoder. values: its table. kept: memory that this refers to,
-    beside the stored parts."""
+    """decoder: address of a compiled decoder. values: its table. retained: memory that this
+    refers to, beside the stored parts."""
 
     decoder: int
     values: np.ndarray
-    kept: Sequence[Any] = ()
+    retained: Sequence[Any] = ()
 
     @property
     def address(self) -> int:
@@ -56,7 +56,7 @@ def make_table(
     *,
     rounded: str | None = None,
     by_columns: bool = False,
-    kept: Sequence[Any] = (),
+    retained: Sequence[Any] = (),
 ) -> Table:
     """Return the table of a matrix.
 
@@ -78,7 +78,7 @@ def make_table(
     array[tables.BY_COLUMNS] = by_columns
     for place, value in values.items():
         array[place] = value
-    return Table(decoder.address, array, kept)
+    return Table(decoder.address, array, retained)
 
 
 def scale_kind(dtype: str) -> int:

@@ -1,10 +1,10 @@
 """How a decoder is called, and how it writes weights.
 
-A decoder is a compiled function (table, row, n_rows, column, n_columns, out, stride, scratch) that
+A decoder is a compiled function (table, row, num_rows, column, n_columns, out, stride, scratch). It
 decodes a part of a matrix. `table` is the address of int64 values that describe the matrix: these
 four, and those of its format. Weight (row + r, column + c) becomes entry r * stride + c of `out`.
-A decoder is called for MAX_COLUMNS columns and MAX_ROWS rows at most; `scratch` is the address of
-SCRATCH_BYTES.
+A decoder is called for MAX_COLUMNS columns and MAX_TILE_ROWS rows at most. `scratch` has
+SCRATCH_BYTES bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ BF16, HALF, FLOAT32, HALF_AS_FLOAT32 = range(4)
 ITEM_BYTES = {BF16: 2, HALF: 2, FLOAT32: 4, HALF_AS_FLOAT32: 4}
 SCALE_FLOAT32, SCALE_HALF, SCALE_BF16, SCALE_E8M0, SCALE_E4M3 = range(5)
 """Number formats of scales."""
-MAX_COLUMNS, MAX_ROWS = 2048, 64
-SCRATCH_BYTES = 4 * (2 * MAX_COLUMNS) + MAX_ROWS * (MAX_COLUMNS // 2 + 64)
+MAX_COLUMNS, MAX_TILE_ROWS = 2048, 64
+SCRATCH_BYTES = 4 * (2 * MAX_COLUMNS) + MAX_TILE_ROWS * (MAX_COLUMNS // 2 + 64)
 """Memory of a decoder: a scale and a zero for each column, and the codes of four bits of a tile."""

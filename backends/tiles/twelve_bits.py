@@ -68,11 +68,11 @@ def _put_exceptions(table, first, end, out, place, rounded, written):
 
 
 @compiled_callback(DECODER)
-def decode_twelve_bits(table, row, n_rows, column, n_columns, out, stride, scratch):
+def decode_twelve_bits(table, row, num_rows, column, n_columns, out, stride, scratch):
     """See tables.py. An exception that has a code sets ERROR."""
     values = i64_at(table)
     written, rounded = values[WRITTEN], values[ROUNDED]
-    for r in range(n_rows):
+    for r in range(num_rows):
         first = (row + r) * values[N_IN] + column
         end = first + n_columns
         start = first

@@ -94,7 +94,7 @@ def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Future, "exception", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                decoder._run([work, work])
+                decoder._run([lambda: None, work, work])
         assert done == [1, 1]
     finally:
         decoder.close()

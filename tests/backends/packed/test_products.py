@@ -231,9 +231,9 @@ def test_memory_is_that_of_the_plan() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_tile_fits_its_memory(n_in: int, size: int) -> None:
     for is_by_columns in (False, True):
-        n_rows, n_columns, stride = products.tile_shape(n_in, size, is_by_columns)
-        assert n_rows % 8 == 0
-        assert 8 <= n_rows <= products.MAX_ROWS
+        num_rows, n_columns, stride = products.tile_shape(n_in, size, is_by_columns)
+        assert num_rows % 8 == 0
+        assert 8 <= num_rows <= products.MAX_TILE_ROWS
         assert n_columns % 32 == 0
-        assert n_rows * stride * size <= products.TILE_BYTES
+        assert num_rows * stride * size <= products.TILE_BYTES
         assert n_columns < stride
