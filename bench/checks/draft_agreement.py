@@ -80,9 +80,9 @@ def main(
     memory_budget: Annotated[str, typer.Option()] = "auto",
 ) -> None:
     """Print a JSON object for each temperature and draft."""
-    texts = [prompt.text for prompt in read_prompts(prompts, n_prompts)]
+    contexts = [prompt.text for prompt in read_prompts(prompts, n_prompts)]
     for temperature in (0.0, 0.7):
-        outputs = target_outputs(model, texts, max_tokens, temperature, memory_budget)
+        outputs = target_outputs(model, contexts, max_tokens, temperature, memory_budget)
         for draft in draft_model:
             result = {"draft": draft, "temperature": temperature}
             typer.echo(json.dumps({**result, **measure(draft, outputs, n_drafted)}))
