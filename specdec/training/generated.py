@@ -2,6 +2,7 @@
 
 Draft tokens are accepted where they are the target's, and its own output differs from the text that
 it continues. So the target continues beginnings of the text for a while, half of them greedily.
+A beginning is half a sequence: after a short one a target may write another kind of text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from specdec.sampling.params import SamplingParams
 from specdec.traces.format import INDEX
 from specdec.traces.reader import Traces
 
-PROMPT_TOKENS = 48
 SAMPLED_TEMPERATURE = 0.7
 _MAX_BYTES = 2**40
 _COMPLETE = "complete"
@@ -64,7 +64,7 @@ def _generate(
             if left <= 0:
                 return
             progress(1 - left / (60 * minutes))
-            prompt = list(document[: min(PROMPT_TOKENS, length // 2)])
+            prompt = list(document[: length // 2])
             temperature = SAMPLED_TEMPERATURE if number % 2 else 0.0
             yield (
                 prompt,
