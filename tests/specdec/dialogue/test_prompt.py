@@ -80,7 +80,7 @@ def test_a_section_of_calls_that_the_prompt_has_begun() -> None:
 @pytest.mark.parametrize(
     ("template", "end"),
     [
-        (ALWAYS, "<think>\n\n\n</think>\n\n"),
+        (ALWAYS, "<think>\n\n</think>\n\n"),
         (SWITCHED, None),
         (NEVER, "<assistant><think>\n\n</think>\n\n"),
         (HARMONY, "<|start|>assistant<|channel|>final<|message|>"),
@@ -97,7 +97,7 @@ def test_thinking_is_switched_off_whatever_the_template_knows(
 def test_an_answer_of_a_grammar_has_no_reasoning_before_it() -> None:
     options = AnswerOptions(is_constrained=True, is_call_forced=True)
     text, form = encoded(ALWAYS, tools=TOOLS, answer=options)
-    assert text.endswith("<think>\n\n\n</think>\n\n")
+    assert text.endswith("<think>\n\n</think>\n\n")
     assert (form.begins_in, form.is_call_forced) == ("text", True)
     assert encoded(NEVER, answer=options)[0].endswith("<assistant>")
 
