@@ -17,7 +17,8 @@ from tiny_pair import save_model
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}\n{% endfor %}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
 )
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 from specdec.async_llm import AsyncChunk
 from specdec.dialogue.parser import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes
+from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tool_formats import HERMES
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
@@ -30,6 +31,7 @@ from specdec.serve.outputs import OutputEvents
 from specdec.serve.parsers import output_parser
 from specdec.serve.responses import ResponseModel
 
+THINK = next(form for form in THINKING_FORMATS if form.name == "think")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -105,6 +107,42 @@ def test_calls_of_a_whole_answer() -> None:
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
     item = whole(ChatAnswer, job(tools=("add",), max_calls=1), result(text))
     assert len(item["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_reasoning_is_told_apart_and_counted() -> None:
+    form = OutputFormat(HERMES, THINK, begins_in="reasoning", types=ArgumentTypes())
+    asked = Job(([1],), SamplingParams(), form=form)
+    for text in (f"Hm.\n</think>\n\nYes.{CALL}", f"Hm.</think>{CALL}"):
+        answer = whole(ChatAnswer, asked, result(text))
+        (choice,), usage = answer["choices"], answer["usage"]
+        message = choice["message"]
+        assert message["reasoning_content"] == message["reasoning"] == "Hm."
+        assert message["content"] == ("Yes." if "Yes" in text else None)
+        assert choice["finish_reason"] == "tool_calls"
+        n_reasoning = text.index("</think>") + len("</think>")
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == n_reasoning
+        deltas = [
+            event["choices"][0]["delta"]
+            for event in frames(ChatAnswer, asked, result(text), 2)
+            if event["choices"]
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+
+
+def test_a_cut_call_is_told_and_left_out() -> None:
+    text = CALL + '<tool_call>{"name": "add", "arguments": {"a": 1'
+    for reason, expected in (("length", "length"), ("stop", "tool_calls")):
+        answer = whole(ChatAnswer, job(tools=("add",)), result(text, reason))
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == expected
+        assert "cut off" in choice["finish_note"]
+        assert choice["message"]["content"] is None
+        assert len(choice["message"]["tool_calls"]) == 1
+        last = frames(ChatAnswer, job(tools=("add",)), result(text, reason), 5)[-1]["choices"][0]
+        assert (last["finish_reason"], "cut off" in last["finish_note"]) == (expected, True)
+    only = whole(ChatAnswer, job(tools=("add",)), result('<tool_call>{"name": "add"'))
+    assert only["choices"][0]["finish_reason"] == "stop"
+    assert "tool_calls" not in only["choices"][0]["message"]
 
 
 def test_without_tools_a_call_is_text() -> None:

@@ -68,9 +68,10 @@ def test_a_model_without_a_template_is_reported(tmp_path: Path) -> None:
         assert (status, answer["model"]) == (200, "mine")
         assert answer["usage"]["prompt_tokens"] == len("User: hi\nAssistant:")
         tool = {"type": "function", "function": {"name": "f"}}
-        status, answer = server.post("/v1/chat/completions", {"messages": talk, "tools": [tool]})
-        assert status == 400
-        assert "no chat template" in answer["error"]["message"]
+        body = {"messages": talk, "tools": [tool], "max_tokens": 2}
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 200
+        assert answer["usage"]["prompt_tokens"] > len("User: hi\nAssistant:"), "they are told"
 
 
 def test_sigterm_ends_an_idle_server_at_once(mortal: Server) -> None:

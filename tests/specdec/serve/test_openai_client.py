@@ -229,7 +229,7 @@ def test_a_conversation_with_tools(client: Any) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     ]
     added = chat(client, messages=talk, tools=[TOOL]).usage.prompt_tokens
-    assert added == answer.usage.prompt_tokens + len("assistant: 12345tool: 3")
+    assert added == answer.usage.prompt_tokens + len('assistant: add{"a": "12345"}tool: 3')
 
 
 def test_an_answer_goes_back_as_a_message(client: Any) -> None:

@@ -58,7 +58,7 @@ class Gone:
 def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> None:
     """Prompts are read one after the other: those behind a long one are not read yet."""
     service = Service(ServeOptions(), ["m"], print)
-    service.open(object())  # never called
+    service.open(SimpleNamespace(tokenizer=None))  # never called
     may_end = threading.Event()
     asked: list[int] = []
 
@@ -213,7 +213,7 @@ class Ready:
 def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
     """The time used to be checked only without a ready chunk, which for such a client is never."""
     service = Service(ServeOptions(request_timeout=0.01), ["m"], print)
-    service.open(object())  # never called
+    service.open(SimpleNamespace(tokenizer=None))  # never called
 
     async def work() -> None:
         run = _Run(service, Gone())  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ class NotBegun(Ready):
 def test_running_metrics_are_of_the_sequences_that_have_begun() -> None:
     """The stream used to end with a 500 if another output had not begun."""
     service = Service(ServeOptions(), ["m"], print)
-    service.open(object())  # never called
+    service.open(SimpleNamespace(tokenizer=None))  # never called
     job = Job(([1], [2]), SamplingParams(), tells_timings=True)
 
     async def work() -> None:
