@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from dialogue_parsing import Parts, in_pieces, output_format, parsed
@@ -93,3 +94,11 @@ def test_any_output_is_parsed_alike_in_pieces_and_its_calls_are_json(
     for i, (name, arguments) in enumerate(parts.calls):
         assert name
         assert i in cut or isinstance(json.loads(arguments), dict)
+
+
+def test_the_docs_have_every_format() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "server.md").read_text()
+    for form in TOOL_FORMATS:
+        assert f"| {form.name} | {form.models} |" in text
+    for thinking in THINKING_FORMATS:
+        assert f"\n| {thinking.name} | " in text
