@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from backends.contract.backend import TransferStats
+from backends.feedforward.linear import linear_of_device
 from backends.hf.model import HfModel
 from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.device import DeviceDecoder
@@ -67,7 +68,7 @@ class DeviceWeights:
                 raise
             self._buffers: list[DeviceBuffer] = []
             try:
-                self.decoder = DeviceDecoder(model.packed_modules, self._allocate)
+                self.decoder = DeviceDecoder(model.packed_modules, self._allocate, linear_of_device)
             except BaseException:
                 self._streamer.close()
                 self._non_layer.close()

@@ -47,6 +47,14 @@ def linear_of(dtype: torch.dtype) -> Linear:
     return _by_ggml if torch_is_slow(dtype) and is_installed() else nn.functional.linear
 
 
+def linear_of_device(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute a linear layer on the device of x [..., n_in], by `linear_of` on a CPU."""
+    linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
+    return linear(x, weight, bias)
+
+
 def slow_products(dtype: torch.dtype) -> tuple[str, ...]:
     """Return a warning if products are slow for lack of a library that could be installed."""
     if not torch_is_slow(dtype) or is_installed():
@@ -84,11 +92,10 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
     if module.out_features > 1 or not x.is_cpu:
-        return linear(x, module.weight, module.bias)
+        return linear_of_device(x, module.weight, module.bias)
     bias = None if module.bias is None else module.bias.repeat(MIN_OUTPUTS)
-    return linear(x, module.weight.repeat(MIN_OUTPUTS, 1), bias)[..., :1]
+    return linear_of_device(x, module.weight.repeat(MIN_OUTPUTS, 1), bias)[..., :1]
 
 
 def tried_linear_of(dtype: torch.dtype) -> Linear:

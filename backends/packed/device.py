@@ -33,13 +33,16 @@ class DeviceDecoder:
 
     Args:
         allocate: allocates device memory, uint8 [n_bytes]; called once if there are packed tensors.
+        linear: computes linear layers as the model's other ones are computed.
     """
 
     def __init__(
         self,
         modules: Iterable[PackedModule],
         allocate: Callable[[int], torch.Tensor],
+        linear: Callable[..., torch.Tensor] = torch.nn.functional.linear,
     ) -> None:
+        self._linear = linear
         listed = [module.tensors for module in modules]
         self._tensors = [tensor for tensors in listed for tensor in tensors]
         self._numbers = {tensor.record.name: i for i, tensor in enumerate(self._tensors)}
@@ -77,7 +80,7 @@ class DeviceDecoder:
     ) -> torch.Tensor:
         """See Decoder; the matrix is decoded whole: a GPU's caches are too small for tiles."""
         (weight,) = self.decode([tensor], [stored])
-        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+        return self._linear(x, weight.to(x.dtype), bias)
 
     def check(self) -> None:
         """Wait, and raise CheckpointError if a decoded tensor was no packed tensor."""
