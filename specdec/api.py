@@ -30,7 +30,7 @@ from specdec.grammar.state import GrammarError
 from specdec.metrics.stats import EngineStats
 from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
-from specdec.run_options import LoadKeywords, RunOptions
+from specdec.run_options import CPU, LoadKeywords, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
 from specdec.text.chat_format import ChatTemplateError
@@ -94,7 +94,9 @@ def load(
     """
     refuse_unknown(options, RunOptions, "load()")
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # an ABC
-    return LLM(RunOptions(model, named_draft(model, draft_model), **options), progress)
+    takes_heads = options.get("device", CPU) == CPU
+    draft = named_draft(model, draft_model, takes_heads=takes_heads)
+    return LLM(RunOptions(model, draft, **options), progress)
 
 
 class LLM:

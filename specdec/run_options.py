@@ -71,6 +71,8 @@ class LoadKeywords(TypedDict, total=False):
     draft_ahead: str
     draft_window: int | None
     draft_device: str
+    record_traces: Path | str | None
+    max_traces: str | int
     num_beams: int
     beam_span: int
 
@@ -91,8 +93,9 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Draft model with the same vocabulary, named in the same ways; pair:draft; mtp is the "
-        "target's own MTP head; auto takes that, or a model on this machine.",
+        "Draft model with the same vocabulary, or an EAGLE-3 or DFlash head made for the target, "
+        "named in the same ways; pair:draft; mtp is the target's own MTP head; auto takes that, or "
+        "a model on this machine.",
         MODELS,
         short="-md",
         shown_default=False,
@@ -224,6 +227,15 @@ class RunOptions:
         SPECULATION,
         choices=DEVICES,
     )
+    record_traces: Path | str | None = option(
+        None,
+        "Leave traces of the run in this folder, to train a draft with: prompts, output and the "
+        "target's likeliest tokens.",
+        SPECULATION,
+        metavar="DIR",
+        shown_default="none",
+    )
+    max_traces: str | int = option("1GiB", "Maximum size of that folder.", SPECULATION)
     num_beams: int = option(1, "Beams that memory is reserved for.", at_least=1, at_most=MAX_BEAMS)
     beam_span: int = option(
         DEFAULT_BEAM_SPAN,
@@ -252,16 +264,23 @@ class RunOptions:
                 f" {getattr(self, name)} the tokens are not plain decoding's: leave that out, or "
                 "use 'auto'",
             )
-        for name, example in (("memory_budget", "2GiB"), ("vram_budget", "8GiB")):
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        examples = {
+            "memory_budget": "2GiB, or auto",
+            "vram_budget": "8GiB, or auto",
+            "max_traces": "1GiB",
+        }
+        for name, example in examples.items():
             value = getattr(self, name)
             try:
-                is_nothing = value != AUTO and parse_bytes(value) == 0
+                is_auto = value == AUTO and name != "max_traces"
+                is_nothing = not is_auto and parse_bytes(value) == 0
             except UnitError as error:
                 raise ConfigError(FieldName(name), f": {error}") from error
             if is_nothing:
-                raise ConfigError(
-                    FieldName(name), f" is {value}, must be positive: try {example}, or auto"
-                )
+                raise ConfigError(FieldName(name), f" is {value}, must be positive: try {example}")
 
     def _check_types(self) -> None:
         """Check the types of options without limits or choices."""
@@ -269,11 +288,10 @@ class RunOptions:
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("parse_special", self.parse_special, bool)
-        check_type("prompt_cache_file", self.prompt_cache_file, str, Path, type(None))
-        if self.prompt_cache_file == "":
-            raise ConfigError(
-                FieldName("prompt_cache_file"), " is empty: name a file, or leave it out"
-            )
+        for name, kind in (("prompt_cache_file", "file"), ("record_traces", "folder")):
+            check_type(name, getattr(self, name), str, Path, type(None))
+            if getattr(self, name) == "":
+                raise ConfigError(FieldName(name), f" is empty: name a {kind}, or leave it out")
 
     @cached_property
     def spec(self) -> SpecConfig:

@@ -97,6 +97,11 @@ class BatchLayout:
             allowed[rows, share.first_key : share.first_key + own.shape[1]] = own
         return allowed
 
+    def looking_ahead(self) -> BatchLayout:
+        """Return the layout in which the new nodes of a sequence see one another."""
+        parts = (replace(part, layout=part.layout.looking_ahead()) for part in self.parts)
+        return BatchLayout(tuple(parts))
+
     def padded(self, n_more: int) -> BatchLayout:
         """Return the layout with `n_more` copies of the last row, which no other row sees."""
         *remaining, last = self.parts

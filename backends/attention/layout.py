@@ -75,6 +75,12 @@ class PassLayout:
             allowed &= self.new_positions[start:end, None] - positions[None, :] < window
         return allowed
 
+    def looking_ahead(self) -> PassLayout:
+        """Return the layout in which all new rows see one another; for a pass without padding."""
+        visible = self.visible.copy()
+        visible[:, self.first_new :] = True
+        return PassLayout(self.prefix, self.node_positions, visible)
+
     def padded(self, n_more: int) -> PassLayout:
         """Return the layout with `n_more` copies of the last row, which no other row sees."""
         last = np.repeat(self.visible[-1:], n_more, axis=0)
@@ -118,6 +124,9 @@ class CausalLayout(PassLayout):
         if window is not None:
             allowed &= ~np.tri(*allowed.shape, k=before - window, dtype=bool)
         return allowed
+
+    def looking_ahead(self) -> CausalLayout:
+        return self  # appended tokens are certain, and see those before them
 
     def padded(self, n_more: int) -> CausalLayout:
         return CausalLayout(self.prefix, self.n_new, n_more)

@@ -116,7 +116,7 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
     if isinstance(kind, str) and kind in _ENCODERS:
         return f"an encoder ({kind}), which gives no next token"
     is_assistant = isinstance(kind, str) and kind.endswith("_assistant")
-    if is_assistant or "speculators_model_type" in config:
+    if is_assistant or "speculators_model_type" in config or "draft_vocab_size" in config:
         return "a draft head, which runs only beside its target"
     if config.get("is_encoder_decoder") is True:
         return f"an encoder-decoder ({kind!s:.60})"

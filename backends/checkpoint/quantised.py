@@ -16,7 +16,6 @@ from backends.packed.codec import QUANTISATIONS, Quantisation, as_described, bro
 from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from offload.formats.tensors import CheckpointError, TensorRecord
 
-_WEIGHT = "weight"
 _REMEDY = "use its bf16, fp16 or fp32 checkpoint"
 
 
@@ -33,13 +32,14 @@ def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
             f"{kind} checkpoint is quantised as {str(method)[:40]!r}, and "
             f"{', '.join(QUANTISATIONS)} are known: {_REMEDY}"
         )
+    quantisation = as_described(quantisation, settings)
     try:
         quantisation.check_settings(settings)
     except ValueError as error:
         raise UnsupportedModel(
             f"{kind} checkpoint is quantised as {method!r} with {error}: {_REMEDY}"
         ) from error
-    return as_described(quantisation, settings)
+    return quantisation
 
 
 def _settings(config: PreTrainedConfig) -> Mapping[str, Any]:
@@ -80,18 +80,18 @@ def _quantised(
     number_format = next(name for name, kind in TORCH_TYPES.items() if kind == dtype)
     tensors = {}
     for name, record in index.items():
-        module, _, suffix = name.rpartition(".")
-        if suffix != main or record.scheme or not quantisation.is_main(record):
+        module = _module_of(name, main, quantisation)
+        if module is None or record.scheme or not quantisation.is_main(record):
             continue
         for other in remaining:
-            if f"{module}.{other}" not in index:
+            if module + other not in index:
                 raise CheckpointError(
-                    f"{directory} lacks {module}.{other}, which {name} is decoded with: the "
+                    f"{directory} lacks {module}{other}, which {name} is decoded with: the "
                     "download is incomplete"
                 )
-        beside = [f"{module}.{other}" for other in (*remaining, *quantisation.optional)]
+        beside = [module + other for other in (*remaining, *quantisation.optional)]
         stored = (record, *(index[other] for other in beside if other in index))
-        whole = f"{module}.{_WEIGHT}"
+        whole = _whole_of(module, quantisation)
         if whole != name and whole in index:
             raise CheckpointError(f"{directory} has both {name} and {whole}: which is meant?")
         if any(part.scheme for part in stored):
@@ -99,7 +99,7 @@ def _quantised(
                 f"{directory}: a part that {name} is decoded with is packed itself: take the "
                 "checkpoint as it was published"
             )
-        if len(record.shape) != 2:
+        if len(record.shape) != quantisation.n_dims:
             raise CheckpointError(f"{directory}: {name} has shape {list(record.shape)}, no matrix")
         logical = replace(
             record,
@@ -109,7 +109,8 @@ def _quantised(
             n_bytes=sum(part.n_bytes for part in stored),
             scheme=quantisation.name,
         )
-        tensors[logical.name] = PackedTensor(logical, stored)
+        is_stacked = quantisation.n_dims > 2
+        tensors[logical.name] = PackedTensor(logical, stored, is_transposed=is_stacked)
     _check_all_are_used(index, quantisation, tensors, directory)
     return tensors
 
@@ -123,9 +124,20 @@ def _check_all_are_used(
     """Raise CheckpointError for scales that belong to no quantised matrix."""
     main, *remaining = quantisation.suffixes
     for name in index:
-        module, _, suffix = name.rpartition(".")
-        if suffix in remaining and f"{module}.{_WEIGHT}" not in tensors:
+        modules = (_module_of(name, suffix, quantisation) for suffix in remaining)
+        module = next((module for module in modules if module is not None), None)
+        if module is not None and _whole_of(module, quantisation) not in tensors:
             raise CheckpointError(
-                f"{directory} has {name}, and no quantised {module}.{main} that it is for: take "
+                f"{directory} has {name}, and no quantised {module}{main} that it is for: take "
                 "the checkpoint as it was published"
             )
+
+
+def _module_of(name: str, suffix: str, quantisation: Quantisation) -> str | None:
+    """Return the start of a part's name, up to its suffix, or None for another suffix."""
+    full = quantisation.separator + suffix
+    return name.removesuffix(suffix) if name.endswith(full) else None
+
+
+def _whole_of(module: str, quantisation: Quantisation) -> str:
+    return module.removesuffix(quantisation.separator) + quantisation.whole

@@ -56,7 +56,7 @@ def packed_module(tensors: Sequence[BoundTensor]) -> PackedModule:
     """tensors: the packed tensors of one module."""
     packed = tuple(bound.packed for bound in tensors if bound.packed)
     is_linear = type(tensors[0].module) is nn.Linear and tensors[0].attribute == "weight"
-    return PackedModule(packed, in_pieces=is_linear and len(packed) == 1)
+    return PackedModule(packed, is_multiplied=is_linear and len(packed) == 1)
 
 
 def is_view(record: TensorRecord, dtype: torch.dtype) -> bool:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -56,6 +57,17 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
             f"no {config.model_type} model can be built from the config: {one_line(error)}: "
             "fix the config.json, or download the checkpoint again"
         ) from error
+    return model
+
+
+_Own = TypeVar("_Own", bound=PreTrainedModel)
+
+
+def build_own_model(kind: type[_Own], config: PreTrainedConfig, dtype: torch.dtype) -> _Own:
+    """Build a model of ours as `build_model` does those of transformers; its buffers are small."""
+    with _building, parameters_on_meta():
+        model: _Own = kind._from_config(config, dtype=dtype, attn_implementation=KEYS_BY_ROW)
+    model.eval()
     return model
 
 

@@ -83,6 +83,18 @@ class TransferStats(NamedTuple):
         )
 
 
+class MaskedBlock(NamedTuple):
+    """A block that a draft head fills in one pass: the pending token, then masked positions.
+
+    Its tokens are the nodes of one SequenceInput, in a chain; they may see one another in both
+    directions, and the logits of each are for its own position.
+    """
+
+    size: int
+    """Positions, the pending token included."""
+    mask_token_id: int
+
+
 class KvUsage(NamedTuple):
     """Token positions of a KV cache in use."""
 
@@ -107,6 +119,9 @@ class Backend(ABC):
     """Maximum number of tokens of a sequence: committed ones plus the depth of its live nodes."""
     takes_hidden_states: bool = False
     """Whether it is a draft head, whose inputs have the target's hidden states."""
+    masked_block: MaskedBlock | None = None
+    """Block of a draft head that fills masked positions; its hidden states are those of tokens that
+    are appended to the prefix, and its nodes have none. None: any other model."""
     max_nodes: int | None = None
     """Maximum number of live nodes of all sequences together; None: limited by memory alone."""
 

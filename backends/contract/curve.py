@@ -6,7 +6,7 @@ long as its arithmetic; in between, and with kernels that differ by N, only a me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -63,6 +63,14 @@ class ComputeCurve:
         """Return the curve multiplied by `factor`, for example by bytes."""
         alone, beside = ([value * factor for value in kind] for kind in self._kinds)
         return ComputeCurve(self.num_tokens, tuple(alone), tuple(beside))
+
+    def weighted(self, weight: Callable[[int], float]) -> ComputeCurve:
+        """Return the curve multiplied by a weight that depends on the number of tokens."""
+        alone, beside = (
+            tuple(value * weight(n) for n, value in zip(self.num_tokens, kind, strict=True))
+            for kind in self._kinds
+        )
+        return ComputeCurve(self.num_tokens, alone, beside)
 
     def padded_to(self, min_batch_tokens: int) -> ComputeCurve:
         """Return the curve of passes that are padded to `min_batch_tokens`: fewer take as long."""

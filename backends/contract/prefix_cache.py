@@ -67,7 +67,7 @@ class PrefixCache:
 
     def release(self, sequence: SequenceKV) -> None:
         self._in_use.remove(sequence)
-        sequence.rollback(sequence.n_committed)  # live nodes are of no use to others
+        sequence.finish()
         self._cached.append(sequence)
         while len(self._cached) > self._limit:
             self.drop_oldest()
@@ -101,6 +101,7 @@ class PrefixCache:
 
     def adopt(self, sequence: SequenceKV) -> None:
         """Add a sequence that was filled elsewhere to the cache."""
+        sequence.finish()
         self._cached.append(sequence)
 
     @property

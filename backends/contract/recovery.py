@@ -53,6 +53,10 @@ class RecoverableKV(SequenceKV, Generic[Store]):
         n_intact = length if 0 <= length <= self.n_committed else None
         self._recovering(lambda: self.store.rollback(length), n_intact)
 
+    def finish(self) -> None:
+        super().finish()
+        self.backend._finish(self.store)
+
     def prefix_tensors(self) -> tuple[TensorShape, ...]:
         def shapes() -> tuple[TensorShape, ...]:
             self.store.abort()
@@ -141,6 +145,10 @@ class RecoveringBackend(Backend, Generic[Store]):
     @abstractmethod
     def _load_prefix(self, kv: Store, token_ids: list[int], tensors: SavedTensors) -> None:
         """Fill an empty store. Raises BackendError for tensors that are no such prefix."""
+
+    def _finish(self, kv: Store) -> None:
+        """Free what only passes of a sequence need."""
+        return
 
     # --- sequences --------------------------------------------------------------------------
 

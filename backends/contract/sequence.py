@@ -124,6 +124,10 @@ class SequenceKV(ABC):
     def rollback(self, length: int) -> None:
         """Cut the committed prefix to `restorable(length)` tokens and drop all live nodes."""
 
+    def finish(self) -> None:
+        """Drop all live nodes, and what only passes need: there are none but those of forks."""
+        self.rollback(self.n_committed)
+
     def cut_to(self, token_ids: Sequence[int]) -> list[int]:
         """Cut the committed prefix to what it shares with these tokens; return the missing ones.
 

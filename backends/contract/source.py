@@ -51,6 +51,9 @@ class ModelCompute:
     """Seconds per byte of the weights after the layers, if their number format is another."""
     per_pass: ComputeCurve | None = None
     """Seconds of a pass that do not depend on the weights."""
+    block_size: int | None = None
+    """Tokens of the single pass in which a draft proposes all levels of a tree; None: a pass for
+    each level, of its tokens."""
 
     def non_layer_seconds(self, num_tokens: int) -> float:
         """Return the seconds of a pass outside of the layers."""
@@ -89,6 +92,8 @@ class Loading:
     """Tokens of all sequences together, beside live nodes; None: `max_context`."""
     max_num_seqs: int = 1
     """Sequences at a time, finished ones in the prefix cache included."""
+    has_head: bool = False
+    """Whether a draft will use the model's own draft head, which is loaded with it."""
 
     @property
     def has_more_tokens(self) -> bool:

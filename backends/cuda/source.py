@@ -41,9 +41,13 @@ class HfGpuSource(HfSource):
         return TorchExactness(False, "not tested on a GPU" if self._is_exact else EXACT_OFF.reason)
 
     @property
+    def _decode_buffer_bytes(self) -> int:
+        return 0  # torch decodes on the device
+
+    @property
     def non_layer_bytes(self) -> int:
         buffer, beside = device_buffer_bytes(self.model.packed_modules)
-        weights = super().non_layer_bytes - self.model.decode_buffer_bytes
+        weights = super().non_layer_bytes
         return device_footprint(weights) + (device_footprint(buffer) + beside if buffer else 0)
 
     @property
@@ -70,7 +74,7 @@ class HfGpuSource(HfSource):
             return measure_small(self, libraries, placement=self.all_on_device)
         device = torch.device("cuda", 0)
         curve = measure_gpu_compute(self.model.dtype, device)
-        decoding = self._decoding(partial(measure_gpu_decoding, device=device))
+        decoding = self._by_scheme(partial(measure_gpu_decoding, device=device))
         return self._compute(curve, decoding, None)  # recurrent layers run on the CPU alone
 
     def _load(self, loading: Loading) -> Backend:

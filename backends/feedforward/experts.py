@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -28,10 +28,21 @@ from offload.ring.slots import Check
 
 ONE_BY_ONE = "specdec"
 """Name of this computation among transformers' implementations of experts."""
+
+
+class StoredMatrix(Protocol):
+    """A matrix [n_out, n_in] that is decoded as it is multiplied."""
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x [n, n_in] times the matrix, plus `bias`; a row's bits do not depend on other
+        rows."""
+
+
+Matrix: TypeAlias = torch.Tensor | StoredMatrix
 FetchExperts = Callable[
-    [Sequence[int], Check | None], Generator[tuple[int, list[torch.Tensor]], None, None]
+    [Sequence[int], Check | None], Generator[tuple[int, list[Matrix]], None, None]
 ]
-"""(experts, check) -> each expert once, in any order, with its tensors, valid until the next."""
+"""(experts, check) -> each expert once, in any order, with its matrices, valid until the next."""
 
 
 class ExpertsRunner:
@@ -65,29 +76,28 @@ class ExpertsRunner:
         chosen = experts.flatten()
         outputs = hidden.new_empty(num_rows * n_used, hidden.shape[1])
         with closing(self._fetch(chosen.unique().tolist(), self.check)) as fetched:
-            for expert, tensors in fetched:
+            for expert, matrices in fetched:
                 places = (chosen == expert).nonzero()[:, 0]
-                outputs[places] = self._compute(expert, tensors, hidden[places // n_used])
+                outputs[places] = self._compute(expert, matrices, hidden[places // n_used])
         weighted = outputs.view(num_rows, n_used, -1) * weights[..., None]
         total = weighted[:, 0].float()
         for i in range(1, n_used):
             total = total + weighted[:, i]
         return total.to(hidden.dtype)
 
-    def _compute(
-        self, expert: int, tensors: list[torch.Tensor], rows: torch.Tensor
-    ) -> torch.Tensor:
-        n_missing = max(0, self._min_batch_tokens - len(rows))
+    def _compute(self, expert: int, matrices: list[Matrix], rows: torch.Tensor) -> torch.Tensor:
+        is_plain = any(isinstance(matrix, torch.Tensor) for matrix in matrices)
+        n_missing = max(0, self._min_batch_tokens - len(rows)) if is_plain else 0
         x = pad(rows, (0, 0, 0, n_missing))
-        *inputs, down = tensors
+        *inputs, down = matrices
         pairs = [self._multiply(x, weight, expert, self._inputs_name) for weight in inputs]
         x = self._gate(pairs[0] if len(pairs) == 1 else torch.cat(pairs, dim=-1))
         return self._multiply(x, down, expert, "down_proj")[: len(rows)]
 
-    def _multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, expert: int, name: str
-    ) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, weight: Matrix, expert: int, name: str) -> torch.Tensor:
         bias = getattr(self._module, f"{name}_bias")[expert] if self._module.has_bias else None
+        if not isinstance(weight, torch.Tensor):
+            return weight.multiply(x, bias)
         if self._is_transposed:
             return torch.addmm(x.new_zeros(weight.shape[1]) if bias is None else bias, x, weight)
         return linear_of(weight.dtype)(x[None], weight, bias)[0]

@@ -104,7 +104,7 @@ def find_experts(
         whole = [record for record in stacked if record is not None]
         for record, shape in zip(whole, shapes, strict=True):
             check(record, shape)
-        sliced = (tuple(_slice(r, i) for r in whole) for i in range(module.num_experts))
+        sliced = (tuple(slice_record(r, i) for r in whole) for i in range(module.num_experts))
         return LayerExperts(tuple(sliced), n_used)
     if module.is_transposed or not module.is_concatenated:
         kind = type(module).__name__
@@ -128,7 +128,7 @@ def find_experts(
     return LayerExperts(tuple(experts), n_used)
 
 
-def _slice(record: TensorRecord, expert: int) -> TensorRecord:
+def slice_record(record: TensorRecord, expert: int) -> TensorRecord:
     """Return one expert of a tensor that has all experts of a layer."""
     shape = record.shape[1:]
     n_bytes = record.n_bytes // record.shape[0]

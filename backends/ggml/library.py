@@ -164,6 +164,7 @@ class LlamaModel:
             for this processor; "none" allocates nothing, to ask for the memory of a context.
         is_repacked: False keeps the file's layout in "ram", too.
         stand_ins: files that llama.cpp is to open instead of the model's, one for each.
+        has_head: whether to load the model's MTP head, too.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class LlamaModel:
         *,
         is_repacked: bool = True,
         stand_ins: Sequence[Path] = (),
+        has_head: bool = False,
     ) -> None:
         self.library = library = load_library()
         params = library.llama_model_default_params()
@@ -184,6 +186,7 @@ class LlamaModel:
             library.LLAMA_LOAD_MODE_MMAP if load_mode == "mmap" else library.LLAMA_LOAD_MODE_NONE
         )
         params.no_alloc = load_mode == "none"
+        params.load_mtp = has_head
         is_repacked = is_repacked and load_mode == "ram"
         params.use_extra_bufts = is_repacked and not _has_amx(library)
         loading = _Loading(library, path, progress)

@@ -64,8 +64,9 @@ class GgufModel:
     layers: tuple[LayerWeights, ...]
     non_layer_records: tuple[TensorRecord, ...]
     """Embeddings, final norm, head, rope factors: all tensors that belong to no layer."""
-    unused_records: tuple[TensorRecord, ...]
-    """Tensors of multi-token-prediction layers, which no pass runs: they need no memory."""
+    mtp_records: tuple[TensorRecord, ...]
+    """Tensors of multi-token-prediction layers, which only a draft head runs (heads.py); without
+    one they need no memory."""
     is_tied: bool
     """Whether the embedding is also the head."""
     n_experts: int
@@ -81,7 +82,7 @@ class GgufModel:
     @cached_property
     def experts(self) -> tuple[LayerExperts | None, ...]:
         """Experts of each layer that a pass may read one by one; () for a dense model."""
-        experts = tuple(map(self._layer_experts, self.layers))
+        experts = tuple(map(self.experts_of, self.layers))
         return experts if any(experts) else ()
 
     @cached_property
@@ -92,7 +93,8 @@ class GgufModel:
             for layer in self.layers
         )
 
-    def _layer_experts(self, layer: LayerWeights) -> LayerExperts | None:
+    def experts_of(self, layer: LayerWeights) -> LayerExperts | None:
+        """Return the routed experts among a layer's tensors, if there are any."""
         stacked = [record for record in layer.tensors if self._is_of_experts(record)]
         if not stacked:
             return None
@@ -129,7 +131,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     n_layers = n_counted - keys.integer("nextn_predict_layers", 0, n_counted - 1, 0)
     hidden_size = keys.integer("embedding_length", 1, MAX_HIDDEN_SIZE)
     check_epsilons(keys)
-    layers, non_layer, unused = _group(index, keys, n_counted, n_layers)
+    layers, non_layer, of_mtp = _group(index, keys, n_counted, n_layers)
     is_recurrent = _is_recurrent(keys, index)
     if not is_recurrent:  # some that do not run have tables of integers: see refuse_untried
         check_formats(index.values())
@@ -150,7 +152,7 @@ def load_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
         hidden_size=hidden_size,
         layers=tuple(LayerWeights(tuple(records)) for records in layers),
         non_layer_records=tuple(non_layer),
-        unused_records=tuple(unused),
+        mtp_records=tuple(of_mtp),
         is_tied="output.weight" not in index,
         n_experts=n_experts,
         n_experts_used=n_used,
@@ -176,9 +178,9 @@ def _identify(index: GgufIndex) -> Keys:
 def _group(
     index: GgufIndex, keys: Keys, n_counted: int, n_layers: int
 ) -> tuple[list[list[TensorRecord]], list[TensorRecord], list[TensorRecord]]:
-    """Return the tensors of each layer, the non-layer tensors, and those that no pass uses."""
+    """Return the tensors of each layer, non-layer tensors, and those for multi-token prediction."""
     layers: list[list[TensorRecord]] = [[] for _ in range(n_layers)]
-    non_layer, unused = [], []
+    non_layer, of_mtp = [], []
     for record in index.values():
         match = _LAYER_TENSOR.match(record.name)
         number = int(match.group(1)) if match else -1
@@ -187,7 +189,7 @@ def _group(
         elif number < n_layers:
             layers[number].append(record)
         elif number < n_counted:
-            unused.append(record)
+            of_mtp.append(record)
         else:
             raise GgufError(
                 f"{record.path} holds {record.name!r}, but {keys.full('block_count')} is "
@@ -199,7 +201,7 @@ def _group(
             f"{keys.path} holds no tensors of {len(missing)} of its {n_layers} layers (blk."
             f"{missing[0]} is the first): it is incomplete, get it again"
         )
-    return layers, non_layer, unused
+    return layers, non_layer, of_mtp
 
 
 def _vocab_size(index: GgufIndex, hidden_size: int) -> int:

@@ -24,9 +24,12 @@ from backends.checkpoint.matching import CurrentNames, TensorMatch, known_tensor
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers, parameters_on_meta
 from backends.contract.backend import UnsupportedModel
+from backends.heads.mtp_files import check_fits, mtp_names, renamed
 from backends.heads.names import mtp_tensors
 from backends.hf.model import HfModel, bind_checkpoint
-from offload.formats.tensors import TensorRecord
+from backends.packed.tensor import PackedTensor
+from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import TensorIndex, TensorRecord
 
 _ATTENTION = "full_attention"
 
@@ -36,7 +39,7 @@ class JoinedEmbedding(nn.Module):
 
     Attributes:
         tokens: the target's embedding; set once the head's own tensors are matched.
-        hidden_states: [tokens, hidden], to be set before each pass.
+        hidden_states: [tokens, hidden], or with a batch in front, to be set before each pass.
     """
 
     def __init__(self, norm: nn.Module, hidden_size: int, *, has_states_first: bool) -> None:
@@ -50,7 +53,9 @@ class JoinedEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self.tokens is not None, "the target's embedding is set when the head is built"
         assert self.hidden_states is not None, "hidden states are set before each pass"
-        parts = [self.enorm(self.tokens(token_ids)), self.hnorm(self.hidden_states[None])]
+        embedded = self.tokens(token_ids)
+        states = self.hidden_states.reshape(embedded.shape)
+        parts = [self.enorm(embedded), self.hnorm(states)]
         return self.eh_proj(torch.cat(parts[::-1] if self._has_states_first else parts, dim=-1))
 
 
@@ -68,22 +73,57 @@ def load_mtp_head(target: HfModel, directory: Path) -> HfModel:
             f"{directory} has no MTP head (no tensors of mtp.* or of a layer after the last): name "
             "a draft model, or leave -md out"
         )
+    packed = packed_tensors(target.index, target.model.config, target.dtype, directory)
+    known = known_tensors(target.index, packed)
+    own = {name: record for name, record in known.items() if name in names}
+    model = mtp_skeleton(target)
+    records = _by_parameter(own, target, model)
+    return _bound(model, target, target.index, records, directory, packed)
+
+
+def load_mtp_folder(target: HfModel, folder: Path) -> HfModel:
+    """Build the MTP head that a folder has for a target; see `load_mtp_head`.
+
+    Raises UnsupportedModel for a head of another target.
+    """
+    check_fits(folder, target.config.to_dict())
+    index, model = WeightIndex.from_directory(folder), mtp_skeleton(target)
+    starts = mtp_names(decoder_layers(model)[0])
+    named = ((renamed(name, starts), record) for name, record in index.items())
+    records = {name: record for name, record in named if name is not None}
+    return _bound(model, target, index, records, folder, {})
+
+
+def mtp_skeleton(target: HfModel) -> PreTrainedModel:
+    """Return a target's MTP head on the meta device. It has no modules of the target yet: its
+    embedding is a JoinedEmbedding without tokens, its output head the identity.
+
+    Raises UnsupportedModel.
+    """
     config = _head_config(target.config)
     model = build_skeleton(config, target.dtype)
-    decoder = model.get_decoder()
-    norm = getattr(decoder, "norm", None)
+    norm = getattr(model.get_decoder(), "norm", None)
     if not isinstance(norm, nn.Module):
         raise UnsupportedModel(f"MTP heads of {config.model_type} are not supported")
     has_states_first = bool(getattr(config, "mtp_hidden_states_first", False))
     embedding = JoinedEmbedding(norm, config.hidden_size, has_states_first=has_states_first)
     model.set_input_embeddings(embedding)
     model.set_output_embeddings(nn.Identity())
-    packed = packed_tensors(target.index, target.model.config, target.dtype, directory)
-    known = known_tensors(target.index, packed)
-    own = {name: record for name, record in known.items() if name in names}
-    match = TensorMatch(_by_parameter(own, target, model), {})
-    head = bind_checkpoint(model, target.index, target.dtype, directory, packed, match)
-    embedding.tokens = target.model.get_input_embeddings()
+    return model
+
+
+def _bound(
+    model: PreTrainedModel,
+    target: HfModel,
+    index: TensorIndex,
+    records: Mapping[str, TensorRecord],
+    directory: Path,
+    packed: Mapping[str, PackedTensor],
+) -> HfModel:
+    """Return the head with its tensors, by parameters, and the target's modules."""
+    match = TensorMatch(records, {})
+    head = bind_checkpoint(model, index, target.dtype, directory, packed, match)
+    model.get_input_embeddings().tokens = target.model.get_input_embeddings()
     model.set_output_embeddings(target.model.get_output_embeddings())
     return head
 

@@ -87,7 +87,8 @@ def _chunk_bytes(model: HfModel) -> int:
     listed = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     feed_forward = max(listed) if isinstance(listed, list | tuple) else listed
     cached = (8 * config.hidden_size + 3 * feed_forward) * model.dtype.itemsize
-    return int(CHUNK_TOKENS * (cached + feed_forward * sum_bytes(model.dtype)))
+    n_sum_bytes = _FLOAT32 if model.packed_modules else sum_bytes(model.dtype)
+    return int(CHUNK_TOKENS * (cached + feed_forward * n_sum_bytes))
 
 
 def _expert_bytes(model: HfModel) -> int:

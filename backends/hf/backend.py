@@ -26,8 +26,9 @@ from backends.contract.backend import BackendError, KvUsage, TransferStats
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
-from backends.feedforward.experts import ExpertsRunner
+from backends.feedforward.experts import ExpertsRunner, Matrix
 from backends.hf.cpu_weights import CpuWeights
+from backends.hf.expert_records import ExpertMatrix, StoredMatrix
 from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
 from backends.hf.hidden_states import HiddenStates
 from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, in_memory
@@ -117,6 +118,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 is_resident=weights.stays(i),
                 decoder=weights.decoder,
                 has_attention=model.has_attention(i),
+                looks_ahead=model.looks_ahead(i),
             )
             for i, (module, tensors) in enumerate(
                 zip(model.layers, model.layer_tensors, strict=True)
@@ -282,6 +284,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def _save_prefix(self, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
         save_prefix(self._pool, kv, buffers)
 
+    def _finish(self, kv: BlockStore) -> None:
+        if kv.recurrent is not None:
+            kv.recurrent.rest()
+
     def _load_prefix(self, kv: BlockStore, token_ids: list[int], tensors: SavedTensors) -> None:
         self._pool.free_if_unused()
         try:
@@ -354,15 +360,21 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def _fetch_experts(
         self, layer: int, experts: Sequence[int], check: Check | None
-    ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
-        dtype, own = self._model.dtype, self._model.experts[layer]
+    ) -> Generator[tuple[int, list[Matrix]], None, None]:
+        own = self._model.expert_matrices[layer]
         fetch = self._weights.fetch_experts
         assert own is not None, f"layer {layer} has no experts"
         assert fetch is not None, "the weights have no experts"
         with closing(fetch(layer, experts, check)) as fetched:
             for expert, tensors in fetched:
-                pairs = zip(tensors, own.tensors[expert], strict=True)
-                yield expert, [as_tensor(raw, record, dtype) for raw, record in pairs]
+                left = iter(tensors)
+                parts = [[next(left) for _ in matrix.parts] for matrix in own[expert]]
+                yield expert, list(map(self._matrix, own[expert], parts))
+
+    def _matrix(self, matrix: ExpertMatrix, parts: Sequence[torch.Tensor]) -> Matrix:
+        if matrix.packed is None:
+            return as_tensor(parts[0], matrix.record, self._model.dtype)
+        return StoredMatrix(self._weights.decoder, matrix.packed, parts)
 
     def _pass_state(
         self,

@@ -64,15 +64,16 @@ class PassState:
         self.alibi = alibi
         self._chunk_tokens, self._min_batch_tokens = chunk_tokens, min_batch_tokens
         self._make_mask = make_mask
-        self._masks: dict[tuple[int, int, int | None], Mask] = {}
+        self._masks: dict[tuple[int, int, int | None, bool], Mask] = {}
 
-    def mask(self, start: int, end: int, window: int | None) -> Mask:
+    def mask(self, start: int, end: int, window: int | None, looks_ahead: bool = False) -> Mask:
         """Return the mask of the new rows start..end; cached for the other layers."""
-        key = (start, end, window)
+        key = (start, end, window, looks_ahead)
         if key not in self._masks:
             if self._num_cached_bytes() > MAX_MASK_BYTES:
                 self._masks.clear()  # a long prompt: masks are built again for every layer
-            self._masks[key] = self._make_mask(self.layout, start, end, window)
+            layout = self.layout.looking_ahead() if looks_ahead else self.layout
+            self._masks[key] = self._make_mask(layout, start, end, window)
         return self._masks[key]
 
     def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
@@ -100,7 +101,9 @@ class LayerRunner:
         is_resident: bool,
         decoder: DecodesTensors,
         has_attention: bool = True,
+        looks_ahead: bool = False,
     ) -> None:
+        self._looks_ahead = looks_ahead
         self._index, self._has_attention = index, has_attention
         self._forward, self._replaced = module.forward, module.__dict__.get("forward")
         self._signature = inspect.signature(module.forward)
@@ -179,7 +182,7 @@ class LayerRunner:
         if not self._has_attention:  # a mask would only mark padding
             adapted["attention_mask"] = None
             return adapted
-        adapted["attention_mask"] = state.mask(start, end, self._window)
+        adapted["attention_mask"] = state.mask(start, end, self._window, self._looks_ahead)
         for name in _RECURRENT_MASKS & adapted.keys():
             adapted[name] = None
         if state.alibi is not None and "alibi" in adapted:

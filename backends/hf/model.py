@@ -50,13 +50,13 @@ from backends.contract.backend import UnsupportedModel
 from backends.feedforward.elementwise import batch_invariant_functions
 from backends.feedforward.linear import use_fast_products
 from backends.feedforward.records import expert_modules, stacked_parts
-from backends.hf.expert_records import experts_by_layer
+from backends.hf.expert_records import ExpertMatrices, experts_by_layer
 from backends.packed.decoder import PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from backends.recurrent.shapes import PlaceShape, recurrences_of
 from backends.recurrent.states import Place
 from offload.formats.checkpoint import WeightIndex, main_format
-from offload.formats.tensors import CheckpointError, TensorRecord
+from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
@@ -71,7 +71,7 @@ class HfModel:
     model: PreTrainedModel
     config: PreTrainedConfig
     """The language model's part of `model.config`."""
-    index: WeightIndex
+    index: TensorIndex
     dtype: torch.dtype
     layers: tuple[nn.Module, ...]
     layer_tensors: tuple[tuple[BoundTensor, ...], ...]
@@ -80,6 +80,8 @@ class HfModel:
     experts: tuple[LayerExperts | None, ...] = ()
     """Routed experts of each layer of a mixture, which are not in `layer_tensors`; empty for a
     dense model."""
+    expert_matrices: tuple[ExpertMatrices | None, ...] = ()
+    """Matrices of each layer's experts, which `experts` has the stored tensors of."""
     expert_modules: tuple[nn.Module | None, ...] = ()
     """Module of each layer that computes its experts."""
     weight_warnings: tuple[str, ...] = ()
@@ -102,7 +104,9 @@ class HfModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])  # tied: those of the tokens
+        head = self.model.get_output_embeddings()
+        of_draft_head = getattr(head, "vocab_size", None)  # may have fewer outputs
+        return int(of_draft_head or head.weight.shape[0])  # tied: those of the tokens
 
     @property
     def max_context(self) -> int:
@@ -137,28 +141,37 @@ class HfModel:
         """
         layers = (bound_copies(x, self.dtype) for x in self.layer_tensors)
         experts = (
-            converted_bytes(expert, self.dtype) for x in self.experts if x for expert in x.tensors
+            converted_bytes((x.record for x in expert if x.packed is None), self.dtype)
+            for own in self.expert_matrices
+            if own
+            for expert in own
         )
         non_layer = bound_copies(self.non_layer_tensors, self.dtype)
         return non_layer + max(layers, default=0) + max(experts, default=0)
 
-    @property
-    def decode_buffer_bytes(self) -> int:
-        """Memory that packed tensors are decoded into, one module at a time."""
-        return decode_buffer_bytes(self.packed_modules)
+    def decode_buffer_bytes(self, n_threads: int) -> int:
+        """Return the memory that computing with packed tensors takes, one module at a time."""
+        return decode_buffer_bytes(self.packed_modules, n_threads)
 
     @property
     def packed_modules(self) -> list[PackedModule]:
-        """Modules that have packed tensors."""
-        return [
+        """Modules that have packed tensors; of the experts of a layer, the first."""
+        dense = [
             packed_module(tensors)
             for layer in self.layer_tensors
             for tensors in packed_by_module(layer)
         ]
+        firsts = (matrix.packed for own in self.expert_matrices if own for matrix in own[0])
+        experts = (PackedModule((x,), is_multiplied=True) for x in firsts if x is not None)
+        return [*dense, *experts]
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         return layer_window(self.model, layer)
+
+    def looks_ahead(self, layer: int) -> bool:
+        """Whether the nodes that a pass adds to a sequence see one another in both directions."""
+        return False
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -191,6 +204,11 @@ class HfModel:
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence after one of its tokens."""
         return sum(item.state.n_bytes for item in self.recurrences.values())
+
+    @cached_property
+    def largest_state_bytes(self) -> int:
+        """Bytes of the largest of these states."""
+        return max((item.state.n_bytes for item in self.recurrences.values()), default=0)
 
     @cached_property
     def fed_bytes_per_token(self) -> int:
@@ -254,7 +272,7 @@ def match_checkpoint(
 
 def bind_checkpoint(
     model: PreTrainedModel,
-    index: WeightIndex,
+    index: TensorIndex,
     dtype: torch.dtype,
     directory: Path,
     packed: Mapping[str, PackedTensor],
@@ -303,12 +321,9 @@ def bind_checkpoint(
     fill_buffers(model, match, directory)
     batch_invariant_functions(model)
     use_fast_products(model, dtype)
-    modules, experts = experts_by_layer(model, layers_name, layers, match, directory)
-    if any(r.scheme for x in experts if x for expert in x.tensors for r in expert):
-        raise UnsupportedModel(
-            f"{directory}: its experts are packed or quantised, and experts are read as they are: "
-            "take the plain checkpoint"
-        )
+    modules, experts, matrices = experts_by_layer(
+        model, layers_name, layers, match, packed, directory
+    )
     return HfModel(
         model,
         language_config(model.config),
@@ -318,6 +333,7 @@ def bind_checkpoint(
         tuple(map(tuple, per_layer)),
         tuple(non_layer),
         experts,
+        matrices,
         modules,
         weight_warnings=match.warnings,
         recurrences=recurrences_of(model, layers),

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from backends.checkpoint.records import BoundTensor, packed_module
-from backends.feedforward.linear import linear_of
 from backends.hf.weights import DecodesTensors, RawTensors
 
 
@@ -57,29 +55,19 @@ class PackedForward:
 
 
 class PackedLinear(PackedForward):
-    """A linear layer, computed in pieces: each is a product with some rows of its matrix.
-
-    In all comparisons so far the bits were those of the whole product.
-    """
+    """A linear layer, computed from the stored bytes of its matrix."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self._check_bound()
-        linear = linear_of(x.dtype) if x.is_cpu else nn.functional.linear
         bias: torch.Tensor | None = self._module._parameters["bias"]
-        outputs, start = [], 0
-        for weight in self._decoder.decode_pieces(self._packed[0], self._stored[0]):
-            end = start + len(weight)
-            own = None if bias is None else bias[start:end]
-            outputs.append(linear(x, weight.to(self._dtype), own))
-            start = end
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return self._decoder.multiply(self._packed[0], self._stored[0], x, bias)
 
 
 def packed_forward(
     tensors: Sequence[BoundTensor], decoder: DecodesTensors, dtype: torch.dtype
 ) -> PackedForward:
     """Replace the forward of the module that has these packed tensors."""
-    kind = PackedLinear if packed_module(tensors).in_pieces else PackedForward
+    kind = PackedLinear if packed_module(tensors).is_multiplied else PackedForward
     return kind(tensors, decoder, dtype)
 
 

@@ -13,7 +13,6 @@ from backends.feedforward.linear import MIN_OUTPUTS, is_plain
 from backends.feedforward.records import is_experts, stacked_parts
 from backends.feedforward.routing import is_router
 from backends.hf.model import HfModel
-from backends.packed.decoder import pieces
 from backends.recurrent.functions import is_mixer
 
 _TRIED_OUTPUTS = 128
@@ -45,7 +44,7 @@ class UnknownProduct(Exception):
 
 
 def products_of(model: HfModel) -> Iterator[Product]:
-    at_a_time = _outputs_at_a_time(model)
+    packed = _packed_products(model)
     for part in (*model.layers, *_non_layer_linears(model)):
         for module in part.modules():
             steps = getattr(module, "dt_proj", None)
@@ -53,7 +52,8 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 n_out, n_in = steps.weight.shape
                 yield Product(n_in, _n_tried(n_out), False, False, is_torch=True, is_left=True)
             if is_experts(module):
-                yield from products_of_experts(module)
+                if id(module) not in packed:
+                    yield from products_of_experts(module)
                 continue
             weight = getattr(module, "weight", None)
             if weight is None or weight.ndim < 2:
@@ -65,24 +65,34 @@ def products_of(model: HfModel) -> Iterator[Product]:
                 continue
             if isinstance(module, nn.Conv1d) and any(map(is_mixer, part.modules())):
                 continue  # its terms are added one after the other, for any number of rows
-            if not isinstance(module, nn.Linear | Conv1D):
-                raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
-            is_transposed = isinstance(module, Conv1D)
-            n_in, n_out = weight.shape if is_transposed else weight.shape[::-1]
-            for n in at_a_time.get(id(module), [n_out]):
-                n_tried = _n_tried(n if n > 1 else MIN_OUTPUTS)
-                is_torch = not is_transposed and not is_plain(module)
-                has_bias = module.bias is not None
-                yield Product(n_in, n_tried, has_bias, is_transposed, is_torch=is_torch)
+            if id(module) not in packed:
+                yield _product_of_linear(module)
 
 
-def _outputs_at_a_time(model: HfModel) -> dict[int, list[int]]:
-    """Map the id of each module that is decoded in pieces to the row counts of its pieces."""
-    return {
-        id(tensors[0].module): sorted({end - start for start, end in pieces(module.tensors[0])})
+def _product_of_linear(module: nn.Module) -> Product:
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise UnknownProduct(f"{type(module).__name__} multiplies in code of its own")
+    is_transposed = isinstance(module, Conv1D)
+    n_in, n_out = module.weight.shape if is_transposed else module.weight.shape[::-1]
+    n_tried = _n_tried(n_out if n_out > 1 else MIN_OUTPUTS)
+    is_torch = not is_transposed and not is_plain(module)
+    return Product(n_in, n_tried, module.bias is not None, is_transposed, is_torch=is_torch)
+
+
+def _packed_products(model: HfModel) -> set[int]:
+    """Return the ids of the linear layers and experts that are computed from stored bytes: each sum
+    has one order, for any number of rows."""
+    experts = zip(model.expert_modules, model.expert_matrices, strict=True)
+    of_experts = {
+        id(module)
+        for module, own in experts
+        if own and all(matrix.packed for expert in own for matrix in expert)
+    }
+    return of_experts | {
+        id(tensors[0].module)
         for layer in model.layer_tensors
         for tensors in packed_by_module(layer)
-        if (module := packed_module(tensors)).in_pieces
+        if packed_module(tensors).is_multiplied
     }
 
 

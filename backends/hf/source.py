@@ -15,6 +15,7 @@ import transformers
 
 from backends.attention.batch import BLOCK_SIZE
 from backends.attention.blocks import REVISION
+from backends.checkpoint.records import BoundTensor
 from backends.contract.backend import Backend, UnsupportedModel
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
@@ -24,15 +25,16 @@ from backends.feedforward.linear import library_of, slow_products
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
+from backends.hf.expert_records import ExpertMatrix
 from backends.hf.model import HfModel, load_hf_model
 from backends.hf.row_tables import resident_records, row_bytes
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads
 from backends.hf.timing import measure_compute
+from backends.hf.weights import TorchWeights
 from backends.kv.pool import blocks_of
-from backends.packed.kernels import decoding_warnings
-from backends.packed.timing import measure_decoding
-from backends.packed.twelve_bits import TwelveBits
+from backends.packed.codec import load_decoders
+from backends.packed.timing import measure_decoding, measure_products
 from backends.recurrent.memory import planned_bytes
 from backends.recurrent.timing import measure_recurrences
 from backends.timing.passes import is_small, measure_small
@@ -43,8 +45,8 @@ from offload.storage.reading import resident_footprint
 
 _ROW_COPIES = 4
 """Copies of the rows that a pass gathers: as read, as a tensor, for each token, and scaled."""
-Decoding: TypeAlias = list[tuple[float, ComputeCurve]]
-"""List of (share of the layers' bytes, seconds per byte to decode it)."""
+SchemeCurves: TypeAlias = list[tuple[float, ComputeCurve]]
+"""List of (share of the stored bytes, seconds per byte of it)."""
 
 
 class HfSource(ModelSource):
@@ -75,8 +77,6 @@ class HfSource(ModelSource):
         self.experts = self.model.experts
         self.can_use_gpu = not self.experts and not self.model.recurrences
         self.warnings = self.model.weight_warnings + slow_products(self.model.dtype)
-        if any(b.record.scheme == TwelveBits.name for x in self.model.layer_tensors for b in x):
-            self.warnings += decoding_warnings()
 
     @cached_property
     def layers(self) -> tuple[LayerWeights, ...]:  # type: ignore[override]
@@ -105,8 +105,16 @@ class HfSource(ModelSource):
     @property
     def non_layer_bytes(self) -> int:
         model = self.model
-        copies = model.converted_bytes + model.decode_buffer_bytes
+        copies = model.converted_bytes + self._decode_buffer_bytes
         return resident_footprint(self._resident_records) + copies
+
+    @property
+    def _decode_buffer_bytes(self) -> int:
+        """Bytes for decoding on the CPU. Loads what decodes, so that its own memory is measured
+        before a memory plan is made."""
+        packed = self.model.packed_modules
+        load_decoders({module.tensors[0].record.scheme for module in packed})
+        return self.model.decode_buffer_bytes(self._n_threads)
 
     @property
     def _resident_records(self) -> Sequence[TensorRecord]:
@@ -118,7 +126,13 @@ class HfSource(ModelSource):
 
     def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
         model = self.model
-        return planned_bytes(n_sequences, max_nodes, model.state_bytes, model.fed_bytes_per_token)
+        return planned_bytes(
+            n_sequences,
+            max_nodes,
+            model.state_bytes,
+            model.fed_bytes_per_token,
+            model.largest_state_bytes,
+        )
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
@@ -136,49 +150,60 @@ class HfSource(ModelSource):
         reading = self.weight_file if beside_reads else None
         curve = measure_compute(self.model.dtype, reading)
         curve = curve.padded_to(self.exactness.min_batch_tokens)
-        measure = partial(measure_decoding, n_threads=self._n_threads, reading=reading)
-        decoding = self._decoding(measure)
-        return self._compute(curve, decoding, self.measure_states(reading))
+        measure = partial(measure_products, n_threads=self._n_threads, reading=reading)
+        packed = self._by_scheme(measure)
+        return self._compute(curve, packed, self.measure_states(reading), is_fused=True)
 
     def measure_states(self, reading: Path | None = None) -> ComputeCurve | None:
         recurrences = self.model.recurrences.values()
         return measure_recurrences(recurrences, reading) if recurrences else None
 
     def _compute(
-        self, curve: ComputeCurve, decoding: Decoding, states: ComputeCurve | None
+        self,
+        curve: ComputeCurve,
+        packed: SchemeCurves,
+        states: ComputeCurve | None,
+        *,
+        is_fused: bool = False,
     ) -> ModelCompute:
-        """curve: seconds per byte of products with weights that are decoded or stored plain.
-        states: seconds of all recurrent layers beside their products."""
-        if not decoding and states is None:
+        """Return the seconds of passes.
+
+        curve: seconds per byte of products with weights stored plain.
+        packed: of packed weights: of decoding alone, or if `is_fused` with their products.
+        states: seconds of all recurrent layers beside their products.
+        """
+        if not packed and states is None:
             return ModelCompute(curve, self.head_bytes)
-        n_bytes = sum(layer.n_bytes for layer in self.layers)
-        bound = [bound for layer in self.model.layer_tensors for bound in layer]
-        growth = sum(tensor.computed_bytes for tensor in bound) / n_bytes
-        of_states = [] if states is None else [(1 / n_bytes, states)]
-        per_byte = ComputeCurve.mixed([(growth, curve), *decoding, *of_states])
+        tensors = self._all_tensors
+        n_bytes = sum(tensor.record.n_bytes for tensor in tensors)
+        plain = [tensor for tensor in tensors if not (is_fused and tensor.record.scheme)]
+        growth = sum(tensor.computed_bytes for tensor in plain) / n_bytes
+        n_layer_bytes = sum(layer.n_bytes for layer in self.layers)
+        of_states = [] if states is None else [(1 / n_layer_bytes, states)]
+        per_byte = ComputeCurve.mixed([(growth, curve), *packed, *of_states])
         return ModelCompute(per_byte, self.head_bytes, head_per_byte=curve)
 
     @property
     def multiplied(self) -> tuple[TensorRecord, ...]:
-        dense = [
-            replace(bound.record, n_bytes=bound.computed_bytes)
-            for layer in self.model.layer_tensors
-            for bound in layer
-        ]
-        experts = (r for x in self.experts if x is not None for e in x.tensors for r in e)
-        return (*dense, *experts)
+        return tuple(replace(x.record, n_bytes=x.computed_bytes) for x in self._all_tensors)
+
+    @property
+    def _all_tensors(self) -> list[BoundTensor | ExpertMatrix]:
+        """Tensors of the layers, those of experts included."""
+        model = self.model
+        experts = [x for own in model.expert_matrices if own for e in own for x in e]
+        return [*(bound for layer in model.layer_tensors for bound in layer), *experts]
 
     def decode_seconds(self) -> float:
         n_bytes = sum(layer.n_bytes for layer in self.layers)
-        decoding = self._decoding(partial(measure_decoding, n_threads=self._n_threads))
+        decoding = self._by_scheme(partial(measure_decoding, n_threads=self._n_threads))
         return sum(n_bytes * share * curve.seconds(1) for share, curve in decoding)
 
-    def _decoding(self, measure: Callable[[str], ComputeCurve]) -> Decoding:
-        """Return (share of the layers' bytes, time to decode it) for each packing scheme."""
+    def _by_scheme(self, measure: Callable[[str], ComputeCurve]) -> SchemeCurves:
+        """Return (share of all tensors' bytes, its curve) for each packing scheme."""
         n_bytes: Counter[str] = Counter()
-        for layer in self.model.layer_tensors:
-            for bound in layer:
-                n_bytes[bound.record.scheme] += bound.record.n_bytes
+        for tensor in self._all_tensors:
+            n_bytes[tensor.record.scheme] += tensor.record.n_bytes
         total = n_bytes.total()
         return [(n / total, measure(scheme)) for scheme, n in sorted(n_bytes.items()) if scheme]
 
@@ -197,9 +222,10 @@ class HfSource(ModelSource):
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
 
-    def _load(self, loading: Loading) -> Backend:
+    def _weights(self, loading: Loading) -> TorchWeights:
+        """Load the weights of a plan."""
         placement = loading.placement
-        weights = CpuWeights(
+        return CpuWeights(
             self.model,
             placement.layers,
             placement.n_slots,
@@ -207,9 +233,11 @@ class HfSource(ModelSource):
             progress=loading.progress,
             experts=placement.experts,
         )
+
+    def _load(self, loading: Loading) -> Backend:
         return TorchBackend(
             self.model,
-            weights,
+            self._weights(loading),
             max_context=loading.max_context,
             max_nodes=loading.max_nodes,
             num_kv_slots=loading.num_kv_slots,

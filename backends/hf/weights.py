@@ -6,7 +6,7 @@ them there while they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,7 +29,7 @@ tensors, valid until the next one. Must be exhausted or closed. Raises StorageEr
 
 
 class DecodesTensors(Protocol):
-    """Decoder of the packed tensors of a module."""
+    """Products with the packed tensors of a module, and their decoding."""
 
     def decode(
         self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
@@ -40,10 +40,14 @@ class DecodesTensors(Protocol):
         are not a packed tensor.
         """
 
-    def decode_pieces(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Decode a matrix [n_out, n_in] in pieces of some rows, each valid until the next.
+    def multiply(
+        self,
+        tensor: PackedTensor,
+        stored: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return x [..., n_in] times a matrix [n_out, n_in], plus `bias`, as a linear layer does.
 
         Raises CheckpointError as `decode` does.
         """

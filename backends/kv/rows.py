@@ -10,6 +10,7 @@ import torch
 
 from backends.attention.batch import BatchLayout
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.contract.backend import BackendError
 from backends.contract.store import NewTokens
 from backends.kv.sequence import BlockStore
 from backends.recurrent.passes import PassPart, RecurrentPass
@@ -62,6 +63,8 @@ def given_hidden_states(
     given = [tokens.hidden_states for tokens in new if tokens.hidden_states is not None]
     if not given:
         return None
+    if len(given) < len(new):
+        raise BackendError("inputs with and without hidden states cannot share a pass")
     rows = np.concatenate([*given, np.repeat(given[-1][-1:], n_more, axis=0)])
     return torch.from_numpy(rows).to(device, dtype)
 

@@ -104,7 +104,7 @@ class BlockStore:
         self.table.rollback(self.restorable(length) if length > 0 else length)
         self.trim()
         if self.recurrent is not None:
-            self.recurrent.rest()
+            self.recurrent.compact()
 
     def abort(self, n_intact: int | None = None) -> None:
         """Drop every live node, and rows that a failed pass left after the prefix.

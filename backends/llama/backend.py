@@ -70,13 +70,13 @@ class LlamaBackend(GgufBackend[CellStore]):
         rows = PassRows(new)
         self._check_outputs(rows.n_outputs)
         self._ensure_capacity(new[0].store, len(rows))
-        logits = []
+        outputs = []
         for part, batch in rows.batches(
             self.max_num_tokens, self._options.min_batch_tokens, self._cells.scratch
         ):
-            logits.append(self._run(batch))
+            outputs.append(self._run(batch))
             self._cells.grow(rows.sequences[part], rows.positions[part])
-        return list(map(PassOutput, rows.of_sequences(logits)))
+        return rows.of_sequences(outputs)
 
     def _ensure_capacity(self, kv: CellStore, n_new: int) -> None:
         """Prepare the cache for `n_new` cells of this sequence and others. Raises BackendError."""

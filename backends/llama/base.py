@@ -8,17 +8,23 @@ pass (stream.py).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol
 
-import numpy as np
 from typing_extensions import Self
 
-from backends.contract.backend import BackendError, ContextFull, KvUsage, TransferStats
+from backends.contract.backend import (
+    LAST_HIDDEN_STATE,
+    BackendError,
+    ContextFull,
+    KvUsage,
+    TransferStats,
+)
 from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.recovery import RecoveringBackend
-from backends.contract.store import Store
+from backends.contract.store import PassOutput, Store
+from backends.ggml.library import LlamaModel
 from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions, LlamaContext
@@ -73,6 +79,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
             that are fastest for this processor (its logits differ from the others' by rounding),
             or in the file's if the backend is exact.
         exactness: result of `find_exact_run` for these cache types.
+        has_head: whether a draft will use the model's MTP head, which then stays in memory.
 
     Raises:
         LlamaError: llama.cpp is missing or refuses the model.
@@ -100,6 +107,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         num_kv_slots: int | None = None,
         max_num_seqs: int = 1,
         follows_load: bool = False,
+        has_head: bool = False,
     ) -> None:
         super().__init__()
         options = ContextOptions(
@@ -118,6 +126,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         )
         check_options(model, options, placement, load_mode)
         self._closing: list[Callable[[], None]] = []
+        self._has_head = has_head
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
         )
@@ -139,12 +148,21 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         """Open the parts; each registers its `close` at once, to be called in reverse order."""
         is_streamed = load_mode == "stream" and placement is not None and placement.streams
         before = mapped_ranges(model) if is_streamed else ()
-        self._model = load_llama_model(model, load_mode, options, progress, is_streamed=is_streamed)
+        self._model = load_llama_model(
+            model,
+            load_mode,
+            options,
+            progress,
+            is_streamed=is_streamed,
+            has_head=self._has_head,
+        )
         self._stream: StreamedLayers | None = None
         self._closing.append(self._close_model)
         self.vocab_size = self._model.vocab_size
         if is_streamed and placement is not None:
-            self._stream = StreamedLayers(self._model, model, placement, before)
+            self._stream = StreamedLayers(
+                self._model, model, placement, before, has_head=self._has_head
+            )
         self._open_context(options)
         if self._stream and placement is not None:
             self._closing.append(self._stream.close)
@@ -195,6 +213,25 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
             other.close()
             raise
         return other
+
+    @property
+    def loaded(self) -> LlamaModel:
+        """The model in llama.cpp, for another context over its weights."""
+        return self._model
+
+    def read_embeddings(self, token_ids: Sequence[int]) -> None:
+        """Read the embeddings of these tokens, where they are not in memory, for a pass of another
+        context; not during one of this context."""
+        if self._stream is not None:
+            self._stream.read_embeddings(token_ids)
+
+    def collect_hidden_states(self, layers: Sequence[int]) -> None:
+        """See Backend.collect_hidden_states; llama.cpp returns LAST_HIDDEN_STATE alone."""
+        if tuple(layers) != (LAST_HIDDEN_STATE,):
+            raise BackendError("GGUF models return no hidden states but the last one")
+        self._context.collect_hidden_states()
+        if self._stream is not None:
+            self._stream.forget_graphs()
 
     # --- Backend and RecoveringBackend -----------------------------------------------------
 
@@ -257,13 +294,14 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> np.ndarray:
-        """Run one pass; return float32 logits [n_logits, vocab] in the order of the tokens."""
+    def _run(self, batch: Batch) -> PassOutput:
+        """Run one pass; return logits and hidden states in the order of the tokens."""
         decode = self._decode_streamed if self._stream else self._context.decode
         self._passes.run(lambda: decode(batch))
         if batch.n_fillers:
             self._counts.empty_scratch()
-        return self._context.logits(batch, self.vocab_size)
+        logits = self._context.logits(batch, self.vocab_size)
+        return PassOutput(logits, self._context.hidden_states(batch))
 
     def _decode_streamed(self, batch: Batch) -> int:
         assert self._stream is not None

@@ -22,6 +22,8 @@ class Batch:
         min_count: tokens (and rows of logits, if there are any) that the pass is padded to.
         scratch: a sequence for the padding tokens, to be removed from it after the pass.
         scratch_start: the position of the first padding token in it.
+        state_rows: indices of the tokens to return hidden states of.
+        hidden_states: float32 [n, width]: the target's, for a draft head; None for other models.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class Batch:
         min_count: int = 1,
         scratch: int = 0,
         scratch_start: int = 0,
+        state_rows: Sequence[int] | np.ndarray = (),
+        hidden_states: np.ndarray | None = None,
     ) -> None:
         self.n_fillers = max(0, min_count - len(token_ids))
         self.n_tokens = len(token_ids) + self.n_fillers
@@ -51,6 +55,11 @@ class Batch:
         self._pointers = self._pointers.astype(np.uint64)
         self._outputs = np.zeros(self.n_tokens, dtype=np.int8)
         self._outputs[outputs] = 1
+        self.state_rows = np.asarray(state_rows, dtype=np.int64)
+        self._hidden_states = hidden_states
+        if hidden_states is not None:
+            padding = ((0, self.n_fillers), (0, 0))
+            self._hidden_states = np.pad(hidden_states.astype(np.float32), padding)
 
     def first_filler(self, num_tokens: int) -> int:
         """Return the index of the first padding token; they come last.
@@ -59,6 +68,17 @@ class Batch:
         """
         outputs = self._outputs[self.n_tokens - self.n_fillers :]
         return num_tokens - (self.n_fillers if num_tokens == self.n_tokens else int(outputs.sum()))
+
+    def outputs_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the places of tokens among those with logits. Raises ValueError for others."""
+        outputs = np.flatnonzero(self._outputs)
+        if not np.isin(rows, outputs).all():
+            raise ValueError("hidden states of tokens without logits are asked for")
+        return np.searchsorted(outputs, rows)
+
+    @property
+    def has_hidden_states(self) -> bool:
+        return self._hidden_states is not None
 
     @property
     def token_ids(self) -> list[int]:
@@ -78,6 +98,8 @@ class Batch:
             ("logits", self._outputs),
         ):
             setattr(batch, field, ctypes.cast(array.ctypes.data, types[field]))
+        if self._hidden_states is not None:
+            batch.embd = ctypes.cast(self._hidden_states.ctypes.data, types["embd"])
         return batch
 
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from backends.contract.backend import BackendError
 from backends.contract.exactness import EXACT_OFF, Exactness
+from backends.contract.sequence import NO_HIDDEN_STATES
 from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
+from backends.ggml.nextn import HiddenStateFunctions, hidden_state_functions
 from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus
 
@@ -61,6 +63,8 @@ class ContextOptions:
     """Whether passes use fewer threads while other programs compute."""
     is_recurrent: bool = False
     """Whether layers have a recurrent state."""
+    is_head: bool = False
+    """Whether passes run the model's MTP head instead of the model."""
 
     def __post_init__(self) -> None:
         for name in (self.cache_type_k, self.cache_type_v):
@@ -134,6 +138,8 @@ class LlamaContext:
         listen(self._library)
         LOG.clear()
         self._handle: Any = None
+        self._hidden_states: HiddenStateFunctions | None = None
+        self._only_with_logits = False
         try:
             self._open(params)
         except BaseException:
@@ -169,6 +175,8 @@ class LlamaContext:
         params.kv_unified = True  # the sequences of a tree share the cells of their prefix
         params.swa_full = True  # so that a rollback finds all cells
         params.offload_kqv = params.op_offload = False
+        if options.is_head:
+            params.ctx_type = self._library.LLAMA_CONTEXT_TYPE_MTP
         return params
 
     @property
@@ -206,6 +214,39 @@ class LlamaContext:
             raise BackendError("llama.cpp has no logits of the last pass")
         rows: np.ndarray = np.ctypeslib.as_array(pointer, (batch.n_outputs, vocab_size))
         return rows[batch.requested]
+
+    def collect_hidden_states(self, *, only_with_logits: bool = False) -> None:
+        """Let passes return hidden states after the final norm; they may have other graphs then.
+
+        only_with_logits: of tokens with logits, instead of all.
+
+        Raises LlamaError where this llama.cpp cannot.
+        """
+        functions = hidden_state_functions()
+        functions.enable(self.handle, only_with_logits=only_with_logits)
+        self._hidden_states, self._only_with_logits = functions, only_with_logits
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        """Return a copy of the last pass's requested hidden states, float32 [n, width].
+
+        Raises BackendError where the model has none.
+        """
+        if not len(batch.state_rows):
+            return NO_HIDDEN_STATES
+        if self._hidden_states is None:
+            raise BackendError("hidden states were not asked for before the pass")
+        width = self._library.llama_model_n_embd(self._model.handle)
+        if self._only_with_logits:
+            num_rows, places = batch.n_outputs, batch.outputs_of(batch.state_rows)
+        else:
+            num_rows, places = batch.n_tokens, batch.state_rows
+        rows = self._hidden_states.rows(self.handle, num_rows, width)[places]
+        if not rows.any():  # llama.cpp's buffer, which this architecture's graph does not write
+            raise BackendError(
+                "llama.cpp returns no hidden states of this architecture, which draft heads need: "
+                "use a draft model"
+            )
+        return rows
 
     def request_stop(self, stop: bool = True) -> None:
         """Let a running pass end after its current node; any thread may call this."""

@@ -54,19 +54,22 @@ def load_llama_model(
     progress: Progress | None,
     *,
     is_streamed: bool,
+    has_head: bool = False,
 ) -> LlamaModel:
     """Load a model; weights read into memory are dropped from the page cache.
 
     Raises LlamaError, or UnsupportedModel if it has recurrent layers that the header does not show.
     """
     if is_streamed:
-        loaded = map_unread(model)
+        loaded = map_unread(model, has_head=has_head)
     elif load_mode == "mmap":
-        loaded = LlamaModel(model.path, "mmap", progress)
+        loaded = LlamaModel(model.path, "mmap", progress, has_head=has_head)
     else:
         is_repacked = not options.exactness.is_exact
         with dropping_behind(model.index.paths):
-            loaded = LlamaModel(model.path, "ram", progress, is_repacked=is_repacked)
+            loaded = LlamaModel(
+                model.path, "ram", progress, is_repacked=is_repacked, has_head=has_head
+            )
     if loaded.is_recurrent != model.is_recurrent:
         loaded.close()
         raise UnsupportedModel(

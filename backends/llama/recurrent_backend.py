@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from backends.contract.backend import BackendError
-from backends.contract.sequence import SavedTensors, SequenceInput
+from backends.contract.sequence import NO_HIDDEN_STATES, SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
@@ -16,6 +16,37 @@ from backends.llama.context import ContextOptions
 from backends.llama_states.states import States
 from backends.llama_states.store import MAX_REPLAYED, Lane, RecurrentStore
 from offload.formats.mapped import TensorShape
+
+
+class _OutputRows:
+    """Logits and hidden states of a sequence's new tokens, as its lanes compute them."""
+
+    def __init__(self, new: NewTokens[RecurrentStore], vocab_size: int) -> None:
+        self._new = new
+        self.logits_at = {index: row for row, index in enumerate(sorted(set(new.logits_at)))}
+        """Rows of logits by the index of the token."""
+        self.states_at = {index: row for row, index in enumerate(sorted(set(new.hidden_states_at)))}
+        self._logits = np.zeros((len(self.logits_at), vocab_size), dtype=np.float32)
+        self._states = NO_HIDDEN_STATES
+
+    def take(self, indices: Sequence[int], output: PassOutput) -> None:
+        """Take the results of a pass in which these tokens were, in its order."""
+        self._logits[[self.logits_at[i] for i in indices if i in self.logits_at]] = output.logits
+        rows = [self.states_at[i] for i in indices if i in self.states_at]
+        if rows:
+            if not len(self._states):
+                shape = (len(self.states_at), output.hidden_states.shape[1])
+                self._states = np.zeros(shape, dtype=np.float32)
+            self._states[rows] = output.hidden_states
+
+    @property
+    def output(self) -> PassOutput:
+        logits = self._logits[[self.logits_at[i] for i in self._new.logits_at]]
+        if not self.states_at:
+            return PassOutput(logits)
+        return PassOutput(
+            logits, self._states[[self.states_at[i] for i in self._new.hidden_states_at]]
+        )
 
 
 class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
@@ -59,50 +90,47 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         self._check_outputs(sum(len(set(tokens.logits_at)) for tokens in new))
         n_new = sum(len(t.token_ids) for t in new if not t.are_nodes)  # nodes are counted already
         self._check_capacity(new[0].store, n_new)
-        return [PassOutput(self._compute_sequence(tokens)) for tokens in new]
+        return list(map(self._compute_sequence, new))
 
-    def _compute_sequence(self, new: NewTokens[RecurrentStore]) -> np.ndarray:
-        """Return float32 logits [n_logits, vocab]."""
-        store, requested = new.store, sorted(set(new.logits_at))
+    def _compute_sequence(self, new: NewTokens[RecurrentStore]) -> PassOutput:
+        store, requested = new.store, sorted({*new.logits_at, *new.hidden_states_at})
+        rows = _OutputRows(new, self.vocab_size)
         if new.are_nodes:
             if len(store.replayed) >= MAX_REPLAYED:
-                self._run_lane(store, Lane([], {}))
+                self._run_lane(store, Lane([], {}), rows)
                 store.promote_live()
             lanes = store.node_lanes(len(new.token_ids), requested)
         else:
             lanes = [Lane(list(map(int, new.token_ids)), {i: i for i in requested})]
-        row_of = {index: row for row, index in enumerate(requested)}
-        logits = np.zeros((len(requested), self.vocab_size), dtype=np.float32)
         for lane in lanes:
-            rows = self._run_lane(store, lane)
-            logits[[row_of[index] for index in lane.places.values()]] = rows
-        return logits[[row_of[index] for index in new.logits_at]]
+            self._run_lane(store, lane, rows)
+        return rows.output
 
-    def _run_lane(self, store: RecurrentStore, lane: Lane) -> np.ndarray:
-        """Return the logits of the lane's `places`, in their order."""
-        min_count, logits = self._options.min_batch_tokens, [self._no_logits()]
+    def _run_lane(self, store: RecurrentStore, lane: Lane, output: _OutputRows) -> None:
+        """Compute a lane; put the logits and hidden states of its `places` into `output`."""
+        min_count = self._options.min_batch_tokens
         state, tokens = store.go_on(lane)
         if not self._states.ensure(max(len(tokens), min_count)):
             state, tokens = store.go_on(lane)  # from the first token on
         first = len(tokens) - len(lane.token_ids)
-        places = np.array([first + i for i in lane.places], dtype=np.int64)
+        places = {first + i: index for i, index in lane.places.items()}
         for start, stop in pairwise(self._borders(len(tokens))):
             part = tokens[start:stop]
-            rows = places[(places >= start) & (places < start + len(part))] - start
+            inside = {i - start: index for i, index in places.items() if start <= i < stop}
             end = len(state) + len(part)
             batch = Batch(
                 part,
                 range(len(state), end),
                 [[state.sequence]] * len(part),
-                rows,
+                [i for i, index in inside.items() if index in output.logits_at],
                 min_count,
                 state.sequence,
                 end,
+                state_rows=[i for i, index in inside.items() if index in output.states_at],
             )
-            logits.append(self._run(batch))
+            output.take(list(inside.values()), self._run(batch))
             store.went(part, batch.n_fillers)
         self._states.check_length(state)
-        return np.concatenate(logits)
 
     def _borders(self, n_tokens: int) -> list[int]:
         """Return where a lane is cut into passes. The last part is not shorter than a pass without
@@ -112,6 +140,3 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         if len(borders) > 2 and n_tokens - borders[-2] < shortest:
             borders[-2] = n_tokens - shortest
         return borders
-
-    def _no_logits(self) -> np.ndarray:
-        return np.zeros((0, self.vocab_size), dtype=np.float32)

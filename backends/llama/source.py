@@ -19,6 +19,7 @@ from backends.ggml.library import LlamaModel, llama_version
 from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
+from backends.gguf.heads import can_run_head
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
@@ -112,7 +113,7 @@ class GgufSource(ModelSource):
             exactness=run.exactness,
         )
         try:
-            LlamaContext(self._weightless, options).close()
+            LlamaContext(self.weightless, options).close()
         except WithoutFlashAttention as error:
             return replace(run, exactness=Exactness(False, str(error)))
         return run
@@ -154,7 +155,8 @@ class GgufSource(ModelSource):
     @property
     def _not_paged(self) -> tuple[TensorRecord, ...]:
         beside = outside(self.experts)
-        return (*self.model.non_layer_records, *beside.resident, *beside.untouched)
+        own = (*self.model.non_layer_records, *self.model.mtp_records)
+        return (*own, *beside.resident, *beside.untouched)
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         types = self._run.type_k, self._run.type_v
@@ -169,7 +171,7 @@ class GgufSource(ModelSource):
 
     @cached_property
     def _bytes_of_a_state(self) -> int:
-        return bytes_of_a_state(self._weightless)
+        return bytes_of_a_state(self.weightless)
 
     def with_cache_type(self, cache_type: str) -> GgufSource:
         other = copy.copy(self)
@@ -179,10 +181,10 @@ class GgufSource(ModelSource):
         return other
 
     @cached_property
-    def _weightless(self) -> LlamaModel:
+    def weightless(self) -> LlamaModel:
         """The model without weights, to ask for the memory of contexts until the model is loaded;
         cached because reading the vocabulary takes up to a second."""
-        loaded = LlamaModel(self.path, "none")
+        loaded = LlamaModel(self.path, "none", has_head=can_run_head(self.model))
         weakref.finalize(self, loaded.close)
         return loaded
 
@@ -198,7 +200,7 @@ class GgufSource(ModelSource):
             is_recurrent=self.model.is_recurrent,
         )
         if options not in self._scratch_bytes:
-            memory = context_memory(self.model, self._weightless, options)
+            memory = context_memory(self.model, self.weightless, options)
             self._scratch_bytes[options] = memory.scratch_bytes
         return self._scratch_bytes[options]
 
@@ -211,7 +213,7 @@ class GgufSource(ModelSource):
             return measure_small(self, self._libraries)
         reading = self.weight_file if beside_reads else None
         per_byte = self._measure_layers(reading)
-        head = self._measure_formats(resident_non_layer_records(self.model), None)
+        head = self._measure_padded(resident_non_layer_records(self.model), None)
         moving = move_seconds_per_byte() if beside_reads else 0.0
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 
@@ -227,7 +229,7 @@ class GgufSource(ModelSource):
             except (SpecdecError, OSError, ValueError, KeyError) as error:  # of gguf and memfd
                 logger.warning("passes are predicted from single products: %s", error)
         records = [record for layer in self.model.layers for record in layer.tensors]
-        return self._measure_formats(records, reading)
+        return self._measure_padded(records, reading)
 
     def _measure_sample(self, layers: tuple[int, ...], reading: Path | None) -> ComputeCurve:
         run = self._run
@@ -246,29 +248,18 @@ class GgufSource(ModelSource):
     def _libraries(self) -> str:
         return f"llama.cpp {llama_version()} {self._n_threads} threads {kernels_in_use()}"
 
-    def _measure_formats(
+    def _measure_padded(
         self, records: Sequence[TensorRecord], reading: Path | None
     ) -> ComputeCurve:
-        """Return the mean seconds per byte of these weights over their number formats."""
-        n_bytes = {
-            name: sum(record.n_bytes for record in records if record.dtype == name)
-            for name in matrix_formats(records)
-        }
-        total = sum(n_bytes.values())
-        curve = ComputeCurve.mixed(
-            [
-                (n / total, measure_ggml_compute(_TYPE_IDS[name], self._n_threads, reading))
-                for name, n in n_bytes.items()
-            ]
-        )
+        curve = measure_formats(records, self._n_threads, reading)
         return curve.padded_to(self.exactness.min_batch_tokens)
 
     def check_unchanged(self) -> None:
         self.model.index.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
-        if "_weightless" in self.__dict__:
-            self.__dict__.pop("_weightless").close()
+        if "weightless" in self.__dict__:
+            self.__dict__.pop("weightless").close()
         backend = (RecurrentLlamaBackend if self.model.is_recurrent else LlamaBackend)(
             self.model,
             max_context=loading.max_context,
@@ -285,7 +276,25 @@ class GgufSource(ModelSource):
             n_readers=loading.n_readers,
             progress=loading.progress,
             exactness=self.exactness,
+            has_head=loading.has_head,
         )
         if loading.load_mode == "stream":
             reset_peak_rss()  # llama.cpp may have read the whole file: see unread.py
         return backend
+
+
+def measure_formats(
+    records: Sequence[TensorRecord], n_threads: int, reading: Path | None
+) -> ComputeCurve:
+    """Return the mean seconds per byte of these weights over their number formats."""
+    n_bytes = {
+        name: sum(record.n_bytes for record in records if record.dtype == name)
+        for name in matrix_formats(records)
+    }
+    total = sum(n_bytes.values())
+    return ComputeCurve.mixed(
+        [
+            (n / total, measure_ggml_compute(_TYPE_IDS[name], n_threads, reading))
+            for name, n in n_bytes.items()
+        ]
+    )

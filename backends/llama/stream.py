@@ -24,6 +24,7 @@ import numpy as np
 
 from backends.contract.backend import TransferStats
 from backends.ggml.library import LlamaError, LlamaModel
+from backends.gguf.heads import head_records, resident_head_records
 from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
 from backends.llama.cells import check_lengths
@@ -74,9 +75,12 @@ class StreamedLayers:
         model: GgufModel,
         placement: Placement,
         mapped_before: Collection[tuple[Path, MappedRange]],
+        *,
+        has_head: bool = False,
     ) -> None:
         self._library = loaded.library
         self._model, self._layers, self._expert_plan = model, placement.layers, placement.experts
+        self._head = tuple(head_records(model)) if has_head else ()
         self._streamed = [i for i, layer in enumerate(self._layers) if layer.streamed]
         added = mapped_ranges(model) - set(mapped_before)
         self._mappings = {
@@ -132,19 +136,25 @@ class StreamedLayers:
         non_layer = resident_non_layer_records(self._model)
         resident = {record.name for record in non_layer}
         untouched = [r for r in self._model.non_layer_records if r.name not in resident]
+        of_head = resident_head_records(self._head)
         beside = outside(self._expert_plan.layers if self._expert_plan else ())
         self._pager = Pager(
             self._layers,
-            [*non_layer, *beside.resident],
+            [*non_layer, *of_head, *beside.resident],
             self._mappings,
             n_slots,
-            untouched=[*untouched, *self._model.unused_records, *beside.untouched],
+            untouched=[
+                *untouched,
+                *(r for r in self._model.mtp_records if r not in of_head),
+                *beside.untouched,
+            ],
             n_readers=n_readers or DEFAULT_N_READERS,
             progress=progress,
         )
         if self._expert_plan is not None:
             self._experts = PagedExperts(self._expert_plan, self._mappings, n_readers=n_readers)
-        for record in untouched:
+        embeddings = [*untouched, *(r for r in self._head if r not in of_head)]
+        for record in embeddings:
             address = _address(self._mappings, record)
             self._embedding.append(RowsInPlace(record, address, self._pager.resident_ranges))
 
@@ -174,8 +184,7 @@ class StreamedLayers:
         self._ends, self._routers = schedule.ends, schedule.routers
         self._n_asked, self._error, self._batch = 0, None, batch
         self._advance(0, self._streamed[0] if self._streamed else None)
-        for embedding in self._embedding:
-            embedding.read(batch.token_ids)
+        self.read_embeddings(batch.token_ids)
         with QUICK_HANDOVER:
             code = self._context.decode(batch)
         if self._error is not None:
@@ -187,6 +196,16 @@ class StreamedLayers:
                 f"llama.cpp ran a graph of {self._n_asked} nodes instead of {schedule.n_nodes}"
             )
         return code
+
+    def read_embeddings(self, token_ids: Sequence[int]) -> None:
+        """Read the rows of these tokens, in place of those of the last pass, of embeddings that are
+        not in memory: for a pass of this model, or of its draft head."""
+        for embedding in self._embedding:
+            embedding.read(token_ids)
+
+    def forget_graphs(self) -> None:
+        """Record graphs anew, after a change of the context."""
+        self._schedules.clear()
 
     def restart(self) -> None:
         """Restart the ring at layer 0 after a failed pass."""

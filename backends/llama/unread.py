@@ -31,26 +31,31 @@ _OPENED = "loaded meta data"
 _COPY_BYTES = 1 << 20
 
 
-def map_unread(model: GgufModel) -> LlamaModel:
+def map_unread(model: GgufModel, *, has_head: bool = False) -> LlamaModel:
     """Load a model with its files mapped, but not read. If that fails, log it and read them.
-    Raises LlamaError."""
+    Raises LlamaError.
+
+    has_head: whether to load its MTP head, too.
+    """
     try:
         with _stand_ins(model.index.files) as stand_ins:
-            return _load(model, stand_ins)
+            return _load(model, stand_ins, has_head)
     except (LlamaError, AddressSpaceError, OSError) as error:
-        loaded = LlamaModel(model.path, "mmap")  # raises LlamaError if the model itself is refused
+        # Raises LlamaError if the model itself is refused.
+        loaded = LlamaModel(model.path, "mmap", has_head=has_head)
         logger.warning("llama.cpp reads all of %s once as it maps it: %s", model.path, error)
         return loaded
 
 
-def _load(model: GgufModel, stand_ins: Sequence[_StandIn]) -> LlamaModel:
+def _load(model: GgufModel, stand_ins: Sequence[_StandIn], has_head: bool) -> LlamaModel:
     def cut(line: str) -> None:
         if _OPENED in line:
             for stand_in in stand_ins:
                 stand_in.cut()
 
     with LOG.heard_by(cut):
-        loaded = LlamaModel(model.path, "mmap", stand_ins=[stand_in.path for stand_in in stand_ins])
+        paths = [stand_in.path for stand_in in stand_ins]
+        loaded = LlamaModel(model.path, "mmap", stand_ins=paths, has_head=has_head)
     try:
         for stand_in in stand_ins:
             stand_in.replace()

@@ -139,8 +139,8 @@ class RecurrentStore:
                 self._states.give_back(before)
 
     def restorable(self, length: int) -> int:
-        if length >= self.n_base:
-            return length
+        if self._base is not None and length >= self.n_base:
+            return length  # a sequence that lost its states has nothing for others to reuse
         n_checkpoint = 0 if self._checkpoint is None else len(self._checkpoint)
         return n_checkpoint if length >= n_checkpoint else 0
 
@@ -154,7 +154,8 @@ class RecurrentStore:
     def abort(self, n_intact: int | None = None) -> None:
         if n_intact is not None:
             self.table.cut(n_intact)
-        self._return_to(self.restorable(self.table.n_committed))
+        length = self.table.n_committed
+        self._return_to(length if length >= self.n_base else self.restorable(length))
 
     def _return_to(self, length: int) -> None:
         """Drop all live nodes, and committed tokens from a `restorable` length on."""

@@ -22,7 +22,8 @@ from backends.packed.groups import (
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, form, shown, typed
+from backends.tiles.stored import Table, make_table, scale_kind
 from offload.formats.tensors import TensorRecord
 
 
@@ -32,6 +33,7 @@ class Awq:
     name = "INT4_AWQ"
     method = "awq"
     remedy = "download it again"
+    separator, whole, n_dims = ".", ".weight", 2
     suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ()
 
@@ -71,6 +73,23 @@ class Awq:
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=True)
+
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        from backends.tiles import awq
+
+        scales = tensor.parts[1]
+        values = {
+            awq.WORDS: stored[0].data_ptr(),
+            awq.SCALES: stored[1].data_ptr(),
+            awq.SCALE_KIND: scale_kind(scales.dtype),
+            awq.GROUP: tensor.record.shape[1] // scales.shape[0],
+            awq.ZEROS: stored[2].data_ptr(),
+            awq.N_OUT: tensor.record.shape[0],
+        }
+        dtype = scales.dtype
+        return make_table(
+            awq.decode_awq, *form(tensor), written, values, rounded=dtype, by_columns=True
+        )
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, packed_zeros = typed(tensor, stored)

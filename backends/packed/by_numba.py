@@ -6,13 +6,11 @@ per process if neither is writable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numba
 import numpy as np
 
 from backends.packed.by_numpy import BLOCK
+from backends.tiles.compiling import compiled
 
 _HALF = BLOCK // 2
 _U8, _U16 = np.uint8, np.uint16
@@ -20,24 +18,7 @@ _BYTES = numba.types.Array(numba.uint8, 1, "C", readonly=True)
 _WEIGHTS = numba.types.Array(numba.uint16, 1, "C", readonly=True)
 
 
-def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        kernel: Callable[..., Any]
-        try:
-            kernel = numba.njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # no writable cache folder, or no space there
-            kernel = numba.njit(signature, nogil=True)(function)
-        return kernel
-
-    return compiled
-
-
-def compiled_lazily(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for the types of its first call."""
-    return _compiled(None)(function)
-
-
-@_compiled(numba.void(_BYTES, _BYTES, numba.uint16, numba.uint16[::1]))
+@compiled(numba.void(_BYTES, _BYTES, numba.uint16, numba.uint16[::1]))
 def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
     for start in range(0, len(out), BLOCK):
         pairs = codes[start // 2 : start // 2 + _HALF]
@@ -58,7 +39,7 @@ def _decode(signs, codes, base, out):  # type: ignore[no-untyped-def]
             weights[i] = sign | _U16(exponent << _U16(7)) | _U16(own[i] & _U8(0x7F))
 
 
-@_compiled(numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]))
+@compiled(numba.int64[::1](_WEIGHTS, numba.uint16, numba.uint8[::1], numba.uint8[::1]))
 def _encode(weights, base, signs, codes):  # type: ignore[no-untyped-def]
     # Loops over slices with one result each, which the compiler can vectorise.
     positions, num_found = np.empty(len(weights), np.int64), 0

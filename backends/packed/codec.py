@@ -7,7 +7,7 @@ the size of the stored one, and the name of the scheme.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +15,13 @@ import torch
 
 from backends.packed.awq import Awq
 from backends.packed.compressed_int4 import CompressedInt4
-from backends.packed.fp8_blocks import Fp8Blocks
+from backends.packed.float4 import Float4, StackedMxfp4
+from backends.packed.fp8_blocks import CompressedFp8, Fp8Blocks
 from backends.packed.gptq import Gptq
+from backends.packed.kernels import tile_products
 from backends.packed.tensor import DecodeRows, PackedTensor
 from backends.packed.twelve_bits import TwelveBits
+from backends.tiles.stored import Table
 from offload.formats.safetensors import DTYPE_BITS
 from offload.formats.tensors import CheckpointError, TensorRecord
 
@@ -35,11 +38,17 @@ class Codec(Protocol):
         """Raise ValueError with a reason if the headers describe no valid tensor."""
 
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
-        """Return a function that decodes rows of a tensor to its number format.
+        """Return a function that decodes rows of a tensor on a device, by torch.
 
         stored: uint8 [n_bytes] of each of its parts.
 
         Raises ValueError with a reason for bytes that are no tensor of this scheme.
+        """
+
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        """Return what the compiled decoder takes, which writes weights as `written` says.
+
+        stored, errors: see `open`.
         """
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
@@ -59,6 +68,13 @@ class Quantisation(Codec, Protocol):
     optional: tuple[str, ...]
     """Suffixes of parts that a matrix may have in addition."""
 
+    separator: str
+    """Text between the module's name and a suffix."""
+    whole: str
+    """Text after the module's name in the name of the decoded parameter."""
+    n_dims: int
+    """Dimensions of the main part."""
+
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError that names an unsupported setting."""
 
@@ -72,11 +88,22 @@ class Quantisation(Codec, Protocol):
         """Return [n_out, n_in] of a matrix that has these parts."""
 
 
+_STACKED = StackedMxfp4()
 QUANTISATIONS: dict[str, Quantisation] = {
-    method.method: method for method in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq())
+    method.method: method for method in (Fp8Blocks(), CompressedInt4(), Gptq(), Awq(), _STACKED)
+}
+_COMPRESSED: dict[str, Quantisation] = {
+    method.file_format: method
+    for method in (
+        CompressedFp8(),
+        Float4("NVFP4", "nvfp4-pack-quantized", "F8_E4M3"),
+        Float4("MXFP4", "mxfp4-pack-quantized", "U8"),
+    )
 }
 _REORDERED = Gptq(is_reordered=True)
-_ALL: tuple[Codec, ...] = (TwelveBits(), *QUANTISATIONS.values(), _REORDERED)
+_ALL: tuple[Codec, ...] = (
+    TwelveBits(), *QUANTISATIONS.values(), *_COMPRESSED.values(), _REORDERED
+)  # fmt: skip
 CODECS = {codec.name: codec for codec in _ALL}
 
 
@@ -100,8 +127,24 @@ def example_bytes(tensor: PackedTensor, device: torch.device | str = "cpu") -> l
     return parts
 
 
+def load_decoders(schemes: Collection[str]) -> None:
+    """Compile the products and decoders of these schemes, or load them from numba's cache.
+
+    Raises UnsupportedModel if numba is missing.
+    """
+    if not schemes:
+        return
+    products = tile_products()
+    for scheme in schemes:
+        tensor = example(scheme, (128, 128))
+        CODECS[scheme].table(tensor, example_bytes(tensor), products.MULTIPLIED[torch.bfloat16])
+
+
 def as_described(quantisation: Quantisation, settings: Mapping[str, Any]) -> Quantisation:
-    """Return the scheme, with a different name if the settings make decoding slower."""
+    """Return the scheme of the settings' format, with a different name if they make decoding
+    slower."""
+    if quantisation.method == CompressedInt4.method:
+        return _COMPRESSED.get(str(settings.get("format")), quantisation)
     is_reordered = quantisation.method == Gptq.method and settings.get("desc_act") is True
     return _REORDERED if is_reordered else quantisation
 

@@ -7,7 +7,7 @@ point of its own. W = (q - zero) * scale, in the number format of the scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from backends.packed.groups import (
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, form, shown, typed
+from backends.tiles.stored import Table, make_table, scale_kind
 from offload.formats.tensors import TensorRecord
 
 _MIDDLE = 8
-_FORMAT = "pack-quantized"
+FORMATS = ("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+"""Formats of compressed-tensors that are known."""
 
 
 class CompressedInt4:
@@ -34,22 +36,20 @@ class CompressedInt4:
 
     name = "INT4_PACK_QUANTIZED"
     method = "compressed-tensors"
+    file_format = "pack-quantized"
     remedy = "download it again"
+    separator, whole, n_dims = ".", ".weight", 2
     suffixes: tuple[str, ...] = ("weight_packed", "weight_scale")
     optional: tuple[str, ...] = ("weight_zero_point",)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        if settings.get("format") != _FORMAT:
-            raise ValueError(f"format {shown(settings.get('format'))}, not {_FORMAT!r}")
-        if settings.get("transform_config"):
-            raise ValueError("rotations of activations ('transform_config')")
-        if settings.get("kv_cache_scheme"):
-            raise ValueError("a KV cache that is quantised, too ('kv_cache_scheme')")
-        groups = settings.get("config_groups")
-        if not isinstance(groups, dict) or not all(isinstance(x, dict) for x in groups.values()):
-            raise ValueError("config_groups that are no table of tables")
-        for group in groups.values():
-            _check_group(group)
+        values = {
+            "num_bits": (4,),
+            "type": ("int",),
+            "strategy": ("group", "channel"),
+            "actorder": (None, False, "weight", "static"),
+        }
+        check_compressed(settings, values, has_plain_inputs=True)
 
     def is_main(self, record: TensorRecord) -> bool:
         return True
@@ -84,6 +84,20 @@ class CompressedInt4:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=len(tensor.parts) > len(self.suffixes))
 
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        from backends.tiles import four_bits
+
+        scales = tensor.parts[1]
+        values = {
+            four_bits.CODES: stored[0].data_ptr(),
+            four_bits.SCALES: stored[1].data_ptr(),
+            four_bits.SCALE_KIND: scale_kind(scales.dtype),
+            four_bits.GROUP: tensor.record.shape[1] // scales.shape[1],
+            four_bits.ZEROS: stored[2].data_ptr() if len(stored) > len(self.suffixes) else 0,
+        }
+        decoder = four_bits.decode_four_bits
+        return make_table(decoder, *form(tensor), written, values, rounded=scales.dtype)
+
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
         words, scales, *packed_zeros = typed(tensor, stored)
         n_out, n_in = tensor.record.shape
@@ -98,19 +112,38 @@ class CompressedInt4:
         return by_pieces(n_in, decode, scales.dtype)
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def check_compressed(
+    settings: Mapping[str, Any], values: Mapping[str, Collection[Any]], *, has_plain_inputs: bool
+) -> None:
+    """Raise ValueError that names a setting of compressed-tensors which is not supported.
+
+    values: supported values of the weights' settings.
+    has_plain_inputs: inputs may not be quantised. Floats are published with a scheme for inputs,
+        which are then computed as they are.
+    """
+    if settings.get("format") not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format {shown(settings.get('format'))}, none of {known}")
+    if settings.get("transform_config"):
+        raise ValueError("rotations of activations ('transform_config')")
+    if settings.get("kv_cache_scheme"):
+        raise ValueError("a KV cache that is quantised, too ('kv_cache_scheme')")
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(x, dict) for x in groups.values()):
+        raise ValueError("config_groups that are no table of tables")
+    for group in groups.values():
+        _check_group(group, values, has_plain_inputs)
+
+
+def _check_group(
+    group: Mapping[str, Any], supported: Mapping[str, Collection[Any]], has_plain_inputs: bool
+) -> None:
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ValueError("a group without weights")
     for key in ("input_activations", "output_activations"):
-        if group.get(key):
+        if group.get(key) and (has_plain_inputs or key == "output_activations"):
             raise ValueError(f"activations that are quantised, too ({key!r})")
-    supported = {
-        "num_bits": (4,),
-        "type": ("int",),
-        "strategy": ("group", "channel"),
-        "actorder": (None, False, "weight", "static"),
-    }
     for key, values in supported.items():
         value = weights.get(key)
         if value not in values:

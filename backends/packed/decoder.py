@@ -1,13 +1,13 @@
-"""Decoding of a module's packed tensors right before it computes, into a buffer that is reused.
+"""Products with packed tensors, and decoding of whole ones, on all threads.
 
-The ring and resident layers have packed bytes; the buffer has the decoded tensors of one module. A
-linear layer needs only a piece of its matrix at a time, since each output is a product with one
-row. A piece stays in the processor's cache between its decoding and its product.
+The ring and resident layers have packed bytes. A linear layer's matrix is decoded tile by tile and
+multiplied while a tile is in the processor's cache (backends/tiles/products.py): it is never whole
+in memory. The tensors of other modules are decoded into a buffer right before their module runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,70 +15,104 @@ from itertools import accumulate
 import torch
 
 from backends.packed.codec import CODECS, broken
-from backends.packed.tensor import ROW_STEP, TORCH_TYPES, PackedTensor
+from backends.packed.kernels import tile_products
+from backends.packed.tensor import TORCH_TYPES, PackedTensor
 from offload.storage.aligned import AlignedBuffer, buffer_bytes
-from offload.units import MIB
+from offload.units import KIB
 
-PIECE_BYTES = 8 * MIB
-"""Decoded size of a piece. 50 MB with 2 rows take 5.9 ms whole and 4.2 in pieces of 6 to 12 MiB
-(bf16: 2.4), with 16 rows 7.2 and 5.3; a piece costs 0.2 ms (EPYC Zen 4, 2 cores, 32 MiB cache)."""
 _ALIGNMENT = 64
-_BLOCK_STEP = 8  # ROW_STEP rows of a multiple of 8 weights are whole blocks (docs/packed.md)
+WORKSPACE_BYTES = 576 * KIB + 128 * 4 * KIB + 112 * KIB
+"""Memory of a thread: a tile, the partial sums of MAX_TOKENS tokens, and the decoder's own."""
+_PART_ROWS = 64
+_PARTS_PER_THREAD = 4
+"""Parts of a matrix per thread: another program may take a processor away from one thread."""
+_SMALL_MATRIX = 1 << 18
+"""Weights below which a second thread costs as much as it saves."""
 
 
 @dataclass(frozen=True)
 class PackedModule:
     """The packed tensors of a module.
 
-    in_pieces: it has one, a matrix that can be decoded and multiplied some rows at a time.
+    is_multiplied: it has one, a matrix that rows are multiplied with, and nothing else is done.
     """
 
     tensors: tuple[PackedTensor, ...]
-    in_pieces: bool = False
+    is_multiplied: bool = False
 
     @property
     def capacity(self) -> int:
-        """Bytes that the module needs in the buffer."""
-        if self.in_pieces:
-            return max(aligned_bytes(self.tensors[0], *rows) for rows in pieces(self.tensors[0]))
-        return capacity_of(self.tensors)
+        """Bytes that the module needs in the buffer of whole tensors."""
+        return 0 if self.is_multiplied else capacity_of(self.tensors)
 
 
-def pieces(tensor: PackedTensor) -> list[tuple[int, int]]:
-    """Return (start, end) of the rows that are decoded at a time."""
-    num_rows, n_in = tensor.record.shape
-    row_bytes = max(1, tensor.decoded_bytes // max(1, num_rows))
-    step = max(1, num_rows)
-    if n_in % _BLOCK_STEP == 0:
-        step = max(1, PIECE_BYTES // row_bytes // ROW_STEP) * ROW_STEP
-    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-
-def decode_buffer_bytes(modules: Iterable[PackedModule]) -> int:
-    """Return the memory for decoding these modules one after the other: the buffer and temporary
-    memory; 0 without packed tensors."""
+def decode_buffer_bytes(modules: Iterable[PackedModule], n_threads: int) -> int:
+    """Return the memory for computing these modules one after the other: the buffer, the threads'
+    workspaces and temporary memory; 0 without packed tensors."""
     listed = list(modules)
-    n_bytes = max((module.capacity for module in listed), default=0)
+    if not listed:
+        return 0
+    n_bytes = max(module.capacity for module in listed)
     scratch = (CODECS[x.record.scheme].scratch_bytes(x) for m in listed for x in m.tensors)
-    return buffer_bytes(n_bytes) + max(scratch) if n_bytes else 0
+    buffers = buffer_bytes(n_bytes) if n_bytes else 0
+    return buffers + n_threads * buffer_bytes(WORKSPACE_BYTES) + max(scratch)
 
 
 class Decoder:
-    """The decode buffer and the threads that fill it; must be closed.
-
-    Args:
-        n_threads: number of decoding threads.
-    """
+    """The threads that decode and multiply, and their memory; must be closed."""
 
     def __init__(self, modules: Iterable[PackedModule], n_threads: int) -> None:
-        n_bytes = max((module.capacity for module in modules), default=0)
+        listed = list(modules)
+        n_bytes = max((module.capacity for module in listed), default=0)
         self._buffer = AlignedBuffer(n_bytes) if n_bytes else None
+        self._workspaces = [AlignedBuffer(WORKSPACE_BYTES) for _ in range(n_threads) if listed]
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="specdec-decode")
 
     @property
     def n_bytes(self) -> int:
-        """Size of the buffer."""
-        return 0 if self._buffer is None else len(self._buffer.view)
+        """Size of the buffer and the workspaces."""
+        buffers = self._workspaces + ([] if self._buffer is None else [self._buffer])
+        return sum(len(buffer.view) for buffer in buffers)
+
+    def multiply(
+        self,
+        tensor: PackedTensor,
+        stored: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return x [..., n_in] times a matrix [n_out, n_in], plus `bias`, as a linear layer does.
+
+        The decoded weights have the dtype of x. Sums are in float32, in an order of their own
+        (backends/tiles/products.py): so the bits of a row do not depend on other rows.
+
+        stored: the parts of the tensor as uint8 [n_bytes].
+
+        Raises CheckpointError for bytes that are no packed tensor.
+        """
+        products = tile_products()
+        n_out, n_in = tensor.record.shape
+        rows = x.reshape(-1, n_in)
+        written = products.MULTIPLIED[x.dtype]
+        try:
+            table = CODECS[tensor.record.scheme].table(tensor, stored, written)
+        except ValueError as error:
+            raise broken(tensor.record, error) from error
+        sums = torch.empty(-(-len(rows) // 4) * 4, n_out, dtype=torch.float32)
+        for start in range(0, len(rows), products.MAX_TOKENS):
+            some = products.padded(rows[start : start + products.MAX_TOKENS])
+            out = sums[start:].data_ptr()
+
+            def work(part: tuple[int, int], workspace: int) -> None:
+                products.multiply(table, written, n_in, part, some, out, n_out, workspace)  # noqa: B023
+
+            self._in_parts(n_out, n_in, work)
+        if table.has_error:
+            raise broken(tensor.record, ValueError("an exception has a code, too"))
+        sums = sums[: len(rows)]
+        if bias is not None:
+            sums += bias
+        return sums.to(x.dtype).view(*x.shape[:-1], n_out)
 
     def decode(
         self, tensors: Sequence[PackedTensor], stored: Sequence[Sequence[torch.Tensor]]
@@ -90,58 +124,71 @@ class Decoder:
         Raises CheckpointError for bytes that are no packed tensor.
         """
         starts = accumulate((aligned_bytes(x) for x in tensors), initial=0)
-        decoded = []
-        for tensor, parts, start in zip(tensors, stored, starts, strict=False):
-            num_rows = tensor.record.shape[0]
-            (matrix,) = self._decode(tensor, parts, [(0, num_rows)], start)
-            decoded.append(matrix.view(tensor.record.shape))
-        return decoded
-
-    def decode_pieces(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Decode a matrix [n_out, n_in] in pieces of some rows, each valid until the next.
-
-        Raises CheckpointError as `decode` does.
-        """
-        return self._decode(tensor, stored, pieces(tensor))
+        return [
+            self._decode(tensor, parts, start)
+            for tensor, parts, start in zip(tensors, stored, starts, strict=False)
+        ]
 
     def close(self) -> None:
-        """Free the buffer and end the threads. Idempotent."""
+        """Free the memory and end the threads. Idempotent."""
         self._threads.shutdown()
+        for buffer in self._workspaces:
+            buffer.close()
+        self._workspaces = []
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
 
     def _decode(
-        self,
-        tensor: PackedTensor,
-        stored: Sequence[torch.Tensor],
-        rows: Sequence[tuple[int, int]],
-        offset: int = 0,
-    ) -> Iterator[torch.Tensor]:
-        """Decode each (start, end) of `rows` to [rows, weights of a row] at `offset`."""
+        self, tensor: PackedTensor, stored: Sequence[torch.Tensor], offset: int
+    ) -> torch.Tensor:
         assert self._buffer is not None, "a decoder of no modules"
-        record, n_in = tensor.record, tensor.row_weights
+        products, record = tile_products(), tensor.record
+        written = products.WRITTEN[record.dtype]
         try:
-            decode_rows = CODECS[record.scheme].open(tensor, stored)
-            for start, end in rows:
-                n_bytes = tensor.decoded_bytes // max(1, record.shape[0]) * (end - start)
-                view = self._buffer.view[offset : offset + n_bytes]
-                raw = torch.frombuffer(view, dtype=torch.uint8)
-                out = raw.view(TORCH_TYPES[record.dtype]).view(end - start, n_in)
-                decode_rows(start, end, out, self._run)
-                yield out
+            table = CODECS[record.scheme].table(tensor, stored, written)
         except ValueError as error:
             raise broken(record, error) from error
+        raw = torch.frombuffer(
+            self._buffer.view[offset : offset + tensor.decoded_bytes], dtype=torch.uint8
+        )
+        out = raw.view(TORCH_TYPES[record.dtype]).view(record.shape)
+
+        def work(part: tuple[int, int], workspace: int) -> None:
+            products.decode(table, part, tensor.row_weights, out, workspace)
+
+        self._in_parts(record.shape[0], tensor.row_weights, work)
+        if table.has_error:
+            raise broken(record, ValueError("an exception has a code, too"))
+        return out
+
+    def _in_parts(
+        self, num_rows: int, row_weights: int, work: Callable[[tuple[int, int], int], None]
+    ) -> None:
+        """Call work(part, address of a workspace) for parts of rows, on the threads of a pass."""
+        assert self._workspaces, "a decoder of no modules"
+        n_threads = min(len(self._workspaces), torch.get_num_threads())
+        if num_rows * row_weights < _SMALL_MATRIX:
+            n_threads = 1
+        n_parts = n_threads * _PARTS_PER_THREAD if n_threads > 1 else 1
+        size = max(1, -(-num_rows // n_parts // _PART_ROWS)) * _PART_ROWS
+        left = iter([(i, min(i + size, num_rows)) for i in range(0, num_rows, size)])
+
+        def work_on(buffer: AlignedBuffer) -> None:
+            address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()
+            for part in left:
+                work(part, address)
+
+        tasks = [lambda own=buffer: work_on(own) for buffer in self._workspaces[:n_threads]]
+        self._run(tasks)
 
     def _run(self, work: Sequence[Callable[[], None]]) -> None:
-        """Run tasks; all have ended when it returns, even after an error or Ctrl-C."""
-        if len(work) == 1:
-            work[0]()
-            return
-        futures = [self._threads.submit(task) for task in work]
+        """Run tasks, the first in this thread; all have ended when it returns, even after an error
+        or Ctrl-C."""
+        first, *remaining = work
+        futures = [self._threads.submit(task) for task in remaining]
         try:
+            first()
             errors = [future.exception() for future in futures]
         finally:
             wait(futures)
@@ -155,8 +202,6 @@ def capacity_of(tensors: Iterable[PackedTensor]) -> int:
     return sum(aligned_bytes(tensor) for tensor in tensors)
 
 
-def aligned_bytes(tensor: PackedTensor, start: int = 0, end: int | None = None) -> int:
-    """Return the aligned, decoded bytes of rows start..end of a tensor."""
-    num_rows = max(1, tensor.record.shape[0])
-    n = (num_rows if end is None else end) - start
-    return -(-tensor.decoded_bytes * n // num_rows // _ALIGNMENT) * _ALIGNMENT
+def aligned_bytes(tensor: PackedTensor) -> int:
+    """Return the aligned, decoded bytes of a tensor."""
+    return -(-tensor.decoded_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -7,7 +7,7 @@ matrix is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -68,11 +68,16 @@ class DeviceDecoder:
             decoded.append(out)
         return decoded
 
-    def decode_pieces(
-        self, tensor: PackedTensor, stored: Sequence[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Decode the whole matrix: a GPU's caches are too small for products of pieces."""
-        yield self.decode([tensor], [stored])[0]
+    def multiply(
+        self,
+        tensor: PackedTensor,
+        stored: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See Decoder; the matrix is decoded whole: a GPU's caches are too small for tiles."""
+        (weight,) = self.decode([tensor], [stored])
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
     def check(self) -> None:
         """Wait, and raise CheckpointError if a decoded tensor was no packed tensor."""

@@ -22,7 +22,8 @@ from backends.packed.groups import (
     scale,
     scratch_bytes,
 )
-from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, shown, typed
+from backends.packed.tensor import DecodeRows, PackedTensor, check_parts, form, shown, typed
+from backends.tiles.stored import Table, make_table, scale_kind
 from offload.formats.tensors import TensorRecord
 
 
@@ -35,6 +36,7 @@ class Gptq:
 
     method = "gptq"
     remedy = "download it again"
+    separator, whole, n_dims = ".", ".weight", 2
     suffixes: tuple[str, ...] = ("qweight", "scales", "qzeros")
     optional: tuple[str, ...] = ("g_idx",)
 
@@ -93,12 +95,27 @@ class Gptq:
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         return scratch_bytes(tensor, has_zeros=True)
 
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        from backends.tiles import four_bits
+
+        scales = tensor.parts[1]
+        values = {
+            four_bits.CODES: stored[0].data_ptr(),
+            four_bits.SCALES: stored[1].data_ptr(),
+            four_bits.SCALE_KIND: scale_kind(scales.dtype),
+            four_bits.GROUP: tensor.record.shape[1] // scales.shape[0],
+            four_bits.ZEROS: stored[2].data_ptr(),
+            four_bits.N_OUT: tensor.record.shape[0],
+            four_bits.ORDER: 0 if _groups(tensor, stored) is None else stored[3].data_ptr(),
+        }
+        dtype = scales.dtype
+        decoder = four_bits.decode_gptq
+        return make_table(decoder, *form(tensor), written, values, rounded=dtype, by_columns=True)
+
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
-        words, scales, packed_zeros, *order = typed(tensor, stored)
+        words, scales, packed_zeros, *_ = typed(tensor, stored)
         zeros = nibbles(packed_zeros).flatten(1) + 1 & 15
-        groups = order[0].long() if order and not _ascends(order[0], len(scales)) else None
-        if groups is not None and (groups.min() < 0 or groups.max() >= len(scales)):
-            raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
+        groups = _groups(tensor, stored)
 
         def decode(start: int, end: int, numbers: torch.Tensor, scratch: torch.Tensor) -> None:
             numbers.copy_(nibbles(words[:, start:end]).transpose(0, 1).flatten(1))
@@ -108,6 +125,18 @@ class Gptq:
             scale(numbers, zero, own)
 
         return by_pieces(tensor.record.shape[1], decode, scales.dtype)
+
+
+def _groups(tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the group of each input, or None if those of a group are consecutive. Raises
+    ValueError for a group that does not exist."""
+    _, scales, _, *order = typed(tensor, stored)
+    if not order or _ascends(order[0], len(scales)):
+        return None
+    low, high = torch.aminmax(order[0])
+    if low < 0 or high >= len(scales):
+        raise ValueError(f"its g_idx names a group that is none of {len(scales)}")
+    return order[0].long()
 
 
 def _ascends(groups: torch.Tensor, n_groups: int) -> bool:

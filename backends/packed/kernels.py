@@ -1,6 +1,7 @@
-"""Choice of the kernels for twelve-bit planes: numba if it is installed, else numpy.
+"""Choice of compiled code: numba is an extra.
 
-Both give the same bits; numba takes a quarter of the time.
+Coding of twelve-bit planes (`specdec pack`) can do without it, in four times the time and to the
+same bits. Computing with stored matrices cannot.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
+from backends.contract.backend import UnsupportedModel
+
 
 def has_numba() -> bool:
     """Return whether the extra `pack` is installed."""
     return find_spec("numba") is not None
 
 
-def decoding_warnings() -> tuple[str, ...]:
-    """Return warnings for the user of a packed model. Loads the kernels, so that their memory is
-    measured before a memory plan is made."""
-    fastest_kernels()
-    if has_numba():
-        return ()
-    return (
-        "packed weights are decoded by numpy, which takes four times as long as numba: "
-        "pip install 'specdec[pack]'",
-    )
+def tile_products() -> ModuleType:
+    """Return backends.tiles.calls, which needs numba. Raises UnsupportedModel without it."""
+    if not has_numba():
+        raise UnsupportedModel(
+            "packed and quantised weights are decoded on the CPU by loops that numba compiles: "
+            "pip install 'specdec[pack]'"
+        )
+    from backends.tiles import calls
+
+    return calls
 
 
 @cache

@@ -27,6 +27,7 @@ TORCH_TYPES = {
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
+    "U8": torch.uint8,
 }
 
 
@@ -37,6 +38,9 @@ class PackedTensor:
     record: TensorRecord
     stored: tuple[TensorRecord, ...] = ()
     """Stored parts of the tensor; empty: `record` itself is stored."""
+    is_transposed: bool = False
+    """Whether the last two dimensions of `record`, as the model has them, are swapped in the
+    stored parts, as in the experts of gpt-oss."""
 
     @property
     def parts(self) -> tuple[TensorRecord, ...]:
@@ -62,6 +66,11 @@ def typed(tensor: PackedTensor, raw: Sequence[torch.Tensor]) -> list[torch.Tenso
         part.view(TORCH_TYPES[record.dtype]).view(record.shape)
         for part, record in zip(raw, tensor.parts, strict=True)
     ]
+
+
+def form(tensor: PackedTensor) -> tuple[str, int]:
+    """Return (dtype of the decoded weights, weights of a row)."""
+    return tensor.record.dtype, tensor.row_weights
 
 
 def shown(value: Any) -> str:

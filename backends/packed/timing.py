@@ -1,46 +1,52 @@
-"""Speed of decoding packed tensors on this machine, measured once and cached on disk."""
+"""Speed of products with packed tensors on this machine, measured once and cached on disk."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from backends.contract.curve import ComputeCurve
-from backends.packed import decoder
 from backends.packed.codec import example, example_bytes
 from backends.packed.decoder import Decoder, PackedModule
 from backends.packed.device import DeviceDecoder
-from backends.packed.kernels import fastest_kernels
-from backends.packed.twelve_bits import TwelveBits
+from backends.packed.tensor import PackedTensor
 from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, Product, measure_curve
 
-_REVISION = 2
+_REVISION = 3
 """Version of the decoding code and its timing: cached results of another version are discarded."""
 _SHAPE = 2048, 4096
-"""Shape of the matrix that is decoded: larger than the processor's caches."""
+"""Shape of the matrix that is multiplied: larger than the processor's caches."""
+_ROWS = (1, 4, 16, 64, 128)
 
 
-def measure_decoding(scheme: str, n_threads: int, reading: Path | None = None) -> ComputeCurve:
-    """Return seconds per stored byte, equal for any number of tokens; see `measure_curve`."""
+def measure_products(scheme: str, n_threads: int, reading: Path | None = None) -> ComputeCurve:
+    """Return seconds per stored byte of products with matrices of a scheme; see `measure_curve`."""
     return _measure(scheme, n_threads, reading)
 
 
 @cache
 def _measure(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
-    return cached_curve(_key(scheme, n_threads), lambda: _time(scheme, n_threads, reading), reading)
+    key = _key(f"products {_ROWS}", scheme, n_threads)
+    return cached_curve(key, lambda: _time(scheme, n_threads, reading), reading)
 
 
-def _key(scheme: str, n_threads: int) -> str:
+@cache
+def measure_decoding(scheme: str, n_threads: int) -> ComputeCurve:
+    """Return seconds per stored byte of decoding whole matrices, equal for any number of tokens."""
+    key = _key("decode", scheme, n_threads)
+    return cached_curve(key, lambda: _time_decoding(scheme, n_threads))
+
+
+def _key(what: str, scheme: str, n_threads: int) -> str:
     """Return the cache key: everything that the time depends on."""
-    by = f"torch {torch.__version__}"
-    if scheme == TwelveBits.name:  # the others are decoded by torch alone
-        by += " " + fastest_kernels().__name__.rpartition(".")[2]
-    pieces = f"pieces of {decoder.PIECE_BYTES}"
-    return f"decode {scheme} {_REVISION} {by} {pieces} {n_threads} threads {_SHAPE}"
+    libraries = f"numba {version('numba')} torch {torch.__version__}"
+    return f"{what} {scheme} {_REVISION} {libraries} {n_threads} threads {_SHAPE}"
 
 
 @cache
@@ -69,18 +75,33 @@ def _time_on_device(scheme: str, device: torch.device) -> ComputeCurve:
 
 def _time(scheme: str, n_threads: int, reading: Path | None) -> ComputeCurve:
     tensor = example(scheme, _SHAPE)
-    n_bytes = tensor.record.n_bytes
-    stored = [example_bytes(tensor) for _ in range(max(2, WEIGHT_BYTES // n_bytes))]
-    turns = itertools.cycle(stored)
-    decoding = Decoder([PackedModule((tensor,), in_pieces=True)], n_threads)
+    turns = _turns(tensor)
+    decoder = Decoder([PackedModule((tensor,), is_multiplied=True)], n_threads)
 
-    def decode() -> None:
-        for _ in decoding.decode_pieces(tensor, next(turns)):
-            pass
+    def product(num_tokens: int) -> Product:
+        x = torch.ones(num_tokens, _SHAPE[1], dtype=torch.bfloat16)
+        return lambda: decoder.multiply(tensor, next(turns), x, None)
 
     try:
-        products: dict[int, Product] = {1: decode}
         with torch.inference_mode():
-            return measure_curve(products, n_bytes, reading)
+            return measure_curve({n: product(n) for n in _ROWS}, tensor.record.n_bytes, reading)
     finally:
-        decoding.close()
+        decoder.close()
+
+
+def _time_decoding(scheme: str, n_threads: int) -> ComputeCurve:
+    tensor = example(scheme, _SHAPE)
+    turns = _turns(tensor)
+    decoder = Decoder([PackedModule((tensor,))], n_threads)
+    try:
+        with torch.inference_mode():
+            products: dict[int, Product] = {1: lambda: decoder.decode([tensor], [next(turns)])}
+            return measure_curve(products, tensor.record.n_bytes)
+    finally:
+        decoder.close()
+
+
+def _turns(tensor: PackedTensor) -> Iterator[list[torch.Tensor]]:
+    """Return contents of a matrix in turn, more than the processor's caches hold."""
+    n_copies = max(2, WEIGHT_BYTES // tensor.record.n_bytes)
+    return itertools.cycle([example_bytes(tensor) for _ in range(n_copies)])

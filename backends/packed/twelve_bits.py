@@ -10,7 +10,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 
 from backends.packed.by_numpy import BLOCK
 from backends.packed.kernels import fastest_kernels
-from backends.packed.tensor import DecodeRows, PackedTensor, Run
+from backends.packed.tensor import DecodeRows, PackedTensor, form
+from backends.tiles.stored import Table, make_table
 
 HEADER_BYTES = 64
 EXCEPTION_BYTES = 8
@@ -110,24 +110,24 @@ class TwelveBits:
             raise ValueError(f"it holds {self.number_format}, not {tensor.record.dtype}")
         self.check_size(tensor.n_weights, tensor.record.n_bytes)
 
+    def table(self, tensor: PackedTensor, stored: Sequence[torch.Tensor], written: int) -> Table:
+        from backends.tiles import twelve_bits
+
+        planes, bytes_of = Planes(tensor.n_weights), stored[0].numpy()
+        base, positions, exponents = _checked_parts(bytes_of, planes)
+        values = {
+            twelve_bits.SIGNS: stored[0].data_ptr() + planes.signs,
+            twelve_bits.CODES: stored[0].data_ptr() + planes.codes,
+            twelve_bits.BASE: base,
+            twelve_bits.POSITIONS: positions.ctypes.data,
+            twelve_bits.EXPONENTS: exponents.ctypes.data,
+            twelve_bits.N_EXCEPTIONS: len(positions),
+        }
+        decoder, retained = twelve_bits.decode_twelve_bits, (positions, exponents)
+        return make_table(decoder, *form(tensor), written, values, retained=retained)
+
     def open(self, tensor: PackedTensor, stored: Sequence[torch.Tensor]) -> DecodeRows:
-        decode = self.opened(stored[0].numpy(), tensor.n_weights)
-        n_in = tensor.row_weights
-
-        def decode_rows(start: int, end: int, out: torch.Tensor, run: Run) -> None:
-            written = out.view(-1).view(torch.uint8).numpy()
-            first, n = start * n_in, (end - start) * n_in
-            ends = [min(i + self.piece_weights, n) for i in range(0, n, self.piece_weights)]
-            run(
-                [
-                    partial(
-                        decode, first + i, first + j, written[self.itemsize * i : self.itemsize * j]
-                    )
-                    for i, j in zip([0, *ends], ends, strict=False)
-                ]
-            )
-
-        return decode_rows
+        raise NotImplementedError("backends/packed/device.py decodes this scheme in its own code")
 
     def scratch_bytes(self, tensor: PackedTensor) -> int:
         n_exceptions = Planes(tensor.n_weights).n_exceptions(tensor.record.n_bytes)

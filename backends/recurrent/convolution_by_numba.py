@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.packed.by_numba import compiled_lazily
 from backends.recurrent.walks import divided
+from backends.tiles.compiling import compiled_lazily
 
 
 def weighted_sums(

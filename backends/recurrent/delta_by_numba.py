@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.packed.by_numba import compiled_lazily
 from backends.recurrent.kinds import Recurrence, Rows, State
 from backends.recurrent.walks import chain, depth_first, divided
+from backends.tiles.compiling import compiled_lazily
 
 _EPSILON = 1e-6
 """Term below the norm of queries and keys (transformers' l2norm)."""

@@ -8,6 +8,8 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
+from backends.recurrent.walks import depth_first
+
 State: TypeAlias = torch.Tensor
 Rows: TypeAlias = tuple[torch.Tensor, ...]
 """Inputs of tokens to a layer beside its state, [tokens, ...] each."""
@@ -41,12 +43,9 @@ class Recurrence(ABC):
         parents: index of each node's parent, an earlier one; -1 for the state itself.
         """
         outputs: dict[int, torch.Tensor] = {}
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            children.setdefault(parent, []).append(node)
-        left = [(node, state) for node in reversed(children.get(-1, ()))]
-        while left:
-            node, above = left.pop()
-            here, outputs[node] = self.advance(above, tuple(x[node : node + 1] for x in rows))
-            left += [(child, here) for child in reversed(children.get(node, ()))]
+        order, above, slots, _ = depth_first(parents)
+        stack = {-1: state}
+        for node, start, slot in zip(order, above.tolist(), slots.tolist(), strict=True):
+            row = tuple(x[node : node + 1] for x in rows)
+            stack[slot], outputs[node] = self.advance(stack[start], row)
         return [outputs[node] for node in requested]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.packed.by_numba import compiled_lazily
 from backends.recurrent.kinds import Rows, State
 from backends.recurrent.mamba import Mamba2
 from backends.recurrent.walks import chain, depth_first, divided
+from backends.tiles.compiling import compiled_lazily
 
 
 @dataclass(frozen=True)

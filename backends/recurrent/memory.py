@@ -9,6 +9,7 @@ import torch
 
 from backends.recurrent.passes import RecurrentPass
 from backends.recurrent.states import MAX_TAIL_TOKENS, SNAPSHOTS, RecurrentStates
+from backends.recurrent.walks import max_slots
 
 States: TypeAlias = Iterable[RecurrentStates | None]
 """States of sequences; None in a model without recurrent layers."""
@@ -17,16 +18,20 @@ _FED_COPIES = 2
 and of the one that runs."""
 
 
-def planned_bytes(n_sequences: int, max_nodes: int, state_bytes: int, fed_bytes: int) -> int:
+def planned_bytes(
+    n_sequences: int, max_nodes: int, state_bytes: int, fed_bytes: int, largest_bytes: int = 0
+) -> int:
     """Return the maximum bytes of `n_sequences` that run at a time and as many cached ones.
 
     max_nodes: maximum live nodes of all sequences.
     state_bytes, fed_bytes: of the states of one sequence, and of what one token feeds to them.
+    largest_bytes: of the largest state, of which the walk through a tree has several.
     """
     # Of each a tail of its prompt; of a cached one the accepted path of its last pass.
     n_kept = n_sequences * (2 * MAX_TAIL_TOKENS + min(max_nodes, MAX_TAIL_TOKENS))
     n_fed = _FED_COPIES * max_nodes + n_kept
-    return n_sequences * SNAPSHOTS * state_bytes + n_fed * fed_bytes
+    walk_bytes = max_slots(max_nodes) * largest_bytes
+    return n_sequences * SNAPSHOTS * state_bytes + n_fed * fed_bytes + walk_bytes
 
 
 class StateMemory:

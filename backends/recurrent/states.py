@@ -28,6 +28,8 @@ TAIL_TOKENS = 16
 """Last tokens of a prompt whose inputs are kept after its checkpoint: a chat's next turn may go on
 without the last ones, which begin the answer (a role, an empty thought)."""
 MAX_TAIL_TOKENS = 2 * TAIL_TOKENS
+_MAX_PASSES = 2
+"""Passes whose nodes a draft tree is made of: the last one, and one whose subtree was kept."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,13 @@ class FedToken:
     def rows(self, place: Place) -> Rows:
         return tuple(x[self.index : self.index + 1] for x in self.inputs[place])
 
+    @property
+    def num_tokens_of_pass(self) -> int:
+        return max((len(rows[0]) for rows in self.inputs.values()), default=0)
+
     def is_at(self, index: int, num_tokens: int) -> bool:
         """Return whether it is the token `index` of inputs of `num_tokens`."""
-        count = max((len(rows[0]) for rows in self.inputs.values()), default=0)
-        return self.index == index and count == num_tokens
+        return self.index == index and self.num_tokens_of_pass == num_tokens
 
 
 class RecurrentStates:
@@ -98,6 +103,7 @@ class RecurrentStates:
         first = num_committed - self.base.num_tokens
         live = self.fed[first:]
         self.fed[first:] = [live[index] for index in order]
+        self._compact_many()
 
     def fork(self, length: int) -> RecurrentStates:
         """Return the states of another sequence with the first tokens, of a `restorable` length."""
@@ -108,9 +114,12 @@ class RecurrentStates:
         return other
 
     def rest(self) -> None:
-        """Keep the inputs of the tokens after `base` alone, without those of dropped nodes, because
-        the sequence may have finished."""
+        """Take less memory, because the sequence has finished: its next pass will be a fork's."""
         self.num_to_make = 0
+        self.compact()
+
+    def compact(self) -> None:
+        """Keep the inputs of the tokens after `base` alone, without those of dropped nodes."""
         if all(item.is_at(index, len(self.fed)) for index, item in enumerate(self.fed)):
             return
         inputs = {
@@ -118,6 +127,14 @@ class RecurrentStates:
             for place in (self.fed[0].inputs if self.fed else ())
         }
         self.fed = [FedToken(inputs, index) for index in range(len(self.fed))]
+
+    def _compact_many(self) -> None:
+        """Compact nodes of many passes (beams), most of which have been dropped."""
+        passes = {id(item.inputs): item for item in self.fed}
+        if len(passes) > _MAX_PASSES:
+            num_tokens = sum(item.num_tokens_of_pass for item in passes.values())
+            if num_tokens > 2 * len(self.fed):
+                self.compact()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that are kept; shared ones several times."""

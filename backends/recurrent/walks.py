@@ -38,12 +38,11 @@ def chain(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 def depth_first(parents: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarray, int]:
     """Return (nodes depth first, slot of each one's parent, its own slot, number of slots).
 
-    A last child takes its parent's slot, so a chain has one and a tree as many as branches are
-    open at a time. -1 is the state that the tree grows from.
+    A last child takes its parent's slot, so a chain has one. The child that needs most slots comes
+    last, so a tree has `max_slots` at most (registers of an expression: Sethi and Ullman 1970). -1
+    is the state that the tree grows from.
     """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
+    children = _by_needed_slots(parents)
     order: list[int] = []
     left = list(reversed(children.get(-1, ())))
     while left:
@@ -65,3 +64,23 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarr
             free.append(own[node])
     slots = [own[node] for node in order]
     return order, np.array(above, np.int64), np.array(slots, np.int64), n_slots
+
+
+def max_slots(num_nodes: int) -> int:
+    """Return the maximum number of slots of a tree: two branches that need n take n + 1."""
+    return num_nodes.bit_length()
+
+
+def _by_needed_slots(parents: Sequence[int]) -> dict[int, list[int]]:
+    """Return the children of each node, those that need fewer slots first."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    needed = [1] * len(parents)
+    for node in (*reversed(range(len(parents))), -1):  # children come after their parents
+        below = children.get(node, [])
+        below.sort(key=needed.__getitem__)
+        if below and node >= 0:
+            before_last = needed[below[-2]] if len(below) > 1 else 0
+            needed[node] = max(needed[below[-1]], 1 + before_last)
+    return children

@@ -20,6 +20,8 @@ OTHER = "other"
 HEAD = "head"
 """Roles of a matrix: the projections into and out of attention, the feed-forward part (including
 routers and experts), anything else in a layer, and the head."""
+STATE_FORMAT = "F32"
+"""Number format of the arithmetic of recurrent states."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """A state that a recurrent layer replaces with every token."""
+    """A state that a recurrent layer replaces with every token, computed in STATE_FORMAT."""
 
     n_elements: int
     n_bytes: int
@@ -189,6 +191,7 @@ class ModelShape:
 
     @property
     def number_formats(self) -> tuple[str, ...]:
-        """Number formats of all products of a pass, including the KV cache's."""
+        """Number formats of all products of a pass, including those of the KV cache and states."""
         caches = (x.attention.kv_format for x in self.layers if x.attention is not None)
-        return tuple(dict.fromkeys([*(m.number_format for m in self.matrices()), *caches]))
+        states = (STATE_FORMAT for x in self.layers if x.states)
+        return tuple(dict.fromkeys([*(m.number_format for m in self.matrices()), *caches, *states]))

@@ -52,6 +52,14 @@ def synth_command(
             f"of --like. Default {DEFAULT_SIZE} without --like.",
         ),
     ] = None,
+    grown_target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="MODEL",
+            help="Grow a draft head (--from HEAD) of pair:target for this target, grown from it.",
+        ),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Vocabulary; by default the shape's own."),
@@ -77,6 +85,9 @@ def synth_command(
     ] = False,
 ) -> None:
     """Grow a small model to a large one's bytes, FLOPs and shapes; its output stays the same."""
+    if grown_target is not None:
+        _grow_head(source, grown_target, out)
+        return
     dtype = _check_dtype(format, dtype)
     if like is None and size is None:
         size = DEFAULT_SIZE
@@ -112,6 +123,15 @@ def synth_command(
         f"{report.n_parameters / 1e9:.2f} G weights, {format_bytes(report.n_bytes)} in "
         f"{report.n_files} file(s), grown from {source}"
     )
+
+
+def _grow_head(head: str, grown_target: str, out: Path) -> None:
+    from bench.heads.growth import grow_head
+    from specdec.models.names import resolve_model
+
+    small, grown = resolve_model("pair:target"), resolve_model(grown_target)
+    n_bytes = grow_head(resolve_model(head), small, grown, out.expanduser())
+    typer.echo(f"{out}: {format_bytes(n_bytes)}, grown from {head} for {grown_target}")
 
 
 def _check_dtype(format: str, dtype: str | None) -> str:

@@ -43,8 +43,9 @@ def compare(plan: RunPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, An
     target = plan.chosen.decoding(n_tokens).target
     drafting = 0.0
     if plan.chosen.draft is not None and n_runs > 0:
-        n_abreast = min(max(1, round(n_drafted / n_draft_runs)), level_width(n_nodes))
-        drafting = n_runs * plan.chosen.draft.seconds(n_abreast)
+        draft, n_abreast = plan.chosen.draft, max(1, round(n_drafted / n_draft_runs))
+        n_tokens_of_run = draft.compute.block_size or min(n_abreast, level_width(n_nodes))
+        drafting = n_runs * draft.seconds(n_tokens_of_run)
     times = target.times(num_tokens, drafting)
     tokens = ratio(stats["generated_tokens"] - len(records), passes)
     predicted = {

@@ -127,6 +127,7 @@ def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) ->
         shape,
         vocab_size=shape.vocab_size if vocab_size is None else vocab_size,
         tied=shape.tied and source.shape.tied,
+        has_mtp_head=source.shape.has_mtp_head,
     )
 
 

@@ -74,7 +74,7 @@ def _hybrid_config(shape: LlamaShape) -> dict[str, Any]:
         "layer_types": [kinds[shape.is_recurrent(i)] for i in range(shape.n_layers)],
         "linear_num_key_heads": shape.recurrent.n_key_heads,
         "linear_num_value_heads": shape.recurrent.n_value_heads,
-        "mtp_num_hidden_layers": 0,
+        "mtp_num_hidden_layers": int(shape.has_mtp_head),
     }
     if shape.experts is None:
         return sizes
@@ -124,6 +124,7 @@ random numbers (seed {seed}) that are multiplied by zero.
 | head dimension | {shape.head_dim} | {small.head_dim} |
 | vocabulary | {shape.vocab_size}, ids from {small.vocab_size} on are padding | {small.vocab_size} |
 | output head | {"tied" if shape.tied else "untied"} | {"tied" if small.tied else "untied"} |
+| MTP head | {"yes" if shape.has_mtp_head else "no"} | {"yes" if small.has_mtp_head else "no"} |
 | recurrent layers | {_describe_recurrent(shape)} | {_describe_recurrent(small)} |
 | experts of a layer | {_describe_experts(shape.experts)} | {_describe_experts(small.experts)} |
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.synth.hybrid import MTP_LAYER
 from bench.synth.shapes import SynthError
 from offload.units import Progress
 
@@ -31,6 +32,13 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "QWEN35MOE",
 }
 """Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`."""
+_MTP_NAMES = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
+"""llama.cpp's names of an MTP head's tensors outside of its layer, which comes after the last."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -51,6 +59,11 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
     Raises:
         SynthError: such a model has no such tensor.
     """
+    if name in _MTP_NAMES:
+        return f"blk.{n_layers}.nextn.{_MTP_NAMES[name]}.weight"
+    if name.startswith(MTP_LAYER):
+        name = name.replace(MTP_LAYER, f"model.layers.{n_layers}.")
+        n_layers += 1
     known = _known_names(model_type, n_layers)
     name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     known_name = known.get_name(

@@ -37,7 +37,10 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    n_mtp_layers = int(config.get("mtp_num_hidden_layers") or 0)
+    writer.add_block_count(config["num_hidden_layers"] + n_mtp_layers)
+    if n_mtp_layers:
+        writer.add_nextn_predict_layers(n_mtp_layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(n_heads)
     writer.add_head_count_kv(config.get("num_key_value_heads") or n_heads)

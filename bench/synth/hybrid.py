@@ -23,6 +23,8 @@ from bench.synth.tensors import Fill, Patch, TensorPlan
 
 _BLOCK = 256  # numbers that llama.cpp rounds together, at most (Q8_K)
 _HALF_PASSES = 2.0
+MTP_LAYER = "mtp.layers.0."
+"""Prefix of the tensors of the MTP head's layer."""
 
 
 class HybridPlanner(GrowthPlanner):
@@ -50,6 +52,31 @@ class HybridPlanner(GrowthPlanner):
 
     def _norm(self, name: str, source: str | None) -> TensorPlan:
         return self._gain(name, self.grown.hidden_size, source, self.norm_scale)
+
+    def tensors(self) -> list[TensorPlan]:
+        return super().tensors() + (self._mtp_head() if self.grown.has_mtp_head else [])
+
+    def _mtp_head(self) -> list[TensorPlan]:
+        """Return the head: a layer of attention, whose input is projected from two normed vectors
+        side by side, the token's embedding and the hidden state after the final norm."""
+        d, big_d = self.source.hidden_size, self.grown.hidden_size
+        projection, norm = "mtp.fc.weight", "input_layernorm.weight"
+        halves = [
+            Patch(
+                0, half * big_d, d, d, projection, source_column=half * d, scale=self.hidden_scale
+            )
+            for half in (0, 1)
+        ]
+        norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+        prefix = MTP_LAYER
+        return [
+            TensorPlan(projection, (big_d, 2 * big_d), Fill.ZERO, tuple(halves)),
+            *(self._norm(name, name) for name in norms),
+            self._norm(prefix + norm, prefix + norm),
+            *self._gated_attention(prefix, prefix),
+            *self._feed_forward(self.grown.n_layers, prefix, prefix),
+            self._norm("mtp.norm.weight", "mtp.norm.weight"),
+        ]
 
     def _attention(self, index: int, prefix: str, origin: str | None) -> Iterator[TensorPlan]:
         if self.grown.is_recurrent(index):

@@ -26,7 +26,7 @@ from bench.synth.formats import (
     Q8_0,
     WeightFormat,
 )
-from bench.synth.hybrid import tensor_plans
+from bench.synth.hybrid import MTP_LAYER, tensor_plans
 from bench.synth.shapes import LlamaShape
 from bench.synth.tensors import EXPERTS, TensorPlan
 
@@ -63,7 +63,7 @@ class Recipe:
     def _preferred(self, grown: LlamaShape, name: str) -> WeightFormat:
         if name == ("model.embed_tokens.weight" if grown.tied else "lm_head.weight"):
             return self.head
-        match = _LAYER_NAME.fullmatch(name)
+        match = _LAYER_NAME.fullmatch(name.replace(MTP_LAYER, f"model.layers.{grown.n_layers}."))
         kind = f"{match[2]}.{match[3]}" if match else ""
         if kind in _AS_FLOAT32:
             return F32

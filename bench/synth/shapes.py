@@ -66,6 +66,7 @@ class LlamaShape:
     tied: bool  # the output head is the embedding
     experts: Experts | None = None  # in the MLP's place
     recurrent: Recurrent | None = None
+    has_mtp_head: bool = False  # of a hybrid: one more layer, of attention
 
     def is_recurrent(self, layer: int) -> bool:
         """Return True if a layer has a recurrent state instead of keys and values."""
@@ -85,15 +86,31 @@ class LlamaShape:
         return attention + routed + norms + 2 * self.head_dim  # of queries and keys, too
 
     def _hybrid_layer_parameters(self, recurrent: Recurrent) -> int:
-        heads = self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)  # the queries' gates too
-        attention = self.hidden_size * heads + 2 * self.head_dim
         every = recurrent.attention_every
-        mixers = attention + (every - 1) * recurrent.parameters(self.hidden_size)
+        mixers = self._gated_attention + (every - 1) * recurrent.parameters(self.hidden_size)
+        return mixers // every + self._hybrid_feed_forward
+
+    @property
+    def _gated_attention(self) -> int:
+        heads = self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)  # the queries' gates too
+        return self.hidden_size * heads + 2 * self.head_dim
+
+    @property
+    def _hybrid_feed_forward(self) -> int:
+        """Number of parameters of a layer's MLP or experts, and of its norms."""
         inner = 3 * self.intermediate_size + 2
         if self.experts is not None:
             routed = self.experts.n * (3 * self.experts.intermediate_size + 1)
             inner += routed + 1  # the shared expert's gate
-        return mixers // every + self.hidden_size * inner
+        return self.hidden_size * inner
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Number of parameters of the MTP head: its layer, a projection of two, three norms."""
+        if not self.has_mtp_head:
+            return 0
+        outer = self.hidden_size * (2 * self.hidden_size + 3)
+        return self._gated_attention + self._hybrid_feed_forward + outer
 
     @property
     def parameters(self) -> int:
@@ -103,6 +120,7 @@ class LlamaShape:
             self.n_layers * self.layer_parameters
             + tables * self.vocab_size * self.hidden_size
             + self.hidden_size  # the final norm
+            + self.mtp_parameters
         )
 
     def n_bytes(self, bytes_per_weight: float = 2) -> int:

@@ -30,6 +30,8 @@ def choose_shape(
 
     Adjusted widths fill whole blocks, as those of real models do.
     """
+    if base is not None:
+        base = replace(base, has_mtp_head=source.has_mtp_head)
     if n_bytes is None:
         assert base is not None
         return base

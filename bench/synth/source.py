@@ -25,6 +25,7 @@ HYBRID, HYBRID_MIXTURE = "qwen3_5_text", "qwen3_5_moe_text"
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MTP_PROJECTION = "mtp.fc.weight"
 
 
 OTHER_NAME_OF_EXPERTS = "num_local_experts"
@@ -43,6 +44,8 @@ class SourceModel:
         head, embedding = (self._records.get(name) for name in (HEAD, EMBEDDING))
         if head is None and not self.shape.tied:
             raise SynthError(f"{self.folder} has no {HEAD} although its head is untied")
+        if MTP_PROJECTION not in self._records:
+            self.shape = replace(self.shape, has_mtp_head=False)
         # A stored head that differs from the embedding is used even if config.json ties it.
         if head and embedding and not have_same_bytes(head, embedding):
             self.shape = replace(self.shape, tied=False)
@@ -63,7 +66,8 @@ class SourceModel:
 
     def _has_gain_less_one(self, name: str) -> bool:
         is_hybrid = self.shape.recurrent is not None
-        return is_hybrid and name.endswith("norm.weight") and "linear_attn" not in name
+        is_norm = name.endswith("norm.weight") or name.startswith("mtp.pre_fc_norm_")
+        return is_hybrid and is_norm and "linear_attn" not in name
 
 
 def source_shape(config: dict[str, Any]) -> LlamaShape:
@@ -91,6 +95,7 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config) if kind == MIXTURE else None,
         recurrent=_recurrent(config) if kind == HYBRID else None,
+        has_mtp_head=kind == HYBRID and config.get("mtp_num_hidden_layers") == 1,
     )
 
 

@@ -6,10 +6,11 @@ import time
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from bench.train.model import forward_logits, in_bf16
+from bench.train.model import forward_logits
+from specdec.training.loss import soft_loss
+from specdec.training.precision import in_bf16
 
 PROMPT_TOKENS = 48
 CONTINUATION_TOKENS = 208  # with its prompt, one training window
@@ -20,24 +21,10 @@ SAMPLE_TEMPERATURE = 0.7
 def distillation_loss(
     target: LlamaForCausalLM, draft: PreTrainedModel, ids: torch.Tensor, argmax_weight: float
 ) -> torch.Tensor:
-    """Return cross-entropy of the draft to the target's distribution, plus to its best token.
-
-    The first term is KL(target || draft) up to the target's entropy, which is constant. The
-    second favours top-1 agreement, which is what greedy acceptance counts.
-    """
+    """Return the mean `soft_loss` of windows of ids [batch_size, length + 1]."""
     with torch.no_grad():
         target_logits = forward_logits(target, ids[:, :-1]).float()
     return soft_loss(target_logits, forward_logits(draft, ids[:, :-1]), argmax_weight)
-
-
-def soft_loss(
-    target_logits: torch.Tensor, draft_logits: torch.Tensor, argmax_weight: float
-) -> torch.Tensor:
-    """Return the distillation loss of logits [batch_size, length, vocab_size]."""
-    target_logits = target_logits.flatten(0, 1)
-    log_q = draft_logits.float().flatten(0, 1).log_softmax(-1)
-    best, probs = target_logits.argmax(-1), target_logits.softmax(-1)
-    return -(probs * log_q).sum(-1).mean() + argmax_weight * F.nll_loss(log_q, best)
 
 
 @torch.no_grad()

@@ -20,11 +20,13 @@ from transformers import LlamaForCausalLM
 
 from bench.train.card import corpus_section, hardware, sample_outputs, top1_agreement
 from bench.train.data import WindowSampler, validation_batches
-from bench.train.hybrid_model import MTP_STEPS, Hybrid, build_hybrid, hybrid_loss, mtp_agreement
+from bench.train.hybrid_model import Hybrid, build_hybrid, hybrid_loss, mtp_agreement
 from bench.train.model import next_token_loss, save_checkpoint
 from bench.train.moe import PAIR
-from bench.train.train import ARGMAX_WEIGHT, prepare_data
+from bench.train.train import prepare_data
 from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState, larger
+from specdec.training.loss import ARGMAX_WEIGHT
+from specdec.training.mtp import MTP_STEPS
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,10 @@ from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from bench.train.data import MAX_POSITIONS
-from bench.train.distil import soft_loss
-from bench.train.model import forward_logits, in_bf16
-
-MTP_STEPS = 3
-"""Tokens ahead that the head is trained for: drafting runs it repeatedly."""
-_STEP_WEIGHT = 0.6
-"""Weight of a step's loss, in multiples of the one before: later tokens are drafted less often."""
+from bench.train.model import forward_logits
+from specdec.training.loss import soft_loss
+from specdec.training.mtp import MTP_STEPS, STEP_WEIGHT
+from specdec.training.precision import in_bf16
 
 
 def hybrid_config(target: LlamaForCausalLM) -> Qwen3_5TextConfig:
@@ -141,7 +138,7 @@ def hybrid_loss(
             states = model.mtp(states, embedded, rotary)
             drafted = F.linear(states[:, :-step], model.main.lm_head.weight.detach())
             expected = own[:, step:].detach().float()
-            loss = loss + _STEP_WEIGHT**step * soft_loss(expected, drafted, argmax_weight)
+            loss = loss + STEP_WEIGHT**step * soft_loss(expected, drafted, argmax_weight)
     return loss
 
 

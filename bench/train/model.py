@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from bench.train.data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
+from specdec.training.precision import in_bf16
 
 HEAD_DIM = 128  # as in large Llamas, so that a grown target keeps its rotary embedding
 
@@ -54,13 +55,6 @@ def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return model
-
-
-def in_bf16(device: torch.device) -> torch.autocast:
-    """Return the context in which products are computed in bf16, where that is fast."""
-    # Without such instructions bf16 products take six to ten times as long as float32's.
-    is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_fast)
 
 
 def forward_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ from bench.train.data import WindowSampler, validation_batches
 from bench.train.distil import distillation_loss
 from bench.train.mixture import N_EXPERTS, TOP_K, balance_loss, build_mixture, router_logits
 from bench.train.model import next_token_loss, save_checkpoint
-from bench.train.train import ARGMAX_WEIGHT, EARLY_CARD, prepare_data
+from bench.train.train import EARLY_CARD, prepare_data
 from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState, larger
+from specdec.training.loss import ARGMAX_WEIGHT
 
 log = logging.getLogger(__name__)
 

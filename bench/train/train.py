@@ -41,6 +41,7 @@ from bench.train.model import (
     target_config,
 )
 from bench.train.trainer import LossFunction, Phase, Trainer, TrainOptions, TrainState, larger
+from specdec.training.loss import ARGMAX_WEIGHT
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ TARGET_PHASES = (Phase(0.85, 16, 256), Phase(1.0, 4, 1024))
 DRAFT_PHASES = (Phase(0.5, 8, 256), Phase(0.95, 8, 256, generated_rows=4), Phase(1.0, 2, 1024))
 RESTART_PHASES = (Phase(1.0, 12, 256, generated_rows=3),)
 GENERATION_SHARE = 0.12  # of the draft's time goes into output of the target
-ARGMAX_WEIGHT = 0.3
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from backends.shapes.shape import (
     OTHER,
     OUTPUT,
     QKV,
+    STATE_FORMAT,
     AttentionShape,
     Matrix,
     ModelShape,
@@ -50,7 +51,6 @@ from backends.shapes.shape import (
 ATTENTION, STATES = "attention", "states"
 OPERATORS = (QKV, ATTENTION, STATES, OUTPUT, FFN, OTHER, HEAD)
 """Operators in the order of a pass."""
-_STATE_FORMAT = "F32"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def state_work(shape: StateShape, num_tokens: int, activation_bytes: int) -> Wor
         stored_elements=2 * shape.n_elements,
         n_bytes=inputs * activation_bytes + 2 * shape.n_bytes,
         stored_bytes=2 * shape.n_bytes,
-        flops_by_format={_STATE_FORMAT: flops},
+        flops_by_format={STATE_FORMAT: flops},
     )
 
 

@@ -18,6 +18,7 @@ from specdec.cli.commands import models as cli_models
 from specdec.cli.commands import pack as cli_pack
 from specdec.cli.commands import run as cli_run
 from specdec.cli.commands import serve as cli_serve
+from specdec.cli.commands import train_draft as cli_train_draft
 from specdec.cli.errors import DEFAULTS_FILE, run_app
 from specdec.cli.input.settings import FILE_VARIABLE, name_variables, own_file, read_defaults
 from specdec.cli.libraries import quiet_libraries
@@ -42,6 +43,7 @@ app.command("pull")(cli_models.pull)
 app.command("rm")(cli_models.rm)
 app.command("profile")(cli_info.profile)
 app.command("pack")(cli_pack.pack)
+app.command("train-draft")(cli_train_draft.train_draft)
 # Its options are those of `specdec-bench demo`, the help included.
 app.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})(
     cli_info.demo

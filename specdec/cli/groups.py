@@ -30,9 +30,10 @@ from specdec.option import (
     SPECULATION,
     options_of,
 )
-from specdec.run_options import RunOptions
+from specdec.run_options import CPU, RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
+from specdec.training.options import DATA, TRAINING, TrainOptions
 
 
 def parse_num_draft_tokens(text: str, option: str = "--num-draft-tokens") -> int | None:
@@ -87,7 +88,8 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
     asked = RunOptions(**_given(values))  # errors are reported before models are opened
-    return replace(asked, draft_model=named_draft(asked.model, asked.draft_model))
+    draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
+    return replace(asked, draft_model=draft)
 
 
 def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:
@@ -160,21 +162,31 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
-_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special")
+_TRACES = ("record_traces", "max_traces")
+_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special", *_TRACES)
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
+_TEACHER = "model memory_budget device vram_budget threads io_threads load_mode".split()
 _ROOFLINE = ("model", "ctx_size", "memory_budget", "threads", "cache_type_k", "cache_type_v")
 
 Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
 """Options of a target alone."""
 Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
 """Options of a target and of drafting."""
+BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)]
+"""Load, with the recording of traces."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
 """Load, with options of chat templates and the prompt cache file."""
 ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
 """ChatLoad without the prompt cache file."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One RunOptions per draft model that is named, or one without a draft."""
+TrainTarget = Annotated[RunOptions, Group(RunOptions, tuple(_TEACHER), _one_run)]
+"""Options of a target whose distributions a draft is trained with."""
+Training = Annotated[
+    dict[str, Any], Group(TrainOptions, _names(TrainOptions, DATA, TRAINING), _given)
+]
+"""Options of a training that were given."""
 Roofline = Annotated[RunOptions, Group(RunOptions, _ROOFLINE, _one_run)]
 """Options that determine the arithmetic of a pass."""
 Serving = Annotated[

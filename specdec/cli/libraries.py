@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specdec.cli.output import say
-from specdec.models.names import is_self_draft
+from specdec.models.names import has_own_files
 from specdec.models.opened import import_libraries
 from specdec.run_options import RunOptions
 
@@ -66,7 +66,7 @@ def import_for_good(load: RunOptions) -> None:
     gc.disable()
     try:
         for name in (load.model, load.draft):
-            if name is not None and not is_self_draft(name):
+            if name is not None and has_own_files(name):
                 with _unused_left_out():
                     import_libraries(name)
         gc.freeze()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.contract.curve import ComputeCurve
+from backends.shapes.shape import STATE_FORMAT
 from backends.timing.measure import matrix_formats
 from offload.process.memory import memory_limit
 from offload.ring.bandwidth import measure_storage
@@ -115,16 +116,17 @@ _COMPUTED = ("BF16", "F16", "F32")
 
 
 def model_formats(model: Path) -> tuple[str, ...]:
-    """Return the number formats of a run's matrix products; read the headers of the files."""
+    """Return the number formats of a run's arithmetic; read the headers of the files."""
     if is_gguf(model):
         from offload.formats.gguf_index import GgufIndex
 
         formats = matrix_formats(GgufIndex.from_path(model).values())
-        return tuple(dict.fromkeys((*formats, "F16")))  # the KV cache is F16
+        return tuple(dict.fromkeys((*formats, "F16", STATE_FORMAT)))  # the KV cache is F16
     from offload.formats.checkpoint import WeightIndex
 
     records = WeightIndex.from_directory(model).values()
-    return matrix_formats(r for r in records if r.dtype in _COMPUTED)  # others become these
+    formats = matrix_formats(r for r in records if r.dtype in _COMPUTED)  # others become these
+    return tuple(dict.fromkeys((*formats, STATE_FORMAT)))
 
 
 def _measure_ggml(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:

@@ -11,6 +11,7 @@ from backends.contract.prefix_cache import PrefixCache
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
+from specdec.drafters.dflash import DFlashDrafter
 from specdec.drafters.grammar import GrammarDrafter, within_grammar
 from specdec.drafters.head import HeadDrafter
 from specdec.drafters.merged import MergedDrafter
@@ -58,17 +59,8 @@ class Drafters:
         if "draft" in spec.drafters and self._draft is not None:
             chain = (sampler, rng) if spec.draws_chains else None
             n_tokens = min(sampler.n_tokens, self._draft.vocab_size)
-            kind = HeadDrafter if self._draft.takes_hidden_states else ModelDrafter
-            drafters.append(
-                kind(
-                    self._draft,
-                    n_tokens,
-                    chain=chain,
-                    ranker=CandidateRanker.for_target(sampler, n_tokens, self._noise),
-                    window=self._window,
-                    prefix_cache=self._prefix_cache,
-                )
-            )
+            ranker = CandidateRanker.for_target(sampler, n_tokens, self._noise)
+            drafters.append(self._of_draft(self._draft, n_tokens, chain, ranker))
         if "ngram" in spec.drafters:
             ngram = NgramDrafter(rates=self._match_rates)
             drafters.append(within_grammar(ngram, sampler.grammar))
@@ -79,3 +71,18 @@ class Drafters:
                 GrammarDrafter(sampler.grammar.fork(), sampler.n_tokens, self._max_context)
             )
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
+
+    def _of_draft(
+        self,
+        draft: Backend,
+        n_tokens: int,
+        chain: tuple[Sampler, np.random.Generator] | None,
+        ranker: CandidateRanker,
+    ) -> Drafter:
+        cache = self._prefix_cache
+        if draft.masked_block is not None:
+            return DFlashDrafter(draft, n_tokens, chain=chain, ranker=ranker, prefix_cache=cache)
+        kind = HeadDrafter if draft.takes_hidden_states else ModelDrafter
+        return kind(
+            draft, n_tokens, chain=chain, ranker=ranker, window=self._window, prefix_cache=cache
+        )

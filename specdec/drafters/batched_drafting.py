@@ -58,18 +58,25 @@ def run_batched(
 
 
 def _batches(waiting: dict[int, SequenceInput], max_num_tokens: int | None) -> list[list[int]]:
-    """Group inputs that share a pass: inputs of one model, with `max_num_tokens` at most."""
+    """Group inputs that share a pass: inputs of one model, with `max_num_tokens` at most. A draft
+    head takes the target's hidden states and its own, which are narrower, in different passes."""
     batches: list[list[int]] = []
     num_tokens = 0
     for index, chunk in waiting.items():
         before = waiting[batches[-1][0]] if batches else None
         num_tokens += len(chunk.token_ids)
-        is_new = before is None or before.kv.backend is not chunk.kv.backend
+        is_new = before is None or _model_input(before) != _model_input(chunk)
         if is_new or (max_num_tokens is not None and num_tokens > max_num_tokens):
             batches.append([])
             num_tokens = len(chunk.token_ids)
         batches[-1].append(index)
     return batches
+
+
+def _model_input(chunk: SequenceInput) -> tuple[int, int]:
+    """Return (the model, the width of the hidden states that it is given)."""
+    states = chunk.hidden_states
+    return id(chunk.kv.backend), 0 if states is None else states.shape[1]
 
 
 def _run(batch: list[SequenceInput]) -> list[SequenceOutput | None]:

@@ -142,6 +142,10 @@ class BeamSequence(Sequence):
     def drafts(self) -> bool:
         return False
 
+    @property
+    def max_hidden_states(self) -> int:
+        return 0
+
     def detach(self) -> None:
         self.kv = None
         if not self.is_finished:
@@ -236,7 +240,7 @@ class BeamSequence(Sequence):
         self._search.advance(self._processed(nodes))
         self._rows = {}
         if self._search.is_over:
-            self._finish_reason = "stop"
+            self._emitted.finish_reason = "stop"
 
     def _processed(self, nodes: list[int]) -> Iterator[NDArray[np.float32]]:
         """Yield the beams' log-probabilities; beams that share a node share the row."""

@@ -20,14 +20,16 @@ from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
+from specdec.engine.output_buffer import OutputBuffer
 from specdec.engine.outputs import CompletionOutput, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
+from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
 from specdec.sampling.verifier import Verifier
 from specdec.text.stream import TextStream
+from specdec.traces.recorder import SequenceTrace
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
@@ -65,20 +67,16 @@ class Sequence:
         index: int = 0,
     ) -> None:
         self.request, self.sampler, self.index = request, sampler, index
-        self._limit, self._text = limit, text
+        self._limit = limit
+        self._emitted = OutputBuffer(sampler, limit, text)
         self.token_ids = list(request.prompt_ids)
         self._num_prompt_tokens = len(self.token_ids)
         self.kv: SequenceKV | None = None
         self.kv_file: KvFile | None = None
         self.arrival = -1
         self._num_cached_tokens = 0
-        self._num_taken = 0
-        self._pieces: list[str] = []
-        self._finish_reason: str | None = None
-        """Why it ended by itself: "stop" or "length"."""
-        self._stop: str | None = None  # the stop string that did it
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[TopLogprobs] = []
+        self.trace: SequenceTrace | None = None
+        """Record of the target's distributions, where the run leaves traces."""
 
     def start(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
         """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
@@ -98,7 +96,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.request.is_aborted or self._finish_reason is not None
+        return self.request.is_aborted or self._emitted.finish_reason is not None
 
     @property
     def active_kv(self) -> SequenceKV:
@@ -167,15 +165,21 @@ class Sequence:
             self.active_kv,
             chunk,
             logits_at=None if is_last else [],
-            hidden_states_at=range(self._num_without_states(len(chunk)), len(chunk)),
+            hidden_states_at=self._with_states(chunk),
         )
 
-    def _num_without_states(self, num_tokens: int) -> int:
-        """Return how many of a prefill chunk's first tokens need no hidden states."""
-        max_states = 0
+    def _with_states(self, chunk: SequenceOf[int]) -> range:
+        """Return the tokens of a prefill chunk whose hidden states the drafter takes."""
+        num_without = max(0, self.num_uncomputed - self.max_hidden_states)
+        return range(min(len(chunk), num_without), len(chunk))
+
+    @property
+    def max_hidden_states(self) -> int:
+        """See Drafter.max_hidden_states."""
+        num_states = 0
         with own_errors(self.request):
-            max_states = self.drafter.max_hidden_states
-        return min(num_tokens, max(0, self.num_uncomputed - max_states))
+            num_states += self.drafter.max_hidden_states
+        return num_states
 
     def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
         """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
@@ -232,12 +236,8 @@ class Sequence:
         """Return the tree's nodes as input of the target."""
         first = self.active_kv.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        num_states = 0
-        with own_errors(self.request):
-            num_states = len(tree) if self.drafter.max_hidden_states else 0
-        return SequenceInput(
-            self.active_kv, tree.token_ids, parents, hidden_states_at=range(num_states)
-        )
+        states_at = range(len(tree) if self.max_hidden_states else 0)
+        return SequenceInput(self.active_kv, tree.token_ids, parents, hidden_states_at=states_at)
 
     # --- outcome of a step ---------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Sequence:
         with own_errors(self.request):
             row = scores.logits[0]
             token = self.sampler.choose(self.token_ids, row, position=len(self.token_ids))
-            self._note_logprobs([row], [token])
+            self._note_logits([row], [token])
             self.token_ids.append(token)
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._emit((token,))
@@ -269,7 +269,7 @@ class Sequence:
                     self._hand_over(scores.hidden_states[list(acceptance.path)])
             recorder.record_outcome(was_ahead=self.drafter.is_ready)
             new_ids = acceptance.emitted(tree)
-            self._note_logprobs((logits[i] for i in acceptance.path), new_ids)
+            self._note_logits([logits[i] for i in acceptance.path], new_ids)
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
             recorder.record_step(tree, acceptance, n_emitted=num_taken)
@@ -293,7 +293,10 @@ class Sequence:
             self.recover()
 
     def finish(self) -> None:
-        """Complete the outputs, at the end of the request."""
+        """Complete the outputs and the trace, at the end of the request."""
+        if self.trace is not None:
+            num_new = self._emitted.num_tokens
+            self.trace.end(self.token_ids[: self._num_prompt_tokens + num_new], num_new)
 
     # --- output --------------------------------------------------------------------------------
 
@@ -304,37 +307,13 @@ class Sequence:
 
     def _emit(self, new_ids: SequenceOf[int]) -> int:
         """Emit new tokens and their text up to the sequence's end; return the number of tokens."""
-        taken, text = self._take(new_ids)
+        taken, text = self._emitted.take(new_ids)
         self.request.put(StreamChunk(text, tuple(taken), self.index))
-        if self._finish_reason is not None:
+        if self._emitted.finish_reason is not None:
             self.request.drafting_index = self.index + 1
-            if final_text := self._flush():
+            if final_text := self._emitted.flush():
                 self.request.put(StreamChunk(final_text, (), self.index))
         return len(taken)
-
-    def _take(self, new_ids: SequenceOf[int]) -> tuple[SequenceOf[int], str]:
-        stop_ids, text = self.sampler.stop_tokens, ""
-        num_before = self._num_taken
-        if self._text is not None:
-            update = self._text.push(token for token in new_ids if token not in stop_ids)
-            text = update.text
-            if update.stop is not None:
-                new_ids = new_ids[: update.n_tokens]
-                self._finish_reason, self._stop = "stop", update.stop
-        if self._finish_reason is None:
-            if new_ids[-1] in stop_ids:
-                self._finish_reason = "stop"
-            elif num_before + len(new_ids) >= self._limit.n_tokens:
-                self._finish_reason = "length"
-        self._num_taken = num_before + len(new_ids)
-        self._pieces.append(text)
-        return new_ids, text
-
-    def _flush(self) -> str:
-        """Return the text that was withheld as a possible stop string, at the sequence's end."""
-        if self._text is not None:
-            self._pieces.append(self._text.flush().text)
-        return self._pieces[-1] if self._text is not None else ""
 
     def fill(
         self,
@@ -343,36 +322,20 @@ class Sequence:
         top_logprobs: Iterable[TopLogprobs],
     ) -> None:
         """Append tokens that a beam search found, without emitting them."""
-        self._logprobs, self._top_logprobs = list(logprobs), list(top_logprobs)
+        self._emitted.set_logprobs(logprobs, top_logprobs)
         if token_ids:
             self.token_ids.extend(token_ids)
-            self._take(token_ids)
-            self._flush()
+            self._emitted.take(token_ids)
+            self._emitted.flush()
 
-    def _note_logprobs(
-        self, rows: Iterable[NDArray[np.float32]], token_ids: SequenceOf[int]
+    def _note_logits(
+        self, rows: SequenceOf[NDArray[np.float32]], token_ids: SequenceOf[int]
     ) -> None:
-        params = self.sampler.params
-        if not params.logprobs:
-            return  # rows may lie on a device: not copied for nothing
-        for row, token in zip(rows, token_ids, strict=True):
-            logits = row[: self.sampler.n_tokens]
-            logprob, top = logprobs_of_token(logits, token, params.n_top_logprobs)
-            self._logprobs.append(logprob)
-            self._top_logprobs.append(top)
+        if self.trace is not None:
+            self.trace.add(rows)
+        self._emitted.note_logits(rows, token_ids)
 
     @property
     def outputs(self) -> list[CompletionOutput]:
         """The sequence so far; all results of a beam search."""
-        params, num_taken = self.sampler.params, self._num_taken
-        output = CompletionOutput(
-            text="".join(self._pieces),
-            token_ids=tuple(self.token_ids[self._num_prompt_tokens :][:num_taken]),
-            finish_reason=self._finish_reason or "cancelled",
-            logprobs=tuple(self._logprobs[:num_taken]) if params.logprobs else None,
-            top_logprobs=tuple(self._top_logprobs[:num_taken]) if params.n_top_logprobs else None,
-            seed=None if params.is_greedy else self.sampler.seed,
-            stop=self._stop,
-            finish_note=self._limit.note if self._finish_reason == "length" else None,
-        )
-        return [output]
+        return [self._emitted.completion(self.token_ids[self._num_prompt_tokens :])]

@@ -22,6 +22,7 @@ from specdec.sampling.token_limit import token_limit
 from specdec.sampling.verifier import Verifier
 from specdec.text.contract import TokenDecoder
 from specdec.text.stream import TextStream
+from specdec.traces.recorder import TraceRecorder
 
 _CHAIN_STREAM = 2**64 - 1
 """Second word of the Philox key for the chain rules; the match rule puts the token position there,
@@ -51,6 +52,7 @@ class SequenceFactory:
     drafters: Drafters
     plan: RunPlan
     pair_statistics: PairStatistics
+    trace_recorder: TraceRecorder | None = None
 
     def new_sequences(self, request: Request) -> list[Sequence]:
         """Return `params.n` sequences, or one that runs a beam search.
@@ -97,6 +99,8 @@ class SequenceFactory:
             drafter = self.drafters.for_sequence(sampler, request.spec, rng)
         else:
             drafter.reset()
+        if self.trace_recorder is not None:
+            sequence.trace = self.trace_recorder.new_sequence()
         policy = DraftPolicy(
             request.spec,
             self.pair_statistics,

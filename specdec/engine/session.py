@@ -14,6 +14,7 @@ from typing import Any
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
 from offload.process.disk_cache import forget_measurements
+from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.checks import ConfigError
 from specdec.drafters.assembly import Drafters
@@ -33,12 +34,13 @@ from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.memory.base import budget_of_run
-from specdec.planning.plan import plan_models
+from specdec.planning.plan import PlannedModels, plan_models
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn
+from specdec.traces.recorder import TraceRecorder
 
 _REMEASURE_RATIO = 1.5
 """Ratio of measured to planned pass times at which the machine is measured again: the cached
@@ -116,6 +118,7 @@ class Session:
                 stack.enter_context(self.draft)
             self._target_path = planned.target.source.path.absolute()
             self.pair_statistics = saved_statistics.pair_statistics
+            self._trace_recorder = self._new_recorder(planned, stack)
             self._make_scheduler(stack)
             if self._prompt_cache is not None:
                 self._prompt_cache.restore(self.prefix_cache, self.draft_prefix_cache)
@@ -146,7 +149,18 @@ class Session:
             ),
             plan=self.plan,
             pair_statistics=self.pair_statistics,
+            trace_recorder=self._trace_recorder,
         )
+
+    def _new_recorder(self, planned: PlannedModels, stack: ExitStack) -> TraceRecorder | None:
+        folder = self.options.record_traces
+        if folder is None:
+            return None
+        max_bytes = parse_bytes(self.options.max_traces)
+        fingerprint = planned.target.source.fingerprint()
+        recorder = TraceRecorder(folder, self.n_tokens, fingerprint, max_bytes)
+        stack.callback(recorder.close)
+        return recorder
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
         """Use other pair statistics: modes of a benchmark must not share them."""

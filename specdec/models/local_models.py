@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.heads.kinds import head_kind
 from offload.process.home import home_folder
 from specdec.models.kinds import no_model
 from specdec.pair import GGUF_SUFFIX
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 OLLAMA_PREFIX = "ollama:"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _REGISTRY = "registry.ollama.ai"
+IsListed = Callable[[Path], bool]
+"""Whether a file or folder is of the kind to list."""
 SPLIT = re.compile(r"-(?P<number>\d{5})(?P<end>-of-\d{5}\.gguf)$")
 """Suffix of the file names of a split GGUF model."""
 
@@ -37,10 +40,23 @@ class LocalModel:
 
 def local_models(folder: Path | None = None) -> list[LocalModel]:
     """Return all models that can be run, of every program, and of a folder of the user's."""
-    result = [*_of_hub(), *_of_ollama(), *_of_folders(_program_folders())]
+    result = [*_of_hub(_is_model), *_of_ollama(), *_of_folders(_program_folders(), _is_model)]
     if folder is not None:
-        result += _of_folders({"folder": [folder]})
+        result += _of_folders({"folder": [folder]}, _is_model)
     return result
+
+
+def local_heads() -> list[LocalModel]:
+    """Return all draft heads in files of their own, of every program that keeps such files."""
+    return [*_of_hub(_is_head), *_of_folders(_program_folders(), _is_head)]
+
+
+def _is_model(path: Path) -> bool:
+    return no_model(path) is None
+
+
+def _is_head(path: Path) -> bool:
+    return head_kind(path) is not None
 
 
 def ollama_blob(name: str) -> Path | None:
@@ -91,7 +107,7 @@ def _blob(layer: dict[str, Any]) -> Path:
     return _ollama_folder() / "blobs" / Path(digest).name
 
 
-def _of_hub() -> Iterator[LocalModel]:
+def _of_hub(is_listed: IsListed) -> Iterator[LocalModel]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -104,7 +120,7 @@ def _of_hub() -> Iterator[LocalModel]:
             continue
         revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
         files = {_name_of(file, rev): file for rev in revisions for file in rev.files}
-        yield from _of_repository(repo.repo_id, files)
+        yield from _of_repository(repo.repo_id, files, is_listed)
 
 
 def _name_of(file: CachedFileInfo, revision: CachedRevisionInfo) -> str:
@@ -112,7 +128,9 @@ def _name_of(file: CachedFileInfo, revision: CachedRevisionInfo) -> str:
     return file.file_path.relative_to(revision.snapshot_path).as_posix()
 
 
-def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[LocalModel]:
+def _of_repository(
+    name: str, files: Mapping[str, CachedFileInfo], is_listed: IsListed
+) -> Iterator[LocalModel]:
     """Yield the models of a repository; a GGUF model is named by its file, as there may be several.
 
     files: files by name, of the latest revision that has them.
@@ -120,13 +138,13 @@ def _of_repository(name: str, files: Mapping[str, CachedFileInfo]) -> Iterator[L
     sizes = {name: file.size_on_disk for name, file in files.items()}
     weights = [n for file, n in sizes.items() if file.endswith(".safetensors") and "/" not in file]
     folder = files["config.json"].file_path.parent if "config.json" in files else None
-    if weights and folder is not None and no_model(folder) is None:
+    if weights and folder is not None and is_listed(folder):
         yield LocalModel(name, "safetensors", sum(weights), "Hugging Face")
     for file in sorted(sizes):
         split = SPLIT.search(file)
         if not file.endswith(GGUF_SUFFIX) or (split is not None and int(split["number"]) > 1):
             continue
-        if no_model(files[file].file_path) is not None:
+        if not is_listed(files[file].file_path):
             continue
         stem, end = (file, "") if split is None else (file[: split.start()], split["end"])
         parts = [
@@ -144,16 +162,16 @@ def _program_folders() -> dict[str, list[Path]]:
     }
 
 
-def _of_folders(folders: dict[str, list[Path]]) -> Iterator[LocalModel]:
+def _of_folders(folders: dict[str, list[Path]], is_listed: IsListed) -> Iterator[LocalModel]:
     for keeper, paths in folders.items():
         for folder in paths:
             for path in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
                 parts = _parts(path)
-                if parts and no_model(path) is None:
+                if parts and is_listed(path):
                     yield LocalModel(str(path), "GGUF", _n_bytes(parts), keeper)
             for path in sorted(folder.rglob("config.json")):
                 weights = list(path.parent.glob("*.safetensors"))
-                if weights and no_model(path.parent) is None:
+                if weights and is_listed(path.parent):
                     yield LocalModel(str(path.parent), "safetensors", _n_bytes(weights), keeper)
 
 

@@ -87,6 +87,8 @@ def _describe_missing(text: str, path: Path) -> str:
     """Return the message for a name that is not on this disk and cannot be a hub id."""
     if is_self_draft(text):
         return f"no such model: {text} is the target as its own draft, which only -md takes"
+    if text == MTP_HEAD:
+        return f"no such model: {text} is a target's own MTP head, which only -md takes"
     if path.is_symlink():
         return f"no such model: {path} is a link that leads nowhere"
     if text.startswith(_PATH_STARTS):

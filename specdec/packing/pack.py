@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.packed.errors import PackError
 from offload.formats.checkpoint import WeightIndex
+from offload.formats.tensors import TensorIndex
 from offload.process.cpus import usable_cpus
 from offload.storage.unfinished import unfinished
 from offload.units import MIB, Progress, format_bytes
@@ -191,7 +192,7 @@ def _write_weights(
 def _check_headers(source: HfModel, partial: Path) -> None:
     """Raise SpecdecError where the copy cannot be opened, or lacks tensors of the source."""
 
-    def described(index: WeightIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def described(index: TensorIndex) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (record.dtype, record.shape) for name, record in index.items()}
 
     if (

@@ -72,6 +72,10 @@ def gpu_for(
             FieldName("draft_device"),
             " is 'cpu', but a target that drafts for itself does so where it is: leave it out",
         )
+    if draft is not None and draft.hidden_state_bytes:
+        raise UnsupportedModel(
+            "a draft head runs beside a target on the CPU only: use --device cpu, or a draft model"
+        )
     gpu_draft = None
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
         gpu_draft = on_gpu(draft)

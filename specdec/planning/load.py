@@ -12,6 +12,7 @@ from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
 from specdec.drafters.window import DraftWindow, draft_context_size
+from specdec.models.names import MTP_HEAD
 from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
@@ -42,6 +43,7 @@ def load_target(
             n_readers=options.io_threads,
             progress=progress,
             vram_bytes=plan.torch_vram_bytes,
+            has_head=options.draft == MTP_HEAD,
         )
     )
 

@@ -63,7 +63,8 @@ class PassSimulation:
         # hidden either, as every token needs some: a line through a few tokens is enough.
         if not self.placement.n_moving_layers or self.placement.experts is not None:
             few = self.seconds(_FEW_TOKENS)
-            return CostModel(0.0, *_line(1, self.seconds(1), _FEW_TOKENS, few))
+            resident = _line(1, self.seconds(1), _FEW_TOKENS, few)
+            return CostModel(0.0, *resident, self.compute.block_size)
         sizes = _GPU_SIZES if self.placement.is_on_device else _SIZES
         seconds = {n: self.seconds(n) for n in sizes}
         floor = seconds[1]
@@ -72,7 +73,8 @@ class PassSimulation:
         low, high = min(low, sizes[-2]), sizes[-1]
         # If reads hide the arithmetic at all sizes, the line is fitted to the arithmetic alone.
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
-        return CostModel(floor, *_line(low, line[low], high, line[high]))
+        fitted = _line(low, line[low], high, line[high])
+        return CostModel(floor, *fitted, self.compute.block_size)
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
         placement, per_byte = self.placement, self.compute.per_byte

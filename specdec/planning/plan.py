@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
-from backends.heads.opened import head_source
+from backends.heads.opened import mtp_source, open_head
 from offload.budget import format_up
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.placement.tiers import VRAM
@@ -18,7 +18,7 @@ from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
-from specdec.models.names import MTP_HEAD, SELF_DRAFT
+from specdec.models.names import MTP_HEAD, SELF_DRAFT, resolve_model
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
@@ -56,7 +56,9 @@ def plan_run(
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
     refuse_unknown(options, RunOptions, "plan_run()")
-    return plan_models(RunOptions(model, named_draft(model, draft_model), **options)).plan
+    takes_heads = options.get("device", CPU) == CPU
+    draft = named_draft(model, draft_model, takes_heads=takes_heads)
+    return plan_models(RunOptions(model, draft, **options)).plan
 
 
 def plan_models(
@@ -99,13 +101,23 @@ def open_pair(options: RunOptions) -> OpenedPair:
         draft = replace(target, source=SharedSource(target.source))
     elif options.draft == MTP_HEAD:
         options_of_head = BackendOptions(options.backend.n_threads)
-        draft = replace(target, source=head_source(target.source, options_of_head))
+        draft = replace(target, source=mtp_source(target.source, options_of_head))
     elif options.draft is not None:
-        # Cache types apply to the target only: a draft's KV is small.
-        draft = open_model(options.draft, BackendOptions(options.backend.n_threads))
-        compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
+        draft = _open_draft(options.draft, target, options)
     _check_options(options, target.source)
     return OpenedPair(target, draft)
+
+
+def _open_draft(name: str | Path, target: OpenedModel, options: RunOptions) -> OpenedModel:
+    """Open a draft head for this target, or a draft model."""
+    # Cache types apply to the target only: a draft's KV is small.
+    options_of_draft = BackendOptions(options.backend.n_threads)
+    head = open_head(resolve_model(name), target.source, options_of_draft)
+    if head is not None:
+        return replace(target, source=head)
+    draft = open_model(name, options_of_draft)
+    compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
+    return draft
 
 
 def measure_figures(pair: OpenedPair, total_bytes: int) -> Measurements:

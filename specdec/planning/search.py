@@ -16,7 +16,6 @@ from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.placement.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.drafters.model import level_width
 from specdec.planning.memory.memory_plan import MemoryPlan, MemoryPlanner, Shape
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.pass_simulation import PassSimulation
@@ -26,6 +25,7 @@ from specdec.policy.assumptions import (
     expected_tokens,
     likely_levels,
 )
+from specdec.policy.cost_model import run_tokens, runs_of_levels
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 from specdec.run_options import CUDA
 
@@ -253,12 +253,13 @@ def _predict_tree(
     n_drafted: int,
     spec: SpecConfig,
 ) -> Alternative:
-    n_abreast = max(1, min(n_drafted, level_width(n_drafted)))
-    level = draft.seconds(n_abreast) if draft is not None else 0.0
-    depth = best_depth(spec, min(spec.depth, n_drafted), target.seconds(1 + n_drafted), level)
+    block_size = None if draft is None else draft.compute.block_size
+    run = 0.0 if draft is None else draft.seconds(run_tokens(n_drafted, block_size))
+    per_level = run if block_size is None else 0.0
+    depth = best_depth(spec, min(spec.depth, n_drafted), target.seconds(1 + n_drafted), per_level)
     if draft is not None:
-        depth = min(depth, likely_levels(n_drafted, spec.width))
-    drafting = depth * level
+        depth = min(depth, likely_levels(n_drafted, spec.width), (block_size or depth + 1) - 1)
+    drafting = runs_of_levels(depth, block_size) * run
     seconds = _step_seconds(target, draft, 1 + n_drafted, drafting)
     tokens = expected_tokens(n_drafted, depth)
     if draft is None:

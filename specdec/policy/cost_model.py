@@ -48,11 +48,13 @@ class CostModel:
         fixed_seconds: arithmetic that does not depend on the number of tokens; below zero where
             only passes of many tokens are slowed by them.
         seconds_per_token: arithmetic of each token.
+        block_size: see ModelCompute.
     """
 
     read_seconds: float
     fixed_seconds: float
     seconds_per_token: float
+    block_size: int | None = None
     # [knot, (weight, weighted sum of log(measured / planned))]
     _sums: NDArray[np.float64] = field(init=False, repr=False)
     _factors: NDArray[np.float64] = field(init=False, repr=False)  # log of it, [knot]
@@ -155,6 +157,16 @@ def _log_planned(cost: CostModel) -> NDArray[np.float64]:
     return np.log([cost.planned_seconds(size) for size in sizes])[:, None]
 
 
-def level_seconds(draft_cost: CostModel, num_nodes: int) -> float:
-    """Return the planned maximum seconds of one level of a tree through the draft model."""
-    return draft_cost.planned_seconds(min(num_nodes, level_width(num_nodes)))
+def run_tokens(num_nodes: int, block_size: int | None) -> int:
+    """Return the maximum tokens of one run of a draft for a tree of `num_nodes` nodes."""
+    return block_size or max(1, min(num_nodes, level_width(num_nodes)))
+
+
+def run_seconds(draft_cost: CostModel, num_nodes: int) -> float:
+    """Return the planned maximum seconds of one run of the draft model."""
+    return draft_cost.planned_seconds(run_tokens(num_nodes, draft_cost.block_size))
+
+
+def runs_of_levels(depth: int, block_size: int | None) -> int:
+    """Return the runs of a draft for a tree of `depth` levels: one each, or one for all."""
+    return depth if block_size is None else min(depth, 1)

@@ -15,7 +15,7 @@ from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.assumptions import best_depth, tokens_of_levels
 from specdec.policy.calibration import note_chain
-from specdec.policy.cost_model import level_seconds
+from specdec.policy.cost_model import run_seconds, runs_of_levels
 from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.tree_shape import TreeShape
@@ -92,7 +92,9 @@ class DraftPolicy:
             n_likely = min(cost.num_free_tokens - 1, n_nodes)
         self.n_nodes = n_nodes
         """Maximum draft tokens of a tree, for which memory is reserved."""
-        per_level = 0.0 if draft_cost is None else level_seconds(draft_cost, n_likely)
+        per_run = 0.0 if draft_cost is None else run_seconds(draft_cost, n_likely)
+        block_size = pair_statistics.block_size
+        per_level = per_run if block_size is None else 0.0
         self.depth = best_depth(config, config.depth, cost.planned_seconds(1 + n_likely), per_level)
         """Levels of a tree that are best by the planned costs."""
         self._has_model = draft_cost is not None and "draft" in config.drafters
@@ -103,7 +105,8 @@ class DraftPolicy:
             draft model: `num_seqs` sequences share the nodes that one would have."""
             n_nodes = max(1, (1 + n_likely) // num_seqs - 1)
             tokens = tokens_of_levels(min(self.depth, n_nodes))
-            seconds = cost.planned_seconds(num_seqs * (1 + n_nodes)) + self.depth * per_level
+            drafting = runs_of_levels(self.depth, block_size) * per_run
+            seconds = cost.planned_seconds(num_seqs * (1 + n_nodes)) + drafting
             planned = (tokens, seconds / num_seqs) if self._has_model else None
             return DraftChoice(planned, cost.planned_seconds(num_seqs) / num_seqs)
 

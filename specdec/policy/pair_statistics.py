@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
-from specdec.policy.cost_model import CostModel, level_seconds
+from specdec.policy.cost_model import CostModel, run_seconds
 from specdec.policy.modes import DraftChoice
 from specdec.policy.moving_average import (
     LASTING,
@@ -92,7 +92,7 @@ class PairStatistics:
 
     Args:
         cost: planned seconds of a target pass; copied, not changed.
-        draft_cost: planned seconds of a draft pass, which runs one level; None without a draft.
+        draft_cost: planned seconds of a draft pass; None without a draft.
         n_nodes: maximum draft tokens of a tree.
 
     Attributes:
@@ -100,7 +100,7 @@ class PairStatistics:
     """
 
     def __init__(self, cost: CostModel, draft_cost: CostModel | None, n_nodes: int) -> None:
-        draft_pass_seconds = 0.0 if draft_cost is None else level_seconds(draft_cost, n_nodes)
+        draft_pass_seconds = 0.0 if draft_cost is None else run_seconds(draft_cost, n_nodes)
         self.cost, self.draft_cost, self.n_nodes = replace(cost), draft_cost, n_nodes
         self._drafts = MovingAverage(LASTING, (draft_pass_seconds,))
         self._acceptance_statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
@@ -108,8 +108,14 @@ class PairStatistics:
 
     @property
     def draft_pass_seconds(self) -> float:
-        """Seconds of one run of the draft model, which computes a level of all sequences."""
+        """Seconds of one run of the draft model, which computes a level of all sequences, or all
+        levels of a draft with blocks."""
         return self._drafts.means[0]
+
+    @property
+    def block_size(self) -> int | None:
+        """See ModelCompute."""
+        return None if self.draft_cost is None else self.draft_cost.block_size
 
     def note_drafting(self, n_runs: int, seconds: float) -> None:
         if n_runs:

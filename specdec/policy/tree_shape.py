@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from specdec.config import SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.policy.calibration import min_level_probability, note_levels
+from specdec.policy.cost_model import runs_of_levels
 from specdec.policy.modes import DraftChoice
 from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 from specdec.policy.shared_pass import CandidateTree
@@ -116,7 +117,9 @@ class TreeShape:
         seconds = self._cost.table(self._num_seqs + limit)[self._num_seqs - 1 :]
         tokens = tokens[: len(seconds)]
         if uses_draft:
-            seconds = seconds + self._level_seconds * np.arange(len(seconds))
+            block_size = self._pair_statistics.block_size
+            n_runs = [runs_of_levels(depth, block_size) for depth in range(len(seconds))]
+            seconds = seconds + self._level_seconds * np.array(n_runs)
         values = tokens - self._choice.rate * seconds
         # A step without draft tokens is no evidence about the draft.
         minimum = 1 if uses_draft else 0

@@ -27,13 +27,13 @@ LAYOUTS = {
 _OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
 
 
-def save_with_mtp_head(layout: str, directory: Path, seed: int = 0) -> Path:
+def save_with_mtp_head(layout: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
     """Write a random fp32 checkpoint with a head."""
     import torch
     from safetensors.torch import save_file
 
     family = layout.removesuffix("-tied")
-    save_tiny_checkpoint(family, directory, seed, **LAYOUTS[layout])
+    save_tiny_checkpoint(family, directory, seed, **{**LAYOUTS[layout], **overrides})
     model = load_target(directory)
     head = new_head(model)
     generator = torch.Generator().manual_seed(seed + 1)

@@ -18,7 +18,7 @@ from specdec.cli.app import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 BASE = "run"
-MARKED = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- options: ([\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 HEAD = "| option | meaning | default |\n|---|---|---|\n"
 
 

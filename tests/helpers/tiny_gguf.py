@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_gguf_kinds import ARCHITECTURES, COMMON
+from tiny_gguf_kinds import ARCHITECTURES, COMMON, OWN_TABLES, WITH_HEADS
 
 VOCAB = 96
 N_CTX = 512
@@ -22,19 +22,22 @@ N_CTX = 512
 
 _LEFT_OUT = re.compile(r"dense_[23]\.|cls\.|.*\.(lora_[ab]|weight_scale|input_scale|scale)$")
 """Optional tensors: of embedding models and of formats with scales."""
+_TABLE_OF_HEAD = re.compile(r"nextn\.(embed_tokens|shared_head_head)\.")
 
 
 def save_tiny_architecture(name: str, path: Path, *, seed: int = 0) -> Path:
-    """Write the file of an entry of ARCHITECTURES."""
+    """Write the file of an entry of ARCHITECTURES or WITH_HEADS."""
     head = path.with_suffix(".head")
-    kind = ARCHITECTURES[name]
+    kind = (ARCHITECTURES | WITH_HEADS)[name]
     architecture = kind.get("architecture", name)
     metadata = {**COMMON, **{k: v for k, v in kind.items() if k != "architecture"}}
     _write(head, architecture, metadata, {})
     shapes = _tensor_shapes(head)
     head.unlink()
     rng = np.random.default_rng(seed)
-    names = sorted(name for name in shapes if not _LEFT_OUT.match(name))
+    has_own_tables = name in OWN_TABLES
+    names = [x for x in sorted(shapes) if not _LEFT_OUT.match(x)]
+    names = [x for x in names if has_own_tables or not _TABLE_OF_HEAD.search(x)]
     _write(path, architecture, metadata, {name: _values(name, shapes[name], rng) for name in names})
     return path
 
@@ -59,7 +62,7 @@ def _write(
             writer.add_float32(full, value)
         else:
             writer.add_uint32(full, value)
-    _add_tokens(writer)
+    add_tokens(writer)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -68,17 +71,18 @@ def _write(
     writer.close()
 
 
-def _add_tokens(writer: Any) -> None:
+def add_tokens(writer: Any, vocab: int = VOCAB) -> None:
+    """Add a vocabulary of words."""
     import gguf
 
-    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))]
+    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, vocab))]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_merges(["w 3"])
     writer.add_token_list(words)
-    writer.add_token_scores([-float(i) for i in range(VOCAB)])
-    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (VOCAB - 3)])
+    writer.add_token_scores([-float(i) for i in range(vocab)])
+    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (vocab - 3)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
@@ -117,7 +121,7 @@ def _tensor_shapes(head: Path) -> dict[str, tuple[int, ...]]:
     metadata = base.gguf_init_from_file(bytes(head), _InitParams(True, None))
     params = library.llama_model_default_params()
     params.n_gpu_layers, params.use_extra_bufts = 0, False
-    params.load_mode = library.LLAMA_LOAD_MODE_NONE
+    params.load_mode, params.load_mtp = library.LLAMA_LOAD_MODE_NONE, True
     callback = library.llama_model_set_tensor_data_t(take)
     LOG.clear()
     model = library.llama_model_init_from_user(metadata, callback, None, params)

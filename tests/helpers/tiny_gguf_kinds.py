@@ -207,6 +207,45 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Metadata by name; the architecture is the name unless "architecture" says another."""
 
+_HEAD: dict[str, Any] = {"block_count": 5, "nextn_predict_layers": 1}
+_WINDOWS: dict[str, Any] = {
+    "attention__sliding_window": 16,
+    "attention__sliding_window_pattern": [True, True, True, False, False],
+}
+WITH_HEADS: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}-head": {"architecture": name, **ARCHITECTURES[name], **_HEAD}
+        for name in ("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2")
+    },
+    "cohere2moe-head": {
+        "architecture": "cohere2moe",
+        **_WIDE,
+        **_MOE,
+        **_HEAD,
+        "logit_scale": 0.1,
+        "leading_dense_block_count": 1,
+        "attention__sliding_window": 16,
+    },
+    "hy_v3-head": {
+        "architecture": "hy_v3",
+        **_WIDE,
+        **_MOE,
+        **_HEAD,
+        "leading_dense_block_count": 1,
+    },
+    "nemotron_h_moe-head": {
+        "architecture": "nemotron_h_moe",
+        **ARCHITECTURES["nemotron_h_moe"],
+        **_HEAD,
+        "feed_forward_length": [0, 0, 96, 0, 96],
+        "attention__head_count_kv": [0, 2, 0, 0, 2],
+    },
+    "step35-head": {"architecture": "step35", **_WIDE, **_MOE, **_HEAD, **_WINDOWS},
+}
+"""Models of 4 layers with an MTP head."""
+OWN_TABLES = ("glm4moe-head",)
+"""Models whose head has an embedding and an output head of its own."""
+
 RECURRENT = (
     "qwen35 qwen35moe qwen3next nemotron_h nemotron_h_moe granitehybrid granitehybrid-mixture lfm2 "
     "lfm2moe falcon-h1 jamba mamba mamba2 plamo2 kimi-linear kimi-k3"

@@ -15,7 +15,7 @@ import typer
 
 from offload.errors import SpecdecError
 from specdec.cli import options
-from specdec.cli.groups import Load, Sampling, with_options
+from specdec.cli.groups import BatchLoad, Sampling, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import check_models
 from specdec.cli.output import SHOWN, say, say_figures, write_json
@@ -80,7 +80,7 @@ Workers = Annotated[
 def batch(
     context: typer.Context,
     source: Source,
-    load: Load,
+    load: BatchLoad,
     sampling: Sampling,
     output_file: Output,
     order: Order = "input",
@@ -105,6 +105,10 @@ def batch(
     if enforce and ray is not None:
         raise options.OptionError(
             "--enforce limits one process, --ray starts others: leave one out"
+        )
+    if load.record_traces is not None and ray is not None:
+        raise options.OptionError(
+            "--record-traces writes one folder, --ray has many writers: leave one out"
         )
     if enforce:
         run_again_enforced(context, load.memory_budget)

@@ -11,7 +11,7 @@ from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
 from specdec.cli.groups import LoadEachDraft, Sampling, one_draft, with_options
 from specdec.cli.output import write_json, write_text
-from specdec.models.names import is_self_draft
+from specdec.models.names import has_own_files
 from specdec.run_options import RunOptions
 
 Rank = Annotated[
@@ -80,7 +80,7 @@ def _compare(named: list[RunOptions], json: bool) -> None:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
     from specdec.models.opened import compare_models
 
-    result = compare_models(model, model if is_self_draft(draft) else draft)
+    result = compare_models(model, draft if has_own_files(draft) else model)
     if json:
         write_json(result.to_dict())
     else:

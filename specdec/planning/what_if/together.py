@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.drafters.model import level_width
 from specdec.metrics.renamed import with_old_names
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.assumptions import expected_tokens, likely_levels
+from specdec.policy.cost_model import run_tokens, runs_of_levels
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ def plan_together(plan: RunPlan, num_seqs: int, width: int) -> Together:
             return num_seqs / target.seconds(num_seqs)
         assert draft is not None, "without one there are no trees"
         n_levels = min(chosen.depth, likely_levels(n_tree, width))
-        n_abreast = num_seqs * min(n_tree, level_width(n_tree))
-        seconds = target.seconds(num_seqs * (1 + n_tree)) + n_levels * draft.seconds(n_abreast)
+        block_size = draft.compute.block_size
+        run = draft.seconds(num_seqs * run_tokens(n_tree, block_size))
+        drafting = runs_of_levels(n_levels, block_size) * run
+        seconds = target.seconds(num_seqs * (1 + n_tree)) + drafting
         return num_seqs * expected_tokens(n_tree, n_levels) / seconds
 
     limit = 0 if draft is None else chosen.n_tree

@@ -48,7 +48,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
         assert layer.resident == frozenset()
     names = {r.name for r in model.non_layer_records}
     assert names == {"token_embd.weight", "output_norm.weight", "output.weight"}
-    assert model.unused_records == ()
+    assert model.mtp_records == ()
     # Every tensor has exactly one place.
     n_assigned = sum(len(layer.tensors) for layer in model.layers) + len(model.non_layer_records)
     assert n_assigned == len(model.index)
@@ -82,13 +82,13 @@ def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
     )  # fmt: skip
     model = load(tmp_path, metadata, tensors)
     assert model.n_layers == len(model.layers) == 2
-    assert {r.name for r in model.unused_records} == {
+    assert {r.name for r in model.mtp_records} == {
         *gb.layer_tensors(2),
         "blk.2.nextn.eh_proj.weight",
     }
     assert model.kv_bytes_per_token(flash_attention=True) == (4 + 2) * 16 * 2 * 2
     # The same model converted without these tensors.
-    assert load(tmp_path, metadata, gb.model_tensors(2)).unused_records == ()
+    assert load(tmp_path, metadata, gb.model_tensors(2)).mtp_records == ()
     metadata["glm4.nextn_predict_layers"] = ("u32", 3)
     refused(tmp_path, "nextn_predict_layers of 3; 0 to 2 are accepted", metadata, tensors)
 

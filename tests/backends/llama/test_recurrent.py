@@ -210,6 +210,27 @@ def test_sequences_beyond_the_states_compute_theirs_again(load: Load) -> None:
             assert np.array_equal(output.logits[1], row)
 
 
+def test_a_sequence_that_lost_its_states_is_not_reused(load: Load) -> None:
+    """It would be computed again, and counted as reused."""
+    with load("mamba2", max_num_seqs=1) as backend, load("mamba2", max_context=160) as plain:
+        cache, expected = PrefixCache(backend), Plain(plain)
+        first = cache.allocate(TEXT[:20])
+        first.prefill(TEXT[:20])
+        cache.release(first)
+        assert cache.n_common(TEXT[:30]) == 20
+        running = [backend.new_sequence() for _ in range(backend._states.n_sequences)]
+        for kv in running:
+            kv.prefill(TEXT[40:50])
+        assert cache.n_common(TEXT[:30]) == 0
+        second = cache.allocate(TEXT[:30])
+        assert second.n_committed == 0
+        assert np.array_equal(second.prefill(TEXT[:30]), expected.row(TEXT[:30]))
+        kv = running[0]  # a running one keeps its tokens, and computes them with its next nodes
+        logits = kv.extend(TEXT[50:52], [PREFIX, kv.next_node_id])[1]
+        assert kv.n_committed == 10
+        assert np.array_equal(logits[1], expected.row(TEXT[40:52]))
+
+
 @pytest.mark.parametrize("n_before", [0, 1])
 def test_a_pass_that_fails_leaves_the_committed_tokens(
     n_before: int, load: Load, monkeypatch: pytest.MonkeyPatch

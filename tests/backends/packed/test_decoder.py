@@ -11,9 +11,8 @@ import pytest
 import torch
 from packed_tensors import packed, weights_of
 
-from backends.packed import decoder as decoder_module
 from backends.packed.codec import check_packed
-from backends.packed.decoder import Decoder, PackedModule, decode_buffer_bytes, pieces
+from backends.packed.decoder import Decoder, PackedModule, decode_buffer_bytes
 from backends.packed.tensor import PackedTensor
 from backends.packed.twelve_bits import TwelveBits
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -25,10 +24,7 @@ def tensor(name: str, n_weights: int, n_bytes: int, scheme: str = "BF16_12") -> 
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_modules_are_decoded_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch, n_threads: int
-) -> None:
-    monkeypatch.setattr(TwelveBits, "piece_weights", 2048)  # several pieces of each
+def test_modules_are_decoded_one_after_the_other(n_threads: int) -> None:
     weights = [weights_of(i, n, [0, 118, 120, 255]) for i, n in enumerate((5000, 777, 9001))]
     stored = [packed(TwelveBits(), w, 110) for w in weights]
     tensors = [tensor(str(i), len(w), len(stored[i])) for i, w in enumerate(weights)]
@@ -37,7 +33,7 @@ def test_modules_are_decoded_one_after_the_other(
     try:
         beside = [TwelveBits().scratch_bytes(item) for item in tensors]
         assert min(beside) > 0
-        assert decode_buffer_bytes(modules) == decoder.n_bytes + max(beside)
+        assert decode_buffer_bytes(modules, n_threads) == decoder.n_bytes + max(beside)
         for module in modules * 2:
             numbers = [int(item.record.name) for item in module.tensors]
             actual = decoder.decode(
@@ -49,8 +45,8 @@ def test_modules_are_decoded_one_after_the_other(
                 )
     finally:
         decoder.close()
-    assert decode_buffer_bytes([]) == 0
-    assert decode_buffer_bytes(modules) >= 2 * 9001
+    assert decode_buffer_bytes([], n_threads) == 0
+    assert decode_buffer_bytes(modules, n_threads) >= 2 * 9001
 
 
 def test_broken_tensors_are_refused_by_name() -> None:
@@ -98,32 +94,7 @@ def test_ctrl_c_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Future, "exception", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                decoder._run([work, work])
+                decoder._run([lambda: None, work, work])
         assert done == [1, 1]
-    finally:
-        decoder.close()
-
-
-@pytest.mark.parametrize("shape", [(300, 96), (256, 64), (7, 40), (300, 36)])
-def test_a_matrix_is_decoded_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(decoder_module, "PIECE_BYTES", 128 * shape[1] * 2)
-    n = shape[0] * shape[1]
-    weights = weights_of(1, n, [0, 118, 120, 255])
-    stored = packed(TwelveBits(), weights, 110)
-    path = Path("m.safetensors")
-    record = TensorRecord("up", "BF16", shape, path, 0, len(stored), "BF16_12")
-    module = PackedModule((PackedTensor(record),), in_pieces=True)
-    is_cut = shape[0] > 128 and shape[1] % 8 == 0
-    assert len(pieces(module.tensors[0])) == (-(-shape[0] // 128) if is_cut else 1)
-    decoder = Decoder([module], 2)
-    try:
-        if is_cut:
-            assert decoder.n_bytes < 2 * n
-        parts = [torch.from_numpy(stored)]
-        actual = [x.clone() for x in decoder.decode_pieces(module.tensors[0], parts)]
-        whole = torch.cat(actual).reshape(-1).view(torch.int16).numpy().view(np.uint16)
-        np.testing.assert_array_equal(whole, weights)
     finally:
         decoder.close()

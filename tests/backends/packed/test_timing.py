@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
-from backends.contract.curve import ComputeCurve
-from backends.packed import by_numpy, decoder, timing
+from backends.packed import timing
 from backends.packed.codec import (
     CODECS,
     QUANTISATIONS,
@@ -23,32 +20,27 @@ from backends.packed.tensor import PackedTensor
 
 @pytest.mark.parametrize("scheme", CODECS)
 def test_a_cached_timing_is_of_this_code(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = timing._key(scheme, 2)
-    assert before == timing._key(scheme, 2) != timing._key(scheme, 1)
+    before = timing._key("decode", scheme, 2)
+    assert before == timing._key("decode", scheme, 2) != timing._key("decode", scheme, 1)
+    assert before != timing._key("products", scheme, 2)
     for place, name, value in (
         (timing, "_REVISION", 0),
         (timing, "_SHAPE", (128, 512)),
-        (decoder, "PIECE_BYTES", 1 << 20),
         (torch, "__version__", "1.0"),
+        (timing, "version", lambda _: "1.0"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, value)
-            assert timing._key(scheme, 2) != before
+            assert timing._key("decode", scheme, 2) != before
 
 
-def test_loops_are_compiled_for_twelve_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba takes 100 MB of memory, which the other formats do not need."""
-    asked = []
-
-    def kernels() -> ModuleType:
-        asked.append(1)
-        return by_numpy
-
-    monkeypatch.setattr(timing, "fastest_kernels", kernels)
-    monkeypatch.setattr(timing, "cached_curve", lambda *_: ComputeCurve((1,), (0.5,), (0.7,)))
-    for scheme in CODECS:
-        timing._measure.__wrapped__(scheme, 1, None)
-    assert asked == [1]
+@pytest.mark.parametrize("scheme", CODECS)
+def test_products_and_decoding_are_timed(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SHAPE", (128, 512))
+    monkeypatch.setattr(timing, "WEIGHT_BYTES", 1)
+    assert timing._time_decoding(scheme, 1).seconds(1) > 0
+    curve = timing._time(scheme, 2, None)
+    assert 0 < curve.seconds(1) < curve.seconds(128)
 
 
 def test_gptq_is_timed_in_the_order_that_its_settings_say() -> None:

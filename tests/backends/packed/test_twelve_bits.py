@@ -28,6 +28,7 @@ from offload.formats.tensors import TensorRecord
 
 if has_numba():
     from backends.packed import by_numba
+    from backends.tiles import compiling
 
     KERNELS: tuple[ModuleType, ...] = (by_numpy, by_numba)
 else:
@@ -186,5 +187,5 @@ def test_loops_are_compiled_where_they_cannot_be_cached(monkeypatch: pytest.Monk
         return compile_one(signature, **options)
 
     monkeypatch.setattr(numba, "njit", njit)
-    anew = by_numba._compiled(numba.int64(numba.int64))(lambda x: x + 1)
+    anew = compiling.compiled(numba.int64(numba.int64))(lambda x: x + 1)
     assert anew(2) == 3

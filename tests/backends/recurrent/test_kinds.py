@@ -15,6 +15,7 @@ from backends.recurrent.delta import DeltaRule
 from backends.recurrent.functions import mamba2
 from backends.recurrent.kinds import Recurrence, Rows
 from backends.recurrent.mamba import Mamba1, Mamba2
+from backends.recurrent.walks import depth_first, max_slots
 
 N_TOKENS = 23
 HEADS, KEY_HEADS, DIM = 6, 2, 16
@@ -154,3 +155,18 @@ def test_compiled_convolutions_have_torchs_bits(
     monkeypatch.undo()
     actual = kind.branch(state, part(rows, 0, 7), parents, range(7))
     assert torch.equal(torch.cat(actual), torch.cat(expected))
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_walk_has_few_states_at_a_time(data: st.DataObject) -> None:
+    """A slot is written again only when no later node continues from its state."""
+    count = data.draw(st.integers(1, 64))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    order, above, slots, n_slots = depth_first(parents)
+    assert sorted(order) == list(range(count))
+    assert n_slots == max(slots) + 1 <= max_slots(count)
+    holder = {-1: -1}  # slot -> the node whose state it has
+    for node, start, slot in zip(order, above.tolist(), slots.tolist(), strict=True):
+        assert holder[start] == parents[node]
+        holder[slot] = node

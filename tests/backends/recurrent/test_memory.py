@@ -78,6 +78,46 @@ def test_planned_bytes_are_enough_and_not_too_many(
     assert planned - tails <= peak.n_bytes + 2 * N_NODES * n_fed
 
 
+def test_a_sequence_that_rolls_back_goes_on_and_one_that_finishes_does_not(
+    checkpoint_factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was cut short rolls its sequences back: layers must not take their memory."""
+    peak, source = Peak(monkeypatch), HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        backend.max_nodes = 6
+        cache = PrefixCache(backend, 3)
+        kvs = [cache.allocate([5 + i]) for i in range(3)]
+        for kv in kvs:
+            kv.prefill([5] * 20)
+        decode(backend, kvs, 2)
+        for kv in kvs:
+            kv.rollback(kv.n_committed)
+        decode(backend, kvs[:1], 2)
+        kv_bytes, expected = backend.kv_bytes, peak.last_bytes + growth_bytes(backend)
+        decode(backend, kvs, 2)
+        assert peak.last_bytes + backend.kv_bytes - kv_bytes <= expected
+        for kv in kvs:
+            cache.release(kv)
+        assert [kv.store.recurrent.num_to_make for kv in kvs] == [0, 0, 0]
+
+
+def test_dropped_beams_take_no_memory(checkpoint_factory) -> None:
+    """Two of the eight nodes of each pass go on; nothing is committed."""
+    source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        kv = backend.new_sequence()
+        kv.prefill([5] * 20)
+        n_states, n_fed = backend.state_bytes, source.model.fed_bytes_per_token
+        ends = [PREFIX, PREFIX]
+        for _ in range(20):
+            parents = [end for end in ends for _ in range(4)]
+            ids, _ = kv.extend([7, 8, 9, 10] * 2, parents)
+            kv.prune([node for i, node in enumerate(ids) if i % 4])
+            ends = ids[::4]
+        assert len(kv.store.table) == 40
+        assert backend.state_bytes <= n_states + 2 * (40 + 8) * n_fed
+
+
 def test_states_do_not_grow_with_the_context(checkpoint_factory) -> None:
     source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
     with TorchBackend.resident(source.path) as backend:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import HYBRIDS
+from checkpoints import HYBRIDS, in_dtype
 from tiny_gguf_kinds import RECURRENT, REFUSED
 
 from backends.hf.model import load_hf_model
 from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape
 from offload.units import MIB
+from specdec.analysis.analyze import analyze
 from specdec.analysis.operators import ATTENTION, STATES, pass_work
+from specdec.devices.this_machine import model_formats
 
 TOKENS = 7
 
@@ -73,3 +75,12 @@ def test_bytes_of_gguf_states_are_llama_cpps(name: str, tmp_path: Path) -> None:
     n_kept = sum(layer.attention is not None for layer in shape.layers)
     assert n_kept == sum(kv.n_heads > 0 for kv in source.model.kv_shape.layers)
     assert pass_work(shape, 1, 64, 1)[STATES].flops > 0
+
+
+def test_arithmetic_of_states_is_timed_in_their_own_format(
+    checkpoint_factory, tmp_path: Path
+) -> None:
+    """Weights are bf16, states are not."""
+    directory = in_dtype(checkpoint_factory("qwen3.5"), tmp_path, torch.bfloat16)
+    assert analyze(directory).decode.seconds > 0
+    assert set(hf_shape(directory).number_formats) <= set(model_formats(directory))

@@ -128,7 +128,7 @@ def test_one_that_was_chosen_automatically_is_left_out_too(
     argv = ["plan", "-m", "pair:target", "-md", "auto", "--memory-budget", f"{smallest}B"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
-    assert "the draft model is pair:draft" in err
+    assert "the draft is pair:draft" in err
     assert "note: the draft is left out" in out
 
 

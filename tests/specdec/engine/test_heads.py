@@ -14,7 +14,7 @@ from specdec.models.names import MTP_HEAD
 from specdec.sampling.params import SamplingParams
 
 PROMPTS = ["def fibonacci(n):\n    ", "import os\n\n\nclass Reader:\n    def __init__(self", "# a"]
-OPTIONS = {"memory_budget": "1GiB", "ctx_size": 512}
+OPTIONS = {"memory_budget": "4GiB", "ctx_size": 512}
 ASKED = {"max_tokens": 40, "ignore_eos": True, "seed": 5}
 
 
@@ -53,6 +53,12 @@ def test_several_sequences_share_the_heads_passes(plain, with_head):
     params = SamplingParams(**ASKED)
     results = dict(with_head.generate_each((prompt, params) for prompt in PROMPTS))
     assert [results[i].token_ids for i in range(len(PROMPTS))] == expected
+
+
+def test_a_beam_search_is_the_targets(plain, with_head):
+    beams = {"num_beams": 3, "max_tokens": 12}
+    expected = plain.generate(PROMPTS[0], **beams).token_ids
+    assert with_head.generate(PROMPTS[0], **beams).token_ids == expected
 
 
 def test_a_second_turn_drafts_for_its_new_tokens(plain, with_head):

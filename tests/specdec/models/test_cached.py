@@ -9,6 +9,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from eagle3_heads import N_LAYERS, new_head, save_specforge
 from tiny_pair import save_model
 
 import specdec
@@ -49,7 +50,7 @@ def test_the_embedded_draft_drafts_for_the_embedded_target(
     assert auto_draft("pair:target").name == "pair:draft"
     arguments = ["run", "-m", "pair:target", "-md", "auto", "-p", "def f():", "-n", "2"]
     assert main(arguments) == 0
-    assert "the draft is pair:draft: pair:target has no head of its own" in capsys.readouterr().err
+    assert "the draft is pair:draft: pair:target has no head to use" in capsys.readouterr().err
 
 
 def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
@@ -89,6 +90,19 @@ def test_a_targets_own_head_comes_first(capsys: pytest.CaptureFixture[str]) -> N
     assert auto_draft("pair:hybrid").name == MTP_HEAD
     assert main(["run", "-m", "pair:hybrid", "-md", "auto", "-p", "def f():", "-n", "2"]) == 0
     assert "the draft is mtp: pair:hybrid has an MTP head of its own" in capsys.readouterr().err
+
+
+def test_a_head_on_this_machine_is_taken(hub: Path) -> None:
+    head = save_specforge(new_head(vocab_size=259, n_draft=200), hub.parent / "head")
+    add(hub, "me/head", head)
+    sizes = {"hidden_size": 32, "vocab_size": 259, "num_hidden_layers": N_LAYERS}
+    fitting = save_model(hub.parent / "fitting", seed=1, **sizes)
+    other = save_model(hub.parent / "wider", seed=1, **sizes | {"hidden_size": 64})
+    assert auto_draft(str(fitting)).name == "me/head"
+    assert auto_draft(str(fitting), takes_heads=False).name is None
+    assert auto_draft(str(other)).name is None
+    with specdec.load(fitting, "auto") as llm:
+        assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,13 @@ def test_a_target_that_drafts_for_itself_does_so_where_it_is():
         find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
 
 
+def test_a_draft_head_needs_its_target_on_the_cpu():
+    own, head = PaperModel("t", 4, MIB, can_use_gpu=True), PaperModel("h", 1, MIB)
+    head.hidden_state_bytes = 64
+    with pytest.raises(UnsupportedModel, match="on the CPU only: use --device cpu"):
+        find_gpu(options(device="cuda", draft="mtp"), pair(own, head))
+
+
 def test_bf16_on_a_card_without_it_is_reported(monkeypatch):
     memory = CudaMemory("Old GPU", 8 * GIB, 6 * GIB, computes_bf16=False)
     monkeypatch.setattr(cuda_probe, "cuda_memory", lambda: memory)

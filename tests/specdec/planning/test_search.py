@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,27 @@ def test_nothing_weighed_is_much_faster_than_what_is_chosen():
             chosen, weighed = weigh(BIG, SMALL_DRAFT, total * GIB, storage=storage)
             best = max(item.tokens_per_second for item in weighed)
             assert chosen.tokens_per_second > 0.95 * best
+
+
+def test_a_block_is_one_run_of_the_draft_whatever_the_depth():
+    slow = ComputeCurve.linear(1e-10, 2e-12)
+    measurements = Measurements(
+        1e9,
+        PaperModel("t", 1, 1, curve=slow).measure_compute(),
+        PaperModel("d", 1, 1, curve=slow).measure_compute(),
+    )
+    asked = RunOptions("t", "d", ctx_size=256)
+    planner = MemoryPlanner(BIG, SMALL_DRAFT, asked, base_bytes=BASE_BYTES)
+    levels = Search(planner, measurements).best(2 * GIB)
+    draft = measurements.draft
+    assert draft is not None
+    with_block = replace(measurements, draft=replace(draft, block_size=8))
+    block = Search(planner, with_block).best(2 * GIB)
+    assert levels.draft is not None
+    assert block.draft is not None
+    assert levels.drafting_seconds == levels.depth * levels.draft.seconds(min(levels.n_tree, 32))
+    assert block.drafting_seconds == block.draft.seconds(8)
+    assert 1 < block.depth <= 7
 
 
 @pytest.mark.parametrize("total_mib", [3824, 3840, 3856, 3872])

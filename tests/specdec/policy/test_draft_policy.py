@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,19 @@ def test_a_slow_draft_is_asked_for_fewer_levels():
     a = ASSUMED_LEVEL_ACCEPTANCE
     rates = {d: sum(a**k for k in range(d + 1)) / (2 + d / 2) for d in range(1, 33)}
     assert depths[2] == max(rates, key=lambda d: rates[d])
+
+
+def test_levels_of_a_block_cost_nothing():
+    """A head that fills a block is run once, whatever the depth of the tree."""
+    cost, slow = FREE, CostModel(2.0, 0.0, 1e-6)
+    block = replace(slow, block_size=16)
+    assert new_policy(SpecConfig(), cost, slow).depth < SpecConfig().depth
+    assert new_policy(SpecConfig(), cost, block).depth == SpecConfig().depth
+
+    def length(draft_cost: CostModel) -> int:
+        return new_policy(CHAIN, cost, draft_cost).limits(10, 64, 1000).max_nodes
+
+    assert length(block) > length(slow) > 0
 
 
 def test_running_the_prompt_does_not_count_against_the_draft():

@@ -1,0 +1,1 @@
+"""Draft heads for targets that were grown to measure with."""

@@ -1,0 +1,203 @@
+"""DFlashDrafter: a head that fills a block of masked positions in one pass grows a tree (DFlash).
+
+The head's cache has the target's hidden states of all tokens before the pending one:
+
+    context       t0  t1  t2  t3  t4      t4 is pending: the tree's root
+    target         h0  h1  h2  h3
+    first pass             h2  h3         those that the cache lacks; no logits
+    second pass                    t4 mask mask mask      logits of t5, t6 and t7
+
+Both passes are one run of the draft for the policy: a tree has as many levels as the block has
+masks, and takes the same time whatever its depth (specdec/drafters/marginals.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.contract.backend import PREFIX, Backend, BackendError
+from backends.contract.prefix_cache import PrefixCache
+from backends.contract.sequence import SequenceInput, SequenceKV
+from specdec.drafters.base import Drafter, TreeLimits
+from specdec.drafters.batched_drafting import DraftSteps, run_steps
+from specdec.drafters.candidates import CandidateRanker, Candidates
+from specdec.drafters.head import MAX_PROMPT_STATES
+from specdec.drafters.marginals import CandidatesAfter, best_tree
+from specdec.sampling.sampler import Sampler
+from specdec.verification.acceptance import sample_index
+from specdec.verification.tree import ROOT, DraftTree
+
+_MIN_BLOCK_SIZE = 2
+"""Pending token and one mask: blocks are cut where the head's context ends."""
+
+
+class DFlashDrafter(Drafter):
+    """Drafter with a head whose backend has a `masked_block` (see the module's docstring).
+
+    The cache may begin anywhere in the context: with the last states of a prompt, after a prefix
+    that the target reused, or anew where the head's own context is full. There is no parallel
+    drafting: the states that a block needs are known after the target's pass.
+
+    Args: see ModelDrafter.
+    """
+
+    max_hidden_states = MAX_PROMPT_STATES
+
+    def __init__(
+        self,
+        backend: Backend,
+        n_tokens: int,
+        *,
+        chain: tuple[Sampler, np.random.Generator] | None = None,
+        ranker: CandidateRanker | None = None,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        assert backend.masked_block is not None, "the head fills blocks"
+        self._backend, self._block = backend, backend.masked_block
+        self._prefix_cache = prefix_cache or PrefixCache(backend, 0)
+        self._n_tokens = min(n_tokens, backend.vocab_size)
+        self._chain = chain
+        self._ranker = ranker or CandidateRanker(self._n_tokens)
+        self._kv: SequenceKV | None = None
+        self._begin = 0
+        """Position of the first token in the head's cache."""
+        self._states: list[NDArray[np.float32]] = []
+        """Hidden states of the tokens from `_first_state` on that are not in the cache."""
+        self._first_state = 0
+
+    def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
+        if position != self._first_state + len(self._states):
+            self._states, self._first_state = [], position
+        self._states += list(states)
+        self._keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
+
+    def num_uncomputed(self, context_ids: Sequence[int]) -> int:
+        return len(self._states)
+
+    def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        return run_steps(self.propose_in_steps(context_ids, limits))
+
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
+        """Propose a tree. Of the limits, `min_level_probability` decides only whether the head is
+        run: all levels come from one pass, whose level has the probability 1."""
+        depth = min(limits.max_depth, limits.max_nodes, self._block.size - 1)
+        rows = None
+        if depth > 0 and limits.min_level_probability <= 1.0:
+            rows = yield from self._marginals(context_ids)
+        if rows is None:
+            return DraftTree(context_ids[-1])
+        if self._chain is not None:
+            tree = self._draw_chain(context_ids, rows[:depth], *self._chain)
+        else:
+            after = self._candidates(context_ids, rows[:depth], limits.width)
+            tree = best_tree(context_ids[-1], after, limits.max_nodes, min(depth, len(rows)))
+        tree.n_runs, tree.n_run_nodes = 1, self._block.size
+        return tree
+
+    def reset(self) -> None:
+        self._states, self._first_state = [], 0
+        kv, self._kv = self._kv, None
+        if kv is not None:
+            self._prefix_cache.drop(kv)
+
+    # --- the head's passes ----------------------------------------------------------------------
+
+    def _marginals(self, context_ids: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
+        """Return logits [n, vocab] of the next n tokens; None if states or capacity are lacking."""
+        n_known = len(context_ids) - 1
+        if self._first_state + len(self._states) != n_known or not self._has_begun():
+            return None
+        if not (yield from self._add_states(context_ids)) or not self._sequence.n_committed:
+            return None
+        size = min(self._block.size, self._backend.max_context - self._sequence.n_committed)
+        token_ids = [context_ids[-1]] + [self._block.mask_token_id] * (size - 1)
+        first = self._sequence.next_node_id
+        parents = [PREFIX, *range(first, first + size - 1)]
+        self._prefix_cache.ensure_capacity(self._sequence, size)
+        output = yield SequenceInput(self._sequence, token_ids, parents, range(1, size))
+        if output is None:
+            return None
+        self._sequence.commit([])  # drops the block
+        return output.logits
+
+    def _add_states(self, context_ids: Sequence[int]) -> DraftSteps[bool]:
+        """Bring the cache up to the pending token; return whether there was capacity for it."""
+        n_free = self._backend.max_context - _MIN_BLOCK_SIZE
+        if self._begin + self._sequence.n_committed != self._first_state or (
+            self._sequence.n_committed + len(self._states) > n_free
+        ):
+            self._sequence.rollback(0)
+            self._keep_last(max(1, n_free // 2))
+            self._begin = self._first_state
+        if self._states:
+            end = self._first_state + len(self._states)
+            chunk = context_ids[self._first_state : end]
+            self._prefix_cache.ensure_capacity(self._sequence, len(chunk) + self._block.size)
+            states = np.stack(self._states)
+            output = yield SequenceInput(self._sequence, chunk, logits_at=[], hidden_states=states)
+            if output is None:
+                return False
+            self._states, self._first_state = [], end
+        return True
+
+    @property
+    def _sequence(self) -> SequenceKV:
+        assert self._kv is not None, "it begins with the first proposal"
+        return self._kv
+
+    def _has_begun(self) -> bool:
+        """Begin the KV if needed; return False if other sequences leave no capacity for it."""
+        if self._kv is None:
+            try:
+                self._kv = self._prefix_cache.allocate([], skips_cache=True)
+            except BackendError:
+                return False
+            self._begin = self._first_state
+        return True
+
+    def _keep_last(self, n_states: int) -> None:
+        n_dropped = max(0, len(self._states) - n_states)
+        del self._states[:n_dropped]
+        self._first_state += n_dropped
+
+    # --- proposals ------------------------------------------------------------------------------
+
+    def _candidates(
+        self, context_ids: Sequence[int], rows: NDArray[np.float32], width: int
+    ) -> CandidatesAfter:
+        """Return the function of `best_tree`. Each row is ranked once, unless a grammar allows
+        other tokens on each path."""
+        n_context, ranker = len(context_ids), self._ranker
+        if ranker.grammar is None:
+            places = range(n_context, n_context + len(rows))
+            ranked = ranker.rank(rows, places, width)
+            return lambda path: ranked[len(path)]
+
+        def after(path: Sequence[int]) -> Candidates:
+            n = len(path)
+            return ranker.rank(rows[n : n + 1], [n_context + n], width, [[*context_ids, *path]])[0]
+
+        return after
+
+    def _draw_chain(
+        self,
+        context_ids: Sequence[int],
+        rows: NDArray[np.float32],
+        sampler: Sampler,
+        rng: np.random.Generator,
+    ) -> DraftTree:
+        """Draw a token from each marginal, after the sampler's processors."""
+        tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
+        for row in rows:
+            q = sampler.probs(prefix, row[: self._n_tokens])
+            token = sample_index(q, rng.random())
+            index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
+            if token in sampler.stop_tokens:
+                break  # the sequence ends here: nothing can be accepted after it
+            prefix.append(token)
+        return tree

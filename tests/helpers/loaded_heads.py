@@ -1,0 +1,55 @@
+"""Draft heads and their targets on the torch backend, loaded without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
+from backends.contract.source import BackendOptions, Loading
+from backends.heads.source import Eagle3Source
+from backends.hf.backend import TorchBackend
+from backends.hf.source import HfSource
+from offload.placement.plan import plan_placement
+
+
+def load(source: HfSource) -> TorchBackend:
+    placement = plan_placement(source.layers, 1 << 40)
+    loading = Loading(placement, max_context=128, max_nodes=32, max_num_tokens=32)
+    backend = source.load(loading)
+    assert isinstance(backend, TorchBackend)
+    return backend
+
+
+@contextmanager
+def load_eagle3(target: Path, path: Path) -> Iterator[tuple[TorchBackend, TorchBackend]]:
+    """Load a checkpoint and a head for it."""
+    source = HfSource(target, BackendOptions())
+    head = Eagle3Source(path, source, BackendOptions())
+    with load(source) as backend:
+        head.share_weights(backend)
+        with load(head) as drafting:
+            yield backend, drafting
+
+
+def run(
+    head: TorchBackend,
+    sequence: SequenceKV,
+    token_ids: Sequence[int],
+    states: np.ndarray,
+    parents: Sequence[int] | None = None,
+) -> SequenceOutput:
+    """Run a head over tokens with hidden states; return its logits and states of all of them."""
+    everything = range(len(token_ids))
+    chunk = SequenceInput(sequence, token_ids, parents, list(everything), everything, states)
+    return head.forward([chunk])[0]
+
+
+def target_states(backend: TorchBackend, token_ids: Sequence[int]) -> np.ndarray:
+    """Return the hidden states of a prompt's tokens that were set to be collected."""
+    everything = range(len(token_ids))
+    chunk = SequenceInput(backend.new_sequence(), token_ids, hidden_states_at=everything)
+    return backend.forward([chunk])[0].hidden_states
