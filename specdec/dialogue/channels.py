@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 
 from specdec.dialogue.cursor import Parsing
-from specdec.dialogue.parser import BROKEN_NOTE, CUT_NOTE, OutputFormat, TextParser
+from specdec.dialogue.formats import OutputFormat
+from specdec.dialogue.parser import BROKEN_NOTE, CUT_NOTE, TextParser
 from specdec.dialogue.values import Cut, Malformed, ValueReader
 
 _RECIPIENT = re.compile(r"to=([\w.:/-]+)")

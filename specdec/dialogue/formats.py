@@ -1,9 +1,12 @@
-"""The table's columns: how a model writes reasoning and tool calls."""
+"""The table's columns: how a model writes reasoning and tool calls; the format of an answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from specdec.dialogue.schemas import ArgumentTypes
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,24 @@ class ThinkingFormat:
     ignored: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     channels: ChannelMarks | None = None
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """Format of one answer.
+
+    tools: None if no tools were offered. thinking: None if reasoning is not told apart.
+    channels: None unless an output has headers.
+    begins_in: where the prompt ends: in a "header", "reasoning", "text" or a section of a "call".
+    token_names: control tokens by the characters that stand for them, see `tokens.py`.
+    is_call_forced: whether a constraint makes the text a call in JSON.
+    """
+
+    tools: ToolFormat | None = None
+    thinking: ThinkingFormat | None = None
+    channels: ChannelMarks | None = None
+    begins_in: Literal["header", "reasoning", "text", "call"] = "text"
+    types: ArgumentTypes = field(default_factory=ArgumentTypes)
+    max_calls: int | None = None
+    is_call_forced: bool = False
+    token_names: Mapping[int, str] = field(default_factory=dict)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 from specdec.dialogue.calls import CallReader
 from specdec.dialogue.cursor import SPACE, Cursor, Parsing
 from specdec.dialogue.deltas import Delta
 from specdec.dialogue.formats import (
     Calls,
-    ChannelMarks,
     JsonCalls,
     NamedCalls,
+    OutputFormat,
     TaggedCalls,
-    ThinkingFormat,
     ToolFormat,
 )
 from specdec.dialogue.json_calls import JsonCallReader
-from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.sink import DeltaSink
 from specdec.dialogue.values import Cut, Malformed
 
@@ -28,27 +23,6 @@ _BARE_LIST = re.compile(r"\s*\[\s*(?P<name>[\w.]+)\s*")
 _BARE_CALL = re.compile(r'\s*\{\s*"(name|type)"\s*:\s*"')
 CUT_NOTE = "a tool call was cut off at the end of the text: raise max_tokens"
 BROKEN_NOTE = "a tool call is broken and was dropped: "
-
-
-@dataclass(frozen=True)
-class OutputFormat:
-    """Format of one answer.
-
-    tools: None if no tools were offered. thinking: None if reasoning is not told apart.
-    channels: None unless an output has headers.
-    begins_in: where the prompt ends: in a "header", "reasoning", "text" or a section of a "call".
-    token_names: control tokens by the characters that stand for them, see `tokens.py`.
-    is_call_forced: whether a constraint makes the text a call in JSON.
-    """
-
-    tools: ToolFormat | None = None
-    thinking: ThinkingFormat | None = None
-    channels: ChannelMarks | None = None
-    begins_in: Literal["header", "reasoning", "text", "call"] = "text"
-    types: ArgumentTypes = field(default_factory=ArgumentTypes)
-    max_calls: int | None = None
-    is_call_forced: bool = False
-    token_names: Mapping[int, str] = field(default_factory=dict)
 
 
 class TextParser:

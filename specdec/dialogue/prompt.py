@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specdec.dialogue.formats import ThinkingFormat, ToolFormat
+from specdec.dialogue.formats import OutputFormat, ThinkingFormat, ToolFormat
 from specdec.dialogue.messages import adapted
-from specdec.dialogue.parser import OutputFormat
 from specdec.dialogue.recognition import thinking_format, tool_format
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.traits import PLAIN_TRAITS, TemplateTraits, traits_of

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from specdec.dialogue.channels import text_parser
 from specdec.dialogue.deltas import Delta
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.text.contract import TokenDecoder
 from specdec.text.control_tokens import AddedToken
 from specdec.text.detokenizer import IncrementalDetokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.api import LLM
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.prompt import AnswerOptions, Dialogue
 from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams

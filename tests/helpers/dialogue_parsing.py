@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dialogue_samples import TOOLS, Sample
+from dialogue_sample import TOOLS, Sample
 
 from specdec.dialogue.channels import text_parser
 from specdec.dialogue.deltas import (
@@ -16,7 +16,7 @@ from specdec.dialogue.deltas import (
     ToolCallBegin,
     ToolCallCut,
 )
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tool_formats import TOOL_FORMATS

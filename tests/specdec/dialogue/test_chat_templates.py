@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("jinja2")
 
 from dialogue_parsing import parsed
-from dialogue_samples import TOOLS
+from dialogue_sample import TOOLS
 
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.messages import adapted
-from specdec.dialogue.parser import OutputFormat
 from specdec.dialogue.recognition import thinking_format, tool_format
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.traits import traits_of

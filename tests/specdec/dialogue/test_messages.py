@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from dialogue_samples import TOOLS
+from dialogue_sample import TOOLS
 
 from specdec.dialogue.messages import adapted
 from specdec.dialogue.recognition import knows_tools, thinking_format, tool_format

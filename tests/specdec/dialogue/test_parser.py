@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from dialogue_parsing import Parts, in_pieces, parsed
-from dialogue_samples import SAMPLES, TOOLS
+from dialogue_sample import TOOLS
+from dialogue_samples import SAMPLES
 
 from specdec.dialogue.channels import text_parser
 from specdec.dialogue.deltas import ToolCallArguments, ToolCallBegin
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes, as_json
 from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tool_formats import TOOL_FORMATS

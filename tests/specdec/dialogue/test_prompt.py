@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from dialogue_samples import TOOLS
+from dialogue_sample import TOOLS
 
 from specdec.dialogue.prompt import AnswerOptions, Dialogue
 from specdec.text.chat_format import PLAIN, ChatFormat, TemplateOptions

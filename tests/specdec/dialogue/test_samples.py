@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from dialogue_parsing import Parts, in_pieces, output_format, parsed
-from dialogue_samples import SAMPLES, Sample
+from dialogue_sample import Sample
+from dialogue_samples import SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 from dialogue_parsing import Parts
-from dialogue_samples import TOOLS
+from dialogue_sample import TOOLS
 
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tokens import DialogueParser

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from specdec.async_llm import AsyncChunk
-from specdec.dialogue.parser import OutputFormat
+from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tool_formats import HERMES
