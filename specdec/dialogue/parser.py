@@ -143,6 +143,7 @@ class TextParser:
         space = yield from self._cursor.skip()
         letter = yield from self._cursor.peek()
         names = None if tools.is_bare else self._form.types.__contains__
+        n_before = self._sink.num_calls
         try:
             if letter == "{":
                 while (yield from self._cursor.peek()) == "{":
@@ -159,14 +160,18 @@ class TextParser:
             self._cursor.marked()
             self._cursor.unread(space)
         except Malformed as error:
-            self._give_up(error)
+            self._give_up(error, has_calls=self._sink.num_calls > n_before)
 
-    def _give_up(self, error: Malformed) -> None:
-        """Return to text after something that only began as a call without marks."""
+    def _give_up(self, error: Malformed, *, has_calls: bool) -> None:
+        """Return to text after something that only began as a call without marks.
+
+        has_calls: whether whole calls came before it.
+        """
         raw = self._cursor.marked()
         listed = _BARE_LIST.fullmatch(raw)
         is_call = self._form.is_call_forced or _BARE_CALL.match(raw) is not None
         is_call = is_call or (listed is not None and self._form.types.is_begin(listed["name"]))
+        is_call = is_call or (has_calls and bool(raw.strip(SPACE + ",;")))
         if self._sink.is_in_call or (isinstance(error, Cut) and is_call):
             is_cut = isinstance(error, Cut)
             self._sink.cut(CUT_NOTE if is_cut else f"{BROKEN_NOTE}{error}")
