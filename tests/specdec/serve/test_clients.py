@@ -153,8 +153,9 @@ def test_a_request_has_its_time(served_model: Path) -> None:
 def test_a_client_that_reads_nothing_is_cut(small: Server) -> None:
     """The output ends, and the next waiting request is served."""
     before = small.metric("specdec_generated_tokens_total")
-    # Greedy output is computed once and sent `n` times: few tokens fill the kernel's buffers.
-    with small.post_raw(COMPLETIONS, {**LONG, "stream": True, "logprobs": 20, "n": 200}):
+    # Greedy output is computed once and sent `n` times: few tokens fill the kernel's buffers, with
+    # so many log-probabilities before the fastest machine has computed all.
+    with small.post_raw(COMPLETIONS, {**LONG, "stream": True, "logprobs": 1000, "n": 20}):
         end = time.monotonic() + 60
         while not small.metric("specdec_requests_inside"):
             assert time.monotonic() < end, "it was not let in"
