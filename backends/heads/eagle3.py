@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from backends.checkpoint.matching import TensorMatch
@@ -54,7 +54,7 @@ class FusedEmbedding(nn.Module):
     Attributes:
         tokens: the head's own embedding, or the target's, set once the head's tensors are matched.
         hidden_states: to be set before each pass: [n, layers * target's hidden] from the target, or
-            [n, hidden] from the head itself.
+            [n, hidden] from the head itself; or with a batch in front.
     """
 
     def __init__(self, config: Eagle3Config, n_layers: int) -> None:
@@ -71,7 +71,7 @@ class FusedEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self.tokens is not None, "an embedding is set when the head is built"
         assert self.hidden_states is not None, "hidden states are set before each pass"
-        states = self.hidden_states[None]
+        states = self.hidden_states.reshape(*token_ids.shape, -1)
         if states.shape[-1] != self._hidden_size:
             states = self._fused(states)
         return torch.cat([self.tokens(token_ids), states], dim=-1)
@@ -152,8 +152,17 @@ def load_eagle3_head(target: HfModel, path: Path) -> Eagle3Head:
     if files.stored is None and EMBEDDING in own and _is_embedding_of(target, own[EMBEDDING]):
         del own[EMBEDDING]
     _check_shared(path, config, files, own)
-    model = build_skeleton(config.layer, target.dtype)
-    embedding = _adapt(model, config, len(layers), files, own)
+    model = eagle3_skeleton(
+        config,
+        len(layers),
+        target.dtype,
+        has_embedding=EMBEDDING in own,
+        has_head=HEAD in own,
+        target_ids=files.target_ids,
+    )
+    if files.rope_factors is not None:
+        model.get_decoder().rotary_emb.inv_freq /= files.rope_factors
+    embedding = model.get_input_embeddings()
     named = {_parameter(name, files): record for name, record in own.items()}
     unknown = sorted(named.keys() - dict(model.named_parameters()).keys())
     if unknown:
@@ -191,30 +200,39 @@ def _check_shared(
         )
 
 
-def _adapt(
-    model: PreTrainedModel,
+def eagle3_skeleton(
     config: Eagle3Config,
     n_layers: int,
-    files: Eagle3Files,
-    own: dict[str, TensorRecord],
-) -> FusedEmbedding:
-    """Give a Llama model of one layer the modules of a head; return its embedding."""
-    layer, decoder = config.layer, model.get_decoder()
-    assert isinstance(layer, LlamaConfig)
+    dtype: torch.dtype,
+    *,
+    has_embedding: bool = False,
+    has_head: bool = False,
+    target_ids: torch.Tensor | None = None,
+) -> PreTrainedModel:
+    """Return a head on the meta device: a Llama model of one layer with the modules of a head.
+
+    Its embedding is a FusedEmbedding. Without an embedding or an output head of its own it has no
+    tokens and the identity in their places.
+
+    Args:
+        n_layers: layers of the target whose outputs it takes.
+        target_ids: see MappedHead; None for an output head of the whole vocabulary.
+    """
+    layer = config.layer
+    model = build_skeleton(layer, dtype)
+    decoder = model.get_decoder()
     with parameters_on_meta():
         embedding = FusedEmbedding(config, n_layers)
-        if EMBEDDING in own:
+        if has_embedding:
             embedding.tokens = nn.Embedding(layer.vocab_size, layer.hidden_size, device="meta")
         decoder.layers[0] = Eagle3Layer(decoder.layers[0], config)
-        if files.target_ids is not None:
-            head = MappedHead(layer.hidden_size, layer.vocab_size, files.target_ids)
+        if target_ids is not None:
+            head = MappedHead(layer.hidden_size, layer.vocab_size, target_ids)
             model.set_output_embeddings(head)
-        elif HEAD not in own:
+        elif not has_head:
             model.set_output_embeddings(nn.Identity())
     model.set_input_embeddings(embedding)
-    if files.rope_factors is not None:
-        decoder.rotary_emb.inv_freq /= files.rope_factors
-    return embedding
+    return model
 
 
 def _parameter(name: str, files: Eagle3Files) -> str:

@@ -21,6 +21,8 @@ from offload.errors import SpecdecError
 from offload.formats.gguf_header import GgufMetadata
 from offload.formats.tensors import CheckpointError
 
+EAGLE3_CLASS = "LlamaForCausalLMEagle3"
+"""The class that SpecForge's configs name."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEYS = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "

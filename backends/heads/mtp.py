@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import MtpModel
 
+from backends.checkpoint.kinds import read_raw
 from backends.checkpoint.matching import CurrentNames, TensorMatch, known_tensors
 from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers, parameters_on_meta
@@ -87,20 +89,32 @@ def load_mtp_folder(target: HfModel, folder: Path) -> HfModel:
     Raises UnsupportedModel for a head of another target.
     """
     check_fits(folder, target.config.to_dict())
-    index, model = WeightIndex.from_directory(folder), mtp_skeleton(target)
+    config = with_own_sizes(target.config, read_raw(folder))
+    index, model = WeightIndex.from_directory(folder), mtp_skeleton(target, config)
     starts = mtp_names(decoder_layers(model)[0])
     named = ((renamed(name, starts), record) for name, record in index.items())
     records = {name: record for name, record in named if name is not None}
     return _bound(model, target, index, records, folder, {})
 
 
-def mtp_skeleton(target: HfModel) -> PreTrainedModel:
+def with_own_sizes(config: PreTrainedConfig, raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a target's config with what a head's may have another value of."""
+    own = copy.deepcopy(config)
+    size = raw.get("intermediate_size")
+    if type(size) is int and size > 0:
+        own.intermediate_size = size
+    return own
+
+
+def mtp_skeleton(target: HfModel, config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """Return a target's MTP head on the meta device. It has no modules of the target yet: its
     embedding is a JoinedEmbedding without tokens, its output head the identity.
 
+    config: see `with_own_sizes`; None: the target's.
+
     Raises UnsupportedModel.
     """
-    config = _head_config(target.config)
+    config = _head_config(config or target.config)
     model = build_skeleton(config, target.dtype)
     norm = getattr(model.get_decoder(), "norm", None)
     if not isinstance(norm, nn.Module):

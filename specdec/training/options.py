@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.heads.kinds import DFLASH, EAGLE3, MTP
 from specdec.checks import ConfigError, FieldName
 from specdec.option import check_options, option
 from specdec.run_options import RunOptions
 
-MTP = "mtp"
-KINDS = (MTP,)
+KINDS = (MTP, EAGLE3, DFLASH)
 DATA, TRAINING = "Text", "Training"
 
 
@@ -50,6 +50,16 @@ class TrainOptions:
         above=0.0,
         shown_default="0.25 / the draft's width; twice that for a new head",
     )
+    intermediate_size: int | None = option(
+        None,
+        "Neurons of a new head's layers: fewer make a head that is smaller and trained sooner.",
+        TRAINING,
+        at_least=1,
+        shown_default="as the target's layers",
+    )
+    head_layers: int | None = option(
+        None, "Layers of a new DFlash head.", TRAINING, at_least=1, at_most=64, shown_default="2"
+    )
     seed: int = option(
         0, "Seed of the order of the text, and of new weights.", TRAINING, at_least=0
     )
@@ -65,6 +75,15 @@ class TrainOptions:
         if self.kind is not None and self.kind not in KINDS:
             raise ConfigError(
                 FieldName("kind"), f" is {self.kind!r}, must be one of {', '.join(KINDS)}"
+            )
+        if self.head_layers is not None and self.kind != DFLASH:
+            raise ConfigError(
+                FieldName("head_layers"), f" is for new DFlash heads alone (--kind {DFLASH})"
+            )
+        if self.intermediate_size is not None and self.kind is None:
+            raise ConfigError(
+                FieldName("intermediate_size"),
+                f" is for new heads alone (--kind {'|'.join(KINDS)})",
             )
         if bool(self.text) == (self.traces is not None):
             raise ConfigError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +31,7 @@ class Trainable(ABC):
         is_new: whether its weights are random so far.
     """
 
-    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    hidden_layers: tuple[int, ...] = ()
     module: nn.Module
     hidden_size: int
     max_length: int
