@@ -153,8 +153,15 @@ def grow_head(head: Path, small_target: Path, grown_target: Path, out: Path) -> 
     growth = HeadGrowth(layer, source.shape, grown.shape)
     tensors = {name: growth.tensor(name, values) for name, values in _stored(head)}
     places = {small: i for i, small in layer_places(source.shape, grown.shape).items()}
+    # Layers after the small target's last one change nothing, and the last state of all is normed.
+    places[source.shape.n_layers - 1] = grown.shape.n_layers - 1
     sizes = _sizes(grown_config(source, grown.shape, "bf16"))
     renewed = _with_layer_ids(config, places) | sizes
+    of_target = {
+        "num_target_layers": grown.shape.n_layers,
+        "target_hidden_size": grown.shape.hidden_size,
+    }
+    renewed |= {key: value for key, value in of_target.items() if key in renewed}
     if "transformer_layer_config" in renewed:
         renewed["transformer_layer_config"] |= sizes
     out.mkdir(parents=True)

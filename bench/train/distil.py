@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from bench.train.model import forward_logits
 from specdec.training.loss import soft_loss
-from specdec.training.precision import in_bf16
+from specdec.training.trainable import in_bf16
 
 PROMPT_TOKENS = 48
 CONTINUATION_TOKENS = 208  # with its prompt, one training window

@@ -65,13 +65,14 @@ def _continuations(
     rng = np.random.default_rng(seed)
     n_tokens = int(rng.choice(PROMPT_TOKENS))
     separator = tokenizer.token_to_id(END_OF_TEXT)
+    assert separator is not None, "the pair's vocabulary has it"
     prompts = opening_prompts(stream, separator, GENERATE_PROMPTS, seed, n_tokens)
     generator = torch.Generator().manual_seed(seed)
     temperature = SAMPLE_TEMPERATURE if rng.random() < 0.5 else 0.0
     n_new = SEQUENCE_TOKENS - n_tokens
     ids = continue_prompts(model, prompts, n_new, temperature, generator)
-    texts = (tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in ids)
-    return [text.removeprefix(END_OF_TEXT).partition(END_OF_TEXT)[0] for text in texts]
+    decoded = (tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in ids)
+    return [text.removeprefix(END_OF_TEXT).partition(END_OF_TEXT)[0] for text in decoded]
 
 
 if __name__ == "__main__":

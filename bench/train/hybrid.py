@@ -26,7 +26,7 @@ from bench.train.moe import PAIR
 from bench.train.train import prepare_data
 from bench.train.trainer import Phase, Trainer, TrainOptions, TrainState, larger
 from specdec.training.loss import ARGMAX_WEIGHT
-from specdec.training.mtp import MTP_STEPS
+from specdec.training.repeated import NUM_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def measure(
         "target_valid_nats_per_token": loss(target),
         "target_top1_agreement": top1_agreement(model.main, target, batches),
         "draft_top1_agreement": top1_agreement(model.main, draft, batches),
-        **{f"mtp_step_{step}_top1_agreement": heads[step - 1] for step in range(1, MTP_STEPS + 1)},
+        **{f"mtp_step_{step}_top1_agreement": heads[step - 1] for step in range(1, NUM_STEPS + 1)},
     }
 
 

@@ -11,8 +11,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 from bench.train.data import MAX_POSITIONS
 from bench.train.model import forward_logits
 from specdec.training.loss import soft_loss
-from specdec.training.mtp import MTP_STEPS, STEP_WEIGHT
-from specdec.training.precision import in_bf16
+from specdec.training.repeated import NUM_STEPS, STEP_WEIGHT
+from specdec.training.trainable import in_bf16
 
 
 def hybrid_config(target: LlamaForCausalLM) -> Qwen3_5TextConfig:
@@ -120,7 +120,7 @@ def hybrid_loss(
 ) -> torch.Tensor:
     """Return the loss of ids [batch_size, length + 1]: distillation, and that of the MTP head.
 
-    The head learns the hybrid's own distribution, MTP_STEPS tokens ahead.
+    The head learns the hybrid's own distribution, NUM_STEPS tokens ahead.
     """
     with torch.no_grad():
         teacher = forward_logits(target, ids[:, :-1]).float()
@@ -132,7 +132,7 @@ def hybrid_loss(
         loss = soft_loss(teacher, own, argmax_weight)
         rotary = _rotary(inner, hidden)
         states = hidden.detach()
-        for step in range(1, MTP_STEPS + 1):
+        for step in range(1, NUM_STEPS + 1):
             # A row at i has read tokens up to i, and gets token i + step to predict the next.
             embedded = inner.embed_tokens(ids.roll(-step, dims=1)[:, :-1]).detach()
             states = model.mtp(states, embedded, rotary)
@@ -155,7 +155,7 @@ def mtp_agreement(model: Hybrid, ids: torch.Tensor) -> list[float]:
         own = model.main.lm_head(states).argmax(-1)
         rotary = _rotary(inner, states)
         shares = []
-        for step in range(1, MTP_STEPS + 1):
+        for step in range(1, NUM_STEPS + 1):
             embedded = inner.embed_tokens(ids.roll(-step, dims=1)[:, :-1])
             states = model.mtp(states, embedded, rotary)
             drafted = model.main.lm_head(states[:, :-step]).argmax(-1)

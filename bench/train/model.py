@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from bench.train.data import END_OF_TEXT, MAX_POSITIONS, save_tokenizer
-from specdec.training.precision import in_bf16
+from specdec.training.trainable import in_bf16
 
 HEAD_DIM = 128  # as in large Llamas, so that a grown target keeps its rotary embedding
 

@@ -15,10 +15,9 @@ from backends.contract.backend import one_line
 from specdec.models.opened import is_gguf
 from specdec.packing.source import files_beside
 from specdec.training.data import Batch
-from specdec.training.errors import TrainError
 from specdec.training.loss import top_k_loss
-from specdec.training.precision import in_bf16
-from specdec.training.trainable import Trainable, likeliest
+from specdec.training.options import TrainError
+from specdec.training.trainable import Trainable, in_bf16, likeliest
 
 _OTHER_WEIGHTS = ("README.md", "model.safetensors.index.json")
 """Files that describe the original's weights."""

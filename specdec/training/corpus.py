@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specdec.text.contract import ChatTokenizer
-from specdec.training.errors import TrainError
+from specdec.training.options import TrainError
 
 MIN_TOKENS = 1024
 """Minimum text: with less, the held-out part would say nothing."""

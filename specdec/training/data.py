@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from specdec.traces.reader import Traces
 from specdec.traces.top_k import TopK
-from specdec.training.errors import TrainError
 from specdec.training.loss import TopKTargets
+from specdec.training.options import TrainError
 
 HELD_OUT_SHARE = 0.1
 _MAX_HELD_OUT_TOKENS = 16_384

@@ -19,7 +19,7 @@ from typing import Any
 from offload.errors import SpecdecError
 from offload.units import format_bytes
 from specdec.traces.format import INDEX, read_index
-from specdec.training.errors import TrainError
+from specdec.training.options import TrainError
 
 _OF_STEPS = ("epochs", "learning_rate")
 """Settings that may change before the first step, when there are traces alone."""

@@ -25,8 +25,7 @@ from specdec.training.head import (
     load_values,
     spread_layers,
 )
-from specdec.training.precision import in_bf16
-from specdec.training.trainable import likeliest, rows_loss
+from specdec.training.trainable import in_bf16, likeliest, rows_loss
 
 BLOCK_SIZE = 16
 """Tokens of a new head's blocks, with the pending one; as published heads have it."""

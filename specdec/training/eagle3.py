@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaConfig
 
 from backends.heads.eagle3 import FusedEmbedding, eagle3_skeleton
 from backends.heads.eagle3_config import EAGLE3_CLASS, Eagle3Config
-from specdec.training.errors import TrainError
 from specdec.training.head import initialise, layer_sizes, spread_layers
+from specdec.training.options import TrainError
 from specdec.training.repeated import RepeatedHead, Step, step_positions
 
 _NUM_STATES = 3

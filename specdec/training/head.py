@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from backends.checkpoint.records import BoundTensor
 from backends.hf.model import HfModel, load_hf_model
 from offload.formats.tensors import TensorRecord
-from specdec.training.errors import TrainError
+from specdec.training.options import TrainError
 from specdec.training.trainable import Trainable
 
 _SCALES = (

@@ -7,8 +7,7 @@ from pathlib import Path
 from backends.heads.kinds import DFLASH, EAGLE3, MTP, NAMES, head_kind
 from specdec.models.names import resolve_model
 from specdec.models.opened import compare_models, is_gguf
-from specdec.training.errors import TrainError
-from specdec.training.options import TrainOptions
+from specdec.training.options import TrainError, TrainOptions
 from specdec.training.trainable import Trainable
 
 

@@ -20,8 +20,8 @@ from backends.heads.mtp import (
 )
 from backends.heads.mtp_files import MTP_CLASS, mtp_names, renamed
 from backends.heads.names import mtp_tensors
-from specdec.training.errors import TrainError
 from specdec.training.head import initialise, load_values
+from specdec.training.options import TrainError
 from specdec.training.repeated import RepeatedHead, Step, step_positions
 
 

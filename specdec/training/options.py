@@ -6,9 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.heads.kinds import DFLASH, EAGLE3, MTP
+from offload.errors import SpecdecError
 from specdec.checks import ConfigError, FieldName
 from specdec.option import check_options, option
 from specdec.run_options import RunOptions
+
+
+class TrainError(SpecdecError):
+    """A draft cannot be trained, or got worse."""
+
 
 KINDS = (MTP, EAGLE3, DFLASH)
 DATA, TRAINING = "Text", "Training"

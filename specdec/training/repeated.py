@@ -22,8 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdec.training.data import Batch
 from specdec.training.head import TargetHead
-from specdec.training.precision import in_bf16
-from specdec.training.trainable import likeliest, rows_loss
+from specdec.training.trainable import in_bf16, likeliest, rows_loss
 
 NUM_STEPS = 3
 """Tokens ahead that a head is trained for."""

@@ -21,11 +21,10 @@ from specdec.traces.reader import Traces
 from specdec.training import corpus
 from specdec.training.data import TrainingData
 from specdec.training.destination import Destination
-from specdec.training.errors import TrainError
 from specdec.training.generated import generated_sequences, interleaved
 from specdec.training.kinds import check_draft, make_trainable
 from specdec.training.measure import Quality
-from specdec.training.options import TrainOptions
+from specdec.training.options import TrainError, TrainOptions
 from specdec.training.teacher import MAX_PASS_TOKENS, Teacher, open_teacher
 from specdec.training.trainable import Trainable
 from specdec.training.trainer import Result, Schedule, Trainer

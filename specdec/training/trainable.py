@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +67,13 @@ class Trainable(ABC):
         """Round the weights to the number format that they are saved in."""
         for parameter in self.module.parameters():
             parameter.copy_(parameter.to(self.dtype))
+
+
+def in_bf16(device: torch.device) -> torch.autocast:
+    """Return the context in which products are computed in bf16, where that is fast."""
+    # Without such instructions bf16 products take six to ten times as long as float32's.
+    is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_fast)
 
 
 def likeliest(batch: Batch) -> torch.Tensor:

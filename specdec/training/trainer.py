@@ -17,8 +17,8 @@ from torch import nn
 from backends.contract.backend import one_line
 from offload.process.signals import handling
 from specdec.training.data import TrainingData
-from specdec.training.errors import TrainError
 from specdec.training.measure import Quality, measure
+from specdec.training.options import TrainError
 from specdec.training.trainable import Trainable
 
 _WARMUP_STEPS = 20

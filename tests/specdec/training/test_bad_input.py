@@ -70,6 +70,8 @@ def test_the_report(argv, tmp_path, capsys) -> None:
         ({"from": "./nowhere"}, ["no such model"]),
         ({"from": "pair:draft.gguf"}, ["is a GGUF file", "safetensors"]),
         ({"from": None, "kind": "mtp", "model": "pair:target.gguf"}, ["is a GGUF file", "--from"]),
+        ({"intermediate_size": "64"}, ["--intermediate-size is for new heads alone"]),
+        ({"head_layers": "2"}, ["--head-layers is for new DFlash heads alone"]),
         ({"from": "pair:draft"}, ["does not fit the target"]),
         ({"memory_budget": "500MiB"}, ["memory budget has 500.00 MiB"]),
         ({"memory_budget": "1MiB"}, ["million weights takes", "memory budget is 1.00 MiB"]),

@@ -13,6 +13,7 @@ import torch
 from checkpoints import save_tiny_checkpoint
 from loaded_heads import load, run
 from tiny_pair import VOCAB, save_model
+from trained_heads import with_random_weights
 from training import train_options
 
 import specdec
@@ -42,16 +43,6 @@ TOLERANCE = 3e-4
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (repeated, dflash):
         monkeypatch.setattr(module, "in_bf16", lambda device: nullcontext())
-
-
-def with_random_weights(draft: TargetHead) -> TargetHead:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in draft.module.parameters():
-            parameter.normal_(0.0, 0.25, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(1.0)
-    return draft
 
 
 def batch_of(token_ids: torch.Tensor, states: torch.Tensor) -> Batch:

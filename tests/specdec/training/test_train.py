@@ -9,7 +9,7 @@ import torch
 from training import train_options, weights_of
 
 import specdec
-from specdec.training.errors import TrainError
+from specdec.training.options import TrainError
 from specdec.training.train import NoProgress, train_draft
 from specdec.training.trainer import Schedule
 
