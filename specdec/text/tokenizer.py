@@ -15,10 +15,12 @@ from typing import Any
 
 from backends.contract.backend import one_line
 from offload.formats.lfs import refuse_pointer
+from specdec.text.byte_runs import ByteRuns
 from specdec.text.chat_format import DEFAULT_OPTIONS, PLAIN, ChatFormat, TemplateOptions
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
 from specdec.text.conversation import encode_conversation
+from specdec.text.detokenizer import UNFINISHED
 from specdec.text.token_bytes import HfTokenBytes
 
 # transformers makes a tokenizer from any of these.
@@ -59,7 +61,7 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         ids = hf_tokenizer.get_vocab().values()
         self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
-        self._bytes = HfTokenBytes(self, hf_tokenizer)
+        self._bytes, self._byte_runs = HfTokenBytes(self, hf_tokenizer), ByteRuns(hf_tokenizer)
         self._settings = threading.Lock()  # parsing special tokens is a setting of the whole object
         own = getattr(hf_tokenizer, "chat_template", None)
         self.has_chat_template = bool(own)
@@ -108,7 +110,11 @@ class Tokenizer:
         return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens have none."""
+        """Return the text of tokens; special tokens have none, bytes that are no UTF-8 U+FFFDs."""
+        text = self._decode(token_ids)
+        return self._decode(self._byte_runs.valid(token_ids)) if UNFINISHED in text else text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return str(
             self.hf_tokenizer.decode(
                 list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
