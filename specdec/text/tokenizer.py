@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint.kinds import read_object
 from backends.contract.backend import one_line
 from offload.formats.lfs import refuse_pointer
 from specdec.text.byte_runs import ByteRuns
@@ -32,6 +33,8 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+_WHOLE_FILE = ("tokenizers", "TokenizersBackend")
+"""backend and tokenizer_class of tokenizer_config.json, if tokenizer.json is all there is."""
 _BESIDE_TOKENIZERS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -204,12 +207,19 @@ def _own_format(template: Any) -> ChatFormat:
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:
-    """Load transformers' tokenizer; code in the checkpoint is never run."""
-    from transformers import AutoTokenizer
+    """Load transformers' tokenizer; code in the checkpoint is never run.
+
+    For some model types transformers takes a class of their own, with its own rules of splitting
+    text, whatever the files name. Files that it saved from a tokenizer.json have these two keys.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     _require_tokenizer_files(directory)
+    settings = read_object(directory / "tokenizer_config.json")
+    is_whole = (settings.get("backend"), settings.get("tokenizer_class")) == _WHOLE_FILE
+    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        return kind.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes the libraries raise
         raise TokenizerError(
             f"cannot load a tokenizer from {directory}: {one_line(error)}: "
