@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backends.contract.backend import UnsupportedModel
-from backends.contract.source import BackendOptions
+from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.kinds import NAMES, head_kind
 from backends.heads.opened import open_head
 from specdec.models.names import resolve_model
-
-if TYPE_CHECKING:
-    from specdec.models.opened import OpenedModel
 
 
 def refuse_head(path: Path) -> None:
@@ -46,8 +43,8 @@ class HeadFit:
         return [
             f"target     {self.n_target_tokens} tokens",
             f"draft      {NAMES[self.kind]}, layers: {self.n_layers}",
-            "note       no file names the weights that a head was trained for: if few of its tokens "
-            "are accepted, it is another model's",
+            "note       no file names the weights that a head was trained for: if few of its "
+            "tokens are accepted, it is another model's",
             f"ok: the head fits; use it with -m {self.target} -md {self.head}",
         ]
 
@@ -61,13 +58,14 @@ class HeadFit:
         }
 
 
-def compare_head(target: OpenedModel, target_name: str, head_name: str) -> HeadFit:
+def compare_head(target: ModelSource, target_name: str, head_name: str) -> HeadFit:
     """Compare an opened target with a draft head of one of `backends.heads.kinds.NAMES`.
 
     Raises UnsupportedModel if it does not fit: another hidden size, vocabulary or family.
     """
     path = resolve_model(head_name)
-    kind, source = head_kind(path), open_head(path, target.source, BackendOptions())
-    assert kind is not None and source is not None, "the caller asked `head_kind`"
-    n_tokens, n_layers = target.source.vocab_size, len(source.layers)
+    kind, source = head_kind(path), open_head(path, target, BackendOptions())
+    assert kind is not None, "the caller asked `head_kind`"
+    assert source is not None
+    n_tokens, n_layers = target.vocab_size, len(source.layers)
     return HeadFit(target_name, head_name, kind, n_tokens, n_layers)

@@ -118,14 +118,15 @@ def _read_vocabulary(path: Path) -> Vocabulary:
     return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, num_tokens)
 
 
-def compare_draft(target: str, draft: str) -> Compatibility | HeadFit:
+def compare_draft(target: str | Path, draft: str | Path) -> Compatibility | HeadFit:
     """Compare a target with its draft model or head by name, as `specdec check` does.
 
     A head is compared by its shapes, so the target's weights must be there.
     """
     if head_kind(resolve_model(draft)) is None:
         return compare_models(target, draft)
-    return compare_head(open_model(target, BackendOptions()), target, draft)
+    source = open_model(target, BackendOptions()).source
+    return compare_head(source, str(target), str(draft))
 
 
 def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
