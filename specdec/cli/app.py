@@ -12,6 +12,7 @@ import typer
 from specdec import __version__
 from specdec.cli.commands import analyze as cli_analyze
 from specdec.cli.commands import batch as cli_batch
+from specdec.cli.commands import chat as cli_chat
 from specdec.cli.commands import check as cli_check
 from specdec.cli.commands import info as cli_info
 from specdec.cli.commands import models as cli_models
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 
 app.command("run")(cli_run.run)
-app.command("chat")(cli_run.chat)
+app.command("chat")(cli_chat.chat)
 app.command("batch")(cli_batch.batch)
 app.command("serve")(cli_serve.serve)
 app.command("plan")(cli_info.plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -52,6 +52,23 @@ def write_json(value: Mapping[str, Any]) -> None:
 
 def say(line: str, stream: TextIO | None = None) -> None:
     print(f"specdec: {line}", file=stream or sys.stderr)
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Print lines that the user asked for in a conversation, beside its text on stdout."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def count_of(n: int, noun: str) -> str:
+    """Return a number and its noun: 1 turn, 2 turns."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def say_hint(line: str) -> None:
+    """Print a note that a user reads once: -q leaves it out."""
+    if SHOWN.metrics:
+        say(f"note: {line}")
 
 
 def say_figures(line: str) -> None:

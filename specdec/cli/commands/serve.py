@@ -13,7 +13,7 @@ from specdec.cli import options
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
-from specdec.cli.notes import note_plain_transcript
+from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import say
 from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
@@ -41,6 +41,7 @@ def serve(
         def open_it() -> LLM:
             llm = stack.enter_context(open_model(load, load))
             note_plain_transcript(llm)
+            note_embedded(load.model)
             return llm
 
         is_debug = wants_debug(context.obj.argv)
