@@ -91,15 +91,17 @@ def loading_progress(title: str) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        SpinnerColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    title_columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), DownloadColumn(binary_units=True))
     speed = (TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, *speed, console=Console(stderr=True), transient=True)
+    bar = Bar(*title_columns, *columns, *speed, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None)
 
     lock = threading.Lock()
@@ -108,7 +110,9 @@ def loading_progress(title: str) -> Iterator[Progress]:
     def update(done: int, total: int) -> None:
         with lock:
             if not is_over:
-                bar.update(task, completed=done, total=total)
+                # All bytes are read: measurements of the machine may follow, of unknown length.
+                description = f"{title}: finishing" if done >= total else title
+                bar.update(task, description=description, completed=done, total=total)
                 bar.start()
 
     try:

@@ -30,7 +30,7 @@ def serve(
     enforce: options.Enforce = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Serve a model over HTTP, for the clients of OpenAI's interface."""
+    """Serve a model over HTTP: a chat page, and the APIs of OpenAI, Anthropic and Ollama."""
     server.key()  # before anything is started
     if enforce:
         run_again_enforced(context, load.memory_budget)
