@@ -16,7 +16,7 @@ from specdec.cli.streaming import was_cut, write_stream
 if TYPE_CHECKING:
     from specdec.api import LLM
 
-_PATIENCE = 3  # Ctrl-Cs during one answer: the first stops it, this one ends the program
+_PATIENCE = 3  # Ctrl-Cs during one answer: the first stops it, this one does not wait for its end
 
 
 class Chat:
@@ -39,6 +39,8 @@ class Chat:
         except REQUEST_ERRORS as error:
             self.conversation.drop_question()
             self.report(error)
+        except KeyboardInterrupt:  # before the answer began, or while a stopped one ended
+            self.conversation.drop_question()
 
     def stats_lines(self) -> list[str]:
         """Return lines on the context in use, and on all answers so far."""

@@ -11,6 +11,8 @@ from specdec.cli.options import OptionError
 
 def converse(chat: Chat, reader: MessageReader) -> None:
     """Answer messages and run commands until the user leaves, or until the end of input."""
+    from specdec.api import REQUEST_ERRORS
+
     while (text := reader.read()) is not None:
         try:
             if not run_command(chat, text):
@@ -18,5 +20,5 @@ def converse(chat: Chat, reader: MessageReader) -> None:
                 chat.answer()
         except Leave:
             return
-        except (OptionError, ConversationError) as error:  # of a command
+        except (OptionError, ConversationError, *REQUEST_ERRORS) as error:  # of a command
             chat.report(error)

@@ -63,7 +63,7 @@ def _parsed(field: str, text: str) -> Any:
     if field == "stop":
         return (text.replace("\\n", "\n"),)
     if field in _FILES:
-        return read_text(Path(text).expanduser())
+        return _text_of(Path(text))
     hint = get_type_hints(SamplingParams)[field]
     kind = next((item for item in get_args(hint) or (hint,) if item is not type(None)), str)
     if kind not in (int, float):
@@ -73,3 +73,11 @@ def _parsed(field: str, text: str) -> Any:
     except ValueError:
         noun = "a whole number" if kind is int else "a number"
         raise OptionError(f"/set {_shown(field)} is {text!r}, must be {noun}, or off") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_text(path.expanduser())
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{path}: {reason}") from error

