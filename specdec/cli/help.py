@@ -6,12 +6,12 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specdec.cli.output import write_text
+from specdec.cli.output import count_of, write_text
 from specdec.option import MODELS
 
 WIDTH = 80
@@ -33,11 +33,14 @@ _SHORT = {
     "quiet": "No progress, hints and metrics on stderr",
     "verbose": "Also show the plan, and the libraries' logs",
     "api_key": "Key that clients have to send",
-    "prompts": "JSON lines with prompts, for --rank",
+    "prompts": "JSON lines with prompts",
+    "within": "Fail if two runs of peers differ by more percent",
+    "on": "Another device: laptop, gpu-24gb, or a JSON file",
     "workers": "Number of the cluster's workers",
     "rank": "Measure which of several drafts serves best",
 }
 """Texts for --help, where the first clause of the full one would not do."""
+_CLAUSE_END = re.compile(r"(?:(?<!e\.g)[.;:]|,? e\.g\.| \(.*) ")
 _FIRST = (MODELS, "Options")
 """Panels that come before the others."""
 EXAMPLES = {
@@ -109,7 +112,7 @@ def help_text(command: Any, path: str, *, has_all: bool) -> str:
         lines += _section(panel, [(_names(item), meaning(item)) for item in items])
     n_more = len(options) - len(shown)
     if n_more:
-        lines += ["", f"{n_more} more options: {path} --help-all"]
+        lines += ["", f"{count_of(n_more, 'more option')}: {path} --help-all"]
     return "\n".join(lines) + "\n"
 
 
@@ -148,6 +151,7 @@ def _value(option: Any) -> str:
         return str(option.metavar)
     kinds = {int: "N", float: "X", Path: "FILE"}
     kind = option.type_descriptor.annotation
+    kind = next(iter(get_args(kind)), kind)  # of a list
     return kinds.get(kind, "N" if option.type_descriptor.is_ranged else "TEXT")
 
 
@@ -164,7 +168,7 @@ def _short_meaning(option: Any) -> str:
     text = _meaning(option).rstrip(".")
     if len(text) <= WIDTH - _TEXT_COLUMN:
         return text
-    return re.split(r"[.;:] | \[", _sentence(option.help))[0]
+    return _CLAUSE_END.split(_sentence(option.help).rstrip("."))[0]
 
 
 def shown_default(option: Any) -> str:

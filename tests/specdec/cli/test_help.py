@@ -11,11 +11,13 @@ import pytest
 import typer
 from command_line import ROOT
 
+import bench.commands.app
 from specdec.cli.app import app, main
 from specdec.cli.arguments import understood
 from specdec.cli.help import EXAMPLES
 
 COMMAND = typer.main.get_command(app)
+OF_BENCH = list(typer.main.get_command(bench.commands.app.app).commands)
 COLUMNS, TWO_SCREENS = 80, 48
 NAMES = [name for name in COMMAND.commands if name != "demo"]  # its help is specdec-bench's
 
@@ -23,6 +25,18 @@ NAMES = [name for name in COMMAND.commands if name != "demo"]  # its help is spe
 @pytest.mark.parametrize("argv", [[], *([name, "--help"] for name in NAMES)])
 def test_help_fits_two_screens(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
+    expect_two_screens(capsys)
+
+
+@pytest.mark.parametrize("argv", [[], *([name, "--help"] for name in OF_BENCH)])
+def test_help_of_the_benchmarks_fits_too(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.commands.app.main(argv) == 0
+    expect_two_screens(capsys)
+
+
+def expect_two_screens(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= TWO_SCREENS
     assert max(map(len, lines)) <= COLUMNS
