@@ -16,7 +16,7 @@ def converse(chat: Chat, reader: MessageReader) -> None:
     while (text := reader.read()) is not None:
         try:
             if not run_command(chat, text):
-                chat.conversation.ask(text.strip())
+                chat.conversation.ask(text.removeprefix(" ") if text.startswith(" /") else text)
                 chat.answer()
         except Leave:
             return

@@ -14,7 +14,7 @@ from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
-from specdec.cli.output import say
+from specdec.cli.output import SHOWN, say
 from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
 
@@ -45,7 +45,8 @@ def serve(
             return llm
 
         is_debug = wants_debug(context.obj.argv)
-        number = run(server, _names(server, load), open_it, say, is_debug=is_debug).run()
+        shows = {"is_debug": is_debug, "logs_requests": SHOWN.plan}
+        number = run(server, _names(server, load), open_it, say, **shows).run()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
 

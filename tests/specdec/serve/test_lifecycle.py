@@ -140,6 +140,15 @@ def test_it_ends_when_nobody_reads_its_log_any_more(served_model: Path) -> None:
             process.kill()
 
 
+def test_requests_are_logged_on_demand(served_model: Path) -> None:
+    with Server(served_model, *SMALL, "-v") as server:
+        server.ready().post(COMPLETIONS, SHORT)
+        server.get("/nothing")
+        server.wait_for(r"^specdec: other 404, \d+\.\d\d s$")
+        server.wait_for(rf"^specdec: {COMPLETIONS} 200, \d+\.\d\d s$")
+        assert server.wait_for(r"chat page: (\S+)")[1] == server.url
+
+
 def test_ctrl_c_is_130(mortal: Server) -> None:
     assert mortal.end(signal.SIGINT) == 130
 
