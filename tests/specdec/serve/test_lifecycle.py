@@ -39,7 +39,7 @@ def test_the_state_is_reported_from_the_start(served_model: Path) -> None:
         assert server.end() == 0
         log = "".join(server.lines)
         assert str(served_model) not in log
-        assert log.count("\n") == 2, log
+        assert log.count("\n") == 3, log
 
 
 def test_a_truncated_model_file_is_an_engine_error_and_not_one_requests(tmp_path: Path) -> None:
