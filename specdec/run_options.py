@@ -85,7 +85,7 @@ class RunOptions:
     """
 
     model: str | Path = required(
-        "Target model: a directory, a .gguf file, a hub id (user/repo), ollama:NAME or "
+        "Target model: a directory, a .gguf file, a hub id (user/repo), ollama:NAME, smollm2 or "
         "pair:target.",
         MODELS,
         short="-m",
