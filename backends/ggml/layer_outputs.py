@@ -24,8 +24,6 @@ _NAMES = {
     "plamo2": "ffn_residual",
 }
 """Names of outputs by architecture, where they are not `l_out`."""
-SEVERAL_STREAMS = frozenset({"gemma3n"})
-"""Architectures whose layers have several streams of hidden states."""
 _NAME, _SRC = Tensor.name.offset, Tensor.src.offset
 _OUTPUT_WEIGHTS = (b"output.weight", b"token_embd.weight")
 

@@ -17,8 +17,8 @@ import numpy as np
 from backends.contract.backend import LAST_HIDDEN_STATE, BackendError
 from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.sequence import NO_HIDDEN_STATES
-from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.ggml.layer_outputs import LayerOutputs
+from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.ggml.nextn import HiddenStateFunctions, hidden_state_functions
 from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus

@@ -11,6 +11,7 @@ import numpy as np
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from backends.contract.source import BackendOptions, Loading
 from backends.heads.source import Eagle3Source
+from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
 from offload.placement.plan import plan_placement
@@ -28,7 +29,7 @@ def load(source: HfSource) -> TorchBackend:
 def load_eagle3(target: Path, path: Path) -> Iterator[tuple[TorchBackend, TorchBackend]]:
     """Load a checkpoint and a head for it."""
     source = HfSource(target, BackendOptions())
-    head = Eagle3Source(path, source, BackendOptions())
+    head = Eagle3Source(path, CheckpointTarget(source.model), BackendOptions())
     with load(source) as backend:
         head.share_weights(backend)
         with load(head) as drafting:
