@@ -56,6 +56,7 @@ def load_dflash_head(target: HeadTarget, directory: Path) -> DFlashHead:
     """
     config = load_dflash_config(directory)
     check_fits(directory, config, target)
+    target.check_layers(_target_layers(BlockSettings.of(config), target), directory)
     config.vocab_size = target.vocab_size
     index = WeightIndex.from_directory(directory)
     dtype = main_dtype(index, config, directory)
@@ -66,6 +67,13 @@ def load_dflash_head(target: HeadTarget, directory: Path) -> DFlashHead:
     model.share(target.embedding(dtype), target.output_head())
     values = {field.name: getattr(head, field.name) for field in fields(HfModel)}
     return DFlashHead(**values, block=model.block)
+
+
+def _target_layers(block: BlockSettings, target: HeadTarget) -> tuple[int, ...]:
+    """Return the layers to collect. transformers' last hidden state is normed, and heads are trained
+    on transformers' states."""
+    last = target.n_layers - 1
+    return tuple(LAST_HIDDEN_STATE if i == last else i for i in block.target_layer_ids)
 
 
 def _by_parameter(
@@ -105,11 +113,7 @@ class DFlashSource(HfSource, SharesWeights):
         width = len(self.block.target_layer_ids) * self.model.config.hidden_size
         self.hidden_state_bytes = _FLOAT32_BYTES * width
         self.warnings = ()
-        last = target.n_layers - 1
-        # transformers' last hidden state is normed, and heads are trained on transformers' states.
-        layers = [LAST_HIDDEN_STATE if i == last else i for i in self.block.target_layer_ids]
-        target.check_layers(layers, directory)
-        self.target_layers, self._target = tuple(layers), target
+        self.target_layers, self._target = _target_layers(self.block, target), target
         self._owner: Backend | None = None
 
     @property
