@@ -24,6 +24,9 @@ _NAMES = {
     "plamo2": "ffn_residual",
 }
 """Names of outputs by architecture, where they are not `l_out`."""
+_NAMES_OF_INPUTS = {"step35": "attn_norm_in"}
+"""Names of layers' inputs by architecture, where llama.cpp gives outputs these names instead: each
+is the output of the layer before."""
 _NAME, _SRC = Tensor.name.offset, Tensor.src.offset
 _OUTPUT_WEIGHTS = (b"output.weight", b"token_embd.weight")
 
@@ -41,7 +44,9 @@ class LayerOutputs:
     def __init__(
         self, library: ModuleType, architecture: str, width: int, vocab_size: int = 0
     ) -> None:
-        self._start = f"{_NAMES.get(architecture, 'l_out')}-".encode()
+        name = _NAMES_OF_INPUTS.get(architecture) or _NAMES.get(architecture, "l_out")
+        self._start = f"{name}-".encode()
+        self._shift = int(architecture in _NAMES_OF_INPUTS)
         self._width, self._vocab_size = width, vocab_size
         self._layers: tuple[int, ...] = ()
         self._rows = np.zeros(0, dtype=np.int64)
@@ -72,7 +77,7 @@ class LayerOutputs:
         if ctypes.string_at(address + _NAME, len(start)) != start:
             return None
         number = Tensor.from_address(address).name[len(start) :]
-        return int(number) if number.isdigit() else None
+        return int(number) - self._shift if number.isdigit() else None
 
     def is_complete(self, address: int, num_tokens: int) -> bool:
         """Return whether a node has a state for each of so many tokens."""

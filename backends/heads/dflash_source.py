@@ -70,8 +70,8 @@ def load_dflash_head(target: HeadTarget, directory: Path) -> DFlashHead:
 
 
 def _target_layers(block: BlockSettings, target: HeadTarget) -> tuple[int, ...]:
-    """Return the layers to collect. transformers' last hidden state is normed, and heads are trained
-    on transformers' states."""
+    """Return the layers to collect. transformers' last hidden state is normed, and heads are
+    trained on transformers' states."""
     last = target.n_layers - 1
     return tuple(LAST_HIDDEN_STATE if i == last else i for i in block.target_layer_ids)
 

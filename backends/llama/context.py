@@ -146,7 +146,8 @@ class LlamaContext:
         self._handle: Any = None
         self._hidden_states: HiddenStateFunctions | None = None
         self._only_with_logits = False
-        self._outputs, self._layers = outputs, (LAST_HIDDEN_STATE,)
+        self._outputs = outputs
+        self._layers: tuple[int, ...] = (LAST_HIDDEN_STATE,)
         try:
             self._open(params)
         except BaseException:

@@ -123,7 +123,7 @@ def _run_pass(model: GgufModel, loaded: LlamaModel, attention: int) -> set[int]:
 
     def see(address: int, ask: bool, _: object) -> bool:
         layer = outputs.named_layer(address)
-        if layer is not None and outputs.is_complete(address, _NUM_TOKENS):
+        if layer is not None and layer >= 0 and outputs.is_complete(address, _NUM_TOKENS):
             complete.add(layer)
         return not ask  # of each node before any runs
 

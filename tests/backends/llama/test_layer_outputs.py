@@ -19,7 +19,7 @@ from gguf_models import save_tiny_gguf
 from gguf_streaming import in_memory, streamed, streamed_experts
 from llama_eagle3 import has_extensions
 from tiny_gguf import save_tiny_architecture
-from tiny_gguf_kinds import ARCHITECTURES, RECURRENT, REFUSED
+from tiny_gguf_kinds import ARCHITECTURES, RECURRENT, REFUSED, WITH_HEADS
 
 from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX
 from backends.contract.sequence import SequenceInput
@@ -37,7 +37,9 @@ LAYERS = (0, 1)
 WITHOUT = ("gemma3n",)
 """Architectures whose layers have several streams of hidden states."""
 NOT_STREAMED = ("kimi-k3",)
-RUN = [name for name in ARCHITECTURES if name not in REFUSED]
+WITH_OWN_HEADS = ["cohere2moe-head", "hy_v3-head", "step35-head"]
+"""Architectures beside those of ARCHITECTURES."""
+RUN = [name for name in ARCHITECTURES if name not in REFUSED] + WITH_OWN_HEADS
 
 
 def states_of(backend, token_ids, layers=LAYERS):
@@ -130,6 +132,19 @@ def test_outputs_are_the_next_layers_inputs(name: str, tmp_path: Path) -> None:
     with source.load(loading) as backend:
         states = states_of(backend, TOKENS, (0, 1))
     np.testing.assert_allclose(states, np.load(tmp_path / "x.npy"), atol=2e-2)
+
+
+@pytest.mark.slow_except(2)
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_the_last_hidden_state_beside_a_layers_output(name: str, tmp_path: Path) -> None:
+    path = save_tiny_architecture(name, tmp_path / "model.gguf")
+    for mode in ("mmap", "stream"):
+        source, loading = open_exact(path, mode)
+        with source.load(loading) as backend:
+            last = states_of(backend, TOKENS, (LAST_HIDDEN_STATE,))
+            first = states_of(backend, TOKENS, (1,))
+            both = states_of(backend, TOKENS, (LAST_HIDDEN_STATE, 1))
+            assert np.array_equal(both, np.concatenate([last, first], axis=1))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
