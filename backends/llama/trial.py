@@ -58,7 +58,7 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial found out about a model that runs.
+    """Results of the trial of a model that runs.
 
     Args:
         output_layers: layers whose outputs a pass can return (backends/ggml/layer_outputs.py).

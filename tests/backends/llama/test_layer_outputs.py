@@ -120,7 +120,7 @@ def test_of_every_architecture(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("name", "llama gemma4 gpt-oss minimax-m2 lfm2 qwen35 nemotron_h".split())
 def test_outputs_are_the_next_layers_inputs(name: str, tmp_path: Path) -> None:
-    """Where llama.cpp's own function knows the architecture; for the others it ends the process."""
+    """llama.cpp's own function knows these architectures; for others it ends the process."""
     path = save_tiny_architecture(name, tmp_path / "model.gguf")
     code = (
         f"import sys; sys.path[:0] = ['tests/helpers']; import numpy as np; from pathlib import "

@@ -37,7 +37,7 @@ SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5
 OPTIONS: dict[str, Any] = {"ctx_size": 128, "threads": 1, "exact": "on"}
 DRAFTING: dict[str, Any] = {"spec_type": "draft", "num_draft_tokens": 12}
 HEADS = ["eagle3", "eagle3-gguf", "eagle3-q8", "dflash"]
-Texts = dict[tuple[int, SamplingParams], tuple[int, ...]]
+Outputs = dict[tuple[int, SamplingParams], tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def heads(folder: Path, checkpoint: Path) -> dict[str, Path]:
     }
 
 
-def texts(llm: Any) -> Texts:
+def token_ids_of(llm: Any) -> Outputs:
     return {
         (i, sampling): tuple(llm.generate(prompt, sampling).token_ids)
         for i, prompt in enumerate(PROMPTS)
@@ -77,9 +77,9 @@ def texts(llm: Any) -> Texts:
 
 
 @pytest.fixture(scope="module")
-def plain(target: Path) -> Texts:
+def plain(target: Path) -> Outputs:
     with specdec.load(target, spec_type="none", **OPTIONS) as llm:
-        return texts(llm)
+        return token_ids_of(llm)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["memory", "streamed"])
@@ -89,13 +89,13 @@ def test_text_is_the_targets(
     is_streamed: bool,
     target: Path,
     heads: dict[str, Path],
-    plain: Texts,
+    plain: Outputs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if is_streamed:
         force_streaming(monkeypatch)
     with specdec.load(target, draft_model=heads[name], **DRAFTING, **OPTIONS) as llm:
-        assert texts(llm) == plain
+        assert token_ids_of(llm) == plain
         result = llm.generate(PROMPTS[0], GREEDY)
         assert result.token_ids == plain[0, GREEDY]
         assert (result.stats.bytes_streamed > 0) == is_streamed
@@ -106,7 +106,7 @@ def test_text_is_the_targets(
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_chains_sequences_and_turns(
-    name: str, target: Path, heads: dict[str, Path], plain: Texts
+    name: str, target: Path, heads: dict[str, Path], plain: Outputs
 ) -> None:
     with specdec.load(target, draft_model=heads[name], **DRAFTING, **OPTIONS) as llm:
         chains = SpecConfig(("draft",), tree_width=1, num_draft_tokens=4)
@@ -123,11 +123,11 @@ def test_chains_sequences_and_turns(
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_everything_automatic(
-    name: str, target: Path, heads: dict[str, Path], plain: Texts
+    name: str, target: Path, heads: dict[str, Path], plain: Outputs
 ) -> None:
     """The plan may leave the head out."""
     with specdec.load(target, draft_model=heads[name], **OPTIONS) as llm:
-        assert texts(llm) == plain
+        assert token_ids_of(llm) == plain
 
 
 @pytest.mark.slow_except(2)
@@ -141,11 +141,11 @@ def test_hybrids_and_mixtures(
     monkeypatch.setattr(eagle3_heads, "HEAD_DIM", 16)
     head = save_specforge(new_head(vocab_size=VOCAB), tmp_path / "head")
     with specdec.load(path, spec_type="none", **OPTIONS) as llm:
-        plain = texts(llm)
+        plain = token_ids_of(llm)
     if is_streamed:
         force_streaming(monkeypatch)
     with specdec.load(path, draft_model=head, **DRAFTING, **OPTIONS) as llm:
-        assert texts(llm) == plain
+        assert token_ids_of(llm) == plain
         assert llm.generate(PROMPTS[0], GREEDY).stats.drafted_tokens > 0
 
 
