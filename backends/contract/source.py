@@ -94,6 +94,8 @@ class Loading:
     """Sequences at a time, finished ones in the prefix cache included."""
     has_head: bool = False
     """Whether a draft will use the model's own draft head, which is loaded with it."""
+    hidden_state_layers: tuple[int, ...] = ()
+    """Layers whose outputs a draft head will take: see Backend.collect_hidden_states."""
 
     @property
     def has_more_tokens(self) -> bool:
@@ -130,6 +132,8 @@ class ModelSource(ABC):
     hidden_state_bytes: int = 0
     """Bytes, in float32, of the target's hidden states that a draft head takes with a token; 0 for
     other models."""
+    target_layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs a draft head takes; () for other models."""
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 

@@ -33,7 +33,7 @@ from backends.llama.context import (
 from backends.llama.memory import bytes_of_a_state, context_memory
 from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.stream import resident_non_layer_records
-from backends.llama.trial import TextLimits, try_model
+from backends.llama.trial import TextLimits, TrialResult, try_model
 from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
@@ -72,7 +72,8 @@ class GgufSource(ModelSource):
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         refuse_untried(self.model)
-        self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
+        is_known = run is not None
+        self.trial = TrialResult(TextLimits(None)) if is_known else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -277,6 +278,7 @@ class GgufSource(ModelSource):
             progress=loading.progress,
             exactness=self.exactness,
             has_head=loading.has_head,
+            hidden_state_layers=loading.hidden_state_layers,
         )
         if loading.load_mode == "stream":
             reset_peak_rss()  # llama.cpp may have read the whole file: see unread.py

@@ -154,7 +154,7 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
-    tokenizer = GgufTokenizer.from_file(path, source.text_limits)
+    tokenizer = GgufTokenizer.from_file(path, source.trial.text_limits)
     eos = tokenizer.eos_token_ids  # llama.cpp finds all ids in a file
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 

@@ -30,7 +30,7 @@ def load_target(
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
     """
-    plan = planned.plan
+    plan, draft = planned.plan, planned.draft
     return planned.target.source.load(
         Loading(
             plan.placement,
@@ -44,6 +44,7 @@ def load_target(
             progress=progress,
             vram_bytes=plan.torch_vram_bytes,
             has_head=options.draft == MTP_HEAD,
+            hidden_state_layers=() if draft is None else draft.source.target_layers,
         )
     )
 
