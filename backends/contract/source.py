@@ -187,6 +187,18 @@ class ModelSource(ABC):
         """Return the maximum bytes of activations and logits, for a prompt of `ctx_size` tokens
         or a pass of `max_num_tokens`."""
 
+    def shared_scratch_bytes(
+        self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int
+    ) -> int:
+        """Return `scratch_bytes` where sequences of up to `ctx_size` tokens share a KV cache of
+        `kv_tokens`: a pass takes `ctx_size` prompt tokens of them at most."""
+        return self.scratch_bytes(kv_tokens, max_num_tokens, max_nodes)
+
+    def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:
+        """Return whether the output is the same in a KV cache of `kv_tokens` as in one of a single
+        context."""
+        return True
+
     @property
     def exactness(self) -> Exactness:
         """Whether a backend of this source is exact, and if not why; checked once and cached."""

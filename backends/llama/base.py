@@ -258,10 +258,8 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         return self._stream.use if self._stream else TransferStats()
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """See Backend.kv_growth_bytes. A streamed model's cells take memory once they are written:
-        without flash attention in pages that each span the values of many cells."""
-        if self._stream is None:
-            return 0
+        """See Backend.kv_growth_bytes. Cells take memory once they are written: without flash
+        attention in pages that each span the values of many cells."""
         n_nodes = max(self.max_nodes, self._options.min_batch_tokens)
         num_tokens = self._counts.n_growth(n_tokens + n_nodes)
         if not self._context.has_flash_attention:

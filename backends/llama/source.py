@@ -30,6 +30,7 @@ from backends.llama.context import (
     LlamaContext,
     WithoutFlashAttention,
 )
+from backends.llama.loading import cells_with_short_factors
 from backends.llama.memory import bytes_of_a_state, context_memory
 from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.stream import resident_non_layer_records
@@ -204,6 +205,14 @@ class GgufSource(ModelSource):
             memory = context_memory(self.model, self.weightless, options)
             self._scratch_bytes[options] = memory.scratch_bytes
         return self._scratch_bytes[options]
+
+    def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:
+        """See ModelSource and `cells_with_short_factors`."""
+        options = ContextOptions(
+            ctx_size, max_nodes, exactness=self.exactness, num_kv_slots=kv_tokens
+        )
+        n_short = cells_with_short_factors(self.model, options)
+        return n_short is None or options.n_cells <= n_short
 
     @property
     def head_bytes(self) -> int:

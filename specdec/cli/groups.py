@@ -49,6 +49,15 @@ def parse_num_draft_tokens(text: str, option: str = "--num-draft-tokens") -> int
     return int(text)
 
 
+def parse_kv_tokens(text: str) -> int | None:
+    """Parse a number of tokens; "auto" -> None."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text)):
+        raise OptionError(f"--kv-tokens is {text!r}, must be auto or a number of tokens, 1 or more")
+    return int(text)
+
+
 def _parse_early_stopping(text: str) -> bool | str:
     values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
     if text not in values:
@@ -70,6 +79,7 @@ _WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "draft_model": (list[str], one_draft),
     "spec_type": (str, parse_spec_type),
     "num_draft_tokens": (str, parse_num_draft_tokens),
+    "kv_tokens": (str, parse_kv_tokens),
     "stop": (list[str], tuple),
     "json_schema": (Path, read_text),
     "grammar": (Path, read_text),

@@ -35,7 +35,7 @@ def load_target(
         Loading(
             plan.placement,
             max_context=plan.ctx_size,
-            kv_tokens=options.all_tokens(plan.ctx_size),
+            kv_tokens=plan.kv_tokens,
             max_num_seqs=options.max_kept_seqs,
             max_nodes=options.target_nodes(plan.n_draft_tokens),
             max_num_tokens=options.max_target_tokens(plan.n_draft_tokens),
@@ -68,7 +68,7 @@ def load_draft(
     loading = Loading(
         placement,
         max_context=context,
-        kv_tokens=context * options.all_tokens(plan.ctx_size) // plan.ctx_size,
+        kv_tokens=context * plan.kv_tokens // plan.ctx_size,
         max_num_seqs=options.max_kept_seqs,
         max_nodes=n_nodes,
         max_num_tokens=level_width(plan.n_draft_tokens),
