@@ -20,44 +20,47 @@ _MIN_SPEED_SHARE = 0.98
 layers holds parts of them, unused memory only whole ones."""
 _MIN_GAIN = 1.02
 """Minimum ratio of the throughput to that with the minimum capacity."""
-_NUM_STEPS = 4
-"""Capacities between two powers of two."""
+_NUM_STEPS = 5
+"""Capacities that are tried."""
 
 
 def with_kv_capacity(search: Search, chosen: Alternative, total_bytes: int) -> Alternative:
-    """Return the chosen plan with the KV capacity of the highest predicted throughput.
+    """Return the chosen plan with the largest KV capacity that pays by the predicted throughput.
 
-    The capacity is as chosen where the options fix it, a single sequence runs at a time, or a
+    The capacity is as chosen where the options fix it, a single sequence runs at a time, or every
     larger one would slow a single sequence down.
     """
-    options = search.memory_planner.options
+    planner = search.memory_planner
+    options, shape = planner.options, chosen.memory_plan.shape
     if options.kv_tokens is not None or options.max_num_seqs < 2:
         return chosen
-    width = options.spec.width
 
     def throughput(plan: Alternative) -> float:
-        return fastest_together(plan, options.max_num_seqs, width).tokens_per_second
+        together = fastest_together(plan, options.max_num_seqs, options.spec.width)
+        return together.tokens_per_second
 
-    single = chosen.decoding(SEQUENCE_TOKENS).better_tokens_per_second
-    best, best_rate = chosen, _MIN_GAIN * throughput(chosen)
+    speeds, min_rate = _alone(chosen), _MIN_GAIN * throughput(chosen)
     for kv_tokens in _capacities(chosen.memory_plan.kv_tokens, options.max_num_seqs):
-        shape = replace(chosen.memory_plan.shape, kv_tokens=kv_tokens)
-        if not search.memory_planner.can_share_kv(shape):
-            break
+        larger = replace(shape, kv_tokens=kv_tokens)
+        if not planner.can_share_kv(larger):
+            continue
         with suppress(BudgetExceeded):
-            plan = search.try_shape(total_bytes, shape)
-            alone = plan.decoding(SEQUENCE_TOKENS).better_tokens_per_second
-            rate = throughput(plan)
-            if alone >= _MIN_SPEED_SHARE * single and rate > best_rate:
-                best, best_rate = plan, rate
-    return best
+            plan = search.try_shape(total_bytes, larger, like=chosen)
+            pairs = zip(_alone(plan), speeds, strict=True)
+            if all(new >= _MIN_SPEED_SHARE * old for new, old in pairs):
+                return plan if throughput(plan) >= min_rate else chosen
+    return chosen
+
+
+def _alone(plan: Alternative) -> tuple[float, float]:
+    """Return a single sequence's tokens per second, without draft tokens and with a tree."""
+    decoding = plan.decoding(SEQUENCE_TOKENS)
+    return decoding.plain_tokens_per_second, decoding.tokens_per_second
 
 
 def _capacities(minimum: int, num_seqs: int) -> list[int]:
-    """Return capacities above the minimum, up to that of all sequences, the smallest first."""
-    limit = num_seqs * SEQUENCE_TOKENS
-    if limit <= minimum:
+    """Return capacities above the minimum, the largest, for all sequences, first."""
+    ratio = num_seqs * SEQUENCE_TOKENS / minimum
+    if ratio <= 1.0:
         return []
-    num_steps = max(1, min(_NUM_STEPS, (limit - minimum) // SEQUENCE_TOKENS))
-    step = (limit - minimum) / num_steps
-    return [minimum + round(step * (i + 1)) for i in range(num_steps)]
+    return [round(minimum * ratio ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS, 0, -1)]

@@ -85,6 +85,19 @@ class Alternative:
         seconds = _step_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
+    def with_tree_of(self, other: Alternative) -> Alternative:
+        """Return the plan with the tree of another one, whose draft runs as fast."""
+        tokens, drafting = other.tokens_per_pass, other.drafting_seconds
+        seconds = _step_seconds(self.target, self.draft, 1 + other.n_tree, drafting)
+        return replace(
+            self,
+            n_tree=other.n_tree,
+            depth=other.depth,
+            drafting_seconds=drafting,
+            tokens_per_pass=tokens,
+            tokens_per_second=tokens / seconds,
+        )
+
     @property
     def speeds(self) -> tuple[float, float]:
         """Tokens per second without pinned layers, and while a usual sequence is decoded."""
@@ -216,13 +229,20 @@ class Search:
         sizes = {min(limit, times * tree) for times in _TREE_MULTIPLES}
         return sorted((n for n in sizes if n > minimum.memory_plan.n_drafted), reverse=True)
 
-    def try_shape(self, total_bytes: int, shape: Shape) -> Alternative:
+    def try_shape(
+        self, total_bytes: int, shape: Shape, like: Alternative | None = None
+    ) -> Alternative:
         """Return the plan of one shape with its predicted speed, and list it as compared.
+
+        like: a plan whose tree it is predicted with; None: the fastest tree.
 
         Raises BudgetExceeded where it does not fit.
         """
         memory_plan = self.memory_planner.divide(total_bytes, shape)
-        result = predict(memory_plan, self.measurements, self.memory_planner.options.spec)
+        spec = self.memory_planner.options.spec
+        result = predict(memory_plan, self.measurements, spec)
+        if like is not None:
+            result = result.with_tree_of(like)
         self.alternatives.append(result)
         return result
 
