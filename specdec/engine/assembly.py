@@ -11,10 +11,12 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv_cache_manager import KVCacheManager
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
+from specdec.engine.waiting import WaitingNotes
 from specdec.metrics.recorder import Totals
 from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.cost_model import CostModel
+from specdec.policy.kv_price import KvPrice
 from specdec.policy.opportunistic_layers import OpportunisticLayers
 from specdec.run_options import RunOptions
 
@@ -62,8 +64,10 @@ def assemble(
     )
     files = KvFiles(target, free_memory=engine.opportunistic_layers.free_memory)
     max_num_seqs = options.max_num_seqs
+    price = KvPrice(plan.kv_token_bytes, plan.storage_bytes_per_second)
+    notes = WaitingNotes(plan.kv_tokens, price)
     engine.scheduler = Scheduler(
-        KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs),
+        KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs, price, notes),
         cost,
         totals,
         max_num_seqs=max_num_seqs,

@@ -15,8 +15,10 @@ from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
+from specdec.engine.waiting import WaitingNotes
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
+from specdec.policy.kv_price import KvPrice
 
 FILE_SECONDS = 0.01
 """Fixed cost of writing a KV file and reading it again."""
@@ -30,6 +32,8 @@ _MIN_SHARED_PREFIX = 16
 """Minimum common prefix, in tokens, for a prompt to wait for another one that is computing it."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
+_EXPECTED_TOKENS = 256
+"""New tokens that a sequence is expected to have, unless fewer are allowed."""
 
 
 class KVCacheManager:
@@ -41,6 +45,8 @@ class KVCacheManager:
         cost: seconds of passes.
         totals: counters of preempted and swapped sequences.
         max_num_seqs: maximum number of sequences that have KV at a time.
+        price: what a further sequence's KV costs every pass.
+        notes: lines for users about sequences that wait.
 
     Attributes:
         running: sequences that have KV.
@@ -54,8 +60,11 @@ class KVCacheManager:
         cost: CostModel,
         totals: Totals,
         max_num_seqs: int,
+        price: KvPrice,
+        notes: WaitingNotes,
     ) -> None:
         self.cache, self.files = cache, files
+        self._price, self._notes = price, notes
         self._target, self.cost, self._totals = target, cost, totals
         self._max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
@@ -68,16 +77,36 @@ class KVCacheManager:
             return False
         if sequence.has_live_nodes and any(item.has_live_nodes for item in self.running):
             return False
+        if not self._pays(sequence):
+            return False
         while not (
             self._swap_in(sequence)
             if self._pays_to_swap(sequence)
             else self._match_prefix(sequence)
         ):
             if not self.cache.drop_oldest():
+                self._note_capacity(sequence)
                 return False
         self.discard_file(sequence)
         self.running.append(sequence)
         return True
+
+    def _pays(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence brings more than its KV and its tokens cost."""
+        num_running = len(self.running)
+        if not num_running or not self._price.token_bytes:
+            return True
+        num_tokens = len(sequence.token_ids) + min(sequence.num_left, _EXPECTED_TOKENS)
+        num_own = max(0, num_tokens - self._num_shared(sequence))
+        if self._price.pays(self.cost, num_running, num_own):
+            return True
+        self._notes.note_price(num_own, num_running)
+        return False
+
+    def _note_capacity(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.ids_to_compute)
+        grown = [len(item.token_ids) + _TOKENS_TO_GROW for item in (*self.running, sequence)]
+        self._notes.note_capacity(num_tokens, sum(grown), len(self.running))
 
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
