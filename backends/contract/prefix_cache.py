@@ -99,6 +99,11 @@ class PrefixCache:
         """Cached sequences that have finished, the oldest first."""
         return tuple(self._cached)
 
+    @property
+    def n_cached(self) -> int:
+        """Committed tokens of cached sequences; shared ones count for each of them."""
+        return sum(sequence.n_committed for sequence in self._cached)
+
     def adopt(self, sequence: SequenceKV) -> None:
         """Add a sequence that was filled elsewhere to the cache."""
         sequence.finish()

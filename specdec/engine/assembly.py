@@ -64,10 +64,14 @@ def assemble(
     )
     files = KvFiles(target, free_memory=engine.opportunistic_layers.free_memory)
     max_num_seqs = options.max_num_seqs
+    # KV beyond one context is for sequences that run: cached, it would displace layers.
+    max_cached = options.min_kv_tokens(plan.ctx_size)
     price = KvPrice(plan.kv_token_bytes, plan.storage_bytes_per_second)
     notes = WaitingNotes(plan.kv_tokens, price)
     engine.scheduler = Scheduler(
-        KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs, price, notes),
+        KVCacheManager(
+            target, prefix_cache, files, cost, totals, max_num_seqs, max_cached, price, notes
+        ),
         cost,
         totals,
         max_num_seqs=max_num_seqs,

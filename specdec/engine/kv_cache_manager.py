@@ -45,6 +45,8 @@ class KVCacheManager:
         cost: seconds of passes.
         totals: counters of preempted and swapped sequences.
         max_num_seqs: maximum number of sequences that have KV at a time.
+        max_cached_tokens: maximum tokens of finished sequences whose KV is cached, except for the
+            last one's.
         price: what a further sequence's KV costs every pass.
         notes: lines for users about sequences that wait.
 
@@ -60,13 +62,14 @@ class KVCacheManager:
         cost: CostModel,
         totals: Totals,
         max_num_seqs: int,
+        max_cached_tokens: int,
         price: KvPrice,
         notes: WaitingNotes,
     ) -> None:
         self.cache, self.files = cache, files
         self._price, self._notes = price, notes
         self._target, self.cost, self._totals = target, cost, totals
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_cached_tokens = max_num_seqs, max_cached_tokens
         self.running: list[Sequence] = []
 
     # --- allocate ------------------------------------------------------------------------------
@@ -105,8 +108,9 @@ class KVCacheManager:
 
     def _note_capacity(self, sequence: Sequence) -> None:
         num_tokens = len(sequence.ids_to_compute)
-        grown = [len(item.token_ids) + _TOKENS_TO_GROW for item in (*self.running, sequence)]
-        self._notes.note_capacity(num_tokens, sum(grown), len(self.running))
+        lengths = [len(item.token_ids) for item in (*self.running, sequence)]
+        blocks = [-(-length // _TOKENS_TO_GROW) + 1 for length in lengths]  # the last one to grow
+        self._notes.note_capacity(num_tokens, sum(blocks) * _TOKENS_TO_GROW, len(self.running))
 
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
@@ -213,6 +217,8 @@ class KVCacheManager:
         """Leave the KV of a finished sequence to the prefix cache."""
         self.running.remove(sequence)
         self.cache.release(sequence.active_kv)
+        while self.cache.n_cached > self._max_cached_tokens and len(self.cache.cached) > 1:
+            self.cache.drop_oldest()
         sequence.detach()
 
     def preempt(self, sequence: Sequence) -> None:
