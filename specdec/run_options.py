@@ -155,8 +155,8 @@ class RunOptions:
     )
     kv_tokens: int | None = option(
         None,
-        "Capacity of the KV caches, in tokens of all sequences together; auto takes what pays: unused "
-        "KV memory holds layers.",
+        "Capacity of the KV caches, in tokens of all sequences together; auto takes what pays, as "
+        "unused KV memory holds layers.",
         MEMORY,
         metavar="auto|N",
         at_least=1,

@@ -5,8 +5,9 @@ one prompt store the prompt once; a sequence copies a shared block before it wri
 paged attention: Kwon et al. 2023).
 
 On a CPU the pool is address space: memory follows use, nothing is ever moved to grow, and unused
-blocks can be given back to the system. On a GPU, where memory is reserved for it anyway, all of it is allocated with the first row. Sliding-window
-layers keep their full length as well: the mask applies the window, so a rollback finds all rows.
+blocks are given back to the system. On a GPU, where memory is reserved for it anyway, all of it is
+allocated with the first row. Sliding-window layers keep their full length as well: the mask applies
+the window, so a rollback finds all rows.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv_cache_manager import KVCacheManager
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.engine.waiting import WaitingNotes
 from specdec.metrics.recorder import Totals
 from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.cost_model import CostModel
 from specdec.policy.kv_price import KvPrice
 from specdec.policy.opportunistic_layers import OpportunisticLayers
+from specdec.policy.waiting_notes import WaitingNotes
 from specdec.run_options import RunOptions
 
 

@@ -15,10 +15,10 @@ from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
-from specdec.engine.waiting import WaitingNotes
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
 from specdec.policy.kv_price import KvPrice
+from specdec.policy.waiting_notes import WaitingNotes
 
 FILE_SECONDS = 0.01
 """Fixed cost of writing a KV file and reading it again."""

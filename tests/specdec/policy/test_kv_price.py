@@ -15,13 +15,15 @@ FREE = CostModel(STREAMED_BYTES / BANDWIDTH, 0.0, 1e-9)
 """Passes of two seconds, whose arithmetic costs nothing."""
 
 
-@pytest.mark.parametrize(("num_tokens", "most"), [(100, 40), (500, 8), (1000, 4), (5000, 0)])
-def test_kv_of_all_takes_no_more_than_the_layers_that_stream(num_tokens: int, most: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "max_running"), [(100, 40), (500, 8), (1000, 4), (5000, 0)])
+def test_kv_of_all_takes_no_more_than_the_layers_that_stream(
+    num_tokens: int, max_running: int
+) -> None:
     price = KvPrice(1_000_000, BANDWIDTH)
     assert price.pass_seconds(num_tokens) == num_tokens * 1_000_000 / BANDWIDTH
     for num_running in range(60):
         pays = price.pays(FREE, num_running, num_tokens)
-        assert pays == (num_running <= most or num_running == 0)
+        assert pays == (num_running <= max_running or num_running == 0)
 
 
 @given(

@@ -180,7 +180,9 @@ def test_a_sequence_that_does_not_pay_waits_and_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     force_streaming(monkeypatch)
-    monkeypatch.setattr(KvPrice, "pays", lambda self, cost, num_running, num_tokens: not num_running)
+    monkeypatch.setattr(
+        KvPrice, "pays", lambda self, cost, num_running, num_tokens: not num_running
+    )
     target = save_model(tmp_path / "target", seed=0)
     with specdec.load(target, ctx_size=256, num_draft_tokens=0, threads=1) as llm:
         running: list[int] = []
