@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forced_streaming import force_streaming
+from gguf_models import save_tiny_gguf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from stepping import Stepping
@@ -83,14 +84,16 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Me
             yield llm, memory
 
 
-def test_the_default_is_kv_for_all_sequences_that_may_run(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "target", seed=0)
+@pytest.mark.parametrize("kind", ["checkpoint", pytest.param("gguf", marks=pytest.mark.gguf)])
+def test_the_default_is_kv_for_all_sequences_that_may_run(kind: str, tmp_path: Path) -> None:
+    if kind == "checkpoint":
+        target = save_model(tmp_path / "target", seed=0)
+    else:
+        pytest.importorskip("llama_cpp")
+        target = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(target, ctx_size=128, threads=1) as llm:
         plan, tokens = llm.session.plan, DEFAULT_PARALLEL * SEQUENCE_TOKENS
         assert plan.kv_tokens == tokens == plan.to_dict()["kv_tokens"]
-        planned = dict(plan.parts)["target KV cache"]
-        pool: Any = llm.target
-        assert pool._pool.n_blocks * pool._pool.block_bytes <= planned
         with Stepping(llm) as stepping:
             streams = [llm.stream(WORDS[i % 6][i:110], params(8)) for i in range(20)]
             for stream in streams:
@@ -101,6 +104,8 @@ def test_the_default_is_kv_for_all_sequences_that_may_run(tmp_path: Path) -> Non
             stepping.free()
             results = [list(stream) and stream.result for stream in streams]
         assert llm.stats.preempted == 0
+        assert llm.target.n_kv_allocated >= llm.target.kv_usage.n_used
+        assert llm.target.kv_bytes <= dict(plan.parts)["target KV cache"]
         for i, result in enumerate(results):
             alone = llm.generate(WORDS[i % 6][i:110], params(8), speculative=False)
             assert result.token_ids == alone.token_ids
