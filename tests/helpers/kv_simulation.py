@@ -47,7 +47,7 @@ class KvSimulation:
     def run(self, n_operations: int) -> None:
         """Run operations. Raise AssertionError if a row is not the one that was written."""
         operations = [self.append, self.grow, self.grow, self.commit, self.commit]
-        operations += [self.prune, self.rollback, self.fork, self.abort, self.release]
+        operations += [self.prune, self.rollback, self.fork, self.abort]
         for _ in range(n_operations):
             if not self.sequences or (len(self.sequences) < 4 and self.rng.random() < 0.1):
                 self.sequences.append(ExpectedSequence(self.sequence.BlockStore(self.pool)))
@@ -111,12 +111,6 @@ class KvSimulation:
         n_intact = self.rng.choice([None, len(sequence.committed), len(sequence.committed) // 2])
         sequence.kv.abort(n_intact)
         sequence.committed, sequence.live = sequence.committed[:n_intact], {}
-
-    def release(self, _: ExpectedSequence) -> None:
-        n_free, n_touched = self.pool.n_free, self.pool.n_touched
-        self.pool.release_unused()
-        assert self.pool.n_free == n_free
-        assert self.pool.n_touched == N_BLOCKS - n_free <= n_touched
 
     def fork(self, sequence: ExpectedSequence) -> None:
         if len(self.sequences) < 6:
