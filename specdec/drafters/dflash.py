@@ -24,8 +24,8 @@ from backends.contract.sequence import SequenceInput, SequenceKV
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
-from specdec.drafters.head import MAX_PROMPT_STATES
 from specdec.drafters.marginals import CandidatesAfter, best_tree
+from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import sample_index
 from specdec.verification.tree import ROOT, DraftTree
@@ -64,15 +64,11 @@ class DFlashDrafter(Drafter):
         self._kv: SequenceKV | None = None
         self._begin = 0
         """Position of the first token in the head's cache."""
-        self._states: list[NDArray[np.float32]] = []
-        """Hidden states of the tokens from `_first_state` on that are not in the cache."""
-        self._first_state = 0
+        self._states = StateBuffer()
 
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
-        if position != self._first_state + len(self._states):
-            self._states, self._first_state = [], position
-        self._states += list(states)
-        self._keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
+        self._states.add(position, states)
+        self._states.keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
 
     def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         return len(self._states)
@@ -100,7 +96,7 @@ class DFlashDrafter(Drafter):
         return tree
 
     def reset(self) -> None:
-        self._states, self._first_state = [], 0
+        self._states.clear()
         kv, self._kv = self._kv, None
         if kv is not None:
             self._prefix_cache.drop(kv)
@@ -110,7 +106,7 @@ class DFlashDrafter(Drafter):
     def _marginals(self, context_ids: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
         """Return logits [n, vocab] of the next n tokens; None if states or capacity are lacking."""
         n_known = len(context_ids) - 1
-        if self._first_state + len(self._states) != n_known or not self._has_begun():
+        if self._states.end != n_known or not self._has_begun():
             return None
         if not (yield from self._add_states(context_ids)) or not self._sequence.n_committed:
             return None
@@ -128,21 +124,20 @@ class DFlashDrafter(Drafter):
     def _add_states(self, context_ids: Sequence[int]) -> DraftSteps[bool]:
         """Bring the cache up to the pending token; return whether there was capacity for it."""
         n_free = self._backend.max_context - _MIN_BLOCK_SIZE
-        if self._begin + self._sequence.n_committed != self._first_state or (
+        if self._begin + self._sequence.n_committed != self._states.start or (
             self._sequence.n_committed + len(self._states) > n_free
         ):
             self._sequence.rollback(0)
-            self._keep_last(max(1, n_free // 2))
-            self._begin = self._first_state
-        if self._states:
-            end = self._first_state + len(self._states)
-            chunk = context_ids[self._first_state : end]
+            self._states.keep_last(max(1, n_free // 2))
+            self._begin = self._states.start
+        if len(self._states):
+            chunk = context_ids[self._states.start : self._states.end]
             self._prefix_cache.ensure_capacity(self._sequence, len(chunk) + self._block.size)
-            states = np.stack(self._states)
+            states = self._states.stacked()
             output = yield SequenceInput(self._sequence, chunk, logits_at=[], hidden_states=states)
             if output is None:
                 return False
-            self._states, self._first_state = [], end
+            self._states.mark_used()
         return True
 
     @property
@@ -157,13 +152,8 @@ class DFlashDrafter(Drafter):
                 self._kv = self._prefix_cache.allocate([], skips_cache=True)
             except BackendError:
                 return False
-            self._begin = self._first_state
+            self._begin = self._states.start
         return True
-
-    def _keep_last(self, n_states: int) -> None:
-        n_dropped = max(0, len(self._states) - n_states)
-        del self._states[:n_dropped]
-        self._first_state += n_dropped
 
     # --- proposals ------------------------------------------------------------------------------
 
