@@ -119,6 +119,8 @@ class Backend(ABC):
     """Maximum number of tokens of a sequence: committed ones plus the depth of its live nodes."""
     takes_hidden_states: bool = False
     """Whether it is a draft head, whose inputs have the target's hidden states."""
+    attends_to_target: bool = False
+    """Whether it is a draft head without keys of its own, whose inputs have a `context`."""
     masked_block: MaskedBlock | None = None
     """Block of a draft head that fills masked positions; its hidden states are those of tokens that
     are appended to the prefix, and its nodes have none. None: any other model."""

@@ -67,7 +67,7 @@ def open_safetensors(directory: Path) -> Eagle3Files:
         known = _LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
         if known == _TARGET_IDS:
             # Each is stored as the distance of the two ids.
-            distances = _integers(record)
+            distances = read_integers(record)
             target_ids = distances + torch.arange(len(distances))
         elif not _UNUSED.match(known):
             records[known] = record
@@ -85,7 +85,7 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Eagle3Files:
     stored, target_ids, factors = {}, None, None
     for name, record in index.items():
         if name == _TARGET_IDS:
-            target_ids = _integers(record)
+            target_ids = read_integers(record)
         elif name in (_ROPE_FACTORS, f"blk.0.{_ROPE_FACTORS}"):
             factors = read_numbers(record)
         else:
@@ -101,7 +101,8 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Eagle3Files:
     return Eagle3Files(config, index, records, target_ids, factors, stored)
 
 
-def _integers(record: TensorRecord) -> torch.Tensor:
+def read_integers(record: TensorRecord) -> torch.Tensor:
+    """Read the ids in a tensor, int64 [n]. Raises UnsupportedModel, CheckpointError."""
     if record.dtype not in ("I64", "I32"):
         raise UnsupportedModel(
             f"{record.path} has {record.name} of type {record.dtype}, must be I64: download the "

@@ -15,8 +15,17 @@ from backends.heads.mtp_files import MTP_CLASS
 from offload.formats.gguf_header import GgufFile
 from offload.formats.tensors import CheckpointError
 
-EAGLE3, DFLASH, MTP = "eagle3", "dflash", "mtp"
-NAMES = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", MTP: "an MTP head"}
+EAGLE3, DFLASH, MTP, ASSISTANT = "eagle3", "dflash", "mtp", "assistant"
+NAMES = {
+    EAGLE3: "an EAGLE-3 head",
+    DFLASH: "a DFlash head",
+    MTP: "an MTP head",
+    ASSISTANT: "a Gemma 4 assistant",
+}
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""model_type of assistants in transformers."""
+ASSISTED = ("gemma4_text", "gemma4_unified_text")
+"""model_type of the language models that they are for."""
 DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -25,8 +34,8 @@ _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3, MTP or DFLASH (of either version) for such a head; None for any other folder
-    or file, and for one that cannot be read: opening it then raises an error.
+    """Return EAGLE3, MTP, ASSISTANT or DFLASH (of either version) for such a head; None for any
+    other folder or file, and for one that cannot be read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """
@@ -36,6 +45,8 @@ def head_kind(path: Path) -> str | None:
             return DFLASH
         if config.get("architectures") == [MTP_CLASS]:
             return MTP
+        if config.get("model_type") in _ASSISTANTS:
+            return ASSISTANT
         return EAGLE3 if _is_eagle3(config) else None
     try:
         architecture = GgufFile.read(path).metadata.get("general.architecture")
@@ -51,7 +62,12 @@ def may_fit(head: Path, target: Path) -> bool:
     """
     *_, sizes = config_parts(read_raw(target))
     raw = read_raw(head)
-    layer = {**raw, **(raw.get("transformer_layer_config") or {})}
+    *_, own = config_parts(raw)
+    if head_kind(head) == ASSISTANT:
+        if sizes.get("model_type") not in ASSISTED:
+            return False
+        own = {**own, "hidden_size": raw.get("backbone_hidden_size")}
+    layer = {**own, **(raw.get("transformer_layer_config") or {})}
     return all(layer.get(key, sizes.get(key)) == sizes.get(key) for key in _SIZES)
 
 

@@ -11,7 +11,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
-from backends.heads.kinds import DFLASH, MTP, NAMES, head_kind
+from backends.heads.kinds import ASSISTANT, DFLASH, MTP, NAMES, head_kind
 from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
@@ -67,6 +67,10 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
         from backends.heads.dflash_source import DFlashSource
 
         return DFlashSource(checkpoint, options, path)
+    if kind == ASSISTANT:
+        from backends.heads.assistant import AssistantSource
+
+        return AssistantSource(checkpoint, options, path)
     from backends.heads.source import Eagle3Source, MtpSource
 
     if kind == MTP:

@@ -31,6 +31,7 @@ from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 
+
 class HeadDrafter(ModelDrafter):
     """Drafter with a head that takes the target's hidden states (see the module's docstring).
 
