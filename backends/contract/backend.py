@@ -93,6 +93,11 @@ class MaskedBlock(NamedTuple):
     size: int
     """Positions, the pending token included."""
     mask_token_id: int
+    top_k: int = 0
+    """Candidates of a position whose transitions are returned in place of hidden states: float32
+    [n, top_k + top_k * top_k], the tokens, then the score of each of them after each token of the
+    position before (after the pending token, in the first of them). To be asked for, with logits,
+    at all masked positions. 0: positions are independent."""
 
 
 class KvUsage(NamedTuple):

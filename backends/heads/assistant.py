@@ -46,7 +46,6 @@ from backends.hf.source import HfSource
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError
 
-
 _ORDER = "masked_embedding.token_ordering"
 """Name of the tensor with the tokens of each cluster, one cluster after the other."""
 
@@ -90,7 +89,7 @@ class QueriesOnlyConfig(Gemma4TextConfig):
 class AssistantDraftModel(Gemma4AssistantPreTrainedModel):
     """transformers' assistant with the interface of its causal models, for TorchBackend."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)

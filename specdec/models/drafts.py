@@ -46,9 +46,9 @@ def named_draft(
 
 
 def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
-    """Choose the draft of a target: a head on this machine (DFlash, Gemma 4's assistant, EAGLE-3) or
-    its own MTP head, which comes before EAGLE-3; else the largest model on this machine that has its vocabulary and at most a quarter of
-    its bytes; else n-grams.
+    """Choose the draft of a target: a head on this machine (DFlash, then Gemma 4's assistant), its
+    own MTP head, or an EAGLE-3 head on this machine; else the largest model on this machine that
+    has its vocabulary and at most a quarter of its bytes; else n-grams.
 
     A head fits its target better than another model does, and is read with it. DFlash needs one
     pass for a tree, and its trees bring the most tokens.
