@@ -127,7 +127,7 @@ class AssistantDraftModel(Gemma4AssistantPreTrainedModel):
     def get_decoder(self) -> nn.Module:
         return self
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,

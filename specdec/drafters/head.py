@@ -56,6 +56,9 @@ class HeadDrafter(ModelDrafter):
     def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         yield from ()  # the states of these tokens are computed in this very step
 
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
+        yield from ()
+
     def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         return len(self._states)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,8 +30,8 @@ class StateBuffer:
         """Position after the last of these tokens."""
         return self.start + len(self._states)
 
-    def add(self, position: int, states: Sequence[NDArray[np.float32]]) -> None:
-        """Append states of the tokens from `position` on; begin anew if they do not follow."""
+    def add(self, position: int, states: NDArray[np.float32]) -> None:
+        """Append states [n, width] of the tokens from `position` on; begin anew if they do not follow."""
         if position != self.end:
             self._states, self.start = [], position
         self._states += list(states)

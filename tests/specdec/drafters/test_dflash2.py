@@ -112,7 +112,7 @@ def test_limits_bound_the_tree(models, states):
 
 
 def test_drawn_chains_have_the_transitions_probabilities(models, states, transitions):
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), N_TOKENS)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), n_tokens=N_TOKENS)
     rng = np.random.default_rng(3)
     tree = propose(models, states, TreeLimits(4, 4, 1), chain=(sampler, rng))
     tokens, scores = transitions

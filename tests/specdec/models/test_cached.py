@@ -9,8 +9,10 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from assistant_heads import save_assistant
+from checkpoints import save_tiny_checkpoint
 from eagle3_heads import N_LAYERS, new_head, save_specforge
-from tiny_pair import save_model
+from tiny_pair import save_model, save_tokenizer
 
 import specdec
 from specdec.cli.app import main
@@ -99,6 +101,20 @@ def test_a_head_on_this_machine_is_taken(hub: Path) -> None:
     fitting = save_model(hub.parent / "fitting", seed=1, **sizes)
     other = save_model(hub.parent / "wider", seed=1, **sizes | {"hidden_size": 64})
     assert auto_draft(str(fitting)).name == "me/head"
+    assert auto_draft(str(fitting), takes_heads=False).name is None
+    assert auto_draft(str(other)).name is None
+    with specdec.load(fitting, "auto") as llm:
+        assert llm.generate([5, 6, 7], max_tokens=3).token_ids
+
+
+def test_an_assistant_on_this_machine_is_taken(hub: Path) -> None:
+    add(hub, "me/assistant", save_assistant(hub.parent / "head", vocab_size=259))
+    sizes = {"vocab_size": 259, "vocab_size_per_layer_input": 259}
+    fitting = save_tiny_checkpoint("gemma4", hub.parent / "fitting", **sizes)
+    save_tokenizer(fitting)
+    other = save_model(hub.parent / "llama", seed=1, hidden_size=32, vocab_size=259)
+    assert auto_draft(str(fitting)).name == "me/assistant"
+    assert "an assistant here" in auto_draft(str(fitting)).reason
     assert auto_draft(str(fitting), takes_heads=False).name is None
     assert auto_draft(str(other)).name is None
     with specdec.load(fitting, "auto") as llm:
