@@ -146,9 +146,9 @@ class AssistantDraftModel(Gemma4AssistantPreTrainedModel):
             logits_to_keep=None,  # a number would drop rows before the layers
         ).last_hidden_state
         states = self.post_projection(hidden)
-        kept = hidden if logits_to_keep is None else hidden[:, logits_to_keep]
+        selected = hidden if logits_to_keep is None else hidden[:, logits_to_keep]
         head = self.lm_head if self.masked_embedding is None else self._logits_of_clusters
-        return Gemma4AssistantOutput(last_hidden_state=states, logits=head(kept))
+        return Gemma4AssistantOutput(last_hidden_state=states, logits=head(selected))
 
     def _logits_of_clusters(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of the tokens of each row's likeliest clusters, -inf for all other tokens
@@ -239,10 +239,12 @@ def _context_layers(directory: Path, model: AssistantDraftModel, target: HfModel
         shape = None if at is None else head_shape(target.config, target.layers[at])
         heads = (n_heads // own.num_key_value_groups, own.head_dim)
         if at is None or shape is None or (shape.n_kv_heads, shape.key_dim) != heads:
-            found = "none" if shape is None else f"{shape.n_kv_heads} of {shape.key_dim} numbers"
+            of_target = (
+                "none" if shape is None else f"{shape.n_kv_heads} of {shape.key_dim} numbers"
+            )
             raise UnsupportedModel(
                 f"{directory} attends to {heads[0]} heads of {heads[1]} numbers in "
-                f"{own.layer_type}, and the target has {found}: take the head that was made for "
+                f"{own.layer_type}, and the target has {of_target}: take the head that was made for "
                 "this model"
             )
         layers[own.layer_type] = at
@@ -282,8 +284,8 @@ class AssistantSource(HeadSource):
             return super().head_bytes
         clusters = model.masked_embedding
         n_tokens = clusters.centroid_intermediate_top_k * clusters.vocab_size_per_centroid
-        n_rows = clusters.num_centroids + n_tokens
-        return int(n_rows * clusters.hidden_size * self.model.dtype.itemsize)
+        num_rows = clusters.num_centroids + n_tokens
+        return int(num_rows * clusters.hidden_size * self.model.dtype.itemsize)
 
     def _load(self, loading: Loading) -> Backend:
         head, owner = self.model, self._owner

@@ -31,7 +31,7 @@ class StateBuffer:
         return self.start + len(self._states)
 
     def add(self, position: int, states: NDArray[np.float32]) -> None:
-        """Append states [n, width] of the tokens from `position` on; begin anew if they do not follow."""
+        """Append states [n, width] of tokens from `position` on; begin anew after a gap."""
         if position != self.end:
             self._states, self.start = [], position
         self._states += list(states)

@@ -39,18 +39,18 @@ def queries_only() -> Iterator[None]:
     keys of other ones, which every assistant is."""
     from transformers import Gemma4TextConfig
 
-    found = Gemma4TextConfig.kv_sharing_modes
+    original = Gemma4TextConfig.kv_sharing_modes
 
     def modes(config: Gemma4TextConfig) -> list[str | None]:
         if config.num_kv_shared_layers < config.num_hidden_layers:
-            return found.fget(config)
+            return original.fget(config)
         return ["reuse"] * config.num_hidden_layers
 
     Gemma4TextConfig.kv_sharing_modes = property(modes)
     try:
         yield
     finally:
-        Gemma4TextConfig.kv_sharing_modes = found
+        Gemma4TextConfig.kv_sharing_modes = original
 
 
 def save_assistant(

@@ -105,8 +105,8 @@ def test_clusters_are_those_of_transformers(directories, tmp_path):
 
 
 def test_a_target_without_shared_layers(checkpoint_factory, tmp_path):
-    """Its last layer of each type is attended to; transformers gives no states of it, so the layers
-    are those of a target whose only difference is a shared layer of each type."""
+    """A head attends to the last layer of each type (transformers gives no states of such a
+    target)."""
     target = checkpoint_factory("gemma4", num_kv_shared_layers=0)
     head = save_assistant(tmp_path)
     source = HfSource(target, BackendOptions())

@@ -128,6 +128,7 @@ def test_an_assistant_on_this_machine_is_taken(hub: Path) -> None:
         ({"model_type": "llama", "vocab_size": 32000}, "TinyLlama"),
         ({"model_type": "llama", "vocab_size": 5}, "a smaller llama"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "a smaller"),
+        ({"text_config": {"model_type": "gemma4_text", "vocab_size": 262144}}, "the assistant"),
         ({"text_config": {"model_type": "qwen3_5_text", "vocab_size": 248320}}, "its MTP head"),
     ],
 )
