@@ -244,8 +244,8 @@ def _context_layers(directory: Path, model: AssistantDraftModel, target: HfModel
             )
             raise UnsupportedModel(
                 f"{directory} attends to {heads[0]} heads of {heads[1]} numbers in "
-                f"{own.layer_type}, and the target has {of_target}: take the head that was made for "
-                "this model"
+                f"{own.layer_type}, and the target has {of_target}: take the head that was made "
+                "for this model"
             )
         layers[own.layer_type] = at
     return layers

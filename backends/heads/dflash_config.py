@@ -44,7 +44,7 @@ from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel
-from backends.heads.kinds import DFLASH, DFLASH_FAMILY, head_kind
+from backends.heads.kinds import DFLASH, DFLASH_FAMILY, OF_DFLASH2, head_kind
 from offload.formats.tensors import CheckpointError
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -59,7 +59,6 @@ _OF_BLOCKS = (
     "block_size mask_token_id target_layer_ids input_embedding_scale output_multiplier "
     "final_logit_softcapping"
 ).split()
-_OF_SECOND_VERSION = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OTHER_HEADS = ("projector_type", "shift_label", "sample_from_anchor", "causal")
 """Keys of dflash_config that describe heads of another kind, unless they are false or "dflash"."""
 _SECOND_VERSION = "dflash2"
@@ -123,7 +122,7 @@ class BlockSettings:
             block.get("input_embedding_scale"),
             float(block.get("output_multiplier", 1.0)),
             float(softcap) if softcap else None,
-            SecondVersion(*(block[name] for name in _OF_SECOND_VERSION))
+            SecondVersion(*(block[name] for name in OF_DFLASH2))
             if _is_second_version(block)
             else None,
         )
@@ -191,12 +190,12 @@ def _from_public(raw: Mapping[str, Any], directory: Path) -> PreTrainedConfig:
                 f"{directory} is a draft head of another kind: its dflash_config has {name} of "
                 f"{block[name]!r:.40}"
             )
-    own = {key: block[key] for key in _OF_SECOND_VERSION if key in block}
+    own = {key: block[key] for key in OF_DFLASH2 if key in block}
     return _qwen3(raw, own | {key: block.get(key, raw.get(key)) for key in _OF_BLOCKS})
 
 
 def _is_second_version(block: Mapping[str, Any]) -> bool:
-    return any(name in block for name in _OF_SECOND_VERSION)
+    return any(name in block for name in OF_DFLASH2)
 
 
 def _from_family(raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -230,8 +229,8 @@ def _check_block(config: PreTrainedConfig, directory: Path) -> None:
         problem = f"mask_token_id is {mask!r:.40}, must be a token's id"
     elif not _are_layers(layers):
         problem = f"target_layer_ids is {layers!r:.60}, must be a list of layers, each once"
-    elif _is_second_version(block) and not _are_counts(block, _OF_SECOND_VERSION):
-        problem = f"a DFlash 2 head needs whole numbers from 1 for {', '.join(_OF_SECOND_VERSION)}"
+    elif _is_second_version(block) and not _are_counts(block, OF_DFLASH2):
+        problem = f"a DFlash 2 head needs whole numbers from 1 for {', '.join(OF_DFLASH2)}"
     elif _is_second_version(block) and config.hidden_size % block["conv_group_size"]:
         size, width = block["conv_group_size"], config.hidden_size
         problem = f"conv_group_size is {size}, which does not divide the {width} channels"

@@ -29,6 +29,8 @@ ASSISTED = ("gemma4_text", "gemma4_unified_text")
 DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of dflash_config that DFlash 2 heads alone have."""
 _SIZES = ("hidden_size", "vocab_size")
 _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
@@ -53,6 +55,12 @@ def head_kind(path: Path) -> str | None:
     except CheckpointError:
         return None
     return EAGLE3 if architecture == EAGLE3 else None
+
+
+def is_dflash2(head: Path) -> bool:
+    """Return whether a DFlash head's folder has one of the second version."""
+    block = read_raw(head).get("dflash_config")
+    return isinstance(block, dict) and any(name in block for name in OF_DFLASH2)
 
 
 def may_fit(head: Path, target: Path) -> bool:
