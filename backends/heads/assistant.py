@@ -8,8 +8,8 @@ For the pending token t and the target's last hidden state h of the token before
 and is run repeatedly, with h' in place of h. Its layers have queries alone: those of a layer type
 ("full_attention", "sliding_attention") attend to what the target's last layer of that type has
 cached of the tokens before t. Every token is computed as if it were at the position of t, and no
-drafted token sees another one (transformers' SinglePositionMultiTokenCandidateGenerator, which after
-a rejection also shows the head the key of the rejected token, at the place of t).
+drafted token sees another one (transformers' SinglePositionMultiTokenCandidateGenerator; after a
+rejection it also shows the head the key of the rejected token, at the place of t).
 """
 
 from __future__ import annotations
