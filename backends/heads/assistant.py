@@ -59,10 +59,10 @@ class CachedStates(Protocol):
 
 
 class JoinedEmbedding(nn.Module):
-    """The target's embedding of a token, and a hidden state beside it: [1, n, 2 * target's hidden].
+    """The target's embedding of a token, and a hidden state beside it: [1, n, 2 * hidden].
 
     Attributes:
-        hidden_states: [n, target's hidden], to be set before each pass.
+        hidden_states: [n, hidden] of the target, to be set before each pass.
         shared: the target's module; in a list, as its parameters are not the head's.
     """
 
@@ -152,8 +152,7 @@ class AssistantDraftModel(Gemma4AssistantPreTrainedModel):
         return Gemma4AssistantOutput(last_hidden_state=states, logits=head(selected))
 
     def _logits_of_clusters(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of the tokens of each row's likeliest clusters, -inf for all other tokens
-        (transformers takes a number below those of all rows instead)."""
+        """Return logits of the tokens of each row's likeliest clusters, -inf for all others."""
         clusters: Any = self.masked_embedding
         likeliest = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k).indices
         tokens = clusters.token_ordering.view(clusters.num_centroids, -1)
