@@ -93,9 +93,9 @@ class RunOptions:
     )
     draft_model: str | Path | None = option(
         None,
-        "Draft model with the same vocabulary, or an EAGLE-3 or DFlash head made for the target, "
-        "named in the same ways; pair:draft; mtp is the target's own MTP head; auto takes that, or "
-        "a model on this machine.",
+        "Draft model with the same vocabulary, or a draft head (EAGLE-3, DFlash, Gemma 4's "
+        "assistant) made for the target, named in the same ways; pair:draft; mtp is the target's "
+        "own MTP head; auto takes that, or a model on this machine.",
         MODELS,
         short="-md",
         shown_default=False,

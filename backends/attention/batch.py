@@ -32,7 +32,7 @@ class SequencePart:
 
     def n_keys(self, end: int) -> int:
         """Number of keys once the first `end` new rows are cached."""
-        return self.layout.prefix + self.layout.first_new + end
+        return self.layout.n_keys(end)
 
 
 @dataclass(frozen=True)

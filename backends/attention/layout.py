@@ -53,6 +53,10 @@ class PassLayout:
     def new_positions(self) -> np.ndarray:
         return self.node_positions[self.first_new :]
 
+    def n_keys(self, end: int) -> int:
+        """Number of keys once the first `end` new rows are cached."""
+        return self.prefix + self.first_new + end
+
     def key_positions(self, end: int) -> np.ndarray:
         """Positions of the keys that exist once `end` new rows are cached, [keys]."""
         nodes = self.node_positions[: self.first_new + end]
@@ -141,6 +145,39 @@ class CausalLayout(PassLayout):
         else:
             own = Span(first, first + num_tokens, self.allowed(start, end, window)[:, first:])
         return _joined([*spans, own])
+
+
+class ContextLayout(PassLayout):
+    """Layout of `n_new` rows without keys of their own, which all see another model's prefix and
+    are at the position after it."""
+
+    def __init__(self, prefix: int, n_new: int) -> None:
+        """prefix: at least 1."""
+        positions = np.full(n_new, prefix, dtype=np.int64)
+        super().__init__(prefix, positions, np.empty((n_new, 0), dtype=bool))
+
+    def n_keys(self, end: int) -> int:
+        return self.prefix
+
+    def key_positions(self, end: int) -> np.ndarray:
+        return np.arange(self.prefix, dtype=np.int64)
+
+    def n_in_order(self, start: int) -> int:
+        return self.prefix - 1  # attention computes with at least one key after these
+
+    def allowed(self, start: int, end: int, window: int | None, first: int = 0) -> np.ndarray:
+        distance = self.prefix - self.key_positions(end)[first:]
+        sees = distance < (self.prefix + 1 if window is None else window)
+        return np.repeat(sees[None], end - start, axis=0)
+
+    def looking_ahead(self) -> ContextLayout:
+        return self
+
+    def padded(self, n_more: int) -> ContextLayout:
+        return ContextLayout(self.prefix, self.n_new + n_more)
+
+    def spans(self, start: int, end: int, window: int | None) -> list[Span]:
+        return _joined(_prefix_spans(self.prefix, self.new_positions[start:end], window))
 
 
 def _prefix_spans(prefix: int, positions: np.ndarray, window: int | None) -> list[Span]:

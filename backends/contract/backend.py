@@ -93,6 +93,11 @@ class MaskedBlock(NamedTuple):
     size: int
     """Positions, the pending token included."""
     mask_token_id: int
+    top_k: int = 0
+    """Candidates of a position whose transitions are returned in place of hidden states: float32
+    [n, top_k + top_k * top_k], the tokens, then the score of each of them after each token of the
+    position before (after the pending token, in the first of them). To be asked for, with logits,
+    at all masked positions. 0: positions are independent."""
 
 
 class KvUsage(NamedTuple):
@@ -119,6 +124,8 @@ class Backend(ABC):
     """Maximum number of tokens of a sequence: committed ones plus the depth of its live nodes."""
     takes_hidden_states: bool = False
     """Whether it is a draft head, whose inputs have the target's hidden states."""
+    attends_to_target: bool = False
+    """Whether it is a draft head without keys of its own, whose inputs have a `context`."""
     masked_block: MaskedBlock | None = None
     """Block of a draft head that fills masked positions; its hidden states are those of tokens that
     are appended to the prefix, and its nodes have none. None: any other model."""

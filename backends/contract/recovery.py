@@ -238,6 +238,9 @@ class RecoveringBackend(Backend, Generic[Store]):
     ) -> tuple[list[int], NewTokens[Store]]:
         """Add new nodes to the table; return their ids and the tokens to compute."""
         kv, n_tokens = sequence.store, len(added.token_ids)
+        context = cast(RecoverableKV[Store] | None, added.context)
+        if context is not None:
+            context.check_open()
         new = NewTokens(
             kv,
             added.token_ids,
@@ -245,6 +248,7 @@ class RecoveringBackend(Backend, Generic[Store]):
             added.parents is not None,
             added.hidden_states_at,
             added.hidden_states,
+            None if context is None else context.store,
         )
         if added.parents is None:
             self._check_length(kv, n_tokens, n_tokens)

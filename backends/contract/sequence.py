@@ -183,6 +183,9 @@ class SequenceInput:
         `Backend.collect_hidden_states`.
     hidden_states: float32 [n, width]: the target's hidden states that a draft head takes beside
         the tokens; None for other models.
+    context: the target's KV of the sequence, for a draft head that `attends_to_target`: all tokens
+        are at the position after its committed prefix and see that prefix alone, not one another.
+        It is only read.
     """
 
     kv: SequenceKV
@@ -191,6 +194,7 @@ class SequenceInput:
     logits_at: Sequence[int] | None = None
     hidden_states_at: Sequence[int] = ()
     hidden_states: np.ndarray | None = None
+    context: SequenceKV | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None and not self.token_ids:

@@ -60,6 +60,8 @@ class NewTokens(Generic[Store]):
     hidden_states_at: Sequence[int] = ()
     hidden_states: np.ndarray | None = None
     """See SequenceInput."""
+    context: Store | None = None
+    """Another backend's sequence whose prefix these tokens attend to; see SequenceInput."""
 
     @property
     def n_live_before(self) -> int:

@@ -16,12 +16,16 @@ cached, and those of a block are dropped after its pass:
     model.add_context(states, positions, cache)                 appends to the cache
     model.forward_block(token_ids, positions, mask, cache)      hidden states of the block
 
+A DFlash 2 head has more parts (backends/heads/dflash2.py). `forward` returns what the likeliest
+tokens of its blocks score after one another, as the first of its outputs.
+
 A cache is anything with transformers' `update(keys, values, layer)`. In training, a DynamicCache
 keeps the gradients: add the context once, then pass all blocks at once with a mask of their own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +33,25 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.utils import ModelOutput
 
-from backends.heads.dflash_config import BlockSettings
+from backends.heads.dflash2 import CandidateSelector, GroupedConv, block_places
+from backends.heads.dflash_config import BlockSettings, SecondVersion
 from backends.heads.gguf_tensors import StoredEmbedding
+
+
+@dataclass
+class BlockOutput(ModelOutput):
+    """Results of a pass: transitions of all its tokens (see CandidateSelector), and logits."""
+
+    transitions: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
 
 class DFlashLayer(Qwen3DecoderLayer):
@@ -52,8 +65,12 @@ class DFlashLayer(Qwen3DecoderLayer):
         attention_mask: Any = None,
         past_key_values: Any = None,
         is_context: bool = False,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the block's hidden states [batch, n, hidden], or the context's as they are."""
+        """Return the block's hidden states [batch, n, hidden], or the context's as they are.
+
+        places: see `block_places`; None for a context.
+        """
         if is_context:
             self._add_context(hidden_states, position_embeddings, past_key_values)
             return hidden_states
@@ -74,6 +91,33 @@ class DFlashLayer(Qwen3DecoderLayer):
         values = attention.v_proj(context).view(shape).transpose(1, 2)
         _, keys = apply_rotary_pos_emb(keys, keys, *embeddings)
         cache.update(keys, values, attention.layer_idx)
+
+
+class ConvolvedLayer(DFlashLayer):
+    """A layer of a DFlash 2 head; convolutions run over blocks alone."""
+
+    def __init__(self, config: PreTrainedConfig, layer: int, settings: SecondVersion) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = GroupedConv(config.hidden_size, settings)
+        self.mlp_conv = GroupedConv(config.hidden_size, settings)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        places: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if places is None:
+            return super().forward(hidden_states, **options)
+        normed = self.input_layernorm(hidden_states)
+        convolved, delta = self.attention_conv.before(normed, places)
+        attended, _ = self.self_attn(hidden_states=convolved, **options)
+        hidden_states = hidden_states + self.attention_conv.after(attended, delta, places)
+        normed = self.post_attention_layernorm(hidden_states)
+        convolved, delta = self.mlp_conv.before(normed, places)
+        output: torch.Tensor = self.mlp_conv.after(self.mlp(convolved), delta, places)
+        return hidden_states + output
 
 
 class BlockEmbedding(nn.Module):
@@ -119,7 +163,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     config_class = Qwen3Config
     base_model_prefix = "model"
-    _no_split_modules = ("DFlashLayer",)
+    _no_split_modules = ("DFlashLayer", "ConvolvedLayer")
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -130,8 +174,15 @@ class DFlashDraftModel(PreTrainedModel):
         n_states = len(block.target_layer_ids)
         self.fc = nn.Linear(n_states * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        second = block.second
         self.layers = nn.ModuleList(
-            DFlashLayer(config, layer) for layer in range(config.num_hidden_layers)
+            DFlashLayer(config, i) if second is None else ConvolvedLayer(config, i, second)
+            for i in range(config.num_hidden_layers)
+        )
+        self.candidate_selector = (
+            None
+            if second is None
+            else CandidateSelector(config.hidden_size, config.vocab_size, second)
         )
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
@@ -179,12 +230,14 @@ class DFlashDraftModel(PreTrainedModel):
         """
         hidden = self.block_embedding(token_ids).to(self.norm.weight.dtype)
         embeddings = self.rotary_emb(hidden, positions)
+        places = block_places(token_ids, positions, self.block.mask_token_id)
         for layer in self.layers:
             hidden = layer(
                 hidden,
                 position_embeddings=embeddings,
                 attention_mask=mask,
                 past_key_values=cache,
+                places=places,
             )
         result: torch.Tensor = self.norm(hidden)
         return result
@@ -206,14 +259,24 @@ class DFlashDraftModel(PreTrainedModel):
         past_key_values: Any = None,
         logits_to_keep: torch.Tensor | None = None,
         **options: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> BlockOutput:
         states = self.block_embedding.take()
         if states is not None:
             self.add_context(states[None], position_ids, past_key_values)
             n_tokens = input_ids.shape[1] if logits_to_keep is None else len(logits_to_keep)
             empty = states.new_zeros(()).expand(1, n_tokens, self.config.vocab_size)
-            return CausalLMOutputWithPast(logits=empty)
+            return BlockOutput(logits=empty)
         hidden = self.forward_block(input_ids, position_ids, attention_mask, past_key_values)
-        if logits_to_keep is not None:
-            hidden = hidden[:, logits_to_keep]
-        return CausalLMOutputWithPast(logits=self.logits(hidden))
+        rows = torch.arange(hidden.shape[1]) if logits_to_keep is None else logits_to_keep
+        hidden = hidden[:, rows]
+        logits = self.logits(hidden)
+        if self.candidate_selector is None:
+            return BlockOutput(logits=logits)
+        places = block_places(input_ids, position_ids, self.block.mask_token_id)[0, rows]
+        pending = torch.where(places == 1, input_ids[0, rows - 1], -1)
+        own = self.candidate_selector(logits[0], hidden[0], pending)
+        is_first = torch.ones_like(rows, dtype=torch.bool)  # of rows that are there repeatedly
+        is_first[1:] = rows[1:] != rows[:-1]
+        transitions = own.new_zeros(1, input_ids.shape[1], own.shape[-1])
+        transitions[0, rows[is_first]] = own[is_first]
+        return BlockOutput(transitions, logits)

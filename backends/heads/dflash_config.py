@@ -13,6 +13,11 @@ A head is a folder beside the target, config.json and safetensors. Two layouts a
     layers.I.post_attention_layernorm.weight, layers.I.mlp.{gate,up,down}_proj.weight
     norm.weight
 
+A DFlash 2 head (architectures: DFlash2DraftModel) is in the public layout, and has beside these
+    dflash_config: conv_kernel_size, conv_group_size, selector_rank, selector_top_k
+    layers.I.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}
+    candidate_selector.{predecessor_codebook,successor_codebook,hidden_projection.weight}
+
 The layers are those of Qwen3, with Qwen3's keys in config.json, whatever its model_type. fc is
 [hidden, len(target_layer_ids) * hidden]. Embedding and output head are the target's; copies of them
 in the file are ignored. `DFlashDraftModel.save_pretrained` writes the public layout.
@@ -25,7 +30,7 @@ earlier ones alone, by default those of sliding layers do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +44,7 @@ from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel
-from backends.heads.kinds import DFLASH, DFLASH_FAMILY, head_kind
+from backends.heads.kinds import DFLASH, DFLASH_FAMILY, OF_DFLASH2, head_kind
 from backends.heads.target import HeadTarget
 from offload.formats.tensors import CheckpointError
 
@@ -55,10 +60,28 @@ _OF_BLOCKS = (
     "block_size mask_token_id target_layer_ids input_embedding_scale output_multiplier "
     "final_logit_softcapping"
 ).split()
-_OF_SECOND_VERSION = ("selector_rank", "conv_kernel_size")
 _OTHER_HEADS = ("projector_type", "shift_label", "sample_from_anchor", "causal")
 """Keys of dflash_config that describe heads of another kind, unless they are false or "dflash"."""
+_SECOND_VERSION = "dflash2"
+"""Value of projector_type in such a head (NVIDIA/Model-Optimizer#2216)."""
 _MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class SecondVersion:
+    """The part of a DFlash 2 head's config that DFlash lacks.
+
+    Attributes:
+        kernel_size: taps of a convolution.
+        group_size: channels that share the part of a kernel that depends on the input.
+        rank: numbers of a token in the selector's tables.
+        top_k: candidates of a position.
+    """
+
+    kernel_size: int
+    group_size: int
+    rank: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,7 @@ class BlockSettings:
         looks_ahead: whether a block's tokens see later ones of it, by layer.
         embedding_scale: factor of the target's embedding; None: the target's own.
         logit_softcap: logits become softcap * tanh(logits / softcap).
+        second: of a DFlash 2 head.
     """
 
     size: int
@@ -82,6 +106,7 @@ class BlockSettings:
     embedding_scale: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    second: SecondVersion | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> BlockSettings:
@@ -98,6 +123,9 @@ class BlockSettings:
             block.get("input_embedding_scale"),
             float(block.get("output_multiplier", 1.0)),
             float(softcap) if softcap else None,
+            SecondVersion(*(block[name] for name in OF_DFLASH2))
+            if _is_second_version(block)
+            else None,
         )
 
 
@@ -135,6 +163,8 @@ def check_fits(directory: Path, config: PreTrainedConfig, target: HeadTarget) ->
         reason = f"it takes layer {last}, the target has {target.n_layers} layers"
     elif n_tokens != vocab_size:
         reason = f"its target has {n_tokens} tokens, this one {vocab_size}"
+    elif block.second is not None and block.second.top_k > vocab_size:
+        reason = f"it has {block.second.top_k} candidates, the target has {vocab_size} tokens"
     elif block.mask_token_id >= vocab_size:
         reason = f"its mask is token {block.mask_token_id}, the target has {vocab_size} tokens"
     if reason:
@@ -149,18 +179,19 @@ def _is_of_family(raw: Mapping[str, Any]) -> bool:
 
 def _from_public(raw: Mapping[str, Any], directory: Path) -> PreTrainedConfig:
     block = raw.get("dflash_config") or {}
-    if any(name in block for name in _OF_SECOND_VERSION):
-        raise UnsupportedModel(
-            f"{directory} is a DFlash 2 head, whose convolutions and candidate selector cannot be "
-            "run: name a DFlash head of this target, or a draft model"
-        )
+    known = (None, False, DFLASH, _SECOND_VERSION if _is_second_version(block) else DFLASH)
     for name in _OTHER_HEADS:
-        if block.get(name) not in (None, False, DFLASH):
+        if block.get(name) not in known:
             raise UnsupportedModel(
                 f"{directory} is a draft head of another kind: its dflash_config has {name} of "
                 f"{block[name]!r:.40}"
             )
-    return _qwen3(raw, {key: block.get(key, raw.get(key)) for key in _OF_BLOCKS})
+    own = {key: block[key] for key in OF_DFLASH2 if key in block}
+    return _qwen3(raw, own | {key: block.get(key, raw.get(key)) for key in _OF_BLOCKS})
+
+
+def _is_second_version(block: Mapping[str, Any]) -> bool:
+    return any(name in block for name in OF_DFLASH2)
 
 
 def _from_family(raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -194,12 +225,21 @@ def _check_block(config: PreTrainedConfig, directory: Path) -> None:
         problem = f"mask_token_id is {mask!r:.40}, must be a token's id"
     elif not _are_layers(layers):
         problem = f"target_layer_ids is {layers!r:.60}, must be a list of layers, each once"
+    elif _is_second_version(block) and not _are_counts(block, OF_DFLASH2):
+        problem = f"a DFlash 2 head needs whole numbers from 1 for {', '.join(OF_DFLASH2)}"
+    elif _is_second_version(block) and config.hidden_size % block["conv_group_size"]:
+        size, width = block["conv_group_size"], config.hidden_size
+        problem = f"conv_group_size is {size}, which does not divide the {width} channels"
     elif any(window is not None and window < size for window in BlockSettings.of(config).windows):
         problem = f"a block of {size} tokens is longer than the window of a layer"
     if problem:
         raise CheckpointError(
             f"{directory}/config.json: {problem}: fix it, or download the head again"
         )
+
+
+def _are_counts(block: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return all(type(block.get(name)) is int and block[name] > 0 for name in names)
 
 
 def _are_layers(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 """Names of transformers' layout, and ours."""
 _OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that are the target's."""
+_CODEBOOK = re.compile(r"(?<=_codebook)\.weight$")
 _FLOAT32_BYTES = 4
 
 
@@ -88,6 +90,7 @@ def _by_parameter(
         for start, place in _NAMES.items():
             if name.startswith(start):
                 name = place + name.removeprefix(start)
+        name = _CODEBOOK.sub("", name)
         if name in parameters:
             named[name] = record
         elif not name.endswith(_OF_TARGET):
@@ -147,5 +150,9 @@ class DFlashSource(HfSource, SharesWeights):
         backend = super()._load(replace(loading, max_nodes=n_nodes))
         self._owner.collect_hidden_states(self.target_layers)
         backend.takes_hidden_states = True
-        backend.masked_block = MaskedBlock(self.block.size, self.block.mask_token_id)
+        second = self.block.second
+        top_k = 0 if second is None else second.top_k
+        backend.masked_block = MaskedBlock(self.block.size, self.block.mask_token_id, top_k)
+        if top_k:
+            backend.collect_hidden_states([LAST_HIDDEN_STATE])
         return backend

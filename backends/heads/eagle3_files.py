@@ -72,7 +72,7 @@ def open_safetensors(directory: Path, dtype: torch.dtype | None) -> Eagle3Files:
         known = _LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
         if known == _TARGET_IDS:
             # Each is stored as the distance of the two ids.
-            distances = _integers(record)
+            distances = read_integers(record)
             target_ids = distances + torch.arange(len(distances))
         elif not _UNUSED.match(known):
             records[known] = record
@@ -91,7 +91,7 @@ def open_gguf(path: Path, dtype: torch.dtype | None) -> Eagle3Files:
     stored, target_ids, factors = {}, None, None
     for name, record in index.items():
         if name == _TARGET_IDS:
-            target_ids = _integers(record)
+            target_ids = read_integers(record)
         elif name in (_ROPE_FACTORS, f"blk.0.{_ROPE_FACTORS}"):
             factors = read_numbers(record)
         else:
@@ -116,7 +116,8 @@ def _own_dtype(records: Mapping[str, TensorRecord]) -> torch.dtype:
     return torch.float32 if is_single else torch.bfloat16
 
 
-def _integers(record: TensorRecord) -> torch.Tensor:
+def read_integers(record: TensorRecord) -> torch.Tensor:
+    """Read the ids in a tensor, int64 [n]. Raises UnsupportedModel, CheckpointError."""
     if record.dtype not in ("I64", "I32"):
         raise UnsupportedModel(
             f"{record.path} has {record.name} of type {record.dtype}, must be I64: download the "

@@ -15,11 +15,22 @@ from backends.heads.mtp_files import MTP_CLASS
 from offload.formats.gguf_header import GgufFile, GgufMetadata
 from offload.formats.tensors import CheckpointError
 
-EAGLE3, DFLASH, MTP = "eagle3", "dflash", "mtp"
-NAMES = {EAGLE3: "an EAGLE-3 head", DFLASH: "a DFlash head", MTP: "an MTP head"}
+EAGLE3, DFLASH, MTP, ASSISTANT = "eagle3", "dflash", "mtp", "assistant"
+NAMES = {
+    EAGLE3: "an EAGLE-3 head",
+    DFLASH: "a DFlash head",
+    MTP: "an MTP head",
+    ASSISTANT: "a Gemma 4 assistant",
+}
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""model_type of assistants in transformers."""
+ASSISTED = ("gemma4_text", "gemma4_unified_text")
+"""model_type of the language models that they are for."""
 DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of dflash_config that DFlash 2 heads alone have."""
 _SIZES = ("hidden_size", "vocab_size")
 _SEVERAL_STREAMS = ("gemma3n",)
 """Architectures whose layers have several streams of hidden states."""
@@ -27,8 +38,8 @@ _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
 def head_kind(path: Path) -> str | None:
-    """Return EAGLE3, MTP or DFLASH (of either version) for such a head; None for any other folder
-    or file, and for one that cannot be read: opening it then raises an error.
+    """Return EAGLE3, MTP, ASSISTANT or DFLASH (of either version) for such a head; None for any
+    other folder or file, and for one that cannot be read: opening it then raises an error.
 
     path: a folder with config.json, or a GGUF file.
     """
@@ -38,12 +49,20 @@ def head_kind(path: Path) -> str | None:
             return DFLASH
         if config.get("architectures") == [MTP_CLASS]:
             return MTP
+        if config.get("model_type") in _ASSISTANTS:
+            return ASSISTANT
         return EAGLE3 if _is_eagle3(config) else None
     try:
         architecture = GgufFile.read(path).metadata.get("general.architecture")
     except CheckpointError:
         return None
     return EAGLE3 if architecture == EAGLE3 else None
+
+
+def is_dflash2(head: Path) -> bool:
+    """Return whether a DFlash head's folder has one of the second version."""
+    block = read_raw(head).get("dflash_config")
+    return isinstance(block, dict) and any(name in block for name in OF_DFLASH2)
 
 
 def may_fit(head: Path, target: Path) -> bool:
@@ -53,6 +72,8 @@ def may_fit(head: Path, target: Path) -> bool:
     Opening it checks more, and no file names the weights that a head was trained for.
     """
     sizes = _sizes_of_target(target)
+    if head_kind(head) == ASSISTANT and sizes.get("model_type") not in ASSISTED:
+        return False
     own = _sizes_of_head(head)
     return all(own[key] in (None, sizes.get(key)) for key in _SIZES)
 
@@ -72,7 +93,10 @@ def _sizes_of_target(path: Path) -> Mapping[str, Any]:
 def _sizes_of_head(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
         raw = read_raw(path)
-        layer = {**raw, **(raw.get("transformer_layer_config") or {})}
+        *_, own = config_parts(raw)
+        layer = {**own, **(raw.get("transformer_layer_config") or {})}
+        if head_kind(path) == ASSISTANT:
+            layer["hidden_size"] = raw.get("backbone_hidden_size")
         return {key: layer.get(key) for key in _SIZES}
     metadata = GgufFile.read(path).metadata
     width = metadata.get(f"{EAGLE3}.target_hidden_size")

@@ -12,7 +12,8 @@ names of Qwen3.5's checkpoints, whatever the family:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,24 @@ from backends.checkpoint.kinds import read_raw
 from backends.contract.backend import UnsupportedModel
 
 MTP_CLASS = "MtpHead"
+_OWN_TENSORS = re.compile(r"(?:^|\.)mtp\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPARED = ("model_type", "hidden_size", "vocab_size")
+
+
+def mtp_tensors(names: Iterable[str], n_layers: int) -> list[str]:
+    """Return the names of an MTP head's tensors in a target's checkpoint: mtp.*, or those of a
+    layer after the last one, which transformers leaves out of the model.
+
+    n_layers: decoder layers of the model.
+    """
+
+    def is_own(name: str) -> bool:
+        layer = _LAYER.search(name)
+        is_after = layer is not None and int(layer[1]) == n_layers
+        return is_after or _OWN_TENSORS.search(name) is not None
+
+    return [name for name in names if is_own(name)]
 
 
 def check_fits(folder: Path, config: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
 from backends.gguf.heads import can_run_head
 from backends.gguf.model import load_gguf_model
-from backends.heads.kinds import DFLASH, MTP, NAMES, head_kind
-from backends.heads.names import mtp_tensors
+from backends.heads.kinds import ASSISTANT, DFLASH, MTP, NAMES, head_kind
+from backends.heads.mtp_files import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
     kind = head_kind(path)
     if kind is None:
         return None
-    if kind == MTP:
-        return _mtp_folder(path, target, options)
+    if kind in (MTP, ASSISTANT):
+        return _of_checkpoint(kind, path, target, options)
     head_target = _head_target(target, options)
     if kind == DFLASH:
         from backends.heads.dflash_source import DFlashSource
@@ -70,14 +70,21 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
     return Eagle3Source(path, head_target, options)
 
 
-def _mtp_folder(path: Path, target: ModelSource, options: BackendOptions) -> ModelSource:
+def _of_checkpoint(
+    kind: str, path: Path, target: ModelSource, options: BackendOptions
+) -> ModelSource:
+    """Return the source of a head that drafts for checkpoints alone."""
     checkpoint = _checkpoint(target)
     if checkpoint is None:
+        own = " take a GGUF file that has the head in it (-md mtp), or" if kind == MTP else ""
         raise UnsupportedModel(
-            f"{path} is {NAMES[MTP]}, which drafts for checkpoints alone, and {target.path} "
-            "is a GGUF model: take a GGUF file that has the head in it (-md mtp), or name a draft "
-            "model"
+            f"{path} is {NAMES[kind]}, which drafts for checkpoints alone, and {target.path} "
+            f"is a GGUF model:{own} name a draft model"
         )
+    if kind == ASSISTANT:
+        from backends.heads.assistant import AssistantSource
+
+        return AssistantSource(checkpoint, options, path)
     from backends.heads.source import MtpSource
 
     return MtpSource(checkpoint, options, path)

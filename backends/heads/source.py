@@ -8,8 +8,8 @@ from pathlib import Path
 from backends.contract.backend import LAST_HIDDEN_STATE, Backend, BackendError
 from backends.contract.self_draft import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
-from backends.heads.decoded_weights import DecodedWeights
 from backends.heads.eagle3 import load_eagle3_head
+from backends.heads.gguf_tensors import DecodedWeights
 from backends.heads.mtp import load_mtp_folder, load_mtp_head
 from backends.heads.target import CheckpointTarget, HeadTarget
 from backends.hf.model import HfModel

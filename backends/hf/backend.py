@@ -38,7 +38,7 @@ from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
-from backends.kv.pool import KvPool, blocks_of
+from backends.kv.pool import KvPool, PoolLayer, blocks_of
 from backends.kv.rows import (
     given_hidden_states,
     hidden_rows_of_pass,
@@ -231,6 +231,12 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def collect_hidden_states(self, layers: Sequence[int]) -> None:
         self._hidden_state_layers = tuple(layers)
+
+    def cached_states(self, layers: Mapping[str, int]) -> dict[str, PoolLayer]:
+        """Return keys and values that these layers have cached of all sequences, for a draft head
+        that attends to them. A pass of the head finds its sequence's rows by its blocks, from
+        `SequenceInput.context`; it must not run during a pass of this backend."""
+        return {name: self._pool.layers[layer] for name, layer in layers.items()}
 
     def request_cancel(self) -> None:
         """End a running pass with a BackendError at its next layer or chunk, or while it waits for

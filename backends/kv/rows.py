@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from backends.attention.batch import BatchLayout
-from backends.attention.layout import CausalLayout, PassLayout
+from backends.attention.layout import CausalLayout, ContextLayout, PassLayout
 from backends.contract.backend import BackendError
 from backends.contract.store import NewTokens
 from backends.kv.sequence import BlockStore
@@ -19,6 +19,11 @@ from backends.recurrent.passes import PassPart, RecurrentPass
 def layout_of(new: NewTokens[BlockStore]) -> PassLayout:
     """Return the attention layout of one sequence's new tokens and those that it has."""
     table, n_live = new.store.table, new.n_live_before
+    if new.context is not None:
+        n_context = new.context.table.n_committed
+        if not n_context:
+            raise BackendError("a draft head was given a context without tokens")
+        return ContextLayout(n_context, len(new.token_ids))
     if not new.are_nodes:
         return CausalLayout(table.n_committed, len(new.token_ids))
     return PassLayout(table.n_committed, table.positions(), table.visible(n_live))
@@ -33,8 +38,9 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
     for tokens in new:
         num_tokens = len(tokens.token_ids) + (n_more if tokens is new[-1] else 0)
         layout = layout_of(tokens)
-        places.append(tokens.store.append_positions(layout.prefix + layout.first_new, num_tokens))
-        parts.append(tokens.store.part(layout))
+        first = tokens.store.table.n_committed + tokens.n_live_before
+        places.append(tokens.store.append_positions(first, num_tokens))
+        parts.append((tokens.context or tokens.store).part(layout))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 

@@ -9,6 +9,7 @@ import numpy as np
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
 from specdec.config import SpecConfig
+from specdec.drafters.assistant import AssistantDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
 from specdec.drafters.dflash import DFlashDrafter
@@ -83,6 +84,8 @@ class Drafters:
         if draft.masked_block is not None:
             return DFlashDrafter(draft, n_tokens, chain=chain, ranker=ranker, prefix_cache=cache)
         kind = HeadDrafter if draft.takes_hidden_states else ModelDrafter
+        if draft.attends_to_target:
+            kind = AssistantDrafter
         return kind(
             draft, n_tokens, chain=chain, ranker=ranker, window=self._window, prefix_cache=cache
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.contract.sequence import SequenceKV
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
@@ -95,6 +96,10 @@ class Drafter(ABC):
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:  # noqa: B027
         """Take the target's hidden states [n, width] of the context's tokens from `position` on,
         once they are certain."""
+
+    def take_kv(self, kv: SequenceKV) -> None:  # noqa: B027
+        """Take the target's KV of the context, after `take_hidden_states`, for a head that attends
+        to it. It is only read, between the target's passes, until the next `reset`."""
 
     @property
     def is_ready(self) -> bool:

@@ -39,6 +39,8 @@ _MIN_SAVING = 4
 """Minimum ratio of all tokens to those of the chosen stripes: these are copied."""
 
 Row = NDArray[np.float32]  # [n_tokens]
+_Tokens = NDArray[np.int64] | slice
+"""Tokens of the columns of scores."""
 Candidates = list[tuple[int, float]]
 """Pairs (token, log of the probability that the target chooses it), likeliest first."""
 
@@ -144,21 +146,55 @@ class CandidateRanker:
         prefixes [n]: all tokens before them, where there is a grammar.
         """
         scores = logits[:, : self.n_tokens].astype(np.float32)  # a copy, changed in place
-        with np.errstate(divide="ignore", invalid="ignore"):  # rows may be all -inf
-            self._mask(scores, prefixes)
-            return self._ranked(scores, positions, width)
+        return self._ranked(scores, positions, width, prefixes, slice(None))
 
-    def _mask(self, scores: NDArray[np.float32], prefixes: Sequence[Sequence[int]]) -> None:
+    def rank_among(
+        self,
+        token_ids: NDArray[np.int64],
+        logits: NDArray[np.float32],
+        position: int,
+        width: int,
+        prefix: Sequence[int] = (),
+    ) -> Candidates:
+        """Return at most `width` candidates of the tokens [k] with these logits [k]; see `rank`."""
+        is_known = token_ids < self.n_tokens
+        known = token_ids[is_known]
+        if not len(known):
+            return []
+        scores = logits[is_known].astype(np.float32)[None]
+        (ranked,) = self._ranked(scores, [position], width, [prefix], known)
+        return [(int(known[i]), log_prob) for i, log_prob in ranked]
+
+    def _mask(
+        self, scores: NDArray[np.float32], prefixes: Sequence[Sequence[int]], tokens: _Tokens
+    ) -> None:
         """Set the scores of tokens that the grammar rules out to -inf."""
         if self.grammar is not None:
             for row, prefix in zip(scores, prefixes, strict=True):
-                row[~self.grammar.allowed(prefix, len(row))] = -np.inf
+                row[~self.grammar.allowed(prefix, self.n_tokens)[tokens]] = -np.inf
 
     def _ranked(
-        self, scores: NDArray[np.float32], positions: Sequence[int], width: int
+        self,
+        scores: NDArray[np.float32],
+        positions: Sequence[int],
+        width: int,
+        prefixes: Sequence[Sequence[int]],
+        tokens: _Tokens,
+    ) -> list[Candidates]:
+        """Return candidates by column; tokens: the columns' tokens."""
+        with np.errstate(divide="ignore", invalid="ignore"):  # rows may be all -inf
+            self._mask(scores, prefixes, tokens)
+            return self._best(scores, positions, width, tokens)
+
+    def _best(
+        self,
+        scores: NDArray[np.float32],
+        positions: Sequence[int],
+        width: int,
+        tokens: _Tokens,
     ) -> list[Candidates]:
         if self._noise is not None:
-            self._perturb(scores, positions)
+            self._perturb(scores, positions, tokens)
         scores /= np.float32(self._sharpness)
         width = min(width, scores.shape[1])
         top = likeliest(scores, width)
@@ -175,13 +211,15 @@ class CandidateRanker:
             for row in zip(token_ids, log_probs, strict=True)
         ]
 
-    def _perturb(self, scores: NDArray[np.float32], positions: Sequence[int]) -> None:
+    def _perturb(
+        self, scores: NDArray[np.float32], positions: Sequence[int], tokens: _Tokens
+    ) -> None:
         """Add the noise of each row's position; set tokens that filters rule out to -inf."""
         assert self._noise is not None
         for row, position in zip(scores, positions, strict=True):
             if self._params is not None:
                 row[row < lowest_kept(row, self._params)] = -np.inf
-            row += self._noise.at(position)
+            row += self._noise.at(position)[tokens]
 
 
 def likeliest(scores: Row, width: int) -> NDArray[np.int64]:

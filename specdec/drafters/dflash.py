@@ -14,22 +14,25 @@ masks, and takes the same time whatever its depth (specdec/drafters/marginals.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.backend import PREFIX, Backend, BackendError
 from backends.contract.prefix_cache import PrefixCache
-from backends.contract.sequence import SequenceInput, SequenceKV
+from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
-from specdec.drafters.head import MAX_PROMPT_STATES
-from specdec.drafters.marginals import CandidatesAfter, best_tree
+from specdec.drafters.marginals import CandidatesAfter, Transitions, best_tree
+from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import sample_index
 from specdec.verification.tree import ROOT, DraftTree
 
+Marginals: TypeAlias = NDArray[np.float32] | Transitions
+"""Logits [n, vocab] of the next n tokens, or those of DFlash 2."""
 _MIN_BLOCK_SIZE = 2
 """Pending token and one mask: blocks are cut where the head's context ends."""
 
@@ -64,15 +67,11 @@ class DFlashDrafter(Drafter):
         self._kv: SequenceKV | None = None
         self._begin = 0
         """Position of the first token in the head's cache."""
-        self._states: list[NDArray[np.float32]] = []
-        """Hidden states of the tokens from `_first_state` on that are not in the cache."""
-        self._first_state = 0
+        self._states = StateBuffer()
 
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
-        if position != self._first_state + len(self._states):
-            self._states, self._first_state = [], position
-        self._states += list(states)
-        self._keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
+        self._states.add(position, states)
+        self._states.keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
 
     def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         return len(self._states)
@@ -86,31 +85,34 @@ class DFlashDrafter(Drafter):
         """Propose a tree. Of the limits, `min_level_probability` decides only whether the head is
         run: all levels come from one pass, whose level has the probability 1."""
         depth = min(limits.max_depth, limits.max_nodes, self._block.size - 1)
-        rows = None
+        output = None
         if depth > 0 and limits.min_level_probability <= 1.0:
-            rows = yield from self._marginals(context_ids)
-        if rows is None:
+            output = yield from self._run_block(context_ids)
+        if output is None:
             return DraftTree(context_ids[-1])
+        rows: Marginals = output.logits[:depth]
+        if self._block.top_k:
+            rows = Transitions(output.hidden_states[:depth], self._block.top_k)
         if self._chain is not None:
-            tree = self._draw_chain(context_ids, rows[:depth], *self._chain)
+            tree = self._draw_chain(context_ids, rows, *self._chain)
         else:
-            after = self._candidates(context_ids, rows[:depth], limits.width)
-            tree = best_tree(context_ids[-1], after, limits.max_nodes, min(depth, len(rows)))
+            after = self._candidates(context_ids, rows, limits.width)
+            tree = best_tree(context_ids[-1], after, limits.max_nodes, len(rows))
         tree.n_runs, tree.n_run_nodes = 1, self._block.size
         return tree
 
     def reset(self) -> None:
-        self._states, self._first_state = [], 0
+        self._states.clear()
         kv, self._kv = self._kv, None
         if kv is not None:
             self._prefix_cache.drop(kv)
 
     # --- the head's passes ----------------------------------------------------------------------
 
-    def _marginals(self, context_ids: Sequence[int]) -> DraftSteps[NDArray[np.float32] | None]:
-        """Return logits [n, vocab] of the next n tokens; None if states or capacity are lacking."""
+    def _run_block(self, context_ids: Sequence[int]) -> DraftSteps[SequenceOutput | None]:
+        """Return the head's output for the next tokens; None if states or capacity are lacking."""
         n_known = len(context_ids) - 1
-        if self._first_state + len(self._states) != n_known or not self._has_begun():
+        if self._states.end != n_known or not self._has_begun():
             return None
         if not (yield from self._add_states(context_ids)) or not self._sequence.n_committed:
             return None
@@ -119,30 +121,30 @@ class DFlashDrafter(Drafter):
         first = self._sequence.next_node_id
         parents = [PREFIX, *range(first, first + size - 1)]
         self._prefix_cache.ensure_capacity(self._sequence, size)
-        output = yield SequenceInput(self._sequence, token_ids, parents, range(1, size))
-        if output is None:
-            return None
-        self._sequence.commit([])  # drops the block
-        return output.logits
+        masked = range(1, size)
+        states_at = masked if self._block.top_k else ()
+        output = yield SequenceInput(self._sequence, token_ids, parents, masked, states_at)
+        if output is not None:
+            self._sequence.commit([])  # drops the block
+        return output
 
     def _add_states(self, context_ids: Sequence[int]) -> DraftSteps[bool]:
         """Bring the cache up to the pending token; return whether there was capacity for it."""
         n_free = self._backend.max_context - _MIN_BLOCK_SIZE
-        if self._begin + self._sequence.n_committed != self._first_state or (
+        if self._begin + self._sequence.n_committed != self._states.start or (
             self._sequence.n_committed + len(self._states) > n_free
         ):
             self._sequence.rollback(0)
-            self._keep_last(max(1, n_free // 2))
-            self._begin = self._first_state
-        if self._states:
-            end = self._first_state + len(self._states)
-            chunk = context_ids[self._first_state : end]
+            self._states.keep_last(max(1, n_free // 2))
+            self._begin = self._states.start
+        if len(self._states):
+            chunk = context_ids[self._states.start : self._states.end]
             self._prefix_cache.ensure_capacity(self._sequence, len(chunk) + self._block.size)
-            states = np.stack(self._states)
+            states = self._states.stacked()
             output = yield SequenceInput(self._sequence, chunk, logits_at=[], hidden_states=states)
             if output is None:
                 return False
-            self._states, self._first_state = [], end
+            self._states.mark_used()
         return True
 
     @property
@@ -157,22 +159,24 @@ class DFlashDrafter(Drafter):
                 self._kv = self._prefix_cache.allocate([], skips_cache=True)
             except BackendError:
                 return False
-            self._begin = self._first_state
+            self._begin = self._states.start
         return True
-
-    def _keep_last(self, n_states: int) -> None:
-        n_dropped = max(0, len(self._states) - n_states)
-        del self._states[:n_dropped]
-        self._first_state += n_dropped
 
     # --- proposals ------------------------------------------------------------------------------
 
     def _candidates(
-        self, context_ids: Sequence[int], rows: NDArray[np.float32], width: int
+        self, context_ids: Sequence[int], rows: Marginals, width: int
     ) -> CandidatesAfter:
         """Return the function of `best_tree`. Each row is ranked once, unless a grammar allows
         other tokens on each path."""
         n_context, ranker = len(context_ids), self._ranker
+        if isinstance(rows, Transitions):
+
+            def after_token(path: Sequence[int]) -> Candidates:
+                prefix = () if ranker.grammar is None else [*context_ids, *path]
+                return ranker.rank_among(*rows.after(path), n_context + len(path), width, prefix)
+
+            return after_token
         if ranker.grammar is None:
             places = range(n_context, n_context + len(rows))
             ranked = ranker.rank(rows, places, width)
@@ -187,13 +191,14 @@ class DFlashDrafter(Drafter):
     def _draw_chain(
         self,
         context_ids: Sequence[int],
-        rows: NDArray[np.float32],
+        rows: Marginals,
         sampler: Sampler,
         rng: np.random.Generator,
     ) -> DraftTree:
         """Draw a token from each marginal, after the sampler's processors."""
         tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
-        for row in rows:
+        for depth in range(len(rows)):
+            row = self._row(rows, prefix[len(context_ids) :], depth)
             q = sampler.probs(prefix, row[: self._n_tokens])
             token = sample_index(q, rng.random())
             index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
@@ -201,3 +206,13 @@ class DFlashDrafter(Drafter):
                 break  # the sequence ends here: nothing can be accepted after it
             prefix.append(token)
         return tree
+
+    def _row(self, rows: Marginals, path: Sequence[int], depth: int) -> NDArray[np.float32]:
+        """Return logits [vocab] of the token after this path."""
+        if not isinstance(rows, Transitions):
+            row: NDArray[np.float32] = rows[depth]
+            return row
+        tokens, scores = rows.after(path)
+        row = np.full(self._backend.vocab_size, -np.inf, dtype=np.float32)
+        row[tokens] = scores
+        return row

@@ -27,13 +27,9 @@ from specdec.drafters.candidates import Candidates
 from specdec.drafters.frontier import Level
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.model import ModelDrafter
+from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
-
-MAX_PROMPT_STATES = 512
-"""Last tokens of a prompt that a head is given: the states of all would take more memory than its
-KV. With the last 16, 64, 256 and 1024 tokens of prompts of 350, pair:hybrid's head brings 5.25,
-5.60, 5.93 and 5.86 tokens per pass."""
 
 
 class HeadDrafter(ModelDrafter):
@@ -50,19 +46,18 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._states: list[NDArray[np.float32]] = []
-        """Hidden states of the tokens from `_first_state` on that the head has not used yet."""
-        self._first_state = 0
+        self._states = StateBuffer()
         self._begin = 1
         """Position of the first token in the head's cache."""
 
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
-        if position != self._first_state + len(self._states):
-            self._states, self._first_state = [], position
-        self._states += list(states)
+        self._states.add(position, states)
 
     def prefill_in_steps(self, context_ids: Sequence[int], limit: int) -> DraftSteps[None]:
         yield from ()  # the states of these tokens are computed in this very step
+
+    def drafting_ahead(self, tree: DraftTree) -> DraftSteps[None]:
+        yield from ()
 
     def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         return len(self._states)
@@ -75,21 +70,20 @@ class HeadDrafter(ModelDrafter):
 
     def _view(self, context_ids: Sequence[int]) -> list[int]:
         """Return the tokens from `_begin` on; none if the state before the last one is lacking."""
-        n_states_end = self._first_state + len(self._states)
-        if n_states_end != len(context_ids) - 1:
+        if self._states.end != len(context_ids) - 1:
             return []
         n_computed = 0 if self._kv is None else self._kv.n_committed
-        if self._kv is None or self._begin + n_computed != self._first_state + 1:
+        if self._kv is None or self._begin + n_computed != self._states.start + 1:
             if n_computed:
                 self._sequence.rollback(0)
-            self._begin = self._first_state + 1
+            self._begin = self._states.start + 1
         return list(context_ids[self._begin :])
 
     def _context_input(self, token_ids: Sequence[int]) -> SequenceInput:
         return SequenceInput(
             self._sequence,
             token_ids,
-            hidden_states=np.stack(self._states),
+            hidden_states=self._states.stacked(),
             hidden_states_at=[len(token_ids) - 1],
         )
 
@@ -104,8 +98,7 @@ class HeadDrafter(ModelDrafter):
         )
 
     def _new_tree(self, context_ids: Sequence[int], candidates: Candidates) -> GrownTree:
-        self._first_state += len(self._states)
-        self._states = []  # they have been used
+        self._states.mark_used()
         return super()._new_tree(context_ids, candidates)
 
     def _note_run(self, nodes: Sequence[GrownNode], output: SequenceOutput) -> None:

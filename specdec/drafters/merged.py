@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.contract.sequence import SequenceKV
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.verification.acceptance import Acceptance
@@ -64,6 +65,10 @@ class MergedDrafter(Drafter):
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
         for drafter in self.drafters:
             drafter.take_hidden_states(position, states)
+
+    def take_kv(self, kv: SequenceKV) -> None:
+        for drafter in self.drafters:
+            drafter.take_kv(kv)
 
     @property
     def is_ready(self) -> bool:

@@ -280,6 +280,7 @@ class Sequence:
         """Give the drafter the hidden states of the last committed tokens."""
         if len(states):
             self.drafter.take_hidden_states(self.active_kv.n_committed - len(states), states)
+            self.drafter.take_kv(self.active_kv)
 
     def recover(self) -> None:
         """Roll back a step that was interrupted."""

@@ -30,6 +30,7 @@ _FAMILIES = (
     _Family("llama mistral", _LLAMA_2, "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
     _Family("gemma2", _ANY, "google/gemma-2-2b-it"),
     _Family("gemma3 gemma3_text", _ANY, "google/gemma-3-270m-it or google/gemma-3-1b-it"),
+    _Family("gemma4_text gemma4_unified_text", _ANY, "the assistant published for this model"),
     _Family("gpt_oss gpt-oss", _ANY, "an EAGLE-3 head made for this model"),
     _Family("deepseek_v3 deepseek2 glm4_moe glm4moe", _ANY, _HEAD_INSIDE),
     _Family("granite granitemoe granitemoehybrid granitehybrid", _ANY, "a 350M model of Granite"),

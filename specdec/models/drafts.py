@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from backends.heads.kinds import DFLASH, EAGLE3, head_kind, may_fit
+from backends.heads.kinds import ASSISTANT, DFLASH, EAGLE3, head_kind, may_fit
 from backends.heads.opened import has_mtp_head
 from offload.errors import SpecdecError
 from offload.units import format_bytes
@@ -46,9 +46,9 @@ def named_draft(
 
 
 def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
-    """Choose the draft of a target: a head on this machine (DFlash before EAGLE-3), or its own MTP
-    head; else the largest model on this machine that has its vocabulary and at most a quarter of
-    its bytes; else n-grams.
+    """Choose the draft of a target: a head on this machine (DFlash, then Gemma 4's assistant), its
+    own MTP head, or an EAGLE-3 head on this machine; else the largest model on this machine that
+    has its vocabulary and at most a quarter of its bytes; else n-grams.
 
     A head fits its target better than another model does, and is read with it. DFlash needs one
     pass for a tree, and its trees bring the most tokens.
@@ -59,6 +59,8 @@ def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
     heads = _heads_for(path) if takes_heads else {}
     if DFLASH in heads:
         return AutoDraft(heads[DFLASH], f"a DFlash head here that has the sizes of {target}")
+    if ASSISTANT in heads:
+        return AutoDraft(heads[ASSISTANT], f"an assistant here that has the sizes of {target}")
     if takes_heads and has_mtp_head(path):
         return AutoDraft(MTP_HEAD, f"{target} has an MTP head of its own")
     if EAGLE3 in heads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.heads.kinds import DFLASH, EAGLE3, MTP, NAMES, head_kind
+from backends.heads.kinds import ASSISTANT, DFLASH, EAGLE3, MTP, NAMES, head_kind, is_dflash2
 from specdec.models.names import resolve_model
 from specdec.models.opened import compare_models, is_gguf
 from specdec.training.options import TrainError, TrainOptions
@@ -23,6 +23,15 @@ def check_draft(options: TrainOptions, target: Path) -> None:
         raise TrainError(
             f"{options.draft} is {NAMES[EAGLE3]}, which is not trained further: train a new one "
             f"(--kind {EAGLE3})"
+        )
+    if kind == ASSISTANT:
+        raise TrainError(
+            f"{options.draft} is {NAMES[ASSISTANT]}, which is not trained: name a draft model"
+        )
+    if kind == DFLASH and folder is not None and is_dflash2(folder):
+        raise TrainError(
+            f"{options.draft} is a DFlash 2 head, which is not trained further: train a new head "
+            f"(--kind {DFLASH})"
         )
     if kind is None:
         _check_model(options, target)

@@ -18,8 +18,7 @@ from backends.heads.mtp import (
     mtp_skeleton,
     with_own_sizes,
 )
-from backends.heads.mtp_files import MTP_CLASS, mtp_names, renamed
-from backends.heads.names import mtp_tensors
+from backends.heads.mtp_files import MTP_CLASS, mtp_names, mtp_tensors, renamed
 from specdec.training.head import initialise, load_values
 from specdec.training.options import TrainError
 from specdec.training.repeated import RepeatedHead, Step, step_positions

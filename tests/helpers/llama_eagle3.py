@@ -35,7 +35,7 @@ def layer_inputs(path: Path, token_ids: Sequence[int], layers: Sequence[int]) ->
     with _context(path) as (context, n_embd):
         for layer in layers:
             _function(_LAYER_INPUT % "set" + "b", None)(context, layer, True)
-        with _batch(token_ids, 0) as batch:
+        with llama_batch(token_ids, 0) as batch:
             assert library.llama_decode(context, batch) == 0
         get = _function(_LAYER_INPUT % "get", _FLOATS)
         shape = (len(token_ids), n_embd)
@@ -51,7 +51,7 @@ class LlamaHead:
 
     def fused(self, states: np.ndarray) -> np.ndarray:
         """Return g [n, hidden] of the target's states [n, layers * hidden]."""
-        with _batch([0] * len(states), 0, states, has_tokens=False) as batch:
+        with llama_batch([0] * len(states), 0, states, has_tokens=False) as batch:
             assert load_library().llama_encode(self._context, batch) == 0
         return self._states(len(states))
 
@@ -60,15 +60,28 @@ class LlamaHead:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return logits [n, vocab] and the states to go on from [n, hidden]."""
         library = load_library()
-        with _batch(token_ids, start, g) as batch:
+        with llama_batch(token_ids, start, g) as batch:
             assert library.llama_decode(self._context, batch) == 0
         pointer = library.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, (len(token_ids), self._n_vocab)).copy()
         return logits, self._states(len(token_ids))
 
     def _states(self, n: int) -> np.ndarray:
-        pointer = _function(_NEXT % "get", _FLOATS)(self._context)
-        return np.ctypeslib.as_array(pointer, (n, self._n_embd)).copy()
+        return next_states(self._context, n, self._n_embd)
+
+
+def next_states(context: Any, n: int, n_embd: int) -> np.ndarray:
+    """Return what a head's graph has for its next run, float32 [n, hidden]."""
+    pointer = _function(_NEXT % "get", _FLOATS)(context)
+    return np.ctypeslib.as_array(pointer, (n, n_embd)).copy()
+
+
+@contextmanager
+def llama_context(path: Path) -> Iterator[Any]:
+    """Load a head whose passes have `next_states`."""
+    with _context(path) as (context, _):
+        _function(_NEXT % "set" + "bb", None)(context, True, False)
+        yield context
 
 
 @contextmanager
@@ -103,7 +116,7 @@ def _context(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 @contextmanager
-def _batch(
+def llama_batch(
     token_ids: Sequence[int],
     start: int,
     states: np.ndarray | None = None,

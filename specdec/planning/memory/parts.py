@@ -8,8 +8,8 @@ from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
-from specdec.drafters.head import MAX_PROMPT_STATES
 from specdec.drafters.model import level_width
+from specdec.drafters.state_buffer import MAX_PROMPT_STATES
 from specdec.drafters.window import draft_context_size
 from specdec.run_options import RunOptions
 

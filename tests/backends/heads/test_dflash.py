@@ -251,14 +251,6 @@ def test_broken_heads_are_refused(checkpoint_factory, tmp_path, changes, reason)
     assert "\n" not in str(error.value)
 
 
-def test_heads_of_the_second_version_are_refused(checkpoint_factory, tmp_path):
-    block = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2}
-    head = save_dflash_head(tmp_path, architectures=["DFlash2DraftModel"], dflash_config=block)
-    with pytest.raises(UnsupportedModel, match="is a DFlash 2 head") as error:
-        load_dflash_head(CheckpointTarget(load_hf_model(checkpoint_factory("llama"))), head)
-    assert "\n" not in str(error.value)
-
-
 def test_heads_with_more_parts_are_refused(checkpoint_factory, tmp_path):
     head = save_dflash_head(tmp_path, dflash_config={"projector_type": "dspark"})
     with pytest.raises(UnsupportedModel, match="projector_type of 'dspark'"):

@@ -19,7 +19,7 @@ from specdec.drafters.base import TreeLimits
 from specdec.drafters.batched_drafting import run_batched
 from specdec.drafters.candidates import CandidateRanker, TargetNoise
 from specdec.drafters.dflash import DFlashDrafter
-from specdec.drafters.head import MAX_PROMPT_STATES
+from specdec.drafters.state_buffer import MAX_PROMPT_STATES
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 

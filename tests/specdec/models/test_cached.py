@@ -9,12 +9,13 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from assistant_heads import save_assistant
 from checkpoint_gguf import save_checkpoint_gguf
 from checkpoints import save_tiny_checkpoint
 from dflash_heads import save_dflash_head
 from eagle3_heads import N_LAYERS, new_head, save_gguf_head, save_specforge
 from tiny_gguf import save_tiny_architecture
-from tiny_pair import save_model
+from tiny_pair import save_model, save_tokenizer
 
 import specdec
 from specdec.cli.app import main
@@ -109,6 +110,20 @@ def test_a_head_on_this_machine_is_taken(hub: Path) -> None:
         assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 
 
+def test_an_assistant_on_this_machine_is_taken(hub: Path) -> None:
+    add(hub, "me/assistant", save_assistant(hub.parent / "head", vocab_size=259))
+    sizes = {"vocab_size": 259, "vocab_size_per_layer_input": 259}
+    fitting = save_tiny_checkpoint("gemma4", hub.parent / "fitting", **sizes)
+    save_tokenizer(fitting)
+    other = save_model(hub.parent / "llama", seed=1, hidden_size=32, vocab_size=259)
+    assert auto_draft(str(fitting)).name == "me/assistant"
+    assert "an assistant here" in auto_draft(str(fitting)).reason
+    assert auto_draft(str(fitting), takes_heads=False).name is None
+    assert auto_draft(str(other)).name is None
+    with specdec.load(fitting, "auto") as llm:
+        assert llm.generate([5, 6, 7], max_tokens=3).token_ids
+
+
 @pytest.mark.gguf
 def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
     pytest.importorskip("gguf")
@@ -142,6 +157,7 @@ def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
         ({"model_type": "llama", "vocab_size": 32000}, "TinyLlama"),
         ({"model_type": "llama", "vocab_size": 5}, "a smaller llama"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "a smaller"),
+        ({"text_config": {"model_type": "gemma4_text", "vocab_size": 262144}}, "the assistant"),
         ({"text_config": {"model_type": "qwen3_5_text", "vocab_size": 248320}}, "its MTP head"),
     ],
 )

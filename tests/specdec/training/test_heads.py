@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from assistant_heads import save_assistant
 from checkpoints import save_tiny_checkpoint
+from dflash2_heads import save_dflash2_head
 from loaded_heads import load, run
 from tiny_pair import VOCAB, save_model
 from trained_heads import with_random_weights
@@ -194,6 +196,17 @@ def test_an_eagle3_head_is_not_trained_further(target, text, tmp_path) -> None:
     options = train_options(target, tmp_path / "out", draft=str(tmp_path), text=text)
     with pytest.raises(specdec.SpecdecError, match=r"EAGLE-3 head, which is not trained further"):
         train_draft(options)
+
+
+def test_dflash2_heads_and_assistants_are_not_trained(target, text, tmp_path) -> None:
+    heads = {
+        "a DFlash 2 head, which is not trained": save_dflash2_head(tmp_path / "dflash2"),
+        "a Gemma 4 assistant, which is not trained": save_assistant(tmp_path / "assistant"),
+    }
+    for reason, head in heads.items():
+        options = train_options(target, tmp_path / "out", draft=str(head), text=text)
+        with pytest.raises(specdec.SpecdecError, match=reason):
+            train_draft(options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
