@@ -23,12 +23,13 @@ from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
-from specdec.models.opened import OpenedPair
+from specdec.models.opened import Sources
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
 from specdec.planning.memory.base import asked_budget, measure_base
 from specdec.planning.memory.memory_plan import Gpu
-from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
+from specdec.planning.opening import open_to_plan
+from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Measurements
 from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
@@ -95,8 +96,8 @@ def plan_on(
     known = find_device(device_name)
     refuse_unknown(options, RunOptions, "plan_on()")
     asked = RunOptions(model, draft_model, **options)
-    pair = open_pair(asked)
-    target = pair.target.source
+    pair = open_to_plan(asked)
+    target = pair.sources[0]
     formats = matrix_formats(target.multiplied)
     machine = ThisMachine(target.path, formats, asked.backend.n_threads)
     device = complete(known, machine)
@@ -134,7 +135,7 @@ def plan_on(
     return DevicePlan(plan, device, dict(sorted(speeds.items(), key=lambda item: -item[1])))
 
 
-def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
+def _gpu(device: DeviceSpec, options: RunOptions, pair: Sources) -> Gpu | None:
     if not device.vram_bytes:
         if options.device == CUDA:
             raise DeviceError(
@@ -143,7 +144,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
             )
         check_no_gpu_options(replace(options, device=CPU))
         return None
-    if options.draft_device == CPU and pair.draft is not None:
+    if options.draft_device == CPU and pair.sources[1] is not None:
         raise DeviceError(
             f"{device.name} describes its GPU's arithmetic and not its CPU's: plan with "
             "the draft on the GPU too (leave --draft-device out)"
@@ -157,7 +158,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
 
 
 def _measurements_of(
-    device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
+    device: DeviceSpec, machine: Machine, pair: Sources, gpu: Gpu | None, total_bytes: int
 ) -> Measurements:
     target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
     beside_reads = gpu is None and must_stream(target, total_bytes)
