@@ -37,8 +37,8 @@ def write_config_outline(directory: Path) -> tuple[int, str]:
         )
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     with config_faults(directory):
-        dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        dtype = dtype if dtype in names else torch.bfloat16
+        named = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+        dtype: torch.dtype = named if named in names else torch.bfloat16
         model = build_model(config, dtype)
     table, position = {}, 0
     tied = set(model.all_tied_weights_keys)

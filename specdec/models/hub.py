@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from offload.errors import SpecdecError
 from offload.formats.checkpoint import find_shards
@@ -26,6 +26,9 @@ from specdec.models.hub_errors import describe_hub_error
 from specdec.models.kinds import models_among
 from specdec.models.local_models import SPLIT
 from specdec.pair import GGUF_SUFFIX
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
 """Files that describe a checkpoint: its config, its tokenizer, and the index of its shards."""
@@ -49,16 +52,20 @@ class HubRepository:
 
     def __init__(self, repo_id: str, revision: str | None = None) -> None:
         """Ask the hub for the commit and its files. Raises HubError."""
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
 
         self.repo_id = repo_id
-        info = self._ask(
-            lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-        )
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+
+        def look_up() -> ModelInfo:
+            return HfApi().model_info(
+                repo_id, revision=revision, files_metadata=True, timeout=timeout
+            )
+
+        info = self._ask(look_up)
         self._commit = info.sha
         self.sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         """Bytes of each file, by its path in the repository."""
-        self.n_bytes_read = 0
 
     def write_checkpoint(self, folder: Path) -> list[str]:
         """Write outlines of the weights and copies of the files beside them; return the weights'
@@ -129,10 +136,9 @@ class HubRepository:
         if not self._gguf_models:
             return f"{self.repo_id} has no config.json and no GGUF file: it is no language model"
         names = ", ".join(PurePosixPath(name).name for name in self._gguf_models[:5])
-        first = self._gguf_models[0]
         return (
-            f"{self.repo_id} has {len(self._gguf_models)} GGUF files ({names}): name one by a part "
-            f"of its name, say {self.repo_id}:{PurePosixPath(first).stem}"
+            f"{self.repo_id} holds GGUF ({names}): name a file by a part of its name, say "
+            f"{self.repo_id}:{PurePosixPath(self._gguf_models[0]).stem}"
         )
 
     def _write_each(
@@ -195,7 +201,6 @@ class HubRepository:
                 f"{self.repo_id}: {name} ended after {start + len(content)} bytes of "
                 f"{self.sizes[name]}: try again"
             )
-        self.n_bytes_read += len(content)
         return content
 
     def _ask(self, request: Callable[[], _Result]) -> _Result:

@@ -97,7 +97,7 @@ def _outline_of_hub(name: str | Path) -> Path:
     hub_id = parse_hub_id(name)
     assert hub_id is not None
     repository = HubRepository(hub_id["repo"], hub_id["revision"])
-    folder = _new_folder(hub_id["repo"])
+    folder = new_outline_folder(hub_id["repo"])
     if hub_id["file"]:
         path = repository.write_gguf(hub_id["file"], folder)
     else:
@@ -117,7 +117,7 @@ def _outline_of_config(name: str | Path) -> Path:
     directory = Path(name)
     from backends.checkpoint.config_outline import write_config_outline
 
-    folder = _new_folder(directory.name)
+    folder = new_outline_folder(directory.name)
     for pattern in BESIDE_WEIGHTS:
         for file in filter(Path.is_file, directory.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
@@ -130,7 +130,7 @@ def _outline_of_config(name: str | Path) -> Path:
     return folder
 
 
-def _new_folder(name: str) -> Path:
+def new_outline_folder(name: str) -> Path:
     """Make a temporary folder with this name; it is removed when the process ends."""
     from huggingface_hub import constants
 

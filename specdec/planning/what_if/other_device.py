@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import matrix_formats
+from offload.formats.outline import is_outline
 from offload.units import GIB, format_bytes, format_exactly
 from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
@@ -107,7 +108,7 @@ def plan_on(
         whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
         total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
-    measurements = _measurements_of(device, machine, pair, gpu, total_bytes)
+    measurements = measurements_of(device, machine, pair, gpu, total_bytes)
     base_bytes = measure_base()
 
     def plan_for(
@@ -157,9 +158,10 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: Sources) -> Gpu | None:
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
-def _measurements_of(
+def measurements_of(
     device: DeviceSpec, machine: Machine, pair: Sources, gpu: Gpu | None, total_bytes: int
 ) -> Measurements:
+    """Return a device's measurements for these models, completed by those of this machine."""
     target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
     beside_reads = gpu is None and must_stream(target, total_bytes)
     compute, drafting = _compute(device, machine, target, target, beside_reads), None
@@ -178,7 +180,7 @@ def _measurements_of(
 
 def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
     """Return this machine's extra seconds per byte of missing experts; profiles lack them."""
-    if not any(target.experts):
+    if not any(target.experts) or is_outline(target.weight_file):
         return 0.0  # then this machine's storage need not be measured
     return measure_experts(target, total_bytes, machine.storage_bytes_per_second)
 

@@ -219,7 +219,7 @@ def target_curve(storage: str, memory_bytes: int) -> ComputeCurve:
     here = machine(memory_bytes)
     opened = OpenedPair(SimpleNamespace(source=TARGET), None)
     device = complete(PRESETS[storage], here)
-    return other_device._measurements_of(device, here, opened, None, memory_bytes).target.per_byte
+    return other_device.measurements_of(device, here, opened, None, memory_bytes).target.per_byte
 
 
 @pytest.mark.parametrize(
