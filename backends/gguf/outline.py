@@ -30,7 +30,7 @@ class GgufSizes:
     """llama, qwen3 or qwen3moe."""
     hidden_size: int
     intermediate_size: int
-    """Of one expert in a mixture."""
+    """In a mixture, the size of one expert."""
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int

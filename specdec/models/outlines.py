@@ -1,4 +1,4 @@
-"""What a plan reads in place of a model whose weights are not on this disk.
+"""Models for plans: outlines in place of those whose weights are not on this disk.
 
 A model on the hub is planned from its headers (`specdec.models.hub`), a folder with a config.json
 alone from the tensors that transformers would make of it. Both become outlines in a temporary
