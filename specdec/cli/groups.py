@@ -21,7 +21,7 @@ from specdec.cli.naming import as_options, naming_variables, option_name, with_v
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.models.drafts import named_draft
-from specdec.models.outlines import planned_draft, planned_model
+from specdec.models.outlines import planned_name
 from specdec.option import (
     BEAMS,
     LIMITS,
@@ -108,9 +108,9 @@ def _one_run(values: dict[str, Any]) -> RunOptions:
 def _planned_run(values: dict[str, Any]) -> RunOptions:
     """As `_one_run`, with headers in place of models that are not on this disk."""
     asked = RunOptions(**_given(values))
-    asked = replace(asked, model=str(planned_model(asked.model)))
+    asked = replace(asked, model=str(planned_name(asked.model)))
     draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
-    return replace(asked, draft_model=draft and str(planned_draft(draft)))
+    return replace(asked, draft_model=draft and str(planned_name(draft)))
 
 
 def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:

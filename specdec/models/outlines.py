@@ -53,9 +53,13 @@ def planned_model(name: str | Path) -> Path:
     return _downloaded(hub_id) or _once(name, _outline_of_hub)
 
 
-def planned_draft(name: str | Path) -> str | Path:
-    """Return `planned_model` for a draft; one without files of its own is left as it is named."""
-    return planned_model(name) if has_own_files(name) else name
+def planned_name(name: str | Path) -> str | Path:
+    """Return the path of a model's outline, or the name of a model that is on this disk, or of a
+    draft without files of its own. Raises what `planned_model` raises."""
+    if not has_own_files(name):
+        return name
+    path = planned_model(name)
+    return path if path in _outlines.values() else name
 
 
 def _once(name: str | Path, make: Callable[[str | Path], Path]) -> Path:

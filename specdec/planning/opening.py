@@ -20,7 +20,7 @@ from specdec.models.opened import (
     open_model,
     open_source,
 )
-from specdec.models.outlines import planned_draft, planned_model
+from specdec.models.outlines import planned_name
 from specdec.run_options import RunOptions
 from specdec.text.chat_format import chat_format
 from specdec.text.vocabulary import compare_vocabularies
@@ -33,8 +33,8 @@ def open_to_plan(options: RunOptions) -> Sources:
 
     Raises what `open_pair` raises, and HubError.
     """
-    draft_model = options.draft_model and planned_draft(options.draft_model)
-    options = replace(options, model=planned_model(options.model), draft_model=draft_model)
+    draft_model = options.draft_model and planned_name(options.draft_model)
+    options = replace(options, model=planned_name(options.model), draft_model=draft_model)
     names = [name for name in (options.model, options.draft) if name and has_own_files(name)]
     if all(has_tokenizer(resolve_model(name)) for name in names):
         return open_pair(options)

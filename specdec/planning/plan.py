@@ -20,7 +20,7 @@ from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, Sources
-from specdec.models.outlines import planned_draft, planned_model
+from specdec.models.outlines import planned_name
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.kv_capacity import with_kv_capacity
@@ -61,9 +61,9 @@ def plan_run(
     """
     refuse_unknown(options, RunOptions, "plan_run()")
     takes_heads = options.get("device", CPU) == CPU
-    path = planned_model(model)
-    draft = named_draft(path, draft_model, takes_heads=takes_heads)
-    asked = RunOptions(path, None if draft is None else planned_draft(draft), **options)
+    name = planned_name(model)
+    draft = named_draft(name, draft_model, takes_heads=takes_heads)
+    asked = RunOptions(name, None if draft is None else planned_name(draft), **options)
     free_large_blocks_at_once()
     return _plan_sources(asked, open_to_plan(asked), *budget_of_run(asked.memory_budget))[0]
 
