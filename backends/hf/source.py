@@ -39,6 +39,7 @@ from backends.recurrent.memory import planned_bytes
 from backends.recurrent.timing import measure_recurrences
 from backends.timing.passes import is_small, measure_small
 from offload.formats.fingerprint import fingerprint
+from offload.formats.outline import measured_file
 from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
@@ -86,7 +87,7 @@ class HfSource(ModelSource):
     def weight_file(self) -> Path:
         paths = {record.path for layer in self.layers for record in layer.tensors}
         paths |= {r.path for x in self.experts if x is not None for e in x.tensors for r in e}
-        return max(paths, key=lambda path: path.stat().st_size)
+        return measured_file(max(paths, key=lambda path: path.stat().st_size))
 
     def fingerprint(self) -> str:
         config = self.model.config.to_dict()

@@ -41,6 +41,7 @@ from backends.timing.passes import is_small, measure_passes, measure_small
 from offload.errors import SpecdecError
 from offload.formats.fingerprint import fingerprint
 from offload.formats.gguf_header import GGML_TYPES
+from offload.formats.outline import measured_file
 from offload.formats.tensors import TensorRecord
 from offload.paging.expert_pages import outside, overhead_bytes
 from offload.paging.memory import move_seconds_per_byte
@@ -126,7 +127,7 @@ class GgufSource(ModelSource):
 
     @property
     def weight_file(self) -> Path:
-        return max(self.model.index.paths, key=lambda path: path.stat().st_size)
+        return measured_file(max(self.model.index.paths, key=lambda path: path.stat().st_size))
 
     def fingerprint(self) -> str:
         metadata = self.model.index.metadata

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from offload.formats.lfs import refuse_pointer
@@ -60,7 +60,7 @@ class WeightIndex(TensorIndex):
             raise CheckpointError(f"{root} is not a directory; pass the folder of a checkpoint")
         records: dict[str, TensorRecord] = {}
         states: dict[Path, FileState] = {}
-        for shard in _find_shards(root):
+        for shard in find_shards(root, (path.name for path in root.iterdir())):
             path = resolve_within(root, shard)
             states[path] = file_state(path)
             metadata, result = read_header_and_metadata(path)
@@ -80,12 +80,19 @@ def main_format(index: Mapping[str, TensorRecord]) -> str:
     return max(n_bytes, key=lambda key: n_bytes[key])
 
 
-def _find_shards(root: Path) -> list[str]:
-    """Return the names of the files that make up a checkpoint, in order."""
-    # The same precedence as transformers: the single file first.
-    if (root / _SINGLE).exists():
+def find_shards(root: Path, listed: Iterable[str]) -> list[str]:
+    """Return the names of the files that make up a checkpoint, in order.
+
+    Args:
+        root: folder of the index, if there is one; its other files may be elsewhere.
+        listed: names of the checkpoint's files.
+
+    Raises CheckpointError where there is no checkpoint in safetensors.
+    """
+    names = sorted(listed)
+    # The same precedence as transformers: the single file first, unless it is a dangling link.
+    if _SINGLE in names and not ((root / _SINGLE).is_symlink() and not (root / _SINGLE).exists()):
         return [_SINGLE]
-    names = sorted(path.name for path in root.iterdir())
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     if "model.safetensors.index.json" in indexes:
         indexes = ["model.safetensors.index.json"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from offload.formats.gguf_metadata import (
     DAMAGED,
@@ -112,6 +112,18 @@ class GgufFile:
                 return _read(Cursor(file, path, status.st_size), FileState.of(status))
         except OSError as error:
             raise GgufError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def header_bytes(file: BinaryIO, path: Path, n_bytes: int) -> int:
+    """Return the length of the header that a GGUF file of `n_bytes` begins with.
+
+    Args:
+        file: the header's bytes, sought and read in order.
+        path: name of the file in errors.
+
+    Raises GgufError as `GgufFile.read`.
+    """
+    return _read(Cursor(file, path, n_bytes), FileState(0, 0, n_bytes, 0)).data_offset
 
 
 class _TensorInfo(NamedTuple):

@@ -17,6 +17,7 @@ from specdec.cli.commands import check as cli_check
 from specdec.cli.commands import info as cli_info
 from specdec.cli.commands import models as cli_models
 from specdec.cli.commands import pack as cli_pack
+from specdec.cli.commands import recommend as cli_recommend
 from specdec.cli.commands import run as cli_run
 from specdec.cli.commands import serve as cli_serve
 from specdec.cli.commands import train_draft as cli_train_draft
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     _ADVISE: {
         "plan": cli_info.plan,
+        "recommend": cli_recommend.recommend,
         "check": cli_check.check,
         "profile": cli_info.profile,
         "analyze": cli_analyze.analyze,

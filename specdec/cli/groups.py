@@ -21,6 +21,7 @@ from specdec.cli.naming import as_options, naming_variables, option_name, with_v
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.models.drafts import named_draft
+from specdec.models.outlines import planned_name
 from specdec.option import (
     BEAMS,
     LIMITS,
@@ -102,6 +103,14 @@ def _one_run(values: dict[str, Any]) -> RunOptions:
     asked = RunOptions(**_given(values))  # errors are reported before models are opened
     draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
     return replace(asked, draft_model=draft)
+
+
+def _planned_run(values: dict[str, Any]) -> RunOptions:
+    """As `_one_run`, with headers in place of models that are not on this disk."""
+    asked = RunOptions(**_given(values))
+    asked = replace(asked, model=str(planned_name(asked.model)))
+    draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
+    return replace(asked, draft_model=draft and str(planned_name(draft)))
 
 
 def _run_for_each_draft(values: dict[str, Any]) -> list[RunOptions]:
@@ -195,6 +204,8 @@ Target = Annotated[RunOptions, Group(RunOptions, TARGET, _one_run)]
 """Options of a target alone."""
 Load = Annotated[RunOptions, Group(RunOptions, LOAD, _one_run)]
 """Options of a target and of drafting."""
+PlannedLoad = Annotated[RunOptions, Group(RunOptions, LOAD, _planned_run)]
+"""Load, of models that may be on the hub."""
 BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)]
 """Load, with the recording of traces."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]

@@ -59,7 +59,9 @@ EXAMPLES = {
     "plan": (
         "specdec plan TARGET -md DRAFT --memory-budget 8GiB",
         "specdec plan TARGET -md DRAFT --on laptop",
+        "specdec plan user/repo:Q4_K_M --memory-budget 8GiB",
     ),
+    "recommend": ("specdec recommend --memory-budget 12GiB --on laptop",),
     "analyze": ("specdec analyze TARGET --phase decode --on gpu-24gb",),
     "check": (
         "specdec check TARGET -md DRAFT",

@@ -214,6 +214,15 @@ _DEVICES = (
         flops_per_second={DEFAULT_FORMAT: 380 * _GIGA},
         memory_bytes=16 * GIB,
     ),
+    # A laptop with DDR5-5600 on 128 bits (90 GB/s, assumed 75 %) and eight AVX2 cores at 4 GHz
+    # (1024 GFLOP/s peak in F32, assumed 50 %, the same for the other formats).
+    DeviceMeasurements(
+        "laptop-ddr5",
+        storage_bytes_per_second=_NVME_GEN4,
+        dram_bytes_per_second=67 * _GB,
+        flops_per_second={DEFAULT_FORMAT: 510 * _GIGA},
+        memory_bytes=32 * GIB,
+    ),
     # An 8 GB graphics card, after the GeForce RTX 4060 (NVIDIA Ada whitepaper: 272 GB/s; 30 TFLOP/s
     # dense in F16 with F32 sums; PCIe 4.0 x8, 15.8 GB/s), assumed 85 %, 60 % and 80 % of those; F32
     # 15 TFLOP/s, 60 %. Quantised weights are expanded to F16. The host has 16 GB and an NVMe drive.

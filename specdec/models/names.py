@@ -18,13 +18,21 @@ from pathlib import Path
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError, FieldName
+from specdec.models.hub_errors import describe_hub_error
 from specdec.models.kinds import models_among, no_model
 from specdec.models.local_models import OLLAMA_PREFIX, SPLIT, ollama_blob
 from specdec.models.packaged import PACKAGED
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and the files that describe them: pickles and code are never downloaded.
-_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
+CHECKPOINT_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+)
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -55,7 +63,7 @@ def resolve_model(name: str | Path) -> Path:
         return _of_ollama(text)
     path = _path(name)
     if path.is_dir():
-        return _in_directory(path)
+        return model_in(path)
     if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
     if path.exists() and not path.is_file():
@@ -142,7 +150,7 @@ def resolve_headers(name: str | Path) -> Path:
     """Resolve a model whose weights are not read: only JSON files of a checkpoint on the hub are
     downloaded if it is not in the local cache. A GGUF file is downloaded whole.
     """
-    hub_id = _hub_id(name)
+    hub_id = parse_hub_id(name)
     if hub_id is None or hub_id["file"]:
         return resolve_model(name)
     from huggingface_hub import snapshot_download
@@ -151,19 +159,19 @@ def resolve_headers(name: str | Path) -> Path:
     repo, revision = hub_id["repo"], hub_id["revision"]
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(_PATTERNS), local_files_only=True
+            repo, revision=revision, allow_patterns=list(CHECKPOINT_PATTERNS), local_files_only=True
         )
     except (LocalEntryNotFoundError, ValueError):  # not there, or no hub id: the download will say
         return _from_hub(str(name), repo, None, revision, file_patterns=("*.json",))
-    return _in_directory(Path(folder))
+    return model_in(Path(folder))
 
 
 def is_hub_id(name: str | Path) -> bool:
     """Return whether the name can only be a hub id."""
-    return _hub_id(name) is not None
+    return parse_hub_id(name) is not None
 
 
-def _hub_id(name: str | Path) -> re.Match[str] | None:
+def parse_hub_id(name: str | Path) -> re.Match[str] | None:
     """Return the parts of a name that can only be a hub id, else None."""
     text = str(name)
     if text.startswith((PAIR_PREFIX, *_PATH_STARTS)) or _path(name).exists():
@@ -212,7 +220,7 @@ def _of_ollama(name: str) -> Path:
     return blob
 
 
-def _in_directory(directory: Path, part: str = "") -> Path:
+def model_in(directory: Path, part: str = "") -> Path:
     """Return the directory of a checkpoint, or the single GGUF model in it.
 
     part: part of a GGUF file's or its folder's name: repositories have split models in folders.
@@ -263,24 +271,30 @@ def _is_later_split(path: Path) -> bool:
     return split is not None and int(split["number"]) > 1
 
 
+def gguf_patterns(part: str) -> list[str]:
+    """Return the hub's patterns of the GGUF files that have `part` in the name.
+
+    Quantisations are written in either case, and patterns are exact.
+    """
+    stem = part.removesuffix(GGUF_SUFFIX)
+    return [f"*{spelling}*.gguf" for spelling in sorted({stem, stem.upper(), stem.lower()})]
+
+
 def _from_hub(
     name: str,
     repo_id: str,
     part: str | None,
     revision: str | None,
-    file_patterns: Sequence[str] = _PATTERNS,
+    file_patterns: Sequence[str] = CHECKPOINT_PATTERNS,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    # Quantisations are written in either case, and the hub's patterns are exact.
-    stem = (part or "").removesuffix(GGUF_SUFFIX)
-    spellings = {stem, stem.upper(), stem.lower()} if part else ()
-    patterns = [f"*{spelling}*.gguf" for spelling in spellings] or list(file_patterns)
+    patterns = gguf_patterns(part) if part else list(file_patterns)
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the hub client raises many kinds; each is one line here
         raise ModelNotFound(
             f"{name} is neither a model on this disk nor in the local hub cache, "
-            f"and it cannot be downloaded: {one_line(error)}"
+            f"and it cannot be downloaded: {describe_hub_error(error, repo_id)}"
         ) from error
-    return _in_directory(Path(folder), part or "")
+    return model_in(Path(folder), part or "")

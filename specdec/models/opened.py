@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.kinds import head_kind
+from offload.formats.gguf_header import GgufFile
 from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError
 from specdec.models.heads import HeadFit, compare_head, refuse_head
@@ -22,6 +23,7 @@ from specdec.text.contract import ChatTokenizer
 from specdec.text.tokenizer import Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json", "merges.txt")
 logger = logging.getLogger(__name__)
 _MIN_SHARE = 0.9
 """Minimum share of a model's ids that have a token: known embeddings are padded by at most 3 %."""
@@ -52,6 +54,20 @@ class OpenedPair:
         return self.target.source, None if self.draft is None else self.draft.source
 
 
+class Sources(Protocol):
+    """A target and its draft, as plans need them."""
+
+    @property
+    def sources(self) -> tuple[ModelSource, ModelSource | None]: ...
+
+
+@dataclass(frozen=True)
+class SourcePair:
+    """Models to plan and not to run, which takes no tokenizer."""
+
+    sources: tuple[ModelSource, ModelSource | None]
+
+
 def is_gguf(path: Path) -> bool:
     """Return whether a path of `resolve_model` is a GGUF file, not a checkpoint's directory."""
     return path.is_file()
@@ -77,6 +93,24 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
     _refuse_no_tokens(name, opened.vocabulary)
     _warn_of_few_tokens(name, opened.vocabulary)
     return opened
+
+
+def open_source(path: Path, options: BackendOptions) -> ModelSource:
+    """Read the headers of a model, as `resolve_model` returns it; no tokenizer is needed."""
+    if is_gguf(path):
+        from backends.llama.source import GgufSource
+
+        return GgufSource(path, options)
+    from backends.hf.source import HfSource
+
+    return HfSource(path, options)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a model, as `resolve_model` returns it, has a tokenizer beside its headers."""
+    if is_gguf(path):
+        return "tokenizer.ggml.tokens" in GgufFile.read(path).metadata
+    return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:

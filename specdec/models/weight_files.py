@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.fingerprint import fingerprint
+from offload.formats.outline import measured_file
 
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer.json")
 _DIGITS = 16
@@ -23,7 +24,7 @@ def weight_files(model: Path) -> list[Path]:
 
 def largest_weight_file(model: Path) -> Path:
     """Return the largest weight file, which allows the longest and steadiest reads."""
-    return max(weight_files(model), key=lambda path: path.stat().st_size)
+    return measured_file(max(weight_files(model), key=lambda path: path.stat().st_size))
 
 
 def weights_fingerprint(model: Path) -> str:

@@ -13,7 +13,7 @@ from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly
 from specdec.checks import ConfigError, FieldName
 from specdec.models.names import SELF_DRAFT
-from specdec.models.opened import OpenedPair
+from specdec.models.opened import OpenedPair, Sources
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.memory.base import asked_budget
 from specdec.planning.memory.memory_plan import Gpu
@@ -29,12 +29,12 @@ _SLOW_BF16 = (
 )
 
 
-def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
+def find_gpu(options: RunOptions, pair: Sources) -> Gpu | None:
     """Return this machine's GPU for the run; None for a run on the CPU.
 
     Raises NoDevice, UnsupportedModel and ConfigError where a GPU was requested and cannot be used.
     """
-    target = pair.target.source
+    target = pair.sources[0]
     if not _uses_gpu(options, target):
         check_no_gpu_options(options)
         return None
@@ -56,7 +56,7 @@ def find_gpu(options: RunOptions, pair: OpenedPair) -> Gpu | None:
 
 
 def gpu_for(
-    options: RunOptions, pair: OpenedPair, vram_bytes: int, source: str, host_bytes: int = 0
+    options: RunOptions, pair: Sources, vram_bytes: int, source: str, host_bytes: int = 0
 ) -> Gpu:
     """Describe a GPU with `vram_bytes` of memory, present on this machine or not.
 
@@ -101,11 +101,11 @@ def on_gpu(source: ModelSource) -> ModelSource:
     return HfGpuSource(cast("HfSource", source))  # the one format that can
 
 
-def measure_with_gpu(pair: OpenedPair, gpu: Gpu) -> Measurements:
+def measure_with_gpu(pair: Sources, gpu: Gpu) -> Measurements:
     """Measure the storage, the GPU's arithmetic, copies to it, and drafting on either device."""
     from backends.cuda import probe as cuda_probe
 
-    storage = measure_storage(pair.target.source.weight_file).storage_bytes_per_second
+    storage = measure_storage(pair.sources[0].weight_file).storage_bytes_per_second
     cpu_draft = None if gpu.cpu_draft is None else measure_draft(gpu.cpu_draft)
     with cuda_probe.measuring():
         return Measurements(

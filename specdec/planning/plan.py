@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from typing_extensions import Unpack
 
-from backends.contract.self_draft import SharedSource
-from backends.contract.source import BackendOptions, ModelSource
-from backends.heads.opened import mtp_source, open_head
+from backends.contract.source import ModelSource
 from offload.budget import format_up
+from offload.formats.outline import is_outline
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.placement.tiers import VRAM
 from offload.process.allocator import free_large_blocks_at_once
@@ -18,19 +18,20 @@ from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import named_draft
-from specdec.models.names import MTP_HEAD, SELF_DRAFT, resolve_model
-from specdec.models.opened import OpenedModel, OpenedPair, open_model
+from specdec.models.names import SELF_DRAFT
+from specdec.models.opened import OpenedModel, OpenedPair, Sources
+from specdec.models.outlines import planned_name
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.kv_capacity import with_kv_capacity
 from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
+from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
-from specdec.text.chat_format import chat_format
-from specdec.text.vocabulary import compare_vocabularies
 
+logger = logging.getLogger(__name__)
 MAX_STATE_SHARE = 1 / 8
 """Maximum share of the budget for recurrent states, unless those of one sequence take more. Layers
 that have no place beside them are read in every pass, which makes it a seventh longer at most."""
@@ -60,8 +61,11 @@ def plan_run(
     """
     refuse_unknown(options, RunOptions, "plan_run()")
     takes_heads = options.get("device", CPU) == CPU
-    draft = named_draft(model, draft_model, takes_heads=takes_heads)
-    return plan_models(RunOptions(model, draft, **options)).plan
+    name = planned_name(model)
+    draft = named_draft(name, draft_model, takes_heads=takes_heads)
+    asked = RunOptions(name, None if draft is None else planned_name(draft), **options)
+    free_large_blocks_at_once()
+    return _plan_sources(asked, open_to_plan(asked), *budget_of_run(asked.memory_budget))[0]
 
 
 def plan_models(
@@ -78,52 +82,31 @@ def plan_models(
         check_no_gpu_options(options)
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
-    options = for_recurrent(options, pair.target.source, total_bytes)
-    gpu = find_gpu(options, pair)
-    if gpu is None:
-        measurements = measure_figures(pair, total_bytes)
-    else:
-        measurements = measure_with_gpu(pair, gpu)
-    plan = make_plan(options, pair, measurements, total_bytes, source, measure_base(), gpu)
+    plan, options, gpu = _plan_sources(options, pair, total_bytes, source)
     if pair.draft is not None and plan.draft_placement is None:
         options, pair = options.without_draft(), OpenedPair(pair.target, None)
     to_load = placement(pair, gpu, plan.draft_device)
     return PlannedModels(plan, options, to_load.target, to_load.draft)
 
 
-def open_pair(options: RunOptions) -> OpenedPair:
-    """Open the models without weights. Raises what `plan_run` raises, BudgetExceeded excepted."""
-    target = open_model(options.model, options.backend)
-    if options.chat_template is not None:
-        target.tokenizer.chat_format = chat_format(options.chat_template)
-    if options.parse_special:
-        form = replace(target.tokenizer.chat_format, parse_special=True)
-        target.tokenizer.chat_format = form
-    draft = None
-    if options.draft == SELF_DRAFT:
-        draft = replace(target, source=SharedSource(target.source))
-    elif options.draft == MTP_HEAD:
-        options_of_head = BackendOptions(options.backend.n_threads)
-        draft = replace(target, source=mtp_source(target.source, options_of_head))
-    elif options.draft is not None:
-        draft = _open_draft(options.draft, target, options)
-    _check_options(options, target.source)
-    return OpenedPair(target, draft)
+def _plan_sources(
+    options: RunOptions, pair: Sources, total_bytes: int, budget_source: str
+) -> tuple[RunPlan, RunOptions, Gpu | None]:
+    """Return (plan, options that suit recurrent layers, GPU of the run)."""
+    if options.device == CPU:
+        check_no_gpu_options(options)
+    options = for_recurrent(options, pair.sources[0], total_bytes)
+    gpu = find_gpu(options, pair)
+    if gpu is None:
+        measurements = measure_figures(pair, total_bytes)
+    else:
+        measurements = measure_with_gpu(pair, gpu)
+    base_bytes = measure_base()
+    plan = make_plan(options, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
+    return plan, options, gpu
 
 
-def _open_draft(name: str | Path, target: OpenedModel, options: RunOptions) -> OpenedModel:
-    """Open a draft head for this target, or a draft model."""
-    # Cache types apply to the target only: a draft's KV is small.
-    options_of_draft = BackendOptions(options.backend.n_threads)
-    head = open_head(resolve_model(name), target.source, options_of_draft)
-    if head is not None:
-        return replace(target, source=head)
-    draft = open_model(name, options_of_draft)
-    compare_vocabularies(target.vocabulary, draft.vocabulary).require_compatible()
-    return draft
-
-
-def measure_figures(pair: OpenedPair, total_bytes: int) -> Measurements:
+def measure_figures(pair: Sources, total_bytes: int) -> Measurements:
     """Measure this machine's speed, as far as a budget of `total_bytes` needs it."""
     target, draft = pair.sources
     storage = measure_storage(target.weight_file).storage_bytes_per_second
@@ -142,6 +125,9 @@ def measure_experts(
     a budget of `total_bytes` holds all, or there are none."""
     if not any(source.experts) or not must_stream(source, total_bytes):
         return 0.0
+    if is_outline(source.weight_file):
+        logger.warning("no experts here to fetch: they are taken to be read as fast as layers")
+        return 0.0
     return max(0.0, missing_seconds_per_byte(source.experts) - 1.0 / storage_bytes_per_second)
 
 
@@ -158,7 +144,7 @@ def layer_bytes(source: ModelSource) -> int:
 
 def make_plan(
     options: RunOptions,
-    pair: OpenedPair,
+    pair: Sources,
     measurements: Measurements,
     total_bytes: int,
     budget_source: str,
@@ -275,25 +261,6 @@ def _no_capacity(alone: MemoryPlan, search: Search) -> str:
         f"{format_up(alone.smallest.of(ledger))}: raise {option}, or take a smaller draft; "
         "n-grams draft instead"
     )
-
-
-def _check_options(options: RunOptions, target: ModelSource) -> None:
-    if options.load_mode == "mmap" and not target.can_mmap:
-        raise ConfigError(
-            FieldName("load_mode"),
-            f" mmap is for GGUF models: {options.model} can be streamed or loaded in ram",
-        )
-    limit, num_draft_tokens = target.max_tree_leaves, options.spec.num_draft_tokens
-    if limit is not None and options.num_beams > limit:
-        raise ConfigError(
-            FieldName("num_beams"),
-            f" is {options.num_beams}, but a GGUF target follows at most {limit} beams",
-        )
-    if limit is not None and num_draft_tokens is not None and num_draft_tokens > limit:
-        raise ConfigError(
-            FieldName("num_draft_tokens"),
-            f" is {num_draft_tokens}, but a GGUF target verifies at most {limit} at a time",
-        )
 
 
 def _self_draft_problem(options: RunOptions, memory_plan: MemoryPlan) -> str:

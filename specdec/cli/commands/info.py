@@ -11,7 +11,7 @@ import typer
 from offload.units import format_bytes
 from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
-from specdec.cli.groups import Load, Model, with_options
+from specdec.cli.groups import Model, PlannedLoad, with_options
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
@@ -44,7 +44,7 @@ Machines = Annotated[
 
 @with_options
 def plan(
-    load: Load,
+    load: PlannedLoad,
     on: options.OnDevice = None,
     machines: Machines = None,
     json: options.Json = False,

@@ -1,1 +1,1 @@
-"""What-if plans: several sequences at once, several machines, another device."""
+"""What-if plans: several sequences at once, several machines, another device, known models."""

@@ -18,17 +18,19 @@ from typing_extensions import Unpack
 from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import matrix_formats
+from offload.formats.outline import is_outline
 from offload.units import GIB, format_bytes, format_exactly
 from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
 from specdec.devices.this_machine import ThisMachine
-from specdec.models.opened import OpenedPair
+from specdec.models.opened import Sources
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
 from specdec.planning.memory.base import asked_budget, measure_base
 from specdec.planning.memory.memory_plan import Gpu
-from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream, open_pair
+from specdec.planning.opening import open_to_plan
+from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Measurements
 from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
@@ -95,8 +97,8 @@ def plan_on(
     known = find_device(device_name)
     refuse_unknown(options, RunOptions, "plan_on()")
     asked = RunOptions(model, draft_model, **options)
-    pair = open_pair(asked)
-    target = pair.target.source
+    pair = open_to_plan(asked)
+    target = pair.sources[0]
     formats = matrix_formats(target.multiplied)
     machine = ThisMachine(target.path, formats, asked.backend.n_threads)
     device = complete(known, machine)
@@ -106,7 +108,7 @@ def plan_on(
         whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
         total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
-    measurements = _measurements_of(device, machine, pair, gpu, total_bytes)
+    measurements = measurements_of(device, machine, pair, gpu, total_bytes)
     base_bytes = measure_base()
 
     def plan_for(
@@ -134,7 +136,7 @@ def plan_on(
     return DevicePlan(plan, device, dict(sorted(speeds.items(), key=lambda item: -item[1])))
 
 
-def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | None:
+def _gpu(device: DeviceSpec, options: RunOptions, pair: Sources) -> Gpu | None:
     if not device.vram_bytes:
         if options.device == CUDA:
             raise DeviceError(
@@ -143,7 +145,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
             )
         check_no_gpu_options(replace(options, device=CPU))
         return None
-    if options.draft_device == CPU and pair.draft is not None:
+    if options.draft_device == CPU and pair.sources[1] is not None:
         raise DeviceError(
             f"{device.name} describes its GPU's arithmetic and not its CPU's: plan with "
             "the draft on the GPU too (leave --draft-device out)"
@@ -156,9 +158,10 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: OpenedPair) -> Gpu | Non
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
 
 
-def _measurements_of(
-    device: DeviceSpec, machine: Machine, pair: OpenedPair, gpu: Gpu | None, total_bytes: int
+def measurements_of(
+    device: DeviceSpec, machine: Machine, pair: Sources, gpu: Gpu | None, total_bytes: int
 ) -> Measurements:
+    """Return a device's measurements for these models, completed by those of this machine."""
     target, draft = pair.sources if gpu is None else (gpu.target, gpu.draft)
     beside_reads = gpu is None and must_stream(target, total_bytes)
     compute, drafting = _compute(device, machine, target, target, beside_reads), None
@@ -177,7 +180,7 @@ def _measurements_of(
 
 def _expert_seconds(machine: Machine, target: ModelSource, total_bytes: int) -> float:
     """Return this machine's extra seconds per byte of missing experts; profiles lack them."""
-    if not any(target.experts):
+    if not any(target.experts) or is_outline(target.weight_file):
         return 0.0  # then this machine's storage need not be measured
     return measure_experts(target, total_bytes, machine.storage_bytes_per_second)
 

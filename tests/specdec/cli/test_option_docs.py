@@ -24,7 +24,7 @@ def rows(text: str) -> list[list[str]]:
 
 def test_the_tables_of_cli_md_are_those_of_the_options() -> None:
     page = PAGE.read_text()
-    assert page.count("<!-- options: ") == page.count("<!-- end of options -->") == 5
+    assert page.count("<!-- options: ") == page.count("<!-- end of options -->") == 6
     assert filled(page) == page, "run python -m tests.helpers.option_tables"
 
 

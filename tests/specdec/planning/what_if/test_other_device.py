@@ -30,7 +30,7 @@ DRAFT = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=HERE, can_use_gpu=
 def pair(monkeypatch: pytest.MonkeyPatch) -> None:
     on_paper_gpus(monkeypatch)
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=DRAFT))
-    monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
+    monkeypatch.setattr(other_device, "open_to_plan", lambda options: opened)
     monkeypatch.setattr(other_device, "ThisMachine", lambda *arguments: machine(2 * GIB))
     # Earlier tests in this process must not count.
     taken = SimpleNamespace(rss_bytes=500 * MIB)
@@ -155,7 +155,7 @@ def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
     shared = SharedSource(TARGET)
     on_paper_gpus(monkeypatch)
     opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
-    monkeypatch.setattr(other_device, "open_pair", lambda options: opened)
+    monkeypatch.setattr(other_device, "open_to_plan", lambda options: opened)
     actual = plan_on(device, "t", "self:window=512", ctx_size=256).plan
     per_pass = actual.draft_cost_model.seconds(1)
     assert per_pass == pytest.approx(actual.cost_model.seconds(1), rel=0.01)
@@ -167,7 +167,7 @@ def test_a_device_has_a_name() -> None:
 
 
 def test_a_device_is_looked_for_before_any_model_is_opened(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(other_device, "open_pair", None)
+    monkeypatch.setattr(other_device, "open_to_plan", None)
     with pytest.raises(DeviceError, match="no device 'abacus'"):
         plan("abacus")
 
@@ -219,7 +219,7 @@ def target_curve(storage: str, memory_bytes: int) -> ComputeCurve:
     here = machine(memory_bytes)
     opened = OpenedPair(SimpleNamespace(source=TARGET), None)
     device = complete(PRESETS[storage], here)
-    return other_device._measurements_of(device, here, opened, None, memory_bytes).target.per_byte
+    return other_device.measurements_of(device, here, opened, None, memory_bytes).target.per_byte
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Sizes of well-known models, for advice before anything is downloaded.
+
+From their published config.json; of the Llamas also from meta-llama/llama-models
+(models/sku_list.py). A model whose sizes are not certain is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from backends.gguf.outline import Q4_K_M, Q8_0, GgufSizes
+
+_LLAMA_8B = GgufSizes("llama", 4096, 14336, 32, 32, 8, 128, 128_256, 131_072)
+_QWEN_8B = GgufSizes("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, 40_960)
+SIZES: Mapping[str, GgufSizes] = MappingProxyType(
+    {
+        "Llama-3.2-1B": replace(
+            _LLAMA_8B,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            head_dim=64,
+            tie_word_embeddings=True,
+        ),
+        "Llama-3.1-8B": _LLAMA_8B,
+        "Llama-3.3-70B": replace(
+            _LLAMA_8B,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+        ),
+        "Qwen3-0.6B": replace(
+            _QWEN_8B,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            tie_word_embeddings=True,
+        ),
+        "Qwen3-4B": replace(
+            _QWEN_8B, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True
+        ),
+        "Qwen3-8B": _QWEN_8B,
+        "Qwen3-14B": replace(
+            _QWEN_8B,
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+        ),
+        "Qwen3-32B": replace(
+            _QWEN_8B,
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_hidden_layers=64,
+            num_attention_heads=64,
+        ),
+        "Qwen3-30B-A3B": replace(
+            _QWEN_8B,
+            architecture="qwen3moe",
+            hidden_size=2048,
+            intermediate_size=768,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class KnownPair:
+    """A target in a file type, and a draft with its tokenizer, which is Q8_0."""
+
+    target: str
+    file_type: str
+    draft: str
+
+
+_DRAFTS = {
+    "Qwen3-4B": "Qwen3-0.6B",
+    "Llama-3.1-8B": "Llama-3.2-1B",
+    "Qwen3-8B": "Qwen3-0.6B",
+    "Qwen3-14B": "Qwen3-0.6B",
+    "Qwen3-30B-A3B": "Qwen3-0.6B",
+    "Qwen3-32B": "Qwen3-0.6B",
+    "Llama-3.3-70B": "Llama-3.2-1B",
+}
+PAIRS = tuple(
+    KnownPair(target, file_type, draft)
+    for target, draft in _DRAFTS.items()
+    for file_type in (Q4_K_M, Q8_0)
+)
+"""Pairs to recommend, from the smallest target to the largest."""

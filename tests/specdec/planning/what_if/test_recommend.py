@@ -1,0 +1,64 @@
+"""Recommended pairs: those that fit, with the planner's own predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload.units import GIB
+from specdec.cli.app import main
+from specdec.planning.what_if import recommend as advice
+from specdec.planning.what_if.known_models import PAIRS, SIZES, KnownPair
+from specdec.planning.what_if.recommend import recommend
+
+SMALL = (KnownPair("Qwen3-4B", "Q4_K_M", "Qwen3-0.6B"),)
+LARGE = (KnownPair("Llama-3.3-70B", "Q4_K_M", "Llama-3.2-1B"),)
+
+
+@pytest.fixture(autouse=True)
+def _two_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(advice, "PAIRS", SMALL + LARGE)
+
+
+def test_what_fits_is_in_memory_and_what_does_not_streams() -> None:
+    small, large = recommend(12 * GIB)
+    assert (small.target, small.draft, small.streamed_bytes) == ("Qwen3-4B", "Qwen3-0.6B", 0)
+    assert large.target == "Llama-3.3-70B"
+    assert 28 * GIB < large.streamed_bytes < 40 * GIB
+    assert large.tokens_per_second < 1 < small.tokens_per_second
+    assert large.smallest_bytes < 12 * GIB
+
+
+def test_a_faster_laptop_is_faster_and_little_memory_fits_nothing() -> None:
+    slow, fast = recommend(12 * GIB)[1], recommend(12 * GIB, "laptop-ddr5")[1]
+    ratio = fast.tokens_per_second / slow.tokens_per_second
+    assert ratio == pytest.approx(6.5 / 3.0, rel=0.1)  # the storage's
+    assert recommend(GIB // 2) == []
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--memory-budget", "12GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "predicted for laptop; not measured" in text
+    assert "Llama-3.3-70B" in text
+    assert main(["recommend", "--memory-budget", "12GB", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["memory_bytes"] == 12 * 10**9
+    assert [item["target"] for item in value["recommendations"]] == ["Qwen3-4B", "Llama-3.3-70B"]
+    assert main(["recommend", "--memory-budget", "lots"]) == 2
+    assert main(["recommend", "--on", "abacus"]) == 2
+
+
+def test_the_table_has_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "TABLE_GIB", (8, 64))
+    head, _, *rows = advice.markdown_table().splitlines()
+    assert head.endswith("| 8 GB | 64 GB |")
+    assert [row.split(" | ")[0] for row in rows] == ["| Qwen3-4B", "| Llama-3.3-70B"]
+
+
+def test_drafts_have_the_vocabulary_of_their_targets() -> None:
+    for pair in PAIRS:
+        assert SIZES[pair.draft].vocab_size == SIZES[pair.target].vocab_size
