@@ -105,6 +105,12 @@ class MappedFile:
         self._file.close()
 
 
+def file_bytes(tensors: Sequence[TensorShape], metadata: Mapping[str, str]) -> int:
+    """Return the size of the file that `write_mapped` writes."""
+    n_header = len(_header(_in_order(tensors), metadata, _NO_DIGEST))
+    return n_header + sum(tensor.n_bytes for tensor in tensors)
+
+
 def write_mapped(
     path: Path,
     tensors: Sequence[TensorShape],
@@ -118,8 +124,7 @@ def write_mapped(
         Any exception of `fill`. `path` is unchanged then.
     """
     place = Path(os.path.realpath(path))  # a link stays a link
-    # The widest dtypes first, so that each tensor is aligned to its dtype.
-    tensors = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+    tensors = _in_order(tensors)
     header = _header(tensors, metadata, _NO_DIGEST)
     n_bytes = len(header) + sum(tensor.n_bytes for tensor in tensors)
     descriptor, aside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
@@ -191,6 +196,11 @@ def _digest(file: BinaryIO, start: int) -> str:
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def _in_order(tensors: Sequence[TensorShape]) -> list[TensorShape]:
+    """Return the widest dtypes first, so that each tensor is aligned to its dtype."""
+    return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
 
 
 def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from traceback import clear_frames
 from typing import NamedTuple, Protocol
@@ -60,6 +61,8 @@ class Engine(EngineThread):
         self._running: list[Running] = []
         self._in_pass: SequenceOf[Request] = ()
         """Requests of the current step."""
+        self.save_prefixes: Callable[[], None] = lambda: None
+        """Write the KV of newly finished sequences to storage, where that is requested."""
         self._num_cancels = 0
         """Number of calls of `cancel_pass` so far."""
         super().__init__()
@@ -157,6 +160,7 @@ class Engine(EngineThread):
         for running in finished:
             self.scheduler.totals.add(requests=1)
             running.finish()
+        self.save_prefixes()  # when callers have their answers
 
     def abort(self, error: BaseException | None) -> None:
         for running in self._running:

@@ -13,16 +13,12 @@ from collections.abc import Sequence as SequenceOf
 from backends.contract.backend import Backend, BackendError
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
+from backends.contract.prefix_files import FILE_BYTES_PER_SECOND, FILE_SECONDS
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
 
-FILE_SECONDS = 0.01
-"""Fixed cost of writing a KV file and reading it again."""
-FILE_BYTES_PER_SECOND = 200e6
-"""Bandwidth of each direction on a slow disk. On a faster disk a file would already pay for fewer
-tokens, but only few are lost: 15 tokens of a 3B in bf16 take 60 ms."""
 _MIN_UNSHARED_FRACTION = 0.5
 """Minimum fraction of a sequence's tokens whose KV no other sequence shares, for swapping to pay:
 shared KV takes no memory of its own, KV from a file does."""
@@ -58,6 +54,7 @@ class KVCacheManager:
         self.cache, self.files = cache, files
         self._target, self.cost, self._totals = target, cost, totals
         self._max_num_seqs = max_num_seqs
+        cache.seconds = self._recompute_seconds
         self.running: list[Sequence] = []
 
     # --- allocate ------------------------------------------------------------------------------
@@ -73,11 +70,18 @@ class KVCacheManager:
             if self._pays_to_swap(sequence)
             else self._match_prefix(sequence)
         ):
-            if not self.cache.drop_oldest():
+            if not self.cache.evict(self._max_evicted_seconds(sequence)):
                 return False
         self.discard_file(sequence)
         self.running.append(sequence)
         return True
+
+    def _max_evicted_seconds(self, sequence: Sequence) -> float | None:
+        """Return the value of cached KV that may be evicted for a waiting sequence. While others
+        run, it waits for them to end rather than take KV that is dearer than its own."""
+        if not self.running:
+            return None
+        return self._recompute_seconds(len(sequence.ids_to_compute))
 
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
@@ -85,11 +89,20 @@ class KVCacheManager:
         kv = self._new_kv(ids, sequence.request.cache_prompt)
         if kv is None:
             return False
-        if self._has_capacity(len(ids) - kv.n_committed, kv):
-            sequence.attach(kv)
-            return True
-        self.cache.drop(kv)
-        return False
+        if not self._has_capacity(len(ids) - kv.n_committed, kv):
+            self.cache.drop(kv)
+            return False
+        sequence.attach(self._load_longer(sequence, kv))
+        return True
+
+    def _load_longer(self, sequence: Sequence, kv: SequenceKV) -> SequenceKV:
+        """Return KV of a longer prefix from storage, where reading it is quicker than computing."""
+        if not sequence.request.cache_prompt:
+            return kv
+        loaded = self.cache.load_longer(kv, sequence.ids_to_compute)
+        if loaded is not kv:
+            self._totals.add(loaded_prefixes=1, loaded_prefix_tokens=loaded.n_committed)
+        return loaded
 
     def _swap_in(self, sequence: Sequence) -> bool:
         """Attach the KV of the sequence's file, if there is capacity."""
@@ -162,7 +175,7 @@ class KVCacheManager:
             batch = [item.min_input() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
                 return preempted
-            if self.cache.drop_oldest():
+            if self.cache.evict():
                 continue
             if len(remaining) < 2:
                 return preempted  # there will never be more: the pass raises what is full
@@ -211,6 +224,15 @@ class KVCacheManager:
             return False
         return self._pays_off(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
 
+    def _recompute_seconds(self, num_tokens: int) -> float:
+        return self.cost.extra_seconds(num_tokens)
+
+    def save_prefixes(self) -> None:
+        """Write the KV of newly finished sequences to storage where that pays."""
+        num_files = self.cache.save_new()
+        if num_files:
+            self._totals.add(saved_prefixes=num_files)
+
     def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
         """Return the number of its first tokens that others have KV of."""
         if not sequence.request.cache_prompt:
@@ -222,8 +244,9 @@ class KVCacheManager:
         num_own = num_tokens - num_shared
         if num_own < _MIN_UNSHARED_FRACTION * num_tokens:
             return False
-        seconds = self.cost.seconds(1 + num_own) - self.cost.seconds(1)
-        return seconds > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
+        return (
+            self._recompute_seconds(num_own) > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
+        )
 
 
 def _tokens(kv: SequenceKV, num_tokens: int) -> SequenceInput:

@@ -73,6 +73,10 @@ class CostModel:
         factor = np.exp(np.interp(math.log2(num_tokens), _KNOTS, self._factors))
         return self.planned_seconds(num_tokens) * float(factor)
 
+    def extra_seconds(self, num_tokens: int) -> float:
+        """Return the seconds by which `num_tokens` more tokens make a pass of one longer."""
+        return self.seconds(1 + num_tokens) - self.seconds(1)
+
     def table(self, max_num_tokens: int) -> NDArray[np.float64]:
         """Return the seconds of passes of 1, 2, ... tokens, float64 [n].
 
