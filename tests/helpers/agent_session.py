@@ -77,5 +77,10 @@ def load(model: Path, folder: Path | None, **options: Any) -> LLM:
     return llm
 
 
+def wait_for_files(llm: LLM) -> None:
+    """Wait until the engine, which answers first, has written its files."""
+    llm.session.engine.call(lambda: None)
+
+
 def files_of(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob("*.safetensors"))

@@ -25,9 +25,7 @@ _LEFT_OUT = re.compile(r"dense_[23]\.|cls\.|.*\.(lora_[ab]|weight_scale|input_sc
 _TABLE_OF_HEAD = re.compile(r"nextn\.(embed_tokens|shared_head_head)\.")
 
 
-def save_tiny_architecture(
-    name: str, path: Path, *, seed: int = 0, n_ctx: int = N_CTX
-) -> Path:
+def save_tiny_architecture(name: str, path: Path, *, seed: int = 0, n_ctx: int = N_CTX) -> Path:
     """Write the file of an entry of ARCHITECTURES or WITH_HEADS."""
     head = path.with_suffix(".head")
     kind = (ARCHITECTURES | WITH_HEADS)[name]

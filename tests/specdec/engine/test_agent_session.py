@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import AgentSession, always_pay, load
+from agent_session import AgentSession, always_pay, load, wait_for_files
 from checkpoints import save_tiny_checkpoint
 from gguf_models import save_tiny_gguf
 from tiny_gguf import save_tiny_architecture
@@ -20,8 +20,8 @@ KINDS = (
     pytest.param("gguf hybrid", marks=pytest.mark.gguf),
     pytest.param("gguf mamba", marks=pytest.mark.gguf),
 )
-SMALL = 400, {"ctx_size": 2048}
-LARGE = 3000, {"ctx_size": 4096}
+SMALL = AgentSession(400, num_turns=8, num_short=20), {"ctx_size": 1024}
+LARGE = AgentSession(3000, num_turns=30, num_short=50), {"ctx_size": 4608}
 _SHARE = 0.95
 
 
@@ -46,17 +46,18 @@ def save(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return save_tiny_architecture(name, folder / "m.gguf", n_ctx=8192), options
 
 
-def check(kind: str, folder: Path, num_start_tokens: int, options: dict[str, Any]) -> None:
+def check(kind: str, folder: Path, session: AgentSession, options: dict[str, Any]) -> None:
     model, more = save(kind, folder)
-    cache, session = folder / "cache", AgentSession(num_start_tokens)
+    cache = folder / "cache"
     with load(model, cache, **options, **more) as llm:
         tokens = session.run(llm)
         assert min(session.shares) >= _SHARE
+        wait_for_files(llm)
         assert llm.stats.saved_prefixes > 0
         assert llm.stats.loaded_prefixes == 0
     with load(model, None, **options, spec_type="none") as plain:
         assert session.run(plain, cache_prompt=False) == tokens
-        last = [r for r in session.results if len(r.prompt_token_ids) > num_start_tokens][-1]
+        last = max(session.results, key=lambda result: len(result.prompt_token_ids))
         prompt = [*last.prompt_token_ids, *last.token_ids, 7, 8, 9]
         expected = plain.generate(prompt, cache_prompt=False, max_tokens=8, logprobs=True)
     with load(model, cache, **options, **more) as llm:
