@@ -61,7 +61,7 @@ def test_one_value_where_several_may_be(
     ("text", "named"),
     [
         ("memry = 1", "no command has an option --memry"),
-        ("[serve]\nprompt_cache_file = 'x'", "no command has an option does not have an option"),
+        ("[serve]\nprompt_cache_file = 'x'", "specdec serve does not have an option"),
         ("[sarve]\nport = 1", "--sarve"),
         ("serve = 1", "write [serve]"),
         ("api-key = 'secret'", "--api-key"),

@@ -212,8 +212,8 @@ def test_a_folder_that_goes_away(
             assert llm.generate(LONG, **ASKED).logprobs == expected.logprobs
             wait_for_files(llm)
             llm.session.forget_prompt()
-    texts = [record.message for record in caplog.records]
-    assert len(texts) == len(set(texts)) == 2  # one of reading, one of writing
+    notes = [record.message for record in caplog.records]
+    assert len(notes) == len(set(notes)) == 2  # one of reading, one of writing
 
 
 def test_a_sliding_window_on_llama_cpp_is_computed(tmp_path: Path, folder: Path) -> None:
