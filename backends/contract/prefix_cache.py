@@ -107,7 +107,8 @@ class PrefixCache:
             return kv
         self.ensure_capacity(loaded, stored.num_tokens)
         batch = [SequenceInput(loaded, [0] * stored.num_tokens)]
-        if self.backend.n_fitting(batch) < 1 or not self.files.load(stored, loaded):
+        n_growth = self.backend.kv_growth_bytes(self.n_committed + stored.num_tokens)
+        if self.backend.n_fitting(batch) < 1 or not self.files.load(stored, loaded, n_growth):
             loaded.close()
             return kv
         loaded.rollback(stored.length)

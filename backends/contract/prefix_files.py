@@ -125,8 +125,11 @@ class PrefixFiles:
         stored = self.longest(list(token_ids))
         return 0 if stored is None else stored.length
 
-    def load(self, stored: StoredPrefix, kv: SequenceKV) -> bool:
-        """Load a file into an empty sequence; if that fails, return False and leave it empty."""
+    def load(self, stored: StoredPrefix, kv: SequenceKV, n_growth_bytes: int = 0) -> bool:
+        """Load a file into an empty sequence; if that fails, return False and leave it empty.
+
+        n_growth_bytes: memory that the KV cache may take for it.
+        """
         path, began = self._folder / stored.name, time.perf_counter()
         try:
             file = read_mapped(path)
@@ -139,7 +142,8 @@ class PrefixFiles:
                 if bytes(file.buffers[_TOKENS]) != _token_bytes(stored.token_ids):
                     raise CheckpointError(f"{path} has other tokens than before")
                 n_bytes = tokens.n_bytes + sum(tensor.n_bytes for tensor in tensors.values())
-                if not self._free_memory(max(t.n_bytes for t in tensors.values())):
+                n_mapped = max(tensor.n_bytes for tensor in tensors.values())
+                if not self._free_memory(n_mapped + n_growth_bytes):
                     return False
                 kv.load_prefix(
                     stored.token_ids,

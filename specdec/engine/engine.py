@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from traceback import clear_frames
@@ -91,11 +92,15 @@ class Engine(EngineThread):
 
         Raises errors of the models; the step is then undone by `recover`.
         """
+        assert self.scheduler is not None, "a step was scheduled"
         self._in_pass = batch.requests
         self._release_layers(batch)
         self.speculation.draft_prefill(batch)
         trees = self.speculation.propose(batch)
+        began = time.perf_counter()
         outputs = self.speculation.forward(trees, batch)
+        if not trees:
+            self.scheduler.kv.observe_prefill(batch.num_prefill_tokens, time.perf_counter() - began)
         verified = [
             (sequence, sequence.accept(tree, output))
             for (sequence, tree), output in zip(trees, outputs.trees, strict=True)

@@ -24,6 +24,8 @@ _MIN_UNSHARED_FRACTION = 0.5
 shared KV takes no memory of its own, KV from a file does."""
 _MIN_SHARED_PREFIX = 16
 """Minimum common prefix, in tokens, for a prompt to wait for another one that is computing it."""
+_MIN_OBSERVED_TOKENS = 128
+"""Minimum size of a pass over prompts to learn from: smaller ones are learnt from in decoding."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
 
@@ -54,6 +56,7 @@ class KVCacheManager:
         self.cache, self.files = cache, files
         self._target, self.cost, self._totals = target, cost, totals
         self._max_num_seqs = max_num_seqs
+        self._has_computed = False
         cache.seconds = self._recompute_seconds
         self.running: list[Sequence] = []
 
@@ -78,10 +81,12 @@ class KVCacheManager:
 
     def _max_evicted_seconds(self, sequence: Sequence) -> float | None:
         """Return the value of cached KV that may be evicted for a waiting sequence. While others
-        run, it waits for them to end rather than take KV that is dearer than its own."""
+        run, it waits for them to end rather than take KV that is dearer than its own, but no longer
+        than that KV would take to compute."""
         if not self.running:
             return None
-        return self._recompute_seconds(len(sequence.ids_to_compute))
+        own_seconds = self._recompute_seconds(len(sequence.ids_to_compute))
+        return max(own_seconds, sequence.request.recorder.waited_seconds)
 
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
@@ -226,6 +231,13 @@ class KVCacheManager:
 
     def _recompute_seconds(self, num_tokens: int) -> float:
         return self.cost.extra_seconds(num_tokens)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Correct the cost of passes by one over prompts alone: the price of their KV. Not by the
+        first one, which also waits for weights that are still being read."""
+        if self._has_computed and num_tokens >= _MIN_OBSERVED_TOKENS:
+            self.cost.observe(num_tokens, seconds)
+        self._has_computed = True
 
     def save_prefixes(self) -> None:
         """Write the KV of newly finished sequences to storage where that pays."""

@@ -8,6 +8,7 @@ output is the same with the KV of one, of both, or of none.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from backends.contract.prefix_files import PrefixFiles
 from offload.errors import SpecdecError
 from specdec.models.opened import OpenedModel
 from specdec.planning.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
 
 
 class PromptCacheError(SpecdecError):
@@ -82,6 +85,11 @@ class PromptCacheFolder:
                     self._max_bytes,
                     free_memory,
                 )
+        if not target.backend.can_save_prefix:
+            logger.warning(
+                f"the prompt cache {self._folder} is not used for the target: llama.cpp saves only "
+                "the last window of its KV"
+            )
         draft_cost = plan.draft_cost_model
         if draft is not None and draft_cost is not None:
             draft.seconds = draft_cost.extra_seconds

@@ -17,6 +17,7 @@ import specdec
 from specdec.api import LLM
 from specdec.cli.app import main
 from specdec.engine.prompt_cache import PromptCacheError
+from specdec.metrics.recorder import StatsRecorder
 from specdec.policy.cost_model import CostModel
 
 OPTIONS = {"ctx_size": 512, "num_draft_tokens": 4}
@@ -216,14 +217,19 @@ def test_a_folder_that_goes_away(
     assert len(notes) == len(set(notes)) == 2  # one of reading, one of writing
 
 
-def test_a_sliding_window_on_llama_cpp_is_computed(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.gguf
+def test_a_sliding_window_on_llama_cpp_is_computed(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("llama_cpp")
     from gguf_models import save_tiny_gguf
 
     model = save_tiny_gguf("gemma2", tmp_path / "m.gguf")
     with load(model, folder, **OPTIONS) as llm:
         llm.generate(LONG, **ASKED)
+        wait_for_files(llm)
         assert llm.stats.saved_prefixes == 0
+    assert "is not used for the target: llama.cpp saves only the last window" in caplog.text
 
 
 def test_on_the_command_line(
@@ -251,3 +257,15 @@ def test_short_requests_wait_rather_than_evict(target: Path) -> None:
         again = llm.generate(LONG, **ASKED)
         assert again.stats.reused_prompt_tokens == len(LONG) - 1
         assert len(results) == 16
+
+
+def test_a_request_that_has_waited_for_as_long_evicts(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No longer than the prefix would take to compute: the others may go on for hours."""
+    with specdec.load(target, parallel=8, **OPTIONS) as llm:
+        cost_by_tokens(llm)
+        llm.generate(LONG, **ASKED)
+        monkeypatch.setattr(StatsRecorder, "waited_seconds", 1e3)
+        llm.generate([prompt(20, step) for step in range(3, 19)], max_tokens=4)
+        assert llm.generate(LONG, **ASKED).stats.reused_prompt_tokens < 10
