@@ -225,7 +225,7 @@ class PrefixFiles:
     def write(self, kv: SequenceKV, seconds: float) -> bool:
         """Write the committed prefix of a sequence, if writing and reading it takes less than
         `seconds` and there is space; return whether it was written."""
-        token_ids, ranges = list(kv.committed_ids), _ranges_of(kv)
+        token_ids, ranges = list(kv.committed_ids), kv.restorable_ranges
         tensors = [TensorShape(_TOKENS, "I32", (len(token_ids),)), *kv.prefix_tensors()]
         metadata = {"format": FORMAT, "model": self._fingerprint, _RANGES: json.dumps(ranges)}
         n_bytes = file_bytes(tensors, metadata)
@@ -297,15 +297,3 @@ class PrefixFiles:
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     return np.array(token_ids, dtype="<i4").tobytes()
-
-
-def _ranges_of(kv: SequenceKV) -> list[tuple[int, int]]:
-    """Return the ranges of lengths that a sequence's KV can be cut to."""
-    ranges: list[tuple[int, int]] = []
-    for length in range(1, kv.n_committed + 1):
-        if kv.restorable(length) == length:
-            if ranges and ranges[-1][1] == length - 1:
-                ranges[-1] = (ranges[-1][0], length)
-            else:
-                ranges.append((length, length))
-    return ranges

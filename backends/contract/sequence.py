@@ -126,6 +126,18 @@ class SequenceKV(ABC):
         return length
 
     @property
+    def restorable_ranges(self) -> list[tuple[int, int]]:
+        """(first, last) lengths of prefixes that the KV can return to."""
+        ranges: list[tuple[int, int]] = []
+        for length in range(1, self.n_committed + 1):
+            if self.restorable(length) == length:
+                if ranges and ranges[-1][1] == length - 1:
+                    ranges[-1] = (ranges[-1][0], length)
+                else:
+                    ranges.append((length, length))
+        return ranges
+
+    @property
     def snapshot_lengths(self) -> Sequence[int]:
         """Lengths of the prefixes that need a file each, for all that the KV can return to."""
         return (self.n_committed,)
