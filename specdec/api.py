@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _PLAIN = SpecConfig(spec_type=())
-_OF_ONE_REQUEST = (
+REQUEST_ERRORS = (
     ChatTemplateError,
     ConfigError,
     GrammarError,
@@ -180,7 +180,7 @@ class LLM:
                     index, request = next_request
                     try:
                         running[index] = self.stream(*_checked_pair(request))
-                    except _OF_ONE_REQUEST as error:
+                    except REQUEST_ERRORS as error:
                         yield index, error
                     else:
                         on_output = partial(changed.put, index)
@@ -320,7 +320,7 @@ def _outcome(stream: GenerationStream) -> GenerationResult | SpecdecError:
     error = stream.take_error()
     if error is None:
         return stream.result
-    if isinstance(error, _OF_ONE_REQUEST):
+    if isinstance(error, REQUEST_ERRORS):
         return error
     raise error
 

@@ -37,7 +37,7 @@ MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
-DEFAULT_PARALLEL = 8
+DEFAULT_PARALLEL = 16
 """Sequences take rows of logits and activations always, but KV only while they run."""
 MAX_PARALLEL = 256
 _SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
@@ -86,7 +86,7 @@ class RunOptions:
     """
 
     model: str | Path = required(
-        "Target model: a directory, a .gguf file, a hub id (user/repo), ollama:NAME or "
+        "Target model: a directory, a .gguf file, a hub id (user/repo), ollama:NAME, smollm2 or "
         "pair:target.",
         MODELS,
         short="-m",
@@ -152,14 +152,16 @@ class RunOptions:
         short="-np",
         at_least=1,
         at_most=MAX_PARALLEL,
-        shown_default="8, or fewer with large recurrent states",
+        shown_default=f"{DEFAULT_PARALLEL}, or fewer with large recurrent states",
     )
     kv_tokens: int | None = option(
         None,
-        "Capacity of the KV caches, in tokens of all sequences together.",
+        "Capacity of the KV caches, in tokens of all sequences together; auto takes what pays, as "
+        "unused KV memory holds layers.",
         MEMORY,
+        metavar="auto|N",
         at_least=1,
-        shown_default="--ctx-size",
+        shown_default="auto",
     )
     threads: int | None = option(
         None, "Compute threads.", MEMORY, at_least=1, at_most=MAX_THREADS, shown_default="all cores"
@@ -370,6 +372,7 @@ class RunOptions:
         """Maximum sequences that have KV at a time: running ones, as many cached ones, and one."""
         return 2 * self.max_num_seqs + 1
 
-    def all_tokens(self, ctx_size: int) -> int:
-        """Return the capacity of the KV caches, in tokens of all sequences together."""
+    def min_kv_tokens(self, ctx_size: int) -> int:
+        """Return the minimum capacity of the KV caches, in tokens of all sequences together: one
+        context, or what was requested."""
         return max(ctx_size, self.kv_tokens or 0)

@@ -61,6 +61,22 @@ def refuse_nonsense(directory: Path) -> None:
     for part in config_parts(config):
         _check_sizes(part, path)
         _check_rope(part, path)
+        _check_dtype(part, path)
+
+
+def _check_dtype(part: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a name that is no type of numbers."""
+    import torch
+
+    for name in ("dtype", "torch_dtype"):
+        value = part.get(name)
+        if not isinstance(value, str) or value == "auto":
+            continue
+        if not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+            raise CheckpointError(
+                f"{path}: {name} is {json.dumps(value)[:60]}, must be float32, bfloat16, float16 "
+                f"or another type of torch: {_REMEDY}"
+            )
 
 
 def _check_numbers(value: Any, path: Path, name: str = "", depth: int = 0) -> None:

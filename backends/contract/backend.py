@@ -218,6 +218,14 @@ class Backend(ABC):
         return 0
 
     @property
+    def unused_kv_bytes(self) -> int:
+        """Bytes of KV memory that no sequence uses and `release_unused_kv` would free."""
+        return 0
+
+    def release_unused_kv(self) -> None:  # noqa: B027 (optional)
+        """Free KV memory that no sequence uses. Call it between passes only."""
+
+    @property
     def unread_bytes(self) -> int:
         """Bytes of resident weights that have not been read yet; the first pass waits for them."""
         return 0

@@ -221,6 +221,12 @@ class PrefixCache:
         return tuple(item.kv for item in self._cached)
 
     @property
+    def n_cached(self) -> int:
+        """Committed tokens of cached sequences; those of common prefixes count once."""
+        ordered = sorted(list(kv.committed_ids) for kv in self.cached)
+        return sum(map(len, ordered)) - sum(map(common_length, ordered, ordered[1:]))
+
+    @property
     def n_committed(self) -> int:
         """Committed tokens of all sequences; shared ones count for each of them."""
         return sum(sequence.n_committed for sequence in (*self._in_use, *self.cached))

@@ -61,6 +61,11 @@ class SharedSource(SharesWeights):
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return self.source.scratch_bytes(ctx_size, max_num_tokens, max_nodes)
 
+    def shared_scratch_bytes(
+        self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int
+    ) -> int:
+        return self.source.shared_scratch_bytes(ctx_size, kv_tokens, max_num_tokens, max_nodes)
+
     @property
     def head_bytes(self) -> int:
         """Bytes of all weights that a pass multiplies with, since this source has no layers."""

@@ -94,6 +94,8 @@ class Loading:
     """Sequences at a time, finished ones in the prefix cache included."""
     has_head: bool = False
     """Whether a draft will use the model's own draft head, which is loaded with it."""
+    hidden_state_layers: tuple[int, ...] = ()
+    """Layers whose outputs a draft head will take: see Backend.collect_hidden_states."""
 
     @property
     def has_more_tokens(self) -> bool:
@@ -130,6 +132,8 @@ class ModelSource(ABC):
     hidden_state_bytes: int = 0
     """Bytes, in float32, of the target's hidden states that a draft head takes with a token; 0 for
     other models."""
+    target_layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs a draft head takes; () for other models."""
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 
@@ -182,6 +186,18 @@ class ModelSource(ABC):
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         """Return the maximum bytes of activations and logits, for a prompt of `ctx_size` tokens
         or a pass of `max_num_tokens`."""
+
+    def shared_scratch_bytes(
+        self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int
+    ) -> int:
+        """Return `scratch_bytes` where sequences of up to `ctx_size` tokens share a KV cache of
+        `kv_tokens`: a pass takes `ctx_size` prompt tokens of them at most."""
+        return self.scratch_bytes(kv_tokens, max_num_tokens, max_nodes)
+
+    def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:
+        """Return whether the output is the same in a KV cache of `kv_tokens` as in one of a single
+        context."""
+        return True
 
     @property
     def exactness(self) -> Exactness:

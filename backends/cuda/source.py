@@ -60,6 +60,12 @@ class HfGpuSource(HfSource):
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return activation_bytes(self.model, ctx_size, max_num_tokens, on_gpu=True)
 
+    def shared_scratch_bytes(
+        self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int
+    ) -> int:
+        """See ModelSource; the keys of all sequences are gathered in order."""
+        return self.scratch_bytes(kv_tokens, max_num_tokens, max_nodes)
+
     @cached_property
     def all_on_device(self) -> Placement:
         """Placement with all layers on the device, so that nothing is copied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.ggml.operators import InitParams, load_ggml
+from backends.ggml.operators import F32, InitParams, load_ggml
 
 _CONTEXT_BYTES = 64 << 10
 """Memory for headers of three tensors and a graph; ggml aborts if they do not fit."""
@@ -40,8 +40,28 @@ class GgmlProducts:
         ggml.reset(context)
         left = ggml.new_2d(context, type_id, n_in, n_out)
         right = ggml.new_2d(context, type_id, n_in, num_tokens)
+        ggml.tensor_alloc(self._memory, left, weight)
+        self._run(left, right, rows, result, n_threads)
+
+    def multiply_with(
+        self, weight: int, rows: int, result: int, shape: tuple[int, int], n_threads: int
+    ) -> None:
+        """Compute result = rows · weightᵀ with a loaded model's tensor, of any format and layout.
+
+        Args:
+            weight: address of its ggml_tensor, [n_out, n_in].
+            rows, result: addresses of float32 [num_tokens, n_in] and [num_tokens, n_out].
+            shape: (num_tokens, n_in)
+        """
+        num_tokens, n_in = shape
+        self._ggml.reset(self._context)
+        right = self._ggml.new_2d(self._context, F32, n_in, num_tokens)
+        self._run(weight, right, rows, result, n_threads)
+
+    def _run(self, left: int, right: int, rows: int, result: int, n_threads: int) -> None:
+        ggml, context = self._ggml, self._context
         product = ggml.mul_mat(context, left, right)
-        for tensor, address in ((left, weight), (right, rows), (product, result)):
+        for tensor, address in ((right, rows), (product, result)):
             ggml.tensor_alloc(self._memory, tensor, address)
         graph = ggml.new_small_graph(context, _GRAPH_NODES, False)
         ggml.expand(graph, product)

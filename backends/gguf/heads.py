@@ -43,7 +43,12 @@ def resident_head_records(records: Sequence[TensorRecord]) -> list[TensorRecord]
 def output_record(model: GgufModel) -> TensorRecord:
     """Return the matrix that gives the head's logits: its own, or the model's."""
     own = next((r for r in head_records(model) if r.name.endswith(_OWN_OUTPUT)), None)
-    return own or model.index.get("output.weight") or model.index["token_embd.weight"]
+    return own or model_output_record(model)
+
+
+def model_output_record(model: GgufModel) -> TensorRecord:
+    """Return the matrix that gives the model's logits."""
+    return model.index.get("output.weight") or model.index["token_embd.weight"]
 
 
 def has_states_with_logits_only(model: GgufModel) -> bool:

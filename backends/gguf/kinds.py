@@ -18,6 +18,10 @@ ENCODER = "an encoder, which gives embeddings and no next token"
 LOOPED = "a model that runs its layers several times per token"
 _DIFFUSION = "a diffusion model, which does not decode from left to right"
 _DRAFT_HEAD = "a draft head, which runs only inside its target's context"
+_EAGLE3_HEAD = (
+    "an EAGLE-3 head, a draft head, which runs only beside its target: name the target with -m, "
+    "and this head with -md (--draft-model)"
+)
 _SPEECH = "a part of a speech model"
 _PROJECTOR = "a projector for images or sound (mmproj); pass the language model's own file"
 _ADAPTER = "an adapter (LoRA); merge it into its model first"
@@ -32,8 +36,9 @@ REFUSED = {
     **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "gemma-embedding"), ENCODER),
     **dict.fromkeys(("jina-bert-v2", "jina-bert-v3", "t5encoder"), ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
-    **dict.fromkeys(("eagle3", "dflash", "gemma4-assistant"), _DRAFT_HEAD),
+    **dict.fromkeys(("dflash", "gemma4-assistant"), _DRAFT_HEAD),
     **dict.fromkeys(("wavtokenizer-dec", "qwen3tts", "pockettts"), _SPEECH),
+    "eagle3": _EAGLE3_HEAD,
     "t5": "an encoder-decoder model, and specdec runs decoders only",
     "clip": _PROJECTOR,
     "hrm_text": LOOPED,

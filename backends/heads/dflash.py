@@ -38,6 +38,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from backends.heads.dflash_config import BlockSettings
+from backends.heads.gguf_tensors import StoredEmbedding
 
 
 class DFlashLayer(Qwen3DecoderLayer):
@@ -94,8 +95,13 @@ class BlockEmbedding(nn.Module):
         (tokens,) = self.shared
         own: Any = getattr(tokens, "embed_scale", 1.0)
         scale = own if self._scale is None else self._scale
+        return self._rows(tokens, token_ids) * scale
+
+    def _rows(self, tokens: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(tokens, StoredEmbedding):
+            return tokens.rows(token_ids)
         weight: Any = tokens.weight
-        return functional.embedding(token_ids, weight) * scale
+        return functional.embedding(token_ids, weight)
 
     def take(self) -> torch.Tensor | None:
         """Return the hidden states of the next pass, and forget them."""
@@ -186,7 +192,9 @@ class DFlashDraftModel(PreTrainedModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., vocab] of final hidden states [..., hidden]."""
         head: Any = self.get_output_embeddings()
-        logits: torch.Tensor = head(hidden.to(head.weight.dtype)) * self.block.logit_scale
+        weight = getattr(head, "weight", None)  # a GGUF model's is no parameter
+        logits: torch.Tensor = head(hidden if weight is None else hidden.to(weight.dtype))
+        logits = logits * self.block.logit_scale
         cap = self.block.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -40,6 +40,7 @@ from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel
 from backends.heads.kinds import DFLASH, DFLASH_FAMILY, head_kind
+from backends.heads.target import HeadTarget
 from offload.formats.tensors import CheckpointError
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -117,14 +118,9 @@ def load_dflash_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def check_fits(
-    directory: Path, config: PreTrainedConfig, target: PreTrainedConfig, vocab_size: int
-) -> None:
-    """Raise UnsupportedModel, with the reason, for a head of another target.
-
-    vocab_size: of the target's embedding.
-    """
-    block, raw = BlockSettings.of(config), read_raw(directory)
+def check_fits(directory: Path, config: PreTrainedConfig, target: HeadTarget) -> None:
+    """Raise UnsupportedModel, with the reason, for a head of another target."""
+    block, raw, vocab_size = BlockSettings.of(config), read_raw(directory), target.vocab_size
     n_layers, last = raw.get("num_target_layers"), max(block.target_layer_ids)
     n_tokens = raw.get("vocab_size") or vocab_size
     reason = ""
@@ -133,10 +129,10 @@ def check_fits(
             f"it takes hidden states of {config.hidden_size} numbers, the target's have "
             f"{target.hidden_size}"
         )
-    elif n_layers not in (None, target.num_hidden_layers):
-        reason = f"its target has {n_layers} layers, this one {target.num_hidden_layers}"
-    elif last >= target.num_hidden_layers:
-        reason = f"it takes layer {last}, the target has {target.num_hidden_layers} layers"
+    elif n_layers not in (None, target.n_layers):
+        reason = f"its target has {n_layers} layers, this one {target.n_layers}"
+    elif last >= target.n_layers:
+        reason = f"it takes layer {last}, the target has {target.n_layers} layers"
     elif n_tokens != vocab_size:
         reason = f"its target has {n_tokens} tokens, this one {vocab_size}"
     elif block.mask_token_id >= vocab_size:

@@ -20,6 +20,7 @@ from backends.contract.self_draft import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.heads.dflash import DFlashDraftModel
 from backends.heads.dflash_config import BlockSettings, check_fits, load_dflash_config
+from backends.heads.target import HeadTarget
 from backends.hf.model import HfModel, bind_checkpoint, main_dtype
 from backends.hf.source import HfSource
 from offload.formats.checkpoint import WeightIndex
@@ -47,25 +48,32 @@ class DFlashHead(HfModel):
         return self.block.looks_ahead[layer]
 
 
-def load_dflash_head(target: HfModel, directory: Path) -> DFlashHead:
+def load_dflash_head(target: HeadTarget, directory: Path) -> DFlashHead:
     """Build the head of a folder on the meta device, with the target's embedding and output head,
     and match its tensors.
 
     Raises UnsupportedModel where it is the head of another target, or of another kind.
     """
     config = load_dflash_config(directory)
-    vocab_size = target.vocab_size
-    check_fits(directory, config, target.config, vocab_size)
-    config.vocab_size = vocab_size
+    check_fits(directory, config, target)
+    target.check_layers(_target_layers(BlockSettings.of(config), target), directory)
+    config.vocab_size = target.vocab_size
     index = WeightIndex.from_directory(directory)
     dtype = main_dtype(index, config, directory)
     model = build_own_model(DFlashDraftModel, config, dtype)
     packed = packed_tensors(index, config, dtype, directory)
     named = _by_parameter(known_tensors(index, packed), model, directory)
     head = bind_checkpoint(model, index, dtype, directory, packed, TensorMatch(named, {}))
-    model.share(target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    model.share(target.embedding(dtype), target.output_head())
     values = {field.name: getattr(head, field.name) for field in fields(HfModel)}
     return DFlashHead(**values, block=model.block)
+
+
+def _target_layers(block: BlockSettings, target: HeadTarget) -> tuple[int, ...]:
+    """Return the layers to collect. transformers' last hidden state is normed, and heads are
+    trained on transformers' states."""
+    last = target.n_layers - 1
+    return tuple(LAST_HIDDEN_STATE if i == last else i for i in block.target_layer_ids)
 
 
 def _by_parameter(
@@ -96,16 +104,16 @@ class DFlashSource(HfSource, SharesWeights):
     `load` needs the backend of the target: see `share_weights`.
     """
 
-    def __init__(self, target: HfSource, options: BackendOptions, directory: Path) -> None:
+    def __init__(self, target: HeadTarget, options: BackendOptions, directory: Path) -> None:
         def load(path: Path) -> DFlashHead:
-            return load_dflash_head(target.model, path)
+            return load_dflash_head(target, path)
 
         super().__init__(directory, options, load)
         self.can_use_gpu = False  # not tried
         width = len(self.block.target_layer_ids) * self.model.config.hidden_size
         self.hidden_state_bytes = _FLOAT32_BYTES * width
         self.warnings = ()
-        self._target = target
+        self.target_layers, self._target = _target_layers(self.block, target), target
         self._owner: Backend | None = None
 
     @property
@@ -116,6 +124,11 @@ class DFlashSource(HfSource, SharesWeights):
 
     def share_weights(self, owner: Backend) -> None:
         self._owner = owner
+        self._target.bind(owner)
+
+    @property
+    def head_bytes(self) -> int:
+        return self._target.output_bytes or super().head_bytes
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         return super().scratch_bytes(ctx_size, max(max_num_tokens, self.block.size), max_nodes)
@@ -124,17 +137,15 @@ class DFlashSource(HfSource, SharesWeights):
         return super().kv_bytes(ctx_size, max(max_nodes, self.block.size))
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
-        return replace(super().measure_compute(beside_reads), block_size=self.block.size)
+        compute = self._target.with_output_head(super().measure_compute(beside_reads))
+        return replace(compute, block_size=self.block.size)
 
     def _load(self, loading: Loading) -> Backend:
         if self._owner is None:
             raise BackendError("a draft head is loaded after its target")
         n_nodes = max(loading.max_nodes, self.block.size)
         backend = super()._load(replace(loading, max_nodes=n_nodes))
-        last = len(self._target.layers) - 1
-        # transformers' last hidden state is normed, and heads are trained on transformers' states.
-        layers = [LAST_HIDDEN_STATE if i == last else i for i in self.block.target_layer_ids]
-        self._owner.collect_hidden_states(layers)
+        self._owner.collect_hidden_states(self.target_layers)
         backend.takes_hidden_states = True
         backend.masked_block = MaskedBlock(self.block.size, self.block.mask_token_id)
         return backend

@@ -28,8 +28,8 @@ from backends.checkpoint.skeleton import build_skeleton, parameters_on_meta
 from backends.contract.backend import LAST_HIDDEN_STATE, UnsupportedModel
 from backends.heads.eagle3_config import Eagle3Config
 from backends.heads.eagle3_files import EMBEDDING, HEAD, Eagle3Files, open_gguf, open_safetensors
+from backends.heads.target import HeadTarget
 from backends.hf.model import HfModel, bind_checkpoint
-from offload.formats.comparing import have_same_bytes
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 
@@ -41,6 +41,11 @@ class Eagle3Head:
     files: Eagle3Files
     target_layers: tuple[int, ...]
     """Layers of the target whose outputs it takes."""
+
+    @property
+    def has_own_output(self) -> bool:
+        """Whether its output head is not the target's."""
+        return HEAD in self.files.records
 
     @property
     def own_layers(self) -> tuple[int, ...]:
@@ -133,7 +138,7 @@ class MappedHead(nn.Module):
         return everything.index_copy_(-1, self.target_ids, logits)
 
 
-def load_eagle3_head(target: HfModel, path: Path) -> Eagle3Head:
+def load_eagle3_head(target: HeadTarget, path: Path) -> Eagle3Head:
     """Build the head in a folder or a GGUF file for a target, on the meta device.
 
     The embedding is the target's, unless the head has another one, and so is an output head that
@@ -141,21 +146,22 @@ def load_eagle3_head(target: HfModel, path: Path) -> Eagle3Head:
 
     Raises CheckpointError, and UnsupportedModel if it does not fit the target.
     """
-    files = open_gguf(path, target.dtype) if path.is_file() else open_safetensors(path)
+    files = (open_gguf if path.is_file() else open_safetensors)(path, target.dtype)
     config = files.config
     layers = config.layers_for(target, path)
+    target.check_layers(layers, path)
     if len(layers) * config.target_hidden_size == config.layer.hidden_size:
         raise UnsupportedModel(
             f"{path} fuses states of as many numbers as its own have: such heads are not supported"
         )
     own = dict(files.records)
-    if files.stored is None and EMBEDDING in own and _is_embedding_of(target, own[EMBEDDING]):
+    if files.stored is None and EMBEDDING in own and target.is_embedding(own[EMBEDDING]):
         del own[EMBEDDING]
     _check_shared(path, config, files, own)
     model = eagle3_skeleton(
         config,
         len(layers),
-        target.dtype,
+        files.dtype,
         has_embedding=EMBEDDING in own,
         has_head=HEAD in own,
         target_ids=files.target_ids,
@@ -171,19 +177,12 @@ def load_eagle3_head(target: HfModel, path: Path) -> Eagle3Head:
             f"{unknown[0]}: name a draft model, or leave -md out"
         )
     match = TensorMatch(named, {})
-    bound = bind_checkpoint(model, files.index, target.dtype, path, {}, match)
+    bound = bind_checkpoint(model, files.index, files.dtype, path, {}, match)
     if embedding.tokens is None:
-        embedding.tokens = target.model.get_input_embeddings()
+        embedding.tokens = target.embedding(files.dtype)
     if HEAD not in own:
-        model.set_output_embeddings(target.model.get_output_embeddings())
+        model.set_output_embeddings(target.output_head())
     return Eagle3Head(bound, files, layers)
-
-
-def _is_embedding_of(target: HfModel, record: TensorRecord) -> bool:
-    """Return whether a tensor is the target's embedding, of which many heads have a copy."""
-    tokens = target.model.get_input_embeddings()
-    of_target = [bound.record for bound in target.non_layer_tensors if bound.module is tokens]
-    return any(have_same_bytes(record, other) for other in of_target)
 
 
 def _check_shared(

@@ -16,7 +16,7 @@ from backends.checkpoint.raw_config import refuse_nonsense
 from backends.checkpoint.sizes import check_figures
 from backends.contract.backend import UnsupportedModel, one_line
 from backends.heads.kinds import EAGLE3
-from backends.hf.model import HfModel
+from backends.heads.target import HeadTarget
 from offload.errors import SpecdecError
 from offload.formats.gguf_header import GgufMetadata
 from offload.formats.tensors import CheckpointError
@@ -51,13 +51,13 @@ class Eagle3Config:
     norm_output: bool = False
     """Whether the state that the head goes on from is the normed one."""
 
-    def layers_for(self, target: HfModel, path: Path) -> tuple[int, ...]:
+    def layers_for(self, target: HeadTarget, path: Path) -> tuple[int, ...]:
         """Return the layers of the target whose outputs the head takes.
 
         Raises UnsupportedModel if the head does not fit the target.
         """
         pairs = {
-            "hidden states of {} numbers": (self.target_hidden_size, target.config.hidden_size),
+            "hidden states of {} numbers": (self.target_hidden_size, target.hidden_size),
             "a vocabulary of {}": (self.layer.vocab_size, target.vocab_size),
         }
         for kind, (own, of_target) in pairs.items():
@@ -66,7 +66,7 @@ class Eagle3Config:
                     f"{path} is a head for {kind.format(own)}, and the target has {of_target}: "
                     f"{_REMEDY}"
                 )
-        n_layers = len(target.layers)
+        n_layers = target.n_layers
         inputs = self.layer_inputs or (2, n_layers // 2, n_layers - 3)
         if not all(1 <= layer <= n_layers for layer in inputs):
             raise UnsupportedModel(

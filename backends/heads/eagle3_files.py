@@ -49,6 +49,8 @@ class Eagle3Files:
 
     config: Eagle3Config
     index: TensorIndex
+    dtype: torch.dtype
+    """Number format that it is computed in."""
     records: Mapping[str, TensorRecord]
     """Tensors by their names in speculators."""
     target_ids: torch.Tensor | None
@@ -59,8 +61,11 @@ class Eagle3Files:
     """Tensors of a GGUF file, by the same names, from which `records` are decoded."""
 
 
-def open_safetensors(directory: Path) -> Eagle3Files:
-    """Index the head in a folder. Raises CheckpointError, UnsupportedModel."""
+def open_safetensors(directory: Path, dtype: torch.dtype | None) -> Eagle3Files:
+    """Index the head in a folder; dtype: number format to compute it in, None: its own.
+
+    Raises CheckpointError, UnsupportedModel.
+    """
     config, index = read_config(directory), WeightIndex.from_directory(directory)
     records, target_ids = {}, None
     for name, record in index.items():
@@ -72,11 +77,12 @@ def open_safetensors(directory: Path) -> Eagle3Files:
         elif not _UNUSED.match(known):
             records[known] = record
     _check_ids(directory, config, target_ids)
-    return Eagle3Files(config, index, records, target_ids)
+    return Eagle3Files(config, index, dtype or _own_dtype(records), records, target_ids)
 
 
-def open_gguf(path: Path, dtype: torch.dtype) -> Eagle3Files:
-    """Index the head in a GGUF file; dtype: number format to decode its tensors to.
+def open_gguf(path: Path, dtype: torch.dtype | None) -> Eagle3Files:
+    """Index the head in a GGUF file; dtype: number format to decode its tensors to, None: float32
+    if it has that, else bfloat16.
 
     Raises CheckpointError, UnsupportedModel.
     """
@@ -97,8 +103,17 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Eagle3Files:
             f"{path} has RoPE factors of the shape {tuple(factors.shape)}, must be "
             f"({n_frequencies},): convert the head again"
         )
+    dtype = dtype or _own_dtype(stored)
     records = decoded_records(stored, dtype)
-    return Eagle3Files(config, index, records, target_ids, factors, stored)
+    return Eagle3Files(config, index, dtype, records, target_ids, factors, stored)
+
+
+def _own_dtype(records: Mapping[str, TensorRecord]) -> torch.dtype:
+    """Return the number format to compute a head in beside a target on llama.cpp: processors
+    multiply bfloat16 faster than float16, and a draft needs no more of its digits."""
+    matrix = records.get("fc.weight")
+    is_single = matrix is not None and matrix.dtype == "F32"
+    return torch.float32 if is_single else torch.bfloat16
 
 
 def _integers(record: TensorRecord) -> torch.Tensor:

@@ -36,7 +36,7 @@ class GgufHead(LlamaBackend):
         RecoveringBackend.__init__(self)
         self._target = target
         self._closing = []
-        self._stream = None
+        self._stream, self._outputs = None, None
         self._model = target.loaded
         self.vocab_size = target.vocab_size
         try:

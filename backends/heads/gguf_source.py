@@ -55,6 +55,7 @@ class GgufHeadSource(SharesWeights):
         self.max_context = target.max_context
         self.max_tree_leaves = _CHAIN_NODES if target.prefers_chains else MAX_LEAVES
         self.hidden_state_bytes = _FLOAT32_BYTES * self._model.hidden_size
+        self.target_layers = (LAST_HIDDEN_STATE,)
         self._resident = resident_head_records(head_records(self._model))
         self._experts = self._model.experts_of(LayerWeights(tuple(self._resident)))
         self._owner: Backend | None = None
@@ -108,7 +109,7 @@ class GgufHeadSource(SharesWeights):
             loading.kv_tokens if loading.has_more_tokens else None,
             loading.max_num_seqs,
         )
-        self._owner.collect_hidden_states((LAST_HIDDEN_STATE,))
+        self._owner.collect_hidden_states(self.target_layers)
         return GgufHead(
             self._owner, options, only_with_logits=has_states_with_logits_only(self._model)
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
 
 import numpy as np
 import torch
+from torch import nn
 
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.contract.backend import UnsupportedModel
@@ -61,29 +62,63 @@ def decoded(record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
+def decoded_rows(record: TensorRecord, rows: Sequence[int]) -> torch.Tensor:
+    """Read and decode some rows of a matrix, float32 [rows, row length]. Raises as `decoded`."""
+    n_bytes = row_bytes(record.dtype, record.shape[-1])
+    stored = b"".join(_read(record, row * n_bytes, n_bytes) for row in rows)
+    return torch.from_numpy(np.ascontiguousarray(_decode(record, stored, n_bytes)))
+
+
+class StoredEmbedding(nn.Module):
+    """Embedding in a GGUF file: tokens [..., n] -> [..., n, hidden].
+
+    Attributes:
+        embed_scale: factor of the rows, as transformers names it.
+    """
+
+    def __init__(self, record: TensorRecord, dtype: torch.dtype, embed_scale: float) -> None:
+        super().__init__()
+        self._record, self._dtype, self.embed_scale = record, dtype, embed_scale
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of the table, without the factor."""
+        tokens, places = torch.unique(token_ids, return_inverse=True)
+        table = decoded_rows(self._record, tokens.tolist())
+        return table[places].to(self._dtype)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(token_ids) * self.embed_scale
+
+
 def _pieces(record: TensorRecord) -> Iterator[np.ndarray]:
     """Yield some rows of a tensor at a time, in float32."""
-    import gguf
-
     n_columns, num_rows = record.shape[-1], prod(record.shape[:-1])
     n_bytes, step = row_bytes(record.dtype, n_columns), max(1, _PIECE_NUMBERS // n_columns)
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
-        try:
-            stored = read_part(
-                record.path, record.offset + start * n_bytes, (end - start) * n_bytes
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read {record.path}: {error.strerror or error}"
-            ) from error
-        if len(stored) < (end - start) * n_bytes:
-            raise CheckpointError(f"{record.path} ends within {record.name}: download it again")
-        raw = np.frombuffer(bytearray(stored), dtype=np.uint8).reshape(-1, n_bytes)
-        try:
-            yield gguf.dequantize(raw, gguf.GGMLQuantizationType[record.dtype])
-        except (NotImplementedError, KeyError) as error:
-            raise UnsupportedModel(
-                f"{record.path} has {record.name} in {record.dtype}, which the gguf package does "
-                "not decode: take the head in another quantisation, or its safetensors"
-            ) from error
+        stored = _read(record, start * n_bytes, (end - start) * n_bytes)
+        yield _decode(record, stored, n_bytes)
+
+
+def _read(record: TensorRecord, start: int, n_bytes: int) -> bytes:
+    try:
+        stored = read_part(record.path, record.offset + start, n_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {record.path}: {error.strerror or error}") from error
+    if len(stored) < n_bytes:
+        raise CheckpointError(f"{record.path} ends within {record.name}: download it again")
+    return stored
+
+
+def _decode(record: TensorRecord, stored: bytes, n_row_bytes: int) -> np.ndarray:
+    """Return rows in float32."""
+    import gguf
+
+    raw = np.frombuffer(bytearray(stored), dtype=np.uint8).reshape(-1, n_row_bytes)
+    try:
+        return gguf.dequantize(raw, gguf.GGMLQuantizationType[record.dtype])
+    except (NotImplementedError, KeyError) as error:
+        raise UnsupportedModel(
+            f"{record.path} has {record.name} in {record.dtype}, which the gguf package does not "
+            "decode: take it in another quantisation, or a head's safetensors"
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.checkpoint.kinds import config_parts, read_raw
 from backends.heads.mtp_files import MTP_CLASS
-from offload.formats.gguf_header import GgufFile
+from offload.formats.gguf_header import GgufFile, GgufMetadata
 from offload.formats.tensors import CheckpointError
 
 EAGLE3, DFLASH, MTP = "eagle3", "dflash", "mtp"
@@ -21,6 +21,8 @@ DFLASH_FAMILY = "muse_glimmer_assistant"
 """model_type of DFlash heads in transformers' layout."""
 _DFLASH_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
 _SIZES = ("hidden_size", "vocab_size")
+_SEVERAL_STREAMS = ("gemma3n",)
+"""Architectures whose layers have several streams of hidden states."""
 _EAGLE3_CLASS = re.compile(r"eagle-?3", re.IGNORECASE)
 
 
@@ -45,14 +47,41 @@ def head_kind(path: Path) -> str | None:
 
 
 def may_fit(head: Path, target: Path) -> bool:
-    """Return whether a head's folder has the hidden size and vocabulary of a target's checkpoint.
+    """Return whether a head has the hidden size and vocabulary of a target, which is a checkpoint
+    or a GGUF file whose passes return outputs of layers.
 
     Opening it checks more, and no file names the weights that a head was trained for.
     """
-    *_, sizes = config_parts(read_raw(target))
-    raw = read_raw(head)
-    layer = {**raw, **(raw.get("transformer_layer_config") or {})}
-    return all(layer.get(key, sizes.get(key)) == sizes.get(key) for key in _SIZES)
+    sizes = _sizes_of_target(target)
+    own = _sizes_of_head(head)
+    return all(own[key] in (None, sizes.get(key)) for key in _SIZES)
+
+
+def _sizes_of_target(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        *_, sizes = config_parts(read_raw(path))
+        return sizes
+    metadata = GgufFile.read(path).metadata
+    architecture = metadata.get("general.architecture")
+    if architecture in _SEVERAL_STREAMS:
+        return {}
+    width = metadata.get(f"{architecture}.embedding_length")
+    return dict(zip(_SIZES, (width, _num_tokens(metadata, architecture)), strict=True))
+
+
+def _sizes_of_head(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        raw = read_raw(path)
+        layer = {**raw, **(raw.get("transformer_layer_config") or {})}
+        return {key: layer.get(key) for key in _SIZES}
+    metadata = GgufFile.read(path).metadata
+    width = metadata.get(f"{EAGLE3}.target_hidden_size")
+    return dict(zip(_SIZES, (width, _num_tokens(metadata, EAGLE3)), strict=True))
+
+
+def _num_tokens(metadata: GgufMetadata, architecture: Any) -> Any:
+    stored = metadata.get(f"{architecture}.vocab_size")
+    return stored or metadata.array_length("tokenizer.ggml.tokens")
 
 
 def _is_dflash(config: Mapping[str, Any]) -> bool:

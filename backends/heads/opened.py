@@ -16,6 +16,7 @@ from backends.heads.names import mtp_tensors
 from offload.formats.checkpoint import WeightIndex
 
 if TYPE_CHECKING:
+    from backends.heads.target import HeadTarget
     from backends.hf.source import HfSource
 
 
@@ -57,21 +58,44 @@ def open_head(path: Path, target: ModelSource, options: BackendOptions) -> Model
     kind = head_kind(path)
     if kind is None:
         return None
-    checkpoint = _checkpoint(target)
-    if checkpoint is None:
-        raise UnsupportedModel(
-            f"{path} is {NAMES[kind]}, which drafts for checkpoints alone, and {target.path} "
-            "is a GGUF model: name a draft model, or take the target's checkpoint"
-        )
+    if kind == MTP:
+        return _mtp_folder(path, target, options)
+    head_target = _head_target(target, options)
     if kind == DFLASH:
         from backends.heads.dflash_source import DFlashSource
 
-        return DFlashSource(checkpoint, options, path)
-    from backends.heads.source import Eagle3Source, MtpSource
+        return DFlashSource(head_target, options, path)
+    from backends.heads.source import Eagle3Source
 
-    if kind == MTP:
-        return MtpSource(checkpoint, options, path)
-    return Eagle3Source(path, checkpoint, options)
+    return Eagle3Source(path, head_target, options)
+
+
+def _mtp_folder(path: Path, target: ModelSource, options: BackendOptions) -> ModelSource:
+    checkpoint = _checkpoint(target)
+    if checkpoint is None:
+        raise UnsupportedModel(
+            f"{path} is {NAMES[MTP]}, which drafts for checkpoints alone, and {target.path} "
+            "is a GGUF model: take a GGUF file that has the head in it (-md mtp), or name a draft "
+            "model"
+        )
+    from backends.heads.source import MtpSource
+
+    return MtpSource(checkpoint, options, path)
+
+
+def _head_target(target: ModelSource, options: BackendOptions) -> HeadTarget:
+    """Describe a target to a head, which runs on torch beside a model of any format."""
+    checkpoint = _checkpoint(target)
+    if checkpoint is not None:
+        from backends.heads.target import CheckpointTarget
+
+        return CheckpointTarget(checkpoint.model)
+    from backends.heads.gguf_target import GgufTarget
+    from backends.llama.source import GgufSource
+
+    if not isinstance(target, GgufSource):
+        raise UnsupportedModel(f"{target.path}: draft heads of this format are not supported")
+    return GgufTarget(target, options.n_threads)
 
 
 def _checkpoint(target: ModelSource) -> HfSource | None:

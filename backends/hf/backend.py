@@ -206,6 +206,14 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return n_new * BLOCK_SIZE * self._model.kv_bytes_per_token + states
 
     @property
+    def unused_kv_bytes(self) -> int:
+        return self._pool.unused_bytes if self._weights.device.type == "cpu" else 0
+
+    def release_unused_kv(self) -> None:
+        if self._weights.device.type == "cpu":
+            self._pool.release_unused()
+
+    @property
     def n_kv_allocated(self) -> int:
         return self._pool.n_touched * BLOCK_SIZE
 

@@ -139,6 +139,14 @@ class HfSource(ModelSource):
         rows = _ROW_COPIES * num_tokens * row_bytes(self.model)
         return rows + activation_bytes(self.model, ctx_size, num_tokens)
 
+    def shared_scratch_bytes(
+        self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int
+    ) -> int:
+        """See ModelSource; attention in blocks reads each sequence's keys where they are."""
+        if self.model.takes_whole_cache:
+            kv_tokens = min(kv_tokens, ctx_size + max_num_tokens)
+        return self.scratch_bytes(kv_tokens, max_num_tokens, max_nodes)
+
     @property
     def head_bytes(self) -> int:
         model = self.model

@@ -4,9 +4,10 @@ A block holds BLOCK_SIZE rows (tokens) of every layer. Its users are counted, so
 one prompt store the prompt once; a sequence copies a shared block before it writes to it (vLLM's
 paged attention: Kwon et al. 2023).
 
-On a CPU the pool is address space: memory follows use, and nothing is ever moved to grow. On a GPU,
-where memory is reserved for it anyway, all of it is allocated with the first row. Sliding-window
-layers keep their full length as well: the mask applies the window, so a rollback finds all rows.
+On a CPU the pool is address space: memory follows use, nothing is ever moved to grow, and unused
+blocks are given back to the system. On a GPU, where memory is reserved for it anyway, all of it is
+allocated with the first row. Sliding-window layers keep their full length as well: the mask applies
+the window, so a rollback finds all rows.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class PoolLayer(CacheLayerMixin):
         self._num_tokens = num_tokens
         self._runs: Sequence[Run] = ()
         self._gathered: BatchLayout | None = None
+        self._buffers: list[AlignedBuffer | None] = [None, None]
         self.n_written = 0
         """New rows written in this pass so far."""
 
@@ -51,8 +53,8 @@ class PoolLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtype from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = _rows(key_states, self._num_tokens)
-        self.values = _rows(value_states, self._num_tokens)
+        self.keys, self._buffers[0] = _rows(key_states, self._num_tokens)
+        self.values, self._buffers[1] = _rows(value_states, self._num_tokens)
         self.is_initialized = True
 
     def update(
@@ -92,6 +94,15 @@ class PoolLayer(CacheLayerMixin):
                 blocks = pool.unflatten(2, (-1, BLOCK_SIZE))
                 blocks[:, :, target] = blocks[:, :, source]
 
+    def release_rows(self, first: int, num_tokens: int) -> None:
+        """Give the memory of rows that nothing uses back to the system."""
+        for pool, buffer in zip((self.keys, self.values), self._buffers, strict=True):
+            if pool is not None and buffer is not None:
+                width = pool.shape[3] * pool.itemsize
+                for head in range(pool.shape[1]):
+                    at = head * self._num_tokens + first
+                    buffer.release(at * width, num_tokens * width)
+
     @property
     def row_bytes(self) -> int:
         pools = (pool for pool in (self.keys, self.values) if pool is not None)
@@ -99,6 +110,7 @@ class PoolLayer(CacheLayerMixin):
 
     def free(self) -> None:
         self.keys = self.values = None
+        self._buffers = [None, None]
         self.is_initialized = False
 
     def get_seq_length(self) -> int:
@@ -124,13 +136,36 @@ class KvPool(NoStates, Cache):
         self._without_kv = frozenset(without_kv)
         self.n_blocks = n_blocks
         self._n_users = [0] * n_blocks
-        self._given_back: list[int] = []  # a heap: low ones first, so that runs are long
-        self.n_touched = 0
-        """Blocks that were ever in use; the ones after them take no memory yet."""
+        # Heaps: low ones first, so that runs are long.
+        self._given_back: list[int] = []
+        self._released: list[int] = []  # of these, those that take no memory
+        self._n_begun = 0
+        """Blocks that were ever in use."""
+
+    @property
+    def n_touched(self) -> int:
+        """Blocks that take memory: those in use, and those that were since the last release."""
+        return self._n_begun - len(self._released)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of blocks that take memory and are not in use."""
+        return len(self._given_back) * self.block_bytes
+
+    def release_unused(self) -> None:
+        """Give the memory of unused blocks back to the system."""
+        blocks = np.array(sorted(self._given_back), dtype=np.int64)
+        if not len(blocks):
+            return
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+            for layer in self.layers:
+                layer.release_rows(int(run[0]) * BLOCK_SIZE, len(run) * BLOCK_SIZE)
+        self._released = sorted([*self._released, *self._given_back])
+        self._given_back = []
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the blocks that are or were in use."""
+        """Bytes of the blocks that take memory."""
         return self.n_touched * self.block_bytes
 
     @property
@@ -144,9 +179,11 @@ class KvPool(NoStates, Cache):
         """Return a block with one user. Raises BackendError if all are in use."""
         if self._given_back:
             block = heapq.heappop(self._given_back)
-        elif self.n_touched < self.n_blocks:
-            block = self.n_touched
-            self.n_touched += 1
+        elif self._released:
+            block = heapq.heappop(self._released)
+        elif self._n_begun < self.n_blocks:
+            block = self._n_begun
+            self._n_begun += 1
         else:
             num_tokens = self.n_blocks * BLOCK_SIZE
             raise BackendError(
@@ -218,7 +255,8 @@ class KvPool(NoStates, Cache):
             layer.free()
         self._n_users = [0] * self.n_blocks
         self._given_back.clear()
-        self.n_touched = 0
+        self._released.clear()
+        self._n_begun = 0
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -240,15 +278,17 @@ def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> i
     return n_begun + num_tokens // BLOCK_SIZE  # each of these has BLOCK_SIZE - 1 free slots by now
 
 
-def _rows(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Allocate rows like `states`, [1, heads, num_tokens, dim]."""
+def _rows(states: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, AlignedBuffer | None]:
+    """Allocate rows like `states`, [1, heads, num_tokens, dim]; return them and, on a CPU, their
+    memory."""
     shape = (1, states.shape[1], num_tokens, states.shape[3])
     if states.device.type != "cpu" or 0 in shape:  # no rotary part (Mistral Large 4)
-        return torch.empty(shape, dtype=states.dtype, device=states.device)
+        return torch.empty(shape, dtype=states.dtype, device=states.device), None
     n_numbers = math.prod(shape)
     n_bytes = n_numbers * states.dtype.itemsize
     memory = AlignedBuffer(n_bytes, is_committed=False, is_huge=False)
-    return torch.frombuffer(memory.view, dtype=states.dtype, count=n_numbers).view(shape)
+    rows = torch.frombuffer(memory.view, dtype=states.dtype, count=n_numbers)
+    return rows.view(shape), memory
 
 
 def _rows_in_order(layout: BatchLayout, end: int) -> np.ndarray:

@@ -24,12 +24,13 @@ from backends.contract.backend import (
 from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.store import PassOutput, Store
+from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LlamaModel
 from backends.gguf.model import GgufModel
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions, LlamaContext
 from backends.llama.loading import check_options, load_llama_model
-from backends.llama.passes import CancellablePasses
+from backends.llama.passes import QUICK_HANDOVER, CancellablePasses
 from backends.llama.stream import StreamedLayers, mapped_ranges
 from offload.placement.placement import Placement
 from offload.storage.aligned import PAGE_BYTES
@@ -80,6 +81,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
             or in the file's if the backend is exact.
         exactness: result of `find_exact_run` for these cache types.
         has_head: whether a draft will use the model's MTP head, which then stays in memory.
+        hidden_state_layers: layers whose outputs a draft head will take: `collect_hidden_states`.
 
     Raises:
         LlamaError: llama.cpp is missing or refuses the model.
@@ -108,6 +110,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         max_num_seqs: int = 1,
         follows_load: bool = False,
         has_head: bool = False,
+        hidden_state_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         options = ContextOptions(
@@ -127,11 +130,13 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         check_options(model, options, placement, load_mode)
         self._closing: list[Callable[[], None]] = []
         self._has_head = has_head
+        self._outputs: LayerOutputs | None = None
+        has_outputs = any(layer != LAST_HIDDEN_STATE for layer in hidden_state_layers)
         self._kv_bytes_per_token = model.kv_bytes_per_token(
             cache_type_k, cache_type_v, flash_attention=flash_attention is not False
         )
         try:
-            self._open(model, options, placement, load_mode, n_readers, progress)
+            self._open(model, options, placement, load_mode, n_readers, progress, has_outputs)
         except BaseException:
             self.close()
             raise
@@ -144,6 +149,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         load_mode: str,
         n_readers: int | None,
         progress: Progress | None,
+        has_outputs: bool,
     ) -> None:
         """Open the parts; each registers its `close` at once, to be called in reverse order."""
         is_streamed = load_mode == "stream" and placement is not None and placement.streams
@@ -159,9 +165,18 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         self._stream: StreamedLayers | None = None
         self._closing.append(self._close_model)
         self.vocab_size = self._model.vocab_size
+        if has_outputs:
+            self._outputs = LayerOutputs(
+                self._model.library, model.architecture, model.hidden_size, model.vocab_size
+            )
         if is_streamed and placement is not None:
             self._stream = StreamedLayers(
-                self._model, model, placement, before, has_head=self._has_head
+                self._model,
+                model,
+                placement,
+                before,
+                has_head=self._has_head,
+                outputs=self._outputs,
             )
         self._open_context(options)
         if self._stream and placement is not None:
@@ -171,10 +186,11 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         self._open_passes()
 
     def _open_context(self, options: ContextOptions) -> None:
-        callback = self._stream.callback if self._stream else None
+        watching = self._stream or self._outputs
+        callback = None if watching is None else watching.callback
         self._options, self.max_num_tokens = options, options.max_num_tokens
         self.max_context, self.max_nodes = options.max_context, options.max_nodes
-        self._context = LlamaContext(self._model, options, callback)
+        self._context = LlamaContext(self._model, options, callback, self._outputs)
         self._closing.append(self._context.close)
         self._open_sequences(options)
 
@@ -196,7 +212,7 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         if self._stream is not None:
             raise BackendError("a streamed model cannot share its weights")
         other = self._without_sequences()
-        other._closing = []
+        other._closing, other._outputs = [], None
         try:
             other._open_context(
                 replace(
@@ -226,10 +242,9 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
             self._stream.read_embeddings(token_ids)
 
     def collect_hidden_states(self, layers: Sequence[int]) -> None:
-        """See Backend.collect_hidden_states; llama.cpp returns LAST_HIDDEN_STATE alone."""
-        if tuple(layers) != (LAST_HIDDEN_STATE,):
-            raise BackendError("GGUF models return no hidden states but the last one")
-        self._context.collect_hidden_states()
+        """See Backend.collect_hidden_states. Outputs of layers need `hidden_state_layers`, and
+        LAST_HIDDEN_STATE is that of models with MTP heads alone."""
+        self._context.collect_hidden_states(layers)
         if self._stream is not None:
             self._stream.forget_graphs()
 
@@ -247,10 +262,8 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         return self._stream.use if self._stream else TransferStats()
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
-        """See Backend.kv_growth_bytes. A streamed model's cells take memory once they are written:
-        without flash attention in pages that each span the values of many cells."""
-        if self._stream is None:
-            return 0
+        """See Backend.kv_growth_bytes. Cells take memory once they are written: without flash
+        attention in pages that each span the values of many cells."""
         n_nodes = max(self.max_nodes, self._options.min_batch_tokens)
         num_tokens = self._counts.n_growth(n_tokens + n_nodes)
         if not self._context.has_flash_attention:
@@ -300,16 +313,25 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
 
     def _run(self, batch: Batch) -> PassOutput:
         """Run one pass; return logits and hidden states in the order of the tokens."""
-        decode = self._decode_streamed if self._stream else self._context.decode
-        self._passes.run(lambda: decode(batch))
+        self._passes.run(lambda: self._decode(batch))
         if batch.n_fillers:
             self._counts.empty_scratch()
         logits = self._context.logits(batch, self.vocab_size)
         return PassOutput(logits, self._context.hidden_states(batch))
 
-    def _decode_streamed(self, batch: Batch) -> int:
-        assert self._stream is not None
-        return self._stream.decode(batch)
+    def _decode(self, batch: Batch) -> int:
+        if self._stream is not None:
+            return self._stream.decode(batch)
+        if self._outputs is None:
+            return self._context.decode(batch)
+        with QUICK_HANDOVER:  # it calls back, as streaming does
+            return self._context.decode(batch)
+
+    @property
+    def output_weight(self) -> int | None:
+        """Address of the ggml_tensor of the output head, for products of a draft head; known after
+        a pass of a model that was loaded with `hidden_state_layers`."""
+        return None if self._is_closed or self._outputs is None else self._outputs.output_weight
 
     def _check_capacity(self, kv: Store, n_new: int) -> None:
         """Raise BackendError unless there are `n_new` cells for this sequence and others."""

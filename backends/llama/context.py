@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from backends.contract.backend import BackendError
+from backends.contract.backend import LAST_HIDDEN_STATE, BackendError
 from backends.contract.exactness import EXACT_OFF, Exactness
 from backends.contract.sequence import NO_HIDDEN_STATES
+from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.ggml.nextn import HiddenStateFunctions, hidden_state_functions
 from backends.llama.batch import Batch
@@ -117,10 +118,15 @@ class LlamaContext:
     Args:
         eval_callback: ggml's callback for every node of a graph (`ggml_backend_sched_eval_callback`
             of the library), or None.
+        outputs: takes outputs of layers, from `eval_callback`; None: passes return none.
     """
 
     def __init__(
-        self, model: LlamaModel, options: ContextOptions, eval_callback: Any = None
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        eval_callback: Any = None,
+        outputs: LayerOutputs | None = None,
     ) -> None:
         self._model, self._library = model, model.library
         self._max_threads = options.n_threads or usable_cpus()
@@ -140,6 +146,8 @@ class LlamaContext:
         self._handle: Any = None
         self._hidden_states: HiddenStateFunctions | None = None
         self._only_with_logits = False
+        self._outputs = outputs
+        self._layers: tuple[int, ...] = (LAST_HIDDEN_STATE,)
         try:
             self._open(params)
         except BaseException:
@@ -200,7 +208,11 @@ class LlamaContext:
         if self._follows_load:
             n_threads = threads_for_load(self._max_threads)
             self._library.llama_set_n_threads(self.handle, n_threads, n_threads)
+        if self._outputs is not None:
+            self._outputs.begin(batch.n_tokens, batch.state_rows)
         code = self._library.llama_decode(self.handle, batch.as_struct(self._library))
+        if self._outputs is not None and self._outputs.error is not None:
+            raise self._outputs.error
         if code not in (0, 2):
             raise BackendError(f"llama.cpp could not run {batch.n_tokens} tokens: {LOG.reason()}")
         return code
@@ -215,24 +227,48 @@ class LlamaContext:
         rows: np.ndarray = np.ctypeslib.as_array(pointer, (batch.n_outputs, vocab_size))
         return rows[batch.requested]
 
-    def collect_hidden_states(self, *, only_with_logits: bool = False) -> None:
-        """Let passes return hidden states after the final norm; they may have other graphs then.
+    def collect_hidden_states(
+        self, layers: Sequence[int] = (LAST_HIDDEN_STATE,), *, only_with_logits: bool = False
+    ) -> None:
+        """Let passes return outputs of these layers; they may have other graphs then.
 
-        only_with_logits: of tokens with logits, instead of all.
+        only_with_logits: the last hidden state, of tokens with logits instead of all.
 
         Raises LlamaError where this llama.cpp cannot.
         """
-        functions = hidden_state_functions()
-        functions.enable(self.handle, only_with_logits=only_with_logits)
-        self._hidden_states, self._only_with_logits = functions, only_with_logits
+        of_layers = [layer for layer in layers if layer != LAST_HIDDEN_STATE]
+        if of_layers and self._outputs is None:
+            raise BackendError(
+                "outputs of layers are returned by a model that was loaded for them: load it with "
+                f"hidden_state_layers={tuple(layers)}"
+            )
+        if self._outputs is not None:
+            self._outputs.collect(of_layers)
+        if LAST_HIDDEN_STATE in layers:
+            functions = hidden_state_functions()
+            functions.enable(self.handle, only_with_logits=only_with_logits)
+            self._hidden_states, self._only_with_logits = functions, only_with_logits
+        self._layers = tuple(layers)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
-        """Return a copy of the last pass's requested hidden states, float32 [n, width].
+        """Return a copy of the last pass's requested hidden states, float32 [n, layers * width].
 
-        Raises BackendError where the model has none.
+        Raises BackendError or LlamaError where the model has none.
         """
         if not len(batch.state_rows):
             return NO_HIDDEN_STATES
+        joined = None if self._outputs is None else self._outputs.joined(self._layers)
+        if joined is not None:
+            return joined
+        parts = [self._states_of(layer, batch) for layer in self._layers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _states_of(self, layer: int, batch: Batch) -> np.ndarray:
+        if layer == LAST_HIDDEN_STATE or self._outputs is None:
+            return self._last_hidden_states(batch)
+        return self._outputs.states(layer)
+
+    def _last_hidden_states(self, batch: Batch) -> np.ndarray:
         if self._hidden_states is None:
             raise BackendError("hidden states were not asked for before the pass")
         width = self._library.llama_model_n_embd(self._model.handle)

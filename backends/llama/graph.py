@@ -12,6 +12,7 @@ import numpy as np
 
 from backends.contract.backend import UnsupportedModel
 from backends.ggml.library import LlamaError
+from backends.ggml.tensor import Tensor
 from offload.placement.placement import LayerWeights
 
 _NO_WORK = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
@@ -20,25 +21,6 @@ Node = frozenset[int]
 """The layers that a node of the graph reads from."""
 Ranges = Iterable[tuple[int, int, int]]
 """(start, end, layer) of addresses."""
-
-
-class Tensor(ctypes.Structure):
-    """Head of ggml_tensor in ggml.h; `_check_layout` compares it with ggml's own accessors."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-    ]
 
 
 _OP, _SRC, _DATA = Tensor.op.offset, Tensor.src.offset, Tensor.data.offset
@@ -55,10 +37,17 @@ class PassSchedule:
     n_nodes: int
     ends: Mapping[int, int]  # number of a node -> the layer that it is the last one to read
     routers: Mapping[int, int]  # number of a node -> the layer whose experts it chooses
+    outputs: Mapping[int, int]  # number of a node -> the layer whose output it is
+
+    def calls_back_after(self, number: int) -> bool:
+        return number in self.ends or number in self.routers or number in self.outputs
 
 
 def make_schedule(
-    nodes: Sequence[Node], layers: Sequence[LayerWeights], routers: Mapping[int, int] | None = None
+    nodes: Sequence[Node],
+    layers: Sequence[LayerWeights],
+    routers: Mapping[int, int] | None = None,
+    outputs: Mapping[int, int] | None = None,
 ) -> PassSchedule:
     """Find the end of each streamed layer.
 
@@ -79,7 +68,7 @@ def make_schedule(
             )
         behind = readers[-1]
         ends[behind] = layer
-    return PassSchedule(len(nodes), ends, routers or {})
+    return PassSchedule(len(nodes), ends, routers or {}, outputs or {})
 
 
 class _AddressMap:

@@ -29,22 +29,23 @@ def check_options(
         raise ValueError(f"load_mode {load_mode!r} holds the whole model: it takes no placement")
     if options.max_nodes < 1:
         raise ValueError(f"max_nodes must be 1 or more, not {options.max_nodes}")
-    _check_rope(model, options)
-
-
-def _check_rope(model: GgufModel, options: ContextOptions) -> None:
-    """Raise UnsupportedModel if a larger cache for several sequences would change the output, as
-    llama.cpp chooses rotary factors by the number of cells."""
-    if not any(name.startswith(_LONG_FACTORS) for name in model.index):
-        return
-    keys = Keys(model.path, model.index.metadata, model.architecture)
-    n_short = keys.integer(_SHORT_CONTEXT, 1, MAX_CONTEXT, model.max_context)
-    n_alone = replace(options, num_kv_slots=None).n_cells
-    if n_alone <= n_short < options.n_cells:
+    n_short = cells_with_short_factors(model, options)
+    if n_short is not None and n_short < options.n_cells:
         raise UnsupportedModel(
             f"{model.path} has other rotary factors in a KV cache of more than {n_short} tokens, "
             f"and {options.n_cells} are needed for several sequences: load it for fewer"
         )
+
+
+def cells_with_short_factors(model: GgufModel, options: ContextOptions) -> int | None:
+    """Return the cells above which a cache for several sequences would change the output, as
+    llama.cpp chooses rotary factors by the number of cells; None: any number is the same."""
+    if not any(name.startswith(_LONG_FACTORS) for name in model.index):
+        return None
+    keys = Keys(model.path, model.index.metadata, model.architecture)
+    n_short = keys.integer(_SHORT_CONTEXT, 1, MAX_CONTEXT, model.max_context)
+    n_alone = replace(options, num_kv_slots=None).n_cells
+    return n_short if n_alone <= n_short else None
 
 
 def load_llama_model(

@@ -30,10 +30,11 @@ from backends.llama.context import (
     LlamaContext,
     WithoutFlashAttention,
 )
+from backends.llama.loading import cells_with_short_factors
 from backends.llama.memory import bytes_of_a_state, context_memory
 from backends.llama.recurrent_backend import RecurrentLlamaBackend
 from backends.llama.stream import resident_non_layer_records
-from backends.llama.trial import TextLimits, try_model
+from backends.llama.trial import TextLimits, TrialResult, try_model
 from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
 from backends.timing.passes import is_small, measure_passes, measure_small
@@ -72,7 +73,8 @@ class GgufSource(ModelSource):
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         refuse_untried(self.model)
-        self.text_limits = TextLimits(None) if run is not None else try_model(self.model)
+        is_known = run is not None
+        self.trial = TrialResult(TextLimits(None)) if is_known else try_model(self.model)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -204,6 +206,14 @@ class GgufSource(ModelSource):
             self._scratch_bytes[options] = memory.scratch_bytes
         return self._scratch_bytes[options]
 
+    def can_share_kv(self, ctx_size: int, kv_tokens: int, max_nodes: int) -> bool:
+        """See ModelSource and `cells_with_short_factors`."""
+        options = ContextOptions(
+            ctx_size, max_nodes, exactness=self.exactness, num_kv_slots=kv_tokens
+        )
+        n_short = cells_with_short_factors(self.model, options)
+        return n_short is None or options.n_cells <= n_short
+
     @property
     def head_bytes(self) -> int:
         return sum(record.n_bytes for record in resident_non_layer_records(self.model))
@@ -277,6 +287,7 @@ class GgufSource(ModelSource):
             progress=loading.progress,
             exactness=self.exactness,
             has_head=loading.has_head,
+            hidden_state_layers=loading.hidden_state_layers,
         )
         if loading.load_mode == "stream":
             reset_peak_rss()  # llama.cpp may have read the whole file: see unread.py

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from backends.contract.backend import TransferStats
+from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LlamaError, LlamaModel
 from backends.gguf.heads import head_records, resident_head_records
 from backends.gguf.model import GgufModel
@@ -67,6 +68,7 @@ class StreamedLayers:
     `callback` is for the context; `start` then takes the layers out of memory. `mapped_before` are
     the `mapped_ranges` before the model was loaded: the same file may be open more than once.
     Experts are read one by one if `placement` has an expert cache, else as a part of the layers.
+    `outputs` takes outputs of layers, which a draft head asks for.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StreamedLayers:
         mapped_before: Collection[tuple[Path, MappedRange]],
         *,
         has_head: bool = False,
+        outputs: LayerOutputs | None = None,
     ) -> None:
         self._library = loaded.library
         self._model, self._layers, self._expert_plan = model, placement.layers, placement.experts
@@ -99,8 +102,11 @@ class StreamedLayers:
         """(address, bytes) of the KV caches; some architectures have two."""
         self._recording: list[Node] | None = None
         self._routed = RoutedNodes()
-        self._ends: Mapping[int, int] = {}
-        self._routers: Mapping[int, int] = {}
+        self._outputs = outputs
+        self._output_nodes: dict[int, int] = {}
+        """Numbers of nodes that are outputs of layers, while a graph is recorded."""
+        self._schedule_now = PassSchedule(0, {}, {}, {})
+        """Schedule of the running pass."""
         self._n_asked = 0
         self._error: BaseException | None = None
         self._batch: Batch | None = None
@@ -181,7 +187,7 @@ class StreamedLayers:
     def decode(self, batch: Batch) -> int:
         """Run one pass; return 0, or 2 if it was stopped. Re-raise errors of the callback."""
         schedule = self._schedule(batch.n_tokens, batch.n_outputs)
-        self._ends, self._routers = schedule.ends, schedule.routers
+        self._schedule_now = schedule
         self._n_asked, self._error, self._batch = 0, None, batch
         self._advance(0, self._streamed[0] if self._streamed else None)
         self.read_embeddings(batch.token_ids)
@@ -226,21 +232,24 @@ class StreamedLayers:
 
     def _on_node(self, tensor: int, ask: bool, _: object) -> bool:
         """Handle ggml's callback; store errors, since ctypes would lose them and the pass go on."""
+        schedule = self._schedule_now
         if ask:
             number = self._n_asked
             self._n_asked = number + 1
             if self._recording is None:
-                return number in self._ends or number in self._routers
+                return schedule.calls_back_after(number)
         try:
             if ask:
                 self._record(tensor)
                 return False
             number = self._n_asked - 1
-            if number in self._routers:
+            if number in schedule.outputs and self._outputs is not None:
+                self._outputs.take(schedule.outputs[number], tensor)
+            if number in schedule.routers:
                 assert self._batch is not None
-                self._fetch_experts(self._routers[number], tensor, self._batch)
-            if number in self._ends:
-                return self._leave_layer(self._ends[number])
+                self._fetch_experts(schedule.routers[number], tensor, self._batch)
+            if number in schedule.ends:
+                return self._leave_layer(schedule.ends[number])
         except BaseException as error:
             self._error = error
             return False
@@ -295,7 +304,8 @@ class StreamedLayers:
             plan = self._expert_plan
             mixed = [i for i, x in enumerate(plan.layers) if x] if plan else ()
             routers = self._routed.routers(mixed)
-            self._schedules[key] = make_schedule(nodes, self._layers, routers)
+            outputs = dict(self._output_nodes)
+            self._schedules[key] = make_schedule(nodes, self._layers, routers, outputs)
         return self._schedules[key]
 
     def _record_graph(self, n_tokens: int, n_outputs: int) -> list[Node]:
@@ -303,7 +313,7 @@ class StreamedLayers:
         rows = range(n_tokens - n_outputs, n_tokens)
         batch = Batch([0] * n_tokens, range(n_tokens), [[self._scratch]] * n_tokens, rows)
         self._recording, self._n_asked, self._error = [], 0, None
-        self._routed = RoutedNodes()
+        self._routed, self._output_nodes = RoutedNodes(), {}
         try:
             with self._context.stopping_at_once():
                 code = self._context.decode(batch)
@@ -321,6 +331,9 @@ class StreamedLayers:
         if self._recording is not None and self._error is None:
             self._recording.append(self._graph.layers_read(tensor))
             self._graph.show(tensor, self._routed)
+            layer = None if self._outputs is None else self._outputs.layer_of(tensor)
+            if layer is not None:
+                self._output_nodes[self._n_asked - 1] = layer
             cache = self._graph.cache_memory(tensor)
             if cache is not None:
                 self._caches.add(cache)

@@ -26,7 +26,7 @@ from offload.process.disk_cache import cache_folder, load_cached, save_cached
 from offload.process.expendable import command_of
 
 _MAX_WALL_SECONDS = 300  # enough on a busy machine
-_VERSION = 1  # of the worker; results of another version are not used
+_VERSION = 2  # of the worker; results of another version are not used
 
 _ENDED_ITSELF = {
     signal.SIGABRT: "it aborts",
@@ -56,7 +56,19 @@ class TextLimits:
     max_characters: int | None
 
 
-def try_model(model: GgufModel) -> TextLimits:
+@dataclass(frozen=True)
+class TrialResult:
+    """Results of the trial of a model that runs.
+
+    Args:
+        output_layers: layers whose outputs a pass can return (backends/ggml/layer_outputs.py).
+    """
+
+    text_limits: TextLimits
+    output_layers: frozenset[int] = frozenset()
+
+
+def try_model(model: GgufModel) -> TrialResult:
     """Try a model. Raises GgufError if llama.cpp would crash, LlamaError if it refuses it."""
     path = cache_folder() / f"gguf-{_digest(model)}.json"
     result = load_cached(path)
@@ -66,7 +78,8 @@ def try_model(model: GgufModel) -> TextLimits:
         save_cached(path, result_and_path, "whether llama.cpp can run this model")
     if refusal := result["refusal"]:
         raise LlamaError(refusal) if result["is_llama_error"] else GgufError(refusal)
-    return TextLimits(result["max_characters"])
+    layers = frozenset(result["output_layers"])
+    return TrialResult(TextLimits(result["max_characters"]), layers)
 
 
 def _digest(model: GgufModel) -> str:
@@ -93,8 +106,9 @@ def _is_answer(result: Any, path: Path) -> bool:
         return False
     if refusal:
         return result.get("path") == str(path) and isinstance(result.get("is_llama_error"), bool)
-    limit = result.get("max_characters", "")
-    return limit is None or (type(limit) is int and limit > 0)
+    limit, layers = result.get("max_characters", ""), result.get("output_layers")
+    are_layers = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    return are_layers and (limit is None or (type(limit) is int and limit > 0))
 
 
 def _ask(model: GgufModel) -> dict[str, Any]:

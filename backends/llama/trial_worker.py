@@ -17,6 +17,7 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LOG, LlamaError, LlamaModel
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.llama.unread import map_unread
@@ -60,7 +61,7 @@ def main() -> int:
     become_expendable(MAX_BYTES + sum(file.state.n_bytes for file in model.index.files))
     result: dict[str, Any] = {"refusal": "", "is_llama_error": False}
     try:
-        result["max_characters"] = _try(model, lambda doing: _say(answers, {"doing": doing}))
+        result |= _try(model, lambda doing: _say(answers, {"doing": doing}))
     except LlamaError as error:
         result |= {"refusal": str(error), "is_llama_error": True}
     except _Refused as error:
@@ -80,12 +81,18 @@ def _import_bindings_alone() -> None:
         sys.modules["llama_cpp"] = module_from_spec(spec)
 
 
-def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
+def _try(model: GgufModel, begin: Callable[[str], None]) -> dict[str, Any]:
     begin("its header and vocabulary are read")
     loaded = map_unread(model)
+    complete: set[int] = set()
     for attention in (_CHOSEN, _FLASH):
         begin("a pass of it is made")
-        _run_pass(model.path, loaded, attention)
+        complete |= _run_pass(model, loaded, attention)
+    return {"output_layers": sorted(complete), "max_characters": _try_texts(model, loaded, begin)}
+
+
+def _try_texts(model: GgufModel, loaded: LlamaModel, begin: Callable[[str], None]) -> int | None:
+    """Return the maximum length of a line in characters; None: no limit."""
     vocabulary = _Vocabulary(model.path, loaded)
     if vocabulary.is_none:
         return None  # reported when a tokenizer is needed
@@ -104,10 +111,22 @@ def _try(model: GgufModel, begin: Callable[[str], None]) -> int | None:
     return _max_characters(model.path, vocabulary)
 
 
-def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
+def _run_pass(model: GgufModel, loaded: LlamaModel, attention: int) -> set[int]:
     """Make a context like a backend's, which builds the graphs of decoding and prefill, and run the
-    first layers. Raises LlamaError if llama.cpp refuses it with its own attention."""
-    library, end = model.library, time.monotonic() + _PASS_SECONDS
+    first layers. Return the layers whose outputs are in the graph, for all tokens.
+
+    Raises LlamaError if llama.cpp refuses it with its own attention.
+    """
+    library, end = loaded.library, time.monotonic() + _PASS_SECONDS
+    outputs = LayerOutputs(library, model.architecture, model.hidden_size)
+    complete: set[int] = set()
+
+    def see(address: int, ask: bool, _: object) -> bool:
+        layer = outputs.named_layer(address)
+        if layer is not None and layer >= 0 and outputs.is_complete(address, _NUM_TOKENS):
+            complete.add(layer)
+        return not ask  # of each node before any runs
+
     params = library.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = _N_CELLS, _NUM_TOKENS, _NUM_TOKENS
     params.n_seq_max = params.n_outputs_max = 2
@@ -117,15 +136,18 @@ def _run_pass(path: Path, model: LlamaModel, attention: int) -> None:
     params.flash_attn_type = attention
     stop = library.ggml_abort_callback(lambda _: time.monotonic() > end)
     params.abort_callback = stop
+    callback = library.ggml_backend_sched_eval_callback(see)
+    params.cb_eval = callback
     LOG.clear()
-    context = library.llama_init_from_model(model.handle, params)
+    context = library.llama_init_from_model(loaded.handle, params)
     if context:
         for num_tokens in (_NUM_TOKENS, 1):
             tokens = (library.llama_token * num_tokens)()
             library.llama_decode(context, library.llama_batch_get_one(tokens, num_tokens))
         library.llama_free(context)
     elif attention == _CHOSEN:
-        raise LlamaError(f"llama.cpp cannot make a context of {path}: {LOG.reason()}")
+        raise LlamaError(f"llama.cpp cannot make a context of {model.path}: {LOG.reason()}")
+    return complete
 
 
 class _Vocabulary:

@@ -120,7 +120,7 @@ def compare(
     reads = None if storage is None else ReadLimit(file, int(storage * 1e6))
     limits = Limits(parse_bytes(memory_budget), 600.0, reads)
     argv = ["run", "-m", str(model), "-md", draft_model, "--memory-budget", memory_budget]
-    argv += ["-c", "1024", "-n", str(max_tokens), "--json", "-p"]
+    argv += ["-c", "1024", "-n", str(max_tokens), "--json", "--raw", "-p"]
     results: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
     with TemporaryDirectory() as name:
         run_part = partial(measured, limits=limits, folder=Path(name))

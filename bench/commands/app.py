@@ -20,11 +20,13 @@ from bench.commands.throughput import throughput_command
 from bench.commands.timeline import timeline_command
 from specdec.cli.errors import run_app
 from specdec.cli.groups import with_options
+from specdec.cli.help import Command, Group
 
 NAME = "specdec-bench"
 
 app = typer.Typer(
     name=NAME,
+    cls=Group,
     help="Measure specdec, and grow models to measure with.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,16 +40,16 @@ _PASSED_ON = {
     "help_option_names": [],
 }
 
-app.command("speedup")(with_options(speedup_command))
-app.command("timeline")(with_options(timeline_command))
-app.command("curve")(with_options(curve_command))
-app.command("demo")(with_options(demo_command))
-app.command("experts")(with_options(experts_command))
-app.command("peers")(with_options(peers_command))
-app.command("policy")(with_options(policy_command))
-app.command("sweep")(with_options(sweep_command))
-app.command("throughput")(with_options(throughput_command))
-app.command("report")(with_options(report_command))
+app.command("speedup", cls=Command)(with_options(speedup_command))
+app.command("timeline", cls=Command)(with_options(timeline_command))
+app.command("curve", cls=Command)(with_options(curve_command))
+app.command("demo", cls=Command)(with_options(demo_command))
+app.command("experts", cls=Command)(with_options(experts_command))
+app.command("peers", cls=Command)(with_options(peers_command))
+app.command("policy", cls=Command)(with_options(policy_command))
+app.command("sweep", cls=Command)(with_options(sweep_command))
+app.command("throughput", cls=Command)(with_options(throughput_command))
+app.command("report", cls=Command)(with_options(report_command))
 
 
 @app.command(context_settings=_PASSED_ON)
@@ -75,7 +77,9 @@ def _pass_on(name: str, module: str, function: str, argv: Sequence[str]) -> None
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    command_app.command()(with_options(getattr(importlib.import_module(module), function)))
+    command_app.command(cls=Command)(
+        with_options(getattr(importlib.import_module(module), function))
+    )
     raise typer.Exit(run_app(command_app, f"{NAME} {name}", argv))
 
 

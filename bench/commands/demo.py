@@ -27,7 +27,7 @@ def demo_command(
 ) -> None:
     """Compare plain and speculative decoding of a grown target of at least twice its budget."""
     from bench.checks.equal_outputs import check_equal_outputs, percent_equal
-    from bench.demo import run_demo, text_of_first_prompt
+    from bench.demo import next_steps, run_demo, text_of_first_prompt
     from bench.process.results import SPEEDUP
     from bench.report.tables import VERDICT_WIDTH
     from bench.table import labelled
@@ -42,3 +42,4 @@ def demo_command(
     summary = f"tokens equal {equal}, {seconds:.0f} s in all"
     typer.echo(labelled([("demo", summary)], VERDICT_WIDTH)[0])
     check_equal_outputs(result["records"])
+    typer.echo("\n" + next_steps(format))

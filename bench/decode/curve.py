@@ -241,7 +241,9 @@ class _Turns:
     ) -> tuple[list[int], GenerationStats]:
         """Decode at least so many tokens, greedily, unless the sequence ends.
 
-        Also ends where it differs from `text`, the plain output: the drafter knows no further.
+        Also ends where it differs from `text`, the plain output: the drafter knows no further. The
+        engine's thread cancels it itself: until a busy reader does, passes with shorter chains
+        would follow.
         """
         stream = self._llm.stream(
             self._prompt_ids,
@@ -249,14 +251,19 @@ class _Turns:
             ignore_eos=self._settings.ignore_eos,
             **how,
         )
-        tokens: list[int] = []
-        for chunk in stream:
-            tokens += map(int, chunk.token_ids)
+
+        def end_in_time() -> None:
+            tokens = list(stream.outputs[0].token_ids)
             is_other = text is not None and tokens != text[: len(tokens)]
             if len(tokens) >= num_requested or is_other:
-                break
+                stream.cancel_soon()
+
+        stream.start(on_output=end_in_time)
+        for _ in stream:
+            pass
         stream.cancel()
-        return tokens, stream.result.stats
+        result = stream.result
+        return list(result.outputs[0].token_ids), result.stats
 
 
 class _Progress:

@@ -123,7 +123,7 @@ class AlignedBuffer:
             raise MemoryError(f"cannot map {size} bytes of memory") from error
         address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         start = -address % HUGE_PAGE_BYTES
-        self.address = address + start
+        self.address, self._offset = address + start, start
         n_huge = size - size % HUGE_PAGE_BYTES if is_huge else 0
         if n_huge:
             self._advise(getattr(mmap, "MADV_HUGEPAGE", None), start, n_huge)
@@ -141,6 +141,13 @@ class AlignedBuffer:
     def view(self) -> memoryview:
         """The whole memory, writable: `buffer_bytes(n_bytes)` bytes."""
         return self._view
+
+    def release(self, start: int, n_bytes: int) -> None:
+        """Give the whole pages of a part back to the system; they are zeros when next used."""
+        offset = self._offset + page_up(start)
+        size = self._offset + page_down(start + n_bytes) - offset
+        if size > 0:
+            self._advise(getattr(mmap, "MADV_DONTNEED", None), offset, size)
 
     def close(self) -> None:
         """Free the memory, or leave it to the last view of it that is still alive."""

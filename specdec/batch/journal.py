@@ -26,7 +26,7 @@ from typing import Any
 from typing_extensions import Self
 
 from specdec.batch.lines import BatchError, LineKey
-from specdec.batch.records import key_of
+from specdec.batch.records import is_error, key_of
 
 INPUT, FINISHED = "input", "finished"
 ORDERS = (INPUT, FINISHED)
@@ -126,6 +126,12 @@ class Journal:
     def n_answered(self) -> int:
         with self._translate_errors():
             return self._database.execute("SELECT count(*) FROM records").fetchone()[0]
+
+    def count_errors(self) -> int:
+        """Return the number of records whose line could not be answered."""
+        with self._translate_errors():
+            rows = self._database.execute("SELECT record FROM records")
+            return sum(is_error(record) for (record,) in rows)
 
     def is_answered(self, key: LineKey) -> bool:
         """Return whether a line has a record; raise BatchError if it answers another line."""

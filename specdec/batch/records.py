@@ -122,6 +122,11 @@ def key_of(line: bytes) -> LineKey | None:
     return LineKey(number, int(str(digest), 16))
 
 
+def is_error(record: bytes) -> bool:
+    """Return whether a record, of ours, says that its line could not be answered."""
+    return json.loads(record).get("error") is not None
+
+
 def _plain_key(key: LineKey) -> dict[str, Any]:
     return {"line": key.number, "digest": key.hex_digest}
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import blake2b
 from typing import Any
 
@@ -212,8 +213,13 @@ def _refuse_unknown(where: str, value: Mapping[str, Any], known: frozenset[str])
             raise BatchError(
                 f"{name} is {_shown(value[name])}: a batch has only {_shown(_ONLY[name])}"
             )
-    names = ", ".join(_shown(name) for name in unknown[:8])
+    names = ", ".join(_with_near_name(name, known) for name in unknown[:8])
     raise BatchError(f"{where} has fields that are not known here: {names}; leave them out")
+
+
+def _with_near_name(name: str, known: frozenset[str]) -> str:
+    near = get_close_matches(name[:64], sorted(known), 1)
+    return f"{_shown(name)} (did you mean {near[0]}?)" if near else _shown(name)
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:

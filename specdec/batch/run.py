@@ -26,7 +26,7 @@ class BatchMetrics:
     n_before: int = 0
     """Lines that an earlier, interrupted run answered."""
     n_errors: int = 0
-    """Lines of this run whose record is an error."""
+    """Lines whose record is an error, those of an earlier run included."""
     n_prompt_tokens: int = 0
     n_generated_tokens: int = 0
     seconds: float = 0.0
@@ -133,6 +133,7 @@ class Batch:
                 f"has {n_before}: {journal.begin_anew}"
             )
         metrics.n_answered = metrics.n_before = n_before
+        metrics.n_errors = journal.count_errors()
 
     def _check_apart(self) -> None:
         real = os.path.realpath(self.out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ import typer
 from specdec import __version__
 from specdec.cli.commands import analyze as cli_analyze
 from specdec.cli.commands import batch as cli_batch
+from specdec.cli.commands import chat as cli_chat
 from specdec.cli.commands import check as cli_check
 from specdec.cli.commands import info as cli_info
 from specdec.cli.commands import models as cli_models
@@ -20,34 +21,46 @@ from specdec.cli.commands import run as cli_run
 from specdec.cli.commands import serve as cli_serve
 from specdec.cli.commands import train_draft as cli_train_draft
 from specdec.cli.errors import DEFAULTS_FILE, run_app
+from specdec.cli.help import Command, Group
 from specdec.cli.input.settings import FILE_VARIABLE, name_variables, own_file, read_defaults
 from specdec.cli.libraries import quiet_libraries
 from specdec.cli.output import write_text
 
 app = typer.Typer(
     name="specdec",
+    cls=Group,
     help="Run a language model that is larger than the memory it may use.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.command("run")(cli_run.run)
-app.command("chat")(cli_run.chat)
-app.command("batch")(cli_batch.batch)
-app.command("serve")(cli_serve.serve)
-app.command("plan")(cli_info.plan)
-app.command("analyze")(cli_analyze.analyze)
-app.command("check")(cli_check.check)
-app.command("models")(cli_models.models)
-app.command("pull")(cli_models.pull)
-app.command("rm")(cli_models.rm)
-app.command("profile")(cli_info.profile)
-app.command("pack")(cli_pack.pack)
-app.command("train-draft")(cli_train_draft.train_draft)
+_GENERATE, _ADVISE, _MODELS = "Generate", "Before a run", "Models"
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    _GENERATE: {
+        "run": cli_run.run,
+        "chat": cli_chat.chat,
+        "serve": cli_serve.serve,
+        "batch": cli_batch.batch,
+    },
+    _ADVISE: {
+        "plan": cli_info.plan,
+        "check": cli_check.check,
+        "profile": cli_info.profile,
+        "analyze": cli_analyze.analyze,
+    },
+    _MODELS: {
+        "models": cli_models.models,
+        "pull": cli_models.pull,
+        "rm": cli_models.rm,
+        "pack": cli_pack.pack,
+        "train-draft": cli_train_draft.train_draft,
+    },
+}
+for _panel, _of_panel in _COMMANDS.items():
+    for _name, _function in _of_panel.items():
+        app.command(_name, cls=Command, rich_help_panel=_panel)(_function)
 # Its options are those of `specdec-bench demo`, the help included.
-app.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})(
-    cli_info.demo
-)
+_PASSED_ON = {"ignore_unknown_options": True, "help_option_names": []}
+app.command("demo", context_settings=_PASSED_ON, rich_help_panel=_ADVISE)(cli_info.demo)
 
 
 def _print_version(is_requested: bool) -> None:

@@ -21,30 +21,16 @@ from typer.completion import shell_complete
 from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError
+from specdec.cli.arguments import understood
+from specdec.cli.naming import variable_of
 from specdec.cli.output import SHOWN, OutputError, write_text
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# llama.cpp's spellings and a former name, accepted but not shown in the help.
-ALIASES = {
-    "--n-predict": "--max-tokens",
-    "--predict": "--max-tokens",
-    "--temp": "--temperature",
-    "--repeat-penalty": "--repetition-penalty",
-    "--model-draft": "--draft-model",
-    "--spec-draft-n-max": "--num-draft-tokens",
-    "--rounds": "--steps",
-    "--texts": "--sequences",
-    "--ways-per-prompt": "--modes-per-prompt",
-    "--least-prompts": "--min-prompts",
-}
 DEFAULTS_FILE = "specdec.defaults"
 """Key in a context's `meta`: the file that its default values come from."""
-
-# Options followed by free text, which may look like an option.
-_TAKES_TEXT = ("-p", "--prompt", "--stop")
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,7 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str]) -> int:
     SHOWN.metrics, SHOWN.plan = True, False
 
     def work() -> None:
-        arguments = expand_aliases(argv)
+        arguments = understood(argv, command)
         with command.make_context(name, arguments, obj=Invocation(tuple(argv))) as context:
             command.invoke(context)
 
@@ -118,7 +104,7 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     except BrokenPipeError:
         return _forget_stdout()
     except TyperException as error:
-        message = f"{_file_of(error)}{_with_value(error)}"
+        message = f"{_origin(error)}{_with_value(error)}"
         return _fail(name, f"{message} (see {_command_path(name, error)} --help)")
     except OutputError as error:
         _forget_stdout()
@@ -129,19 +115,6 @@ def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
         return _fail(name, "out of memory: give a smaller --memory-budget or context", debug)
     except OSError as error:
         return _fail(name, _describe(error), debug)
-
-
-def expand_aliases(argv: Sequence[str]) -> list[str]:
-    """Replace llama.cpp's option names by ours, up to a bare `--`."""
-    expanded: list[str] = []
-    for index, word in enumerate(argv):
-        if word == "--":
-            return expanded + list(argv[index:])
-        option, equals, value = word.partition("=")
-        if option in ALIASES and (index == 0 or argv[index - 1] not in _TAKES_TEXT):
-            word = ALIASES[option] + equals + value
-        expanded.append(word)
-    return expanded
 
 
 def _fail(name: str, message: str, debug: bool = False) -> int:
@@ -165,14 +138,16 @@ def _with_value(error: TyperException) -> str:
     return message.replace("Input should", f"{list_errors()[0]['input']!r} should", 1)
 
 
-def _file_of(error: TyperException) -> str:
-    """Return the settings file that the wrong value comes from, as a prefix, or ""."""
+def _origin(error: TyperException) -> str:
+    """Return the settings file or the variable that the wrong value comes from, as a prefix."""
     option, context = getattr(error, "param", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return ""
     source = context.get_parameter_source(option.name)
-    is_from_file = source is not None and source.name == "DEFAULT_MAP"
-    return f"{context.meta[DEFAULTS_FILE]}: " if is_from_file else ""
+    if source is not None and source.name == "DEFAULT_MAP":
+        return f"{context.meta[DEFAULTS_FILE]}: "
+    variable = variable_of(context, option.name)
+    return "" if variable is None else f"{variable}: "
 
 
 def _command_path(name: str, error: TyperException) -> str:

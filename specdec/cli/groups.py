@@ -15,8 +15,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from specdec.cli.completion import complete_model
 from specdec.cli.input.prompts import read_text
-from specdec.cli.naming import as_options, option_name
+from specdec.cli.naming import as_options, naming_variables, option_name, with_variables
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.models.drafts import named_draft
@@ -48,6 +49,15 @@ def parse_num_draft_tokens(text: str, option: str = "--num-draft-tokens") -> int
     return int(text)
 
 
+def parse_kv_tokens(text: str) -> int | None:
+    """Parse a number of tokens; "auto" -> None."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text)):
+        raise OptionError(f"--kv-tokens is {text!r}, must be auto or a number of tokens, 1 or more")
+    return int(text)
+
+
 def _parse_early_stopping(text: str) -> bool | str:
     values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
     if text not in values:
@@ -69,11 +79,13 @@ _WRITTEN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "draft_model": (list[str], one_draft),
     "spec_type": (str, parse_spec_type),
     "num_draft_tokens": (str, parse_num_draft_tokens),
+    "kv_tokens": (str, parse_kv_tokens),
     "stop": (list[str], tuple),
     "json_schema": (Path, read_text),
     "grammar": (Path, read_text),
     "early_stopping": (str, _parse_early_stopping),
 }
+_MODELS = ("model", "draft_model")
 _FILES = tuple(name for name, (kind, _) in _WRITTEN.items() if kind is Path)
 
 
@@ -148,7 +160,17 @@ def typer_option(kind: type[Any], name: str) -> Any:
         metavar=option.metavar or "|".join(option.choices) or None,
         min=None if option.metavar else option.at_least,  # it would be shown beside the metavar
         show_default=option.shown_default,
+        autocompletion=_completion(name, option.choices),
     )
+
+
+def _completion(name: str, choices: Sequence[str]) -> Callable[[str], list[str]] | None:
+    """Return the completion of an option's value; None leaves it to the shell, for files."""
+    if name in _MODELS:
+        return lambda incomplete: complete_model(incomplete, is_draft=name == "draft_model")
+    if choices:
+        return lambda incomplete: [item for item in choices if item.startswith(incomplete)]
+    return None
 
 
 def _first_type(hint: Any) -> Any:
@@ -230,16 +252,24 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters += groups[name].parameters()
         else:
             parameters.append(item.replace(kind=Parameter.KEYWORD_ONLY))
+    is_context_declared = "context" in declared
+    if not is_context_declared:
+        kind = Parameter.KEYWORD_ONLY
+        parameters.insert(0, Parameter("context", kind, annotation=typer.Context))
     # `run_app` reads its value from argv.
     parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
 
-    def flat(debug: bool, **values: Any) -> None:
+    def flat(context: typer.Context, debug: bool, **values: Any) -> None:
         of_groups = [item.typed(values) for item in groups.values()]
-        with as_options(dict(ChainMap(own, *of_groups))):
-            built = {
-                name: group.build({field: values.pop(field) for field in group.names})
-                for name, group in groups.items()
-            }
+        typed = dict(ChainMap(own, *of_groups))
+        if is_context_declared:
+            values["context"] = context
+        with as_options(with_variables(context, typed)):
+            with naming_variables(context):
+                built = {
+                    name: group.build({field: values.pop(field) for field in group.names})
+                    for name, group in groups.items()
+                }
             command(**built, **values)
 
     flat.__doc__ = command.__doc__

@@ -27,3 +27,29 @@ def as_options(typed: Mapping[str, str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise OptionError(error.reported(typed)) from error
+
+
+def variable_of(context: Any, name: str) -> str | None:
+    """Return the environment variable that a parameter's value comes from, if it does."""
+    source = context.get_parameter_source(name)
+    if source is None or source.name != "ENVIRONMENT":
+        return None
+    return next((str(item.envvar) for item in context.command.params if item.name == name), None)
+
+
+def with_variables(context: Any, typed: Mapping[str, str]) -> dict[str, str]:
+    """Return the shown names with the variable in place of an option that is set by one."""
+    return {name: variable_of(context, name) or shown for name, shown in typed.items()}
+
+
+@contextmanager
+def naming_variables(context: Any) -> Iterator[None]:
+    """Name the variable, too, in the block's errors about the text of one option."""
+    try:
+        yield
+    except OptionError as error:
+        for item in context.command.params:
+            variable, option = variable_of(context, item.name), max(item.opts, key=len)
+            if variable is not None and str(error).startswith(f"{option} "):
+                raise OptionError(f"{variable}{str(error).removeprefix(option)}") from error
+        raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.units import format_bytes
-from specdec.cli.output import say
+from specdec.cli.output import say, say_hint
 from specdec.models.names import check_local_draft, check_local_name, resolve_headers
 from specdec.models.weight_files import weight_files
+from specdec.pair import PAIR_PREFIX
 from specdec.run_options import OFF, RunOptions
 
 if TYPE_CHECKING:
@@ -67,6 +69,15 @@ def note_plain_transcript(llm: LLM) -> None:
         say(
             "note: the model has no chat template: it is given a plain transcript; "
             "--chat-template names another form, an instruct model has its own"
+        )
+
+
+def note_embedded(model: str | Path) -> None:
+    """Print a hint if the model is one of the embedded ones, which answer no questions."""
+    if str(model).startswith(PAIR_PREFIX):
+        say_hint(
+            f"{model} is for demonstrations and tests: it continues Python source and answers no "
+            "questions; for those take -m smollm2"
         )
 
 

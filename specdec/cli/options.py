@@ -66,7 +66,7 @@ Quiet = Annotated[
         "--quiet",
         callback=_set_quiet,
         expose_value=False,
-        help="No progress and no line of metrics on stderr; notes and errors stay.",
+        help="No progress, hints and line of metrics on stderr; other notes and errors stay.",
     ),
 ]
 Verbose = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -54,6 +54,23 @@ def say(line: str, stream: TextIO | None = None) -> None:
     print(f"specdec: {line}", file=stream or sys.stderr)
 
 
+def say_lines(lines: Iterable[str]) -> None:
+    """Print lines that the user asked for in a conversation, beside its text on stdout."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def count_of(n: int, noun: str) -> str:
+    """Return a number and its noun: 1 turn, 2 turns."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def say_hint(line: str) -> None:
+    """Print a note that a user reads once: -q leaves it out."""
+    if SHOWN.metrics:
+        say(f"note: {line}")
+
+
 def say_figures(line: str) -> None:
     if SHOWN.metrics:
         say(line)
@@ -74,15 +91,17 @@ def loading_progress(title: str) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        SpinnerColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    title_columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), DownloadColumn(binary_units=True))
     speed = (TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, *speed, console=Console(stderr=True), transient=True)
+    bar = Bar(*title_columns, *columns, *speed, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None)
 
     lock = threading.Lock()
@@ -91,7 +110,9 @@ def loading_progress(title: str) -> Iterator[Progress]:
     def update(done: int, total: int) -> None:
         with lock:
             if not is_over:
-                bar.update(task, completed=done, total=total)
+                # All bytes are read: measurements of the machine may follow, of unknown length.
+                description = f"{title}: finishing" if done >= total else title
+                bar.update(task, description=description, completed=done, total=total)
                 bar.start()
 
     try:

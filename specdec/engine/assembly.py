@@ -18,7 +18,9 @@ from specdec.metrics.recorder import Totals
 from specdec.planning.memory.parts import DRAFTING_PARTS
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.cost_model import CostModel
+from specdec.policy.kv_price import KvPrice
 from specdec.policy.opportunistic_layers import OpportunisticLayers
+from specdec.policy.waiting_notes import WaitingNotes
 from specdec.run_options import RunOptions
 
 
@@ -68,7 +70,13 @@ def assemble(
     free_memory = engine.opportunistic_layers.free_memory
     files = KvFiles(target, free_memory=free_memory)
     max_num_seqs = options.max_num_seqs
-    kv = KVCacheManager(target, prefix_cache, files, cost, totals, max_num_seqs)
+    # KV beyond one context is for sequences that run: cached, it would displace layers.
+    max_cached = options.min_kv_tokens(plan.ctx_size)
+    price = KvPrice(plan.kv_token_bytes, plan.storage_bytes_per_second)
+    notes = WaitingNotes(plan.kv_tokens, price)
+    kv = KVCacheManager(
+        target, prefix_cache, files, cost, totals, max_num_seqs, max_cached, price, notes
+    )
     if folder is not None:
         folder.attach(prefix_cache, draft_prefix_cache, plan, free_memory)
         engine.save_prefixes = partial(_save_prefixes, kv, draft_prefix_cache)

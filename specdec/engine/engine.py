@@ -140,6 +140,8 @@ class Engine(EngineThread):
         assert self.scheduler is not None, "a step was scheduled"
         num_tokens, num_seqs = self._num_cached
         running = self.scheduler.running
+        if not self.scheduler.waiting:
+            self.opportunistic_layers.release_kv()
         if batch.prefill:
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
             self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, has_more_prefill=more)

@@ -18,6 +18,8 @@ from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
+from specdec.policy.kv_price import KvPrice
+from specdec.policy.waiting_notes import WaitingNotes
 
 _MIN_UNSHARED_FRACTION = 0.5
 """Minimum fraction of a sequence's tokens whose KV no other sequence shares, for swapping to pay:
@@ -28,6 +30,8 @@ _MIN_OBSERVED_TOKENS = 128
 """Minimum size of a pass over prompts to learn from: smaller ones are learnt from in decoding."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
+_EXPECTED_TOKENS = 256
+"""New tokens that a sequence is expected to have, unless fewer are allowed."""
 
 
 class KVCacheManager:
@@ -39,6 +43,10 @@ class KVCacheManager:
         cost: seconds of passes.
         totals: counters of preempted and swapped sequences.
         max_num_seqs: maximum number of sequences that have KV at a time.
+        max_cached_tokens: maximum tokens of finished sequences whose KV is cached, except for the
+            last one's.
+        price: what a further sequence's KV costs every pass.
+        notes: lines for users about sequences that wait.
 
     Attributes:
         running: sequences that have KV.
@@ -52,10 +60,14 @@ class KVCacheManager:
         cost: CostModel,
         totals: Totals,
         max_num_seqs: int,
+        max_cached_tokens: int,
+        price: KvPrice,
+        notes: WaitingNotes,
     ) -> None:
         self.cache, self.files = cache, files
+        self._price, self._notes = price, notes
         self._target, self.cost, self._totals = target, cost, totals
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_cached_tokens = max_num_seqs, max_cached_tokens
         self._has_computed = False
         cache.seconds = self._recompute_seconds
         self.running: list[Sequence] = []
@@ -68,12 +80,15 @@ class KVCacheManager:
             return False
         if sequence.has_live_nodes and any(item.has_live_nodes for item in self.running):
             return False
+        if not self._pays(sequence):
+            return False
         while not (
             self._swap_in(sequence)
             if self._pays_to_swap(sequence)
             else self._match_prefix(sequence)
         ):
             if not self.cache.evict(self._max_evicted_seconds(sequence)):
+                self._note_capacity(sequence)
                 return False
         self.discard_file(sequence)
         self.running.append(sequence)
@@ -81,12 +96,29 @@ class KVCacheManager:
 
     def _max_evicted_seconds(self, sequence: Sequence) -> float | None:
         """Return the value of cached KV that may be evicted for a waiting sequence. While others
-        run, it waits for them to end rather than take KV that is dearer than its own, but no longer
-        than that KV would take to compute."""
+        run, it waits rather than take KV that is dearer than its own and than it has waited."""
         if not self.running:
             return None
         own_seconds = self._recompute_seconds(len(sequence.ids_to_compute))
         return max(own_seconds, sequence.request.recorder.waited_seconds)
+
+    def _pays(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence brings more than its KV and its tokens cost."""
+        num_running = len(self.running)
+        if not num_running or not self._price.token_bytes:
+            return True
+        num_tokens = len(sequence.token_ids) + min(sequence.num_left, _EXPECTED_TOKENS)
+        num_own = max(0, num_tokens - self._num_shared(sequence))
+        if self._price.pays(self.cost, num_running, num_own):
+            return True
+        self._notes.note_price(num_own, num_running)
+        return False
+
+    def _note_capacity(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.ids_to_compute)
+        lengths = [len(item.token_ids) for item in (*self.running, sequence)]
+        blocks = [-(-length // _TOKENS_TO_GROW) + 1 for length in lengths]  # the last one to grow
+        self._notes.note_capacity(num_tokens, sum(blocks) * _TOKENS_TO_GROW, len(self.running))
 
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
@@ -202,6 +234,8 @@ class KVCacheManager:
         """Leave the KV of a finished sequence to the prefix cache."""
         self.running.remove(sequence)
         self.cache.release(sequence.active_kv)
+        while self.cache.n_cached > self._max_cached_tokens and len(self.cache.cached) > 1:
+            self.cache.evict()
         sequence.detach()
 
     def preempt(self, sequence: Sequence) -> None:

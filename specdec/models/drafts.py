@@ -82,13 +82,11 @@ def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
 
 def _heads_for(target: Path) -> dict[str, str]:
     """Return the name of a head in files of its own for each kind that has one for a target."""
-    if target.is_file():  # heads in other files draft for checkpoints alone
-        return {}
     names: dict[str, str] = {}
     for head in local_heads():
         path = resolve_model(head.name)
         kind = head_kind(path)
-        if kind is not None and path.is_dir() and may_fit(path, target):
+        if kind is not None and may_fit(path, target):
             names.setdefault(kind, head.name)
     return names
 

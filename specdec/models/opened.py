@@ -13,8 +13,10 @@ from typing import Any
 
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
+from backends.heads.kinds import head_kind
 from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError
+from specdec.models.heads import HeadFit, compare_head, refuse_head
 from specdec.models.names import resolve_model
 from specdec.text.contract import ChatTokenizer
 from specdec.text.tokenizer import Tokenizer
@@ -70,6 +72,7 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
         SpecdecError: the model cannot be found, read or run; one line.
     """
     path = resolve_model(name)
+    refuse_head(path)
     opened = _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
     _refuse_no_tokens(name, opened.vocabulary)
     _warn_of_few_tokens(name, opened.vocabulary)
@@ -105,6 +108,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
 
 def _read_vocabulary(path: Path) -> Vocabulary:
+    refuse_head(path)
     if is_gguf(path):
         return _open_gguf(path, BackendOptions()).vocabulary
     import backends.hf  # noqa: F401  # first: it bounds how long torch's threads spin
@@ -114,8 +118,19 @@ def _read_vocabulary(path: Path) -> Vocabulary:
     return Vocabulary.from_tokenizer(Tokenizer.from_pretrained(path).hf_tokenizer, num_tokens)
 
 
+def compare_draft(target: str | Path, draft: str | Path) -> Compatibility | HeadFit:
+    """Compare a target with its draft model or head by name, as `specdec check` does.
+
+    A head is compared by its shapes, so the target's weights must be there.
+    """
+    if head_kind(resolve_model(draft)) is None:
+        return compare_models(target, draft)
+    source = open_model(target, BackendOptions()).source
+    return compare_head(source, str(target), str(draft))
+
+
 def compare_models(target: str | Path, draft: str | Path) -> Compatibility:
-    """Compare two models by name, as `specdec check` does."""
+    """Compare the vocabularies of two models by name."""
     return compare_vocabularies(read_vocabulary(target), read_vocabulary(draft))
 
 
@@ -139,7 +154,7 @@ def _open_gguf(path: Path, options: BackendOptions) -> OpenedModel:
     from specdec.text.gguf_tokenizer import GgufTokenizer
 
     source = GgufSource(path, options)
-    tokenizer = GgufTokenizer.from_file(path, source.text_limits)
+    tokenizer = GgufTokenizer.from_file(path, source.trial.text_limits)
     eos = tokenizer.eos_token_ids  # llama.cpp finds all ids in a file
     return OpenedModel(source, tokenizer, tokenizer.vocabulary(), eos, eos)
 

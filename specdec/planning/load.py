@@ -30,12 +30,12 @@ def load_target(
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
     """
-    plan = planned.plan
+    plan, draft = planned.plan, planned.draft
     return planned.target.source.load(
         Loading(
             plan.placement,
             max_context=plan.ctx_size,
-            kv_tokens=options.all_tokens(plan.ctx_size),
+            kv_tokens=plan.kv_tokens,
             max_num_seqs=options.max_kept_seqs,
             max_nodes=options.target_nodes(plan.n_draft_tokens),
             max_num_tokens=options.max_target_tokens(plan.n_draft_tokens),
@@ -44,6 +44,7 @@ def load_target(
             progress=progress,
             vram_bytes=plan.torch_vram_bytes,
             has_head=options.draft == MTP_HEAD,
+            hidden_state_layers=() if draft is None else draft.source.target_layers,
         )
     )
 
@@ -67,7 +68,7 @@ def load_draft(
     loading = Loading(
         placement,
         max_context=context,
-        kv_tokens=context * options.all_tokens(plan.ctx_size) // plan.ctx_size,
+        kv_tokens=context * plan.kv_tokens // plan.ctx_size,
         max_num_seqs=options.max_kept_seqs,
         max_nodes=n_nodes,
         max_num_tokens=level_width(plan.n_draft_tokens),

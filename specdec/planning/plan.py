@@ -22,6 +22,7 @@ from specdec.models.names import MTP_HEAD, SELF_DRAFT, resolve_model
 from specdec.models.opened import OpenedModel, OpenedPair, open_model
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
+from specdec.planning.kv_capacity import with_kv_capacity
 from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
 from specdec.planning.run_plan import RunPlan
@@ -33,6 +34,8 @@ from specdec.text.vocabulary import compare_vocabularies
 MAX_STATE_SHARE = 1 / 8
 """Maximum share of the budget for recurrent states, unless those of one sequence take more. Layers
 that have no place beside them are read in every pass, which makes it a seventh longer at most."""
+MAX_RECURRENT_SEQS = 8
+"""Maximum sequences with recurrent states, unless asked for: their states are never layers'."""
 _MIN_REPORTED_SHARE = 1.05
 """Speedup of a run without the draft from which the plan warns about it."""
 
@@ -185,6 +188,7 @@ def make_plan(
         if problem:
             chosen, warnings = search.alone(total_bytes), ()
             notes = (f"the draft is left out: {problem}",)
+    chosen = with_kv_capacity(search, chosen, total_bytes)
     return RunPlan(
         budget_source=budget_source,
         chosen=chosen,
@@ -211,6 +215,8 @@ def for_recurrent(options: RunOptions, target: ModelSource, total_bytes: int) ->
     if options.parallel is not None:
         return options
     n = 1 if target.prefers_chains else options.max_num_seqs
+    if target.state_bytes(1, 1):
+        n = min(n, MAX_RECURRENT_SEQS)
     while n > 1 and target.state_bytes(n, n) > MAX_STATE_SHARE * total_bytes:
         n //= 2
     return replace(options, parallel=n)

@@ -15,8 +15,8 @@ from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, and "
-    "a fixed draft is kept"
+    "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, a "
+    "fixed draft is kept, and KV of further sequences holds layers while they do not run"
 )
 _HEADINGS = ("weighed", "GB/pass", "s, 1 token", "s, tree", "tokens/s")
 

@@ -94,6 +94,20 @@ class RunPlan(RenamedFields):
         return self.chosen.memory_plan.ctx_size
 
     @property
+    def kv_tokens(self) -> int:
+        """Capacity of the target's KV cache, in tokens of all sequences together."""
+        return self.chosen.memory_plan.kv_tokens
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes that KV of one token takes from layers, of both models; 0 where none streams."""
+        parts = dict(self.parts)
+        if not self.chosen.memory_plan.pinnable.slot_bytes:
+            return 0
+        kv_bytes = parts["target KV cache"] + parts.get("draft KV cache", 0)
+        return kv_bytes // self.kv_tokens
+
+    @property
     def n_draft_tokens(self) -> int:
         """Draft tokens of the largest tree that memory is reserved for."""
         return self.chosen.memory_plan.n_drafted
@@ -162,6 +176,7 @@ class RunPlan(RenamedFields):
             **self._vram_dict(),
             **self._expert_dict(),
             "ctx_size": self.ctx_size,
+            "kv_tokens": self.kv_tokens,
             "uses_mmap": self.uses_mmap,
             "n_layers": len(placement.layers),
             "n_streamed_layers": placement.n_streamed_layers,

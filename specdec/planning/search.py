@@ -85,6 +85,19 @@ class Alternative:
         seconds = _step_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
+    def with_tree_of(self, other: Alternative) -> Alternative:
+        """Return the plan with the tree of another one, whose draft runs as fast."""
+        tokens, drafting = other.tokens_per_pass, other.drafting_seconds
+        seconds = _step_seconds(self.target, self.draft, 1 + other.n_tree, drafting)
+        return replace(
+            self,
+            n_tree=other.n_tree,
+            depth=other.depth,
+            drafting_seconds=drafting,
+            tokens_per_pass=tokens,
+            tokens_per_second=tokens / seconds,
+        )
+
     @property
     def speeds(self) -> tuple[float, float]:
         """Tokens per second without pinned layers, and while a usual sequence is decoded."""
@@ -111,6 +124,8 @@ class Alternative:
             parts.append("no draft")
         if shape.n_drafted:
             parts.append(f"capacity for {shape.n_drafted}")
+        if shape.kv_tokens is not None:
+            parts.append(f"KV for {shape.kv_tokens}")
         if target.n_slots:
             parts.append(f"{target.n_slots} slots")
         if target.n_device_slots:
@@ -164,7 +179,7 @@ class Search:
         best = self._best_with_draft(total_bytes)
         if best is None:
             return self.alone(total_bytes)
-        alone = self._try(total_bytes, Shape(0, None))
+        alone = self.try_shape(total_bytes, Shape(0, None))
         # The draft's memory is lost for the whole run, and a streamed target could use it.
         if (
             self.memory_planner.options.may_leave_out_draft
@@ -195,10 +210,10 @@ class Search:
 
     def _with_capacity(self, total_bytes: int, shape: Shape) -> Alternative:
         """Return the fastest plan, with capacity for larger trees where that costs little."""
-        best = self._try(total_bytes, shape)
+        best = self.try_shape(total_bytes, shape)
         for n_drafted in self._larger_capacities(best):
             with suppress(BudgetExceeded):
-                result = self._try(total_bytes, replace(shape, n_drafted=n_drafted))
+                result = self.try_shape(total_bytes, replace(shape, n_drafted=n_drafted))
                 speeds = zip(result.speeds, best.speeds, strict=True)
                 if all(speed >= _MIN_SPEED_SHARE * best_speed for speed, best_speed in speeds):
                     return result
@@ -214,9 +229,20 @@ class Search:
         sizes = {min(limit, times * tree) for times in _TREE_MULTIPLES}
         return sorted((n for n in sizes if n > minimum.memory_plan.n_drafted), reverse=True)
 
-    def _try(self, total_bytes: int, shape: Shape) -> Alternative:
+    def try_shape(
+        self, total_bytes: int, shape: Shape, like: Alternative | None = None
+    ) -> Alternative:
+        """Return the plan of one shape with its predicted speed, and list it as compared.
+
+        like: a plan whose tree it is predicted with; None: the fastest tree.
+
+        Raises BudgetExceeded where it does not fit.
+        """
         memory_plan = self.memory_planner.divide(total_bytes, shape)
-        result = predict(memory_plan, self.measurements, self.memory_planner.options.spec)
+        spec = self.memory_planner.options.spec
+        result = predict(memory_plan, self.measurements, spec)
+        if like is not None:
+            result = result.with_tree_of(like)
         self.alternatives.append(result)
         return result
 

@@ -15,6 +15,8 @@ from offload.units import MIB
 RESERVE_BYTES = 40 * MIB
 """Memory never used for layers: use may grow between two measurements, and the kernel's limit
 counts its own tables. With it, no allocation of a hundred prompts failed (docs/benchmarks.md)."""
+MIN_RELEASED_BYTES = 32 * MIB
+"""Minimum unused KV memory that is given back: to take it again costs a fault for each page."""
 _CHUNK_TOKENS = 256
 """Minimum prompt tokens of a pass that a plan's activations are made for."""
 
@@ -75,6 +77,13 @@ class OpportunisticLayers:
         )
         if unused_bytes < 0:
             self._target.set_pinned_bytes(max(0, pinned + unused_bytes))
+
+    def release_kv(self) -> None:
+        """Give KV memory that finished sequences left back to the system, for layers."""
+        if self._is_streamed:
+            for model in (self._target, self._draft):
+                if model is not None and model.unused_kv_bytes >= MIN_RELEASED_BYTES:
+                    model.release_unused_kv()
 
     def free_memory(self, n_bytes: int) -> bool:
         """Release layers before a file of `n_bytes` is mapped between passes; return whether it

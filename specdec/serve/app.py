@@ -44,7 +44,13 @@ _HEADERS = {
 }
 
 
-def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> ASGIApp:
+RequestLog = Callable[[str, int, float], None]
+"""Gets the path, the status (0: none was sent) and the seconds of each request."""
+
+
+def make_app(
+    service: Service, key: str | None, *, is_debug: bool = False, log: RequestLog | None = None
+) -> ASGIApp:
     """Return the application, behind its middleware."""
     app = FastAPI(
         title="specdec",
@@ -63,7 +69,12 @@ def make_app(service: Service, key: str | None, *, is_debug: bool = False) -> AS
     routes_schema = app.openapi
     app.openapi = lambda: with_models(routes_schema(), service.options)  # type: ignore[method-assign]
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
-    on_end = service.metrics.add_request
+
+    def on_end(path: str, status: int, seconds: float) -> None:
+        service.metrics.add_request(path, status, seconds)
+        if log is not None:
+            log(path, status, seconds)
+
     limited = LimitMiddleware(app, service.options, key, paths, on_end, is_debug)
     if not service.options.cors_origins:
         return limited

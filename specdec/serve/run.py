@@ -76,6 +76,7 @@ class Serving:
         names: names that clients know the model by.
         load: returns the LLM; called in a thread of its own.
         say: prints a line for whoever runs the server.
+        logs_requests: whether each request is a line, too.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Serving:
         say: Callable[[str], None],
         *,
         is_debug: bool = False,
+        logs_requests: bool = False,
     ) -> None:
         self._options, self._names, self._load = options, names, load
         self._name = names[0]
         self._print = say
-        self._is_debug = is_debug
+        self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
         self._error: BaseException | None = None
         self._signal = 0
@@ -110,9 +112,14 @@ class Serving:
         with suppress(OSError):
             self._print(line)
 
+    def _log(self, path: str, status: int, seconds: float) -> None:
+        """Print a line about a request, without anything of its content."""
+        self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
+
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._names, self._say)
-        app = make_app(self._service, self._key, is_debug=self._is_debug)
+        log = self._log if self._logs_requests else None
+        app = make_app(self._service, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))
         idle.connections = self._server.server_state.connections
@@ -141,6 +148,7 @@ class Serving:
             return
         self._service.open(llm)
         self._say(f"ready: {self._name} at {self._url}/v1")
+        self._say(f"chat page: {self._url}")
 
     def _stop(self) -> None:
         self._server.should_exit = True

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Any
 
+from specdec.text.byte_runs import byte_of
 from specdec.text.contract import TokenDecoder
 from specdec.text.detokenizer import UNFINISHED
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -67,9 +65,9 @@ class HfTokenBytes:
 
 
 def _stored_bytes(stored: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(stored)
-    if match is not None:
-        return bytes.fromhex(match[1])
+    byte = byte_of(stored)
+    if byte is not None:
+        return bytes([byte])
     if all(letter in _BYTE_LEVEL for letter in stored):
         return bytes(_BYTE_LEVEL[letter] for letter in stored)
     return stored.encode(errors="replace")

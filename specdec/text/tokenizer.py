@@ -13,12 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint.kinds import read_object
 from backends.contract.backend import one_line
 from offload.formats.lfs import refuse_pointer
+from specdec.text.byte_runs import ByteRuns
 from specdec.text.chat_format import DEFAULT_OPTIONS, PLAIN, ChatFormat, TemplateOptions
 from specdec.text.contract import TokenizerError
 from specdec.text.control_tokens import AddedToken, with_one_bos
 from specdec.text.conversation import encode_conversation
+from specdec.text.detokenizer import UNFINISHED
 from specdec.text.token_bytes import HfTokenBytes
 
 # transformers makes a tokenizer from any of these.
@@ -30,6 +33,8 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+_WHOLE_FILE = ("tokenizers", "TokenizersBackend")
+"""backend and tokenizer_class of tokenizer_config.json, if tokenizer.json is all there is."""
 _BESIDE_TOKENIZERS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -59,7 +64,7 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         ids = hf_tokenizer.get_vocab().values()
         self._n_tokens = max(len(hf_tokenizer), max(ids, default=-1) + 1)
-        self._bytes = HfTokenBytes(self, hf_tokenizer)
+        self._bytes, self._byte_runs = HfTokenBytes(self, hf_tokenizer), ByteRuns(hf_tokenizer)
         self._settings = threading.Lock()  # parsing special tokens is a setting of the whole object
         own = getattr(hf_tokenizer, "chat_template", None)
         self.has_chat_template = bool(own)
@@ -108,7 +113,11 @@ class Tokenizer:
         return [int(i) for i in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens have none."""
+        """Return the text of tokens; special tokens have none, bytes that are no UTF-8 U+FFFDs."""
+        text = self._decode(token_ids)
+        return self._decode(self._byte_runs.valid(token_ids)) if UNFINISHED in text else text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return str(
             self.hf_tokenizer.decode(
                 list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -198,12 +207,19 @@ def _own_format(template: Any) -> ChatFormat:
 
 
 def _load_hf_tokenizer(directory: Path) -> Any:
-    """Load transformers' tokenizer; code in the checkpoint is never run."""
-    from transformers import AutoTokenizer
+    """Load transformers' tokenizer; code in the checkpoint is never run.
+
+    For some model types transformers takes a class of their own, with its own rules of splitting
+    text, whatever the files name. Files that it saved from a tokenizer.json have these two keys.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     _require_tokenizer_files(directory)
+    settings = read_object(directory / "tokenizer_config.json")
+    is_whole = (settings.get("backend"), settings.get("tokenizer_class")) == _WHOLE_FILE
+    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        return kind.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes the libraries raise
         raise TokenizerError(
             f"cannot load a tokenizer from {directory}: {one_line(error)}: "

@@ -17,6 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.contract.backend import LAST_HIDDEN_STATE
 from backends.heads.dflash import DFlashDraftModel
 from backends.heads.dflash_source import load_dflash_head
+from backends.heads.target import CheckpointTarget
 from specdec.training.data import Batch
 from specdec.training.head import (
     TargetHead,
@@ -67,7 +68,7 @@ class DFlashDraft(TargetHead):
         if folder is None:
             config = self._new_config(num_layers or _NUM_LAYERS, intermediate_size)
         else:
-            stored = load_dflash_head(self._target, folder)
+            stored = load_dflash_head(CheckpointTarget(self._target), folder)
             config = stored.config
         self._model = DFlashDraftModel._from_config(config, attn_implementation="sdpa")
         self._model.float().eval()

@@ -22,9 +22,10 @@ def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str
     assert main(["demo", "--dir", str(folder / "new"), *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.count("\n") == 1, err
+    *announced, error = err.splitlines(keepends=True)
+    assert all(line.startswith("demo: ") for line in announced), err
     assert list(folder.iterdir()) == []
-    return err
+    return error
 
 
 @pytest.fixture

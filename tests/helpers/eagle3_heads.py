@@ -33,6 +33,11 @@ class TinyHead:
     def n_kv_heads(self) -> int:
         return len(self.tensors["layers.0.self_attn.k_proj.weight"]) // HEAD_DIM
 
+    @property
+    def n_outputs(self) -> int:
+        own = self.tensors.get("lm_head.weight")
+        return self.vocab_size if own is None else len(own)
+
     def has(self, flag: str) -> bool:
         return self.flags.get(flag, False)
 
@@ -146,7 +151,7 @@ def save_specforge(head: TinyHead, directory: Path, **overrides: Any) -> Path:
         **_layer_config(head),
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "draft_vocab_size": len(head.tensors["lm_head.weight"]),
+        "draft_vocab_size": head.n_outputs,
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.layer_inputs],
@@ -163,7 +168,7 @@ def save_speculators(head: TinyHead, directory: Path, **overrides: Any) -> Path:
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "draft_vocab_size": len(head.tensors["lm_head.weight"]),
+        "draft_vocab_size": head.n_outputs,
         "eagle_aux_hidden_state_layer_ids": list(head.layer_inputs),
         "target_hidden_size": None,
         "transformer_layer_config": _layer_config(head),

@@ -13,6 +13,8 @@ PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 # A tree below the prompt: two branches from the root, one of them forking again.
 TREE_TOKENS = [7, 20, 30, 21, 22, 31, 40]
 TREE_PARENTS = [-1, 0, 0, 1, 3, 2, 3]
+TREE_LEAVES = [4, 5, 6]
+"""The paths to these have all nodes of the tree."""
 
 
 def reference_logits(directory: Path, token_ids: list[int]) -> np.ndarray:
@@ -21,12 +23,17 @@ def reference_logits(directory: Path, token_ids: list[int]) -> np.ndarray:
         return model(torch.tensor([token_ids])).logits[0].numpy()
 
 
-def path_tokens(node: int) -> list[int]:
-    tokens = []
+def path_nodes(node: int) -> list[int]:
+    """Return the nodes from the root to this one."""
+    nodes = []
     while node != -1:
-        tokens.append(TREE_TOKENS[node])
+        nodes.append(node)
         node = TREE_PARENTS[node]
-    return tokens[::-1]
+    return nodes[::-1]
+
+
+def path_tokens(node: int) -> list[int]:
+    return [TREE_TOKENS[n] for n in path_nodes(node)]
 
 
 def scale(logits: np.ndarray) -> float:

@@ -15,15 +15,19 @@ from typing import Any
 import typer
 
 from specdec.cli.app import app
+from specdec.cli.help import shown_default
+from specdec.cli.other_names import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 BASE = "run"
 MARKED = re.compile(r"(<!-- options: ([\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
+OTHER_NAMES = re.compile(r"(<!-- other names -->\n).*?(<!-- end of other names -->)", re.DOTALL)
 HEAD = "| option | meaning | default |\n|---|---|---|\n"
 
 
 def filled(page: str) -> str:
     """Return the page with all its tables regenerated."""
+    page = OTHER_NAMES.sub(lambda actual: f"{actual[1]}\n{table()}\n{actual[2]}", page)
     return MARKED.sub(lambda actual: f"{actual[1]}\n{tables(actual[2])}\n{actual[3]}", page)
 
 
@@ -57,18 +61,11 @@ def row(option: Any) -> str:
     meaning = option.help
     if "|" in (option.metavar or ""):
         meaning = f"{choices(option.metavar)}. {meaning}"
-    return f"| {names} | {escaped(meaning.rstrip('.'))} | {escaped(default(option))} |\n"
+    return f"| {names} | {escaped(meaning.rstrip('.'))} | {escaped(shown_default(option))} |\n"
 
 
 def choices(metavar: str) -> str:
     return ", ".join(f"`{item}`" if item.islower() else item for item in metavar.split("|"))
-
-
-def default(option: Any) -> str:
-    if isinstance(option.show_default, str):
-        return option.show_default
-    is_reported = option.show_default and option.default not in (None, False, "")
-    return str(option.default) if is_reported else ""
 
 
 def escaped(text: str) -> str:

@@ -25,7 +25,13 @@ _SIZES: dict[str, Any] = {
     "sliding_window": 6,
     # Mixtures
     "moe_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "ffn_hidden_size": 48,
+    "zero_expert_num": 4,
     "shared_expert_intermediate_size": 40,
+    "shared_experts_intermediate_size": 40,
+    "shared_intermediate_size": 40,
+    "dense_intermediate_size": 48,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -54,6 +60,8 @@ _SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
     "mamba_n_heads": 8,
     "mamba_num_heads": 8,
     "mamba_d_head": 8,
@@ -79,6 +87,8 @@ _SIZES: dict[str, Any] = {
     "n_heads": 4,
     "n_positions": 256,
     "d_model": 32,
+    "dff": 48,
+    "emb_dim": 32,
     "num_layers": 4,
     "num_heads": 4,
     "ffn_dim": 48,
@@ -102,7 +112,32 @@ _VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1],
     "fullatt_block_indexes": [1],
     "vocab_size": 16,
+    # Audio
+    "num_blocks": 2,
+    "ext_pw_out_channel": 32,
+    "depthwise_separable_out_channel": 32,
+    "nemo_conv_channels": 32,
+    # Tokens of images
+    "num_embeddings": 16,
+    "projection_dim": 32,
+    "latent_channels": 32,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
 }
+_ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+"""Sizes of an encoder inside of a vision part."""
+_PROJECTOR: dict[str, Any] = {
+    "alignment_intermediate_size": 48,
+    "projector_hidden_size": 48,
+    "out_hidden_size": 32,
+}
+"""Sizes of wrappers, between the parts."""
 _TOKENS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MROPE = "glm46v glm4v glm_ocr glmga qwen2_5_vl qwen2_vl qwen2_5_omni_thinker".split()
@@ -119,6 +154,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mlp"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 20,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 12,
+    },
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
@@ -145,6 +189,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 6}},
     "molmo2": {"vision_config": {"image_size": [28, 28]}},
     "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "unlimited_ocr": {
+        "vision_config": {
+            "sam_config": {**_ENCODER, "output_channels": 32, "mlp_dim": 48},
+            "encoder_config": _ENCODER,
+        }
+    },
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     **{name: {"text_config": {"rope_parameters": _rope(1, 1, 2)}} for name in _MROPE},
     "glm4v_moe": {"text_config": {"rope_parameters": _rope(1, 1, 0)}},
@@ -163,6 +213,7 @@ def tiny_config(model_type: str) -> Any:
     values |= {name: VOCAB - 1 for name in _TOKENS if hasattr(whole, name)}
     if "text_config" in values:
         values = {k: v for k, v in values.items() if k.endswith("_config") or k in _TOKENS}
+        values |= _declared(whole, _PROJECTOR)
     for name, own in _OWN.get(model_type, {}).items():
         values[name] = {**values[name], **own} if isinstance(values.get(name), dict) else own
     return AutoConfig.for_model(model_type, **values)

@@ -107,7 +107,7 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
 def _tensor_shapes(head: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors that llama.cpp makes for this metadata, row-major."""
     from backends.ggml.library import LOG, library_folder, load_library
-    from backends.llama.graph import Tensor
+    from backends.ggml.tensor import Tensor
 
     library = load_library()
     base = ctypes.CDLL(str(library_folder() / "libggml-base.so.0"))

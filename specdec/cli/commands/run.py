@@ -1,8 +1,7 @@
-"""`specdec run` and `specdec chat`: text on stdout, everything else on stderr."""
+"""`specdec run`: text on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,17 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.groups import (
-    BeamSpan,
-    ChatLoad,
-    Sampling,
-    SamplingOrBeams,
-    with_options,
-)
-from specdec.cli.input.prompts import check_prompt_options, read_line, read_prompts
+from specdec.cli.groups import BeamSpan, ChatLoad, SamplingOrBeams, with_options
+from specdec.cli.input.prompts import check_prompt_options, read_prompts, system_turn
 from specdec.cli.loading import open_model, run_again_enforced
-from specdec.cli.notes import note_plain_transcript
-from specdec.cli.output import perf_line, say, say_figures, write_json, write_text
+from specdec.cli.notes import note_embedded, note_plain_transcript
+from specdec.cli.output import say, say_hint, write_json, write_text
+from specdec.cli.streaming import stream_text, was_cut
 from specdec.run_options import DEFAULT_BEAM_SPAN, RunOptions
 
 if TYPE_CHECKING:
@@ -39,9 +33,26 @@ PromptFile = Annotated[
 IsChat = Annotated[
     bool,
     typer.Option(
-        "--chat", help="Treat the prompt as a user's turn and apply the model's chat template."
+        "--chat",
+        help="Treat the prompt as a user's message, in the model's chat template; without one as a "
+        "plain transcript. The default where the model has a template.",
     ),
 ]
+IsRaw = Annotated[
+    bool,
+    typer.Option("--raw", help="Complete the prompt as it stands, without a chat template."),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--max-tokens",
+        min=1,
+        help="Maximum number of tokens to generate.",
+        show_default="64; 512 for an answer in a chat template",
+    ),
+]
+COMPLETION_TOKENS, ANSWER_TOKENS = 64, 512
 Logprobs = Annotated[
     int | None,
     typer.Option(
@@ -63,42 +74,87 @@ def run(
     prompt: PromptText = None,
     file: PromptFile = None,
     chat: IsChat = False,
+    raw: IsRaw = False,
     system: options.System = None,
-    max_tokens: options.MaxTokens = 64,
+    max_tokens: MaxNewTokens = None,
     enforce: options.Enforce = False,
     json: options.Json = False,
     logprobs: Logprobs = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Generate text from a prompt, or from several one after the other."""
+    """Answer a prompt, or several one after the other; a model without a template continues it."""
     check_prompt_options(prompt or [], file or [])
-    keywords = {"max_tokens": max_tokens, **sampling}
+    is_chat = _is_chat(load, chat=chat, raw=raw, system=system)
+    keywords = dict(sampling)
+    if max_tokens is not None:
+        keywords["max_tokens"] = max_tokens
     if logprobs is not None:
         keywords["logprobs"] = _checked_logprobs(logprobs, json, keywords)
-    is_chat = chat or system is not None
-    for name, is_given in (
-        ("--chat-template", load.chat_template is not None),
-        ("--parse-special", load.parse_special),
-    ):
-        if is_given and not is_chat:
-            say(f"note: {name} has no effect without --chat or --system")
     loading = with_beams(load, sampling.get("num_beams", 1), beam_span)
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    prompts: list[Any] = list(read_prompts(prompt or [], file or []))
-    if is_chat:
-        prompts = [[*system_turn(system), {"role": "user", "content": item}] for item in prompts]
+    prompts = read_prompts(prompt or [], file or [])
     with open_model(load, loading) as llm:
-        if is_chat:
+        if is_chat is None:
+            is_chat = _follow_template(llm, load)
+        elif is_chat:
             note_plain_transcript(llm)
-        for number, item in enumerate(prompts, 1):
-            if json:
-                write_json(result_to_dict(llm.generate(item, **keywords)))
-                continue
-            if len(prompts) > 1:
-                write_text(f"=== {number} of {len(prompts)} ===\n")
-            stream_text(llm, item, keywords)
+        note_embedded(load.model)
+        keywords.setdefault("max_tokens", ANSWER_TOKENS if is_chat else COMPLETION_TOKENS)
+        _answer(llm, _prompts(prompts, is_chat, system), keywords, is_chat=is_chat, is_json=json)
+
+
+def _is_chat(load: RunOptions, *, chat: bool, raw: bool, system: str | None) -> bool | None:
+    """Return whether prompts are messages; None where that is the model's to decide."""
+    if raw:
+        for name, is_given in (("--chat", chat), ("--system", system is not None)):
+            if is_given:
+                raise options.OptionError(
+                    f"--raw completes a text, {name} is about messages: leave one out"
+                )
+        for name, is_given in (
+            ("--chat-template", load.chat_template is not None),
+            ("--parse-special", load.parse_special),
+        ):
+            if is_given:
+                say(f"note: {name} has no effect with --raw")
+        return False
+    return True if chat or system is not None or load.chat_template is not None else None
+
+
+def _follow_template(llm: LLM, load: RunOptions) -> bool:
+    """Return whether the model has a chat template, and print what follows from it."""
+    if llm.tokenizer.has_chat_template:
+        say_hint(
+            "the prompt is given as a user's message in the model's chat template; "
+            "--raw completes it as it stands"
+        )
+        return True
+    if load.parse_special:
+        say("note: --parse-special has no effect: the model has no chat template")
+    return False
+
+
+def _prompts(prompts: list[str], is_chat: bool, system: str | None) -> list[Any]:
+    if not is_chat:
+        return list(prompts)
+    return [[*system_turn(system), {"role": "user", "content": text}] for text in prompts]
+
+
+def _answer(
+    llm: LLM, prompts: list[Any], keywords: dict[str, Any], *, is_chat: bool, is_json: bool
+) -> None:
+    for number, item in enumerate(prompts, 1):
+        if is_json:
+            write_json(result_to_dict(llm.generate(item, **keywords)))
+            continue
+        if len(prompts) > 1:
+            write_text(f"=== {number} of {len(prompts)} ===\n")
+        result = stream_text(llm, item, keywords)
+        if is_chat and was_cut(result):
+            limit = keywords["max_tokens"]
+            say(f"note: the answer was cut after {limit} tokens; -n allows more")
 
 
 def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any]) -> bool | int:
@@ -110,50 +166,6 @@ def _checked_logprobs(n_likeliest: int, is_json: bool, keywords: dict[str, Any])
     logprobs = n_likeliest or True
     SamplingParams(**keywords, logprobs=logprobs)
     return logprobs
-
-
-def system_turn(text: str | None) -> list[dict[str, str]]:
-    return [] if text is None else [{"role": "system", "content": text}]
-
-
-@with_options
-def chat(
-    context: typer.Context,
-    load: ChatLoad,
-    sampling: Sampling,
-    system: options.System = None,
-    max_tokens: options.MaxTokens = 512,
-    enforce: options.Enforce = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-) -> None:
-    """Talk to a model. Ctrl-C stops an answer; Ctrl-D or /exit ends the conversation."""
-    if enforce:
-        run_again_enforced(context, load.memory_budget)
-    from specdec.api import PromptError
-
-    keywords = {"max_tokens": max_tokens, **sampling}
-    messages, has_failed = system_turn(system), False
-    with open_model(load, load) as llm:
-        note_plain_transcript(llm)
-        while (line := read_line()) is not None:
-            messages.append({"role": "user", "content": line})
-            try:
-                result = stream_text(llm, messages, keywords)
-            except KeyboardInterrupt:  # the question is dropped with its answer
-                messages.pop()
-                write_text("\n")
-                say("stopped; Ctrl-D ends")
-            except PromptError as error:  # a full context: the conversation is not lost
-                messages.pop()
-                has_failed = True
-                say(f"error: {error}")
-            else:
-                messages.append({"role": "assistant", "content": result.text})
-                if result.finish_reason == "length" and result.outputs[0].finish_note is None:
-                    say(f"note: the answer was cut after --max-tokens {max_tokens} tokens")
-    if has_failed and not sys.stdin.isatty():  # a script cannot see that an answer is missing
-        raise typer.Exit(2)
 
 
 def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
@@ -176,26 +188,6 @@ def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
                 f"--num-beams {num_beams} does not draft: a pass scores all beams; leave {name} out"
             )
     return replace(load, spec_type=(), num_beams=num_beams, beam_span=beam_span)
-
-
-def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationResult:
-    """Write the text as it is generated, several sequences under headings, then the perf line."""
-    stream = llm.stream(prompt, **keywords)
-    last, index, n_sequences = "", -1, keywords.get("n", 1)
-    for chunk in stream:
-        if n_sequences > 1 and chunk.index > index:
-            index = chunk.index
-            write_text(("\n" if index else "") + f"--- {index + 1} of {n_sequences} ---\n")
-        write_text(chunk.text)
-        last = chunk.text or last
-    if not last.endswith("\n"):
-        write_text("\n")
-    result = stream.result
-    say_figures(perf_line(result.stats.to_dict()))
-    for note in dict.fromkeys(output.finish_note for output in result.outputs):
-        if note is not None:
-            say(f"note: {note}")
-    return result
 
 
 def result_to_dict(result: GenerationResult) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from specdec.cli import options
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ChatLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
-from specdec.cli.notes import note_plain_transcript
-from specdec.cli.output import say
+from specdec.cli.notes import note_embedded, note_plain_transcript
+from specdec.cli.output import SHOWN, say
 from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
 
@@ -30,7 +30,7 @@ def serve(
     enforce: options.Enforce = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Serve a model over HTTP, for the clients of OpenAI's interface."""
+    """Serve a model over HTTP: a chat page, and the APIs of OpenAI, Anthropic and Ollama."""
     server.key()  # before anything is started
     if enforce:
         run_again_enforced(context, load.memory_budget)
@@ -41,10 +41,12 @@ def serve(
         def open_it() -> LLM:
             llm = stack.enter_context(open_model(load, load))
             note_plain_transcript(llm)
+            note_embedded(load.model)
             return llm
 
         is_debug = wants_debug(context.obj.argv)
-        number = run(server, _names(server, load), open_it, say, is_debug=is_debug).run()
+        shows = {"is_debug": is_debug, "logs_requests": SHOWN.plan}
+        number = run(server, _names(server, load), open_it, say, **shows).run()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
 

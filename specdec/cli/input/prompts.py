@@ -30,6 +30,10 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
     ]
 
 
+def system_turn(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the prompt's text, without one line break at the end of a file or of stdin."""
     text = prompt if prompt not in (None, "-") else read_text(file)
@@ -86,19 +90,3 @@ def _is_known(descriptor: int) -> bool:
     """Return whether a character device comes to an end: a terminal, or /dev/null."""
     number = os.fstat(descriptor).st_rdev
     return os.isatty(descriptor) or number == os.stat(os.devnull).st_rdev
-
-
-def read_line() -> str | None:
-    """Return the user's next non-blank line; None at the end of input or /exit."""
-    while True:
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            try:
-                line = input("> ") + "\n"  # with line editing
-            except EOFError:
-                line = ""
-        else:
-            line = sys.stdin.readline()
-        if not line or line.strip() in ("/exit", "/quit"):
-            return None
-        if line.strip():
-            return line.strip()

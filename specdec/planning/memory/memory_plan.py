@@ -55,6 +55,8 @@ class Shape:
     """Draft tokens of the largest tree that memory is reserved for."""
     draft_device: str | None = CPU
     """Device of the draft; None leaves the draft out."""
+    kv_tokens: int | None = None
+    """Capacity of the KV caches, in tokens of all sequences; None: the minimum."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class MemoryPlan:
     target: Placement
     draft: Placement | None
     ctx_size: int
+    kv_tokens: int
+    """Capacity of the target's KV cache, in tokens of all sequences together."""
     shape: Shape
     smallest: MinBudget
     """The smallest budgets that work for this plan: with the draft if it has one."""
@@ -202,19 +206,35 @@ class MemoryPlanner:
         _reserve(budget, vram, self._target.parts(target_plan))
         source, table = self._target.source, dict(budget.table())
         pinnable = estimate_pinnable(
-            table, source, target_plan, self.options, self._ctx_size, shape.n_drafted
+            table, source, target_plan, self.options, self.kv_tokens(shape), shape.n_drafted
         )
         return MemoryPlan(
             budget,
             target_plan,
             draft_plan,
             self._ctx_size,
+            self.kv_tokens(shape),
             shape,
             smallest,
             self.smallest_alone,
             vram,
             pinnable,
         )
+
+    def kv_tokens(self, shape: Shape, ctx_size: int | None = None) -> int:
+        """Return the capacity of the target's KV cache, in tokens of all sequences together.
+
+        ctx_size: context that differs from the run's.
+        """
+        minimum = self.options.min_kv_tokens(ctx_size or self._ctx_size)
+        return max(minimum, shape.kv_tokens or 0)
+
+    def can_share_kv(self, shape: Shape) -> bool:
+        """Return whether both models' outputs are the same with this shape's KV capacity."""
+        ctx_size, kv_tokens = self._ctx_size, self.kv_tokens(shape)
+        draft, n_nodes = self._draft(shape), self.options.target_nodes(shape.n_drafted)
+        sources = [self._target.source, *(() if draft is None else (draft.source,))]
+        return all(source.can_share_kv(ctx_size, kv_tokens, n_nodes) for source in sources)
 
     @cached_property
     def smallest(self) -> MinBudget:
@@ -299,6 +319,7 @@ class MemoryPlanner:
             None if draft is None else draft.source,
             replace(self.options, **changes),
             ctx_size,
+            self.kv_tokens(shape, ctx_size),
             shape.n_drafted,
             is_on_gpu=self._gpu is not None,
             is_draft_on_gpu=shape.draft_device == CUDA,

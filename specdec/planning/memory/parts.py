@@ -57,26 +57,28 @@ def parts_of_run(
     draft: ModelSource | None,
     options: RunOptions,
     ctx_size: int,
+    kv_tokens: int,
     n_drafted: int,
     *,
     is_on_gpu: bool,
     is_draft_on_gpu: bool,
 ) -> Parts:
-    """Return the parts of everything but the layers."""
+    """Return the parts of everything but the layers.
+
+    kv_tokens: capacity of the target's KV cache; the draft's has the same number of contexts.
+    """
     result = Parts()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
-    n_tokens, parallel = options.all_tokens(ctx_size), options.max_num_seqs
-    _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes, parallel)
+    parallel, sizes = options.max_num_seqs, (ctx_size, kv_tokens)
+    _add_model(result, "target", target, is_on_gpu, sizes, num_tokens, n_nodes, parallel)
     if draft is not None:
         n_run = max_draft_nodes(n_drafted, draft.max_tree_leaves)
         draft_ctx = draft_context_size(
             options.spec.draft_window, ctx_size, draft.max_context, n_run
         )
-        draft_tokens = draft_ctx * n_tokens // ctx_size
+        sizes = (draft_ctx, draft_ctx * kv_tokens // ctx_size)
         n_abreast = level_width(n_drafted)
-        _add_model(
-            result, "draft", draft, is_draft_on_gpu, draft_tokens, n_abreast, n_run, parallel
-        )
+        _add_model(result, "draft", draft, is_draft_on_gpu, sizes, n_abreast, n_run, parallel)
         n_ranked = min(draft.vocab_size, target.vocab_size)
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
         result.host["draft probabilities"] = n_bytes
@@ -95,19 +97,23 @@ def _add_model(
     model: str,
     source: ModelSource,
     is_on_gpu: bool,
-    n_tokens: int,
+    sizes: tuple[int, int],
     num_tokens: int,
     n_nodes: int,
     n_sequences: int,
 ) -> None:
-    """Add a model's parts to its device; a GPU's logits are copied to the host as well."""
+    """Add a model's parts to its device; a GPU's logits are copied to the host as well.
+
+    sizes: (tokens of a sequence, of all sequences together) in its KV cache.
+    """
+    kv_tokens = sizes[1]
     where = parts.gpu if is_on_gpu else parts.host
     where[f"{model} embeddings and head"] = source.non_layer_bytes
-    where[f"{model} KV cache"] = source.kv_bytes(n_tokens, n_nodes)
+    where[f"{model} KV cache"] = source.kv_bytes(kv_tokens, n_nodes)
     state_bytes = source.state_bytes(n_sequences, n_nodes)
     if state_bytes:
         where[f"{model} recurrent states"] = state_bytes
-    where[f"{model} activations"] = source.scratch_bytes(n_tokens, num_tokens, n_nodes)
+    where[f"{model} activations"] = source.shared_scratch_bytes(*sizes, num_tokens, n_nodes)
     if is_on_gpu:
         parts.host[f"{model} logits"] = num_tokens * source.vocab_size * _COPIED_LOGIT_BYTES
     parts.host["trees"] = parts.host.get("trees", 0) + table_bytes(n_nodes)

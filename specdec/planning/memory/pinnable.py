@@ -55,19 +55,19 @@ def estimate_pinnable(
     source: ModelSource,
     placement: Placement,
     options: RunOptions,
-    ctx_size: int,
+    kv_tokens: int,
     n_drafted: int,
 ) -> PinnableMemory:
     """Return the pinnable memory of a target; none on a GPU or where no layer streams.
 
     parts: bytes of the budget's parts, by name.
+    kv_tokens: capacity of its KV cache.
     """
     if placement.is_on_device or not placement.n_slots:
         return PinnableMemory()
     num_tokens, n_nodes = options.max_target_tokens(n_drafted), options.target_nodes(n_drafted)
-    n_tokens = options.all_tokens(ctx_size)
-    kv_bytes = source.kv_bytes(n_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
-    token_bytes = kv_bytes // max(1, n_tokens - 1)
+    kv_bytes = source.kv_bytes(kv_tokens, n_nodes) - source.kv_bytes(1, n_nodes)
+    token_bytes = kv_bytes // max(1, kv_tokens - 1)
     activations = parts["target activations"]
     activation_token_bytes = int(activation_bytes_per_token(activations, num_tokens))
     unused = parts["available"] + parts["headroom"] + activations + parts["target KV cache"]
@@ -75,5 +75,5 @@ def estimate_pinnable(
     reserved_bytes += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
     max_bytes = unused - IN_USE_BYTES - reserved_bytes - RESERVE_BYTES
     return PinnableMemory(
-        max_bytes, n_tokens, token_bytes, activation_token_bytes, source.slot_bytes(placement)
+        max_bytes, kv_tokens, token_bytes, activation_token_bytes, source.slot_bytes(placement)
     )

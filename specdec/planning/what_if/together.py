@@ -1,66 +1,54 @@
-"""Predicted throughput of several sequences that share forward passes."""
+"""`specdec plan`: the predicted throughput of several sequences, for the user."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from offload.units import format_bytes
 from specdec.metrics.renamed import with_old_names
-from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
-from specdec.policy.assumptions import expected_tokens, likely_levels
-from specdec.policy.cost_model import run_tokens, runs_of_levels
+from specdec.planning.throughput import Throughput, fastest_together
 
 
 @dataclass(frozen=True)
 class Together:
-    """Throughput of sequences that decode together, all in the KV cache, prompts not counted.
+    """Throughput of the number of sequences that is fastest within the plan's KV cache.
 
-    tree_tokens: draft tokens of each sequence's tree, the number that is fastest; 0: plain.
+    kv_tokens, kv_bytes: capacity of the target's KV cache.
     """
 
-    num_seqs: int
-    plain_tokens_per_second: float
-    tokens_per_second: float
-    tree_tokens: int
+    throughput: Throughput
+    kv_tokens: int
+    kv_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return with_old_names(asdict(self))
+        return with_old_names(asdict(self.throughput))
 
     def lines(self) -> list[str]:
+        result = self.throughput
         line = (
-            f"{self.num_seqs} sequences at once: predicted {self.plain_tokens_per_second:.2f} "
-            "tokens/s together plain"
+            f"{result.num_seqs} sequences at once: predicted "
+            f"{result.plain_tokens_per_second:.2f} tokens/s together plain"
         )
-        if self.tree_tokens:
-            tokens = "token" if self.tree_tokens == 1 else "tokens"
+        if result.tree_tokens:
+            tokens = "token" if result.tree_tokens == 1 else "tokens"
             line += (
-                f", {self.tokens_per_second:.2f} tokens/s with {self.tree_tokens} draft {tokens} "
-                "each"
+                f", {result.tokens_per_second:.2f} tokens/s with {result.tree_tokens} draft "
+                f"{tokens} each"
             )
-        return [f"{line}; prompts not counted"]
+        return [
+            f"{line}; prompts not counted; the KV cache has {format_bytes(self.kv_bytes)} for "
+            f"{self.kv_tokens} tokens of all sequences"
+        ]
 
 
 def plan_together(plan: RunPlan, num_seqs: int, width: int) -> Together:
-    """Predict the throughput with trees of the fastest size, up to that of a single sequence.
+    """Predict the throughput of up to `num_seqs` sequences.
 
     width: maximum number of branches below one token of a tree.
     """
-    chosen = plan.chosen.decoding(num_seqs * SEQUENCE_TOKENS)
-    target, draft = chosen.target, chosen.draft
-
-    def rate(n_tree: int) -> float:
-        if not n_tree:
-            return num_seqs / target.seconds(num_seqs)
-        assert draft is not None, "without one there are no trees"
-        n_levels = min(chosen.depth, likely_levels(n_tree, width))
-        block_size = draft.compute.block_size
-        run = draft.seconds(num_seqs * run_tokens(n_tree, block_size))
-        drafting = runs_of_levels(n_levels, block_size) * run
-        seconds = target.seconds(num_seqs * (1 + n_tree)) + drafting
-        return num_seqs * expected_tokens(n_tree, n_levels) / seconds
-
-    limit = 0 if draft is None else chosen.n_tree
-    sizes = {0, limit, *(2**i for i in range(limit.bit_length()))}
-    best = max(sorted(sizes), key=rate)
-    return Together(num_seqs, rate(0), rate(best), best)
+    memory_plan = plan.chosen.memory_plan
+    ledger = memory_plan.budget if memory_plan.vram is None else memory_plan.vram
+    kv_bytes = dict(ledger.table()).get("target KV cache", 0)
+    return Together(fastest_together(plan.chosen, num_seqs, width), plan.kv_tokens, kv_bytes)

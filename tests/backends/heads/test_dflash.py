@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicCache
 from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX, BackendError, UnsupportedModel
 from backends.contract.sequence import SequenceInput
 from backends.heads.dflash_source import load_dflash_head
+from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from offload.formats.tensors import CheckpointError
@@ -38,7 +39,7 @@ def loaded(target: Path, head: Path) -> Iterator[tuple[TorchBackend, TorchBacken
     model = load_hf_model(target)
     with (
         TorchBackend.kept_in_memory(model) as backend,
-        TorchBackend.kept_in_memory(load_dflash_head(model, head)) as drafting,
+        TorchBackend.kept_in_memory(load_dflash_head(CheckpointTarget(model), head)) as drafting,
     ):
         backend.collect_hidden_states((TARGET_LAYERS[0], LAST_HIDDEN_STATE))
         yield backend, drafting
@@ -210,7 +211,7 @@ def test_a_head_can_be_trained(checkpoint_factory, tmp_path):
     model.logits(hidden[:, 1:]).logsumexp(-1).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.save_pretrained(tmp_path / "trained")
-    again = load_dflash_head(target, tmp_path / "trained")
+    again = load_dflash_head(CheckpointTarget(target), tmp_path / "trained")
     assert again.block == replace(model.block, looks_ahead=(True, True))
 
 
@@ -227,7 +228,7 @@ def test_a_head_can_be_trained(checkpoint_factory, tmp_path):
 def test_heads_of_other_targets_are_refused(checkpoint_factory, tmp_path, changes, reason):
     head = save_dflash_head(tmp_path, **changes)
     with pytest.raises(UnsupportedModel, match=f"head of another target: .*{reason}"):
-        load_dflash_head(load_hf_model(checkpoint_factory("llama")), head)
+        load_dflash_head(CheckpointTarget(load_hf_model(checkpoint_factory("llama"))), head)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_heads_of_other_targets_are_refused(checkpoint_factory, tmp_path, change
 def test_broken_heads_are_refused(checkpoint_factory, tmp_path, changes, reason):
     head = save_dflash_head(tmp_path, **changes)
     with pytest.raises((CheckpointError, UnsupportedModel), match=reason) as error:
-        load_dflash_head(load_hf_model(checkpoint_factory("llama")), head)
+        load_dflash_head(CheckpointTarget(load_hf_model(checkpoint_factory("llama"))), head)
     assert "\n" not in str(error.value)
 
 
@@ -254,11 +255,11 @@ def test_heads_of_the_second_version_are_refused(checkpoint_factory, tmp_path):
     block = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2}
     head = save_dflash_head(tmp_path, architectures=["DFlash2DraftModel"], dflash_config=block)
     with pytest.raises(UnsupportedModel, match="is a DFlash 2 head") as error:
-        load_dflash_head(load_hf_model(checkpoint_factory("llama")), head)
+        load_dflash_head(CheckpointTarget(load_hf_model(checkpoint_factory("llama"))), head)
     assert "\n" not in str(error.value)
 
 
 def test_heads_with_more_parts_are_refused(checkpoint_factory, tmp_path):
     head = save_dflash_head(tmp_path, dflash_config={"projector_type": "dspark"})
     with pytest.raises(UnsupportedModel, match="projector_type of 'dspark'"):
-        load_dflash_head(load_hf_model(checkpoint_factory("llama")), head)
+        load_dflash_head(CheckpointTarget(load_hf_model(checkpoint_factory("llama"))), head)

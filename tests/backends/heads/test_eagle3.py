@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions
 from backends.heads.source import Eagle3Source
+from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
 
@@ -128,5 +129,5 @@ def test_rope_scaling_is_the_files(target, tmp_path):
 
 
 def frequencies(target: HfSource, path: Path) -> torch.Tensor:
-    model = Eagle3Source(path, target, BackendOptions()).model.model
+    model = Eagle3Source(path, CheckpointTarget(target.model), BackendOptions()).model.model
     return model.get_decoder().rotary_emb.inv_freq

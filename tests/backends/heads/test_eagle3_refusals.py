@@ -26,6 +26,7 @@ from backends.contract.source import BackendOptions
 from backends.heads.kinds import EAGLE3, head_kind
 from backends.heads.opened import open_head
 from backends.heads.source import Eagle3Source
+from backends.heads.target import CheckpointTarget
 from backends.hf.source import HfSource
 from backends.llama.source import GgufSource
 from offload.errors import SpecdecError
@@ -135,7 +136,7 @@ def test_a_gguf_head_of_another_target_is_refused(target, tmp_path):
 def test_rope_factors_of_another_size_are_refused(target, tmp_path):
     path = save_gguf_head(new_head(), tmp_path / "head.gguf", rope_factors=torch.ones(3))
     with pytest.raises(SpecdecError, match=r"RoPE factors of the shape \(3,\), must be \(4,\)"):
-        Eagle3Source(path, target, BackendOptions())
+        Eagle3Source(path, CheckpointTarget(target.model), BackendOptions())
 
 
 def test_a_head_cut_within_its_tensors_is_refused(target, tmp_path):
@@ -143,7 +144,7 @@ def test_a_head_cut_within_its_tensors_is_refused(target, tmp_path):
     path.write_bytes(path.read_bytes()[:-2000])
     assert head_kind(path) is None
     with pytest.raises(SpecdecError, match="it is incomplete, download it again"):
-        Eagle3Source(path, target, BackendOptions())
+        Eagle3Source(path, CheckpointTarget(target.model), BackendOptions())
 
 
 def test_heads_are_recognised(target, tmp_path):
@@ -172,10 +173,10 @@ def test_a_head_is_no_target(tmp_path, layout):
     assert "\n" not in str(error.value)
 
 
-def test_a_gguf_target_is_refused(tmp_path):
+def test_a_gguf_target_of_another_size_is_refused(tmp_path):
     path = save_specforge(new_head(), tmp_path / "head")
     gguf = GgufSource(pair_path("pair:target.gguf"), BackendOptions())
-    with pytest.raises(UnsupportedModel, match="drafts for checkpoints alone"):
+    with pytest.raises(UnsupportedModel, match="states of 32 numbers, and the target has 384"):
         open_head(path, gguf, BackendOptions())
 
 
@@ -188,11 +189,11 @@ def test_layers_are_inputs_or_outputs_by_the_format(target, tmp_path):
         "gguf": save_gguf_head(head, tmp_path / "c.gguf"),
     }
     for path in places.values():
-        assert open_for(target, path)._target_layers == (1, 3, 4)
+        assert open_for(target, path).target_layers == (1, 3, 4)
     config = json.loads((places["speculators"] / "config.json").read_text())
     del config["eagle_aux_hidden_state_layer_ids"]
     (places["speculators"] / "config.json").write_text(json.dumps(config))
-    assert open_for(target, places["speculators"])._target_layers == (1, 2, 2)
+    assert open_for(target, places["speculators"]).target_layers == (1, 2, 2)
 
 
 def test_a_copy_of_the_targets_embedding_takes_no_memory(target, tmp_path):

@@ -13,7 +13,15 @@ import pytest
 import torch
 import transformers
 from all_families import EXACT, REFUSED
-from family_checks import PROMPT, TREE_PARENTS, TREE_TOKENS, path_tokens, scale
+from family_checks import (
+    PROMPT,
+    TREE_LEAVES,
+    TREE_PARENTS,
+    TREE_TOKENS,
+    path_nodes,
+    path_tokens,
+    scale,
+)
 from tiny_configs import save_tiny_family
 
 from backends.contract.backend import PREFIX
@@ -30,17 +38,49 @@ TOLERANCE = 5e-5
 
 
 def streamed(model: HfModel) -> TorchBackend:
+    """Return a backend whose passes have one thread, the number that the self-test tries."""
     plan = None
     if model.experts:
         plan = ExpertCachePlan(model.experts, count_experts(model.experts))
     weights = CpuWeights(model, model.layer_weights, 2, experts=plan)
-    return TorchBackend(model, weights, exactness=find_exactness(model, 1))
+    return TorchBackend(model, weights, exactness=find_exactness(model, 1), n_threads=1)
 
 
 def expected_logits(model: Any, token_ids: list[int]) -> np.ndarray:
+    """Return transformers' logits [tokens, vocabulary] from the prompt's last token on."""
     with torch.no_grad():
-        logits: np.ndarray = model(torch.tensor([token_ids])).logits[0, -1].numpy()
-    return logits
+        logits: np.ndarray = model(torch.tensor([token_ids])).logits[0].numpy()
+    return logits[len(PROMPT) - 1 :]
+
+
+def one_by_one(backend: TorchBackend, token_ids: list[int], n_first: int) -> list[np.ndarray]:
+    """Return the same logits of passes over one token each, of which the first has `n_first`."""
+    sequence = backend.new_sequence()
+    starts = [0, *range(n_first, len(token_ids))]
+    ends = [*starts[1:], len(token_ids)]
+    rows = [sequence.prefill(token_ids[i:j]) for i, j in zip(starts, ends, strict=True)]
+    sequence.close()
+    return rows[-(len(token_ids) - len(PROMPT) + 1) :]
+
+
+def check_family(family: str, path: Path) -> None:
+    auto = save_tiny_family(family, path)
+    reference = auto.from_pretrained(path, dtype=torch.float32).eval()
+    with streamed(load_hf_model(path)) as backend:
+        sequence = backend.new_sequence()
+        prompt = sequence.prefill(PROMPT)
+        first = sequence.next_node_id
+        parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
+        nodes = list(sequence.extend(TREE_TOKENS, parents)[1])
+        for leaf in TREE_LEAVES:
+            rows = np.stack([prompt, *(nodes[n] for n in path_nodes(leaf))])
+            tokens = [*PROMPT, *path_tokens(leaf)]
+            expected = expected_logits(reference, tokens)
+            assert np.abs(rows - expected).max() <= TOLERANCE * scale(expected)
+            # The prompt in passes of one token for one path: it is the same for all of them.
+            n_first = 1 if leaf == TREE_LEAVES[0] else len(PROMPT)
+            assert np.array_equal(rows, one_by_one(backend, tokens, n_first))
+    assert hf_shape(path).vocab_size == backend.vocab_size
 
 
 @pytest.mark.slow_except(10)
@@ -48,24 +88,14 @@ def expected_logits(model: Any, token_ids: list[int]) -> np.ndarray:
 def test_it_has_transformers_logits_and_the_bits_of_one_token_per_pass(
     family: str, tmp_path: Path
 ) -> None:
-    auto = save_tiny_family(family, tmp_path)
-    reference = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    with streamed(load_hf_model(tmp_path)) as backend:
-        sequence = backend.new_sequence()
-        logits = [sequence.prefill(PROMPT)]
-        first = sequence.next_node_id
-        parents = [PREFIX if p == -1 else first + p for p in TREE_PARENTS]
-        logits += list(sequence.extend(TREE_TOKENS, parents)[1])
-        paths = [PROMPT, *([*PROMPT, *path_tokens(n)] for n in range(len(TREE_TOKENS)))]
-        for row, path in zip(logits, paths, strict=True):
-            expected = expected_logits(reference, path)
-            assert np.abs(row - expected).max() <= TOLERANCE * scale(expected)
-            alone = backend.new_sequence()
-            for token in path:
-                last = alone.prefill([token])
-            assert np.array_equal(last, row)
-            alone.close()
-    assert hf_shape(tmp_path).vocab_size == backend.vocab_size
+    check_family(family, tmp_path)
+
+
+@pytest.mark.usefixtures("_torch_threads")
+def test_the_bits_do_not_depend_on_the_threads_of_the_process(tmp_path: Path) -> None:
+    """Torch's own number of threads is another one outside of passes."""
+    torch.set_num_threads(2)
+    check_family("apertus", tmp_path)
 
 
 @pytest.mark.slow_except(4)

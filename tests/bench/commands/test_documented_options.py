@@ -11,7 +11,7 @@ import typer
 
 import bench.commands.app
 import specdec.cli.app
-from specdec.cli.errors import ALIASES
+from specdec.cli.other_names import RENAMED
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = ("cli.md", "server.md", "cli-bench.md")
@@ -29,12 +29,9 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Options listed by the help of "specdec run" and so on."""
     # `specdec demo` replaces this process, so a test would not return: use the other command's.
     app, name = command.replace("specdec demo", "specdec-bench demo").split()
-    assert APPS[app].main([name, "--help"]) == 0
-    text = capsys.readouterr().out
-    rows = re.findall(r"^│ (?:\* )? *((?:--?[a-z][a-z-]*[ \n]+)+)", text, re.MULTILINE)
-    actual = {option for row in rows for option in row.split()}
-    assert "--help" in actual
-    return actual
+    assert APPS[app].main([name, "--help-all"]) == 0
+    rows = re.findall(r"^  (-.*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    return {word for row in rows for word in re.findall(r"(?<!\S)--?[a-z][a-z-]*", row)}
 
 
 def examples() -> list[str]:
@@ -53,6 +50,6 @@ def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("line", examples())
 def test_examples_use_options_that_there_are(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.replace("[", " ").replace("]", " "))
-    known = options_of(" ".join(words[:2]), capsys) | set(ALIASES)
+    known = options_of(" ".join(words[:2]), capsys) | set(RENAMED) | {"--help"}
     used = {word for word in words if word.startswith("-") and word not in ("-", "|")}
     assert used <= known

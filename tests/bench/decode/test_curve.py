@@ -22,6 +22,7 @@ from bench.options import UsageMistake
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
+from specdec.engine.stream import GenerationStream
 from specdec.metrics.stats import GenerationStats
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -79,6 +80,23 @@ def test_no_chain_is_cut_off(result: dict[str, Any]) -> None:
     for record in result["records"]:
         assert {item[0] for item in record["pass_times"]} == {1 + record["n_draft_tokens"]}
         assert len(record["pass_times"]) == record["stats"]["passes"]
+
+
+def test_a_slow_reader_cuts_off_no_chain(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not wait for whoever reads its output."""
+    take = GenerationStream.__next__
+
+    def take_slowly(stream: GenerationStream) -> Any:
+        chunk = take(stream)
+        stream._request.wait(60.0)
+        return chunk
+
+    monkeypatch.setattr(GenerationStream, "__next__", take_slowly)
+    settings = CurveSettings((0.9,), (4,), max_tokens=20, ignore_eos=True)
+    records = measured(target, settings, PROMPTS[:1])["records"]
+    assert [len(record["token_ids"]) for record in records][0] == 9
+    assert 20 <= len(records[1]["token_ids"]) <= 24
+    test_no_chain_is_cut_off({"records": records})
 
 
 def test_turns_begin_with_another_length_each_time(result: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from bench.synth.checkpoint import grow
 from bench.synth.growth import layer_places
 from bench.synth.shapes import HYBRIDS, Experts, LlamaShape, Recurrent, SynthError
 from bench.synth.source import SourceModel
+from specdec.models.names import resolve_model
+from specdec.text.tokenizer import Tokenizer
 
 N_VOCAB = 280
 FEW = Recurrent(2, 4, 16, 4, 3)
@@ -35,6 +37,18 @@ def test_logits_are_the_small_models(source: Path, tmp_path: Path, shape: LlamaS
     assert_same_function(source, report.path, N_VOCAB)
     grown = SourceModel(report.path) if shape.experts is None else None
     assert grown is None or grown.shape == report.shape
+
+
+def test_a_grown_mixture_reads_text_as_its_source(tmp_path: Path) -> None:
+    """Transformers has a tokenizer class for mixtures, which splits text in its own way."""
+    source = resolve_model("pair:hybrid")
+    few = Recurrent(1, 2, 128, 4, 4)
+    experts = Experts(2, 1, 32)
+    shape = LlamaShape(256, 704, 4, 2, 1, 256, 4096, tied=False, experts=experts, recurrent=few)
+    grow(source, tmp_path / "grown", shape)
+    text = "class Stack:\n    def __init__(self):\n"
+    expected = Tokenizer.from_pretrained(source).encode(text)
+    assert Tokenizer.from_pretrained(tmp_path / "grown").encode(text) == expected
 
 
 @pytest.mark.parametrize("kind", ["dense", "mixture"])

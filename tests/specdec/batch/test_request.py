@@ -164,6 +164,8 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
         ({**openai(), "body": 3}, ("body is 3",)),
         ({**openai(), "more": 3}, ('"more"',)),
         (openai(tools=[{}], foo=1), ('body has fields that are not known here: "tools", "foo"',)),
+        (openai(max_token=3), ('"max_token" (did you mean max_tokens?)',)),
+        ({"prompt": "x", "tempratur": 0}, ('"tempratur" (did you mean temperature?)',)),
         (openai(stream=True), ("stream is true", "only false")),
         (openai(response_format={"type": "xml"}), ("response_format is", "json_object")),
         (

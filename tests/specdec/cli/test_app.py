@@ -13,7 +13,6 @@ import pytest
 from command_line import Models, save_models
 
 from specdec.cli.app import main
-from specdec.cli.errors import expand_aliases
 from specdec.cli.output import loading_progress
 from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
@@ -28,14 +27,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def help_of(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    assert main([command, "--help"]) == 0
+    assert main([command, "--help-all"]) == 0
     return capsys.readouterr().out
 
 
 def test_option_names_are_an_interface(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("TERMINAL_WIDTH", "160")
     loading = (
         "-m --model -md --draft-model --memory-budget -c --ctx-size --threads --prefetch-depth "
         "--io-threads --spec-type --num-draft-tokens --tree-width --acceptance --accept-threshold "
@@ -63,18 +61,6 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("specdec ")
-
-
-def test_llama_cpp_spellings() -> None:
-    assert expand_aliases(["--temp", "0.5", "--n-predict=3", "--repeat-penalty", "1.1"]) == [
-        "--temperature",
-        "0.5",
-        "--max-tokens=3",
-        "--repetition-penalty",
-        "1.1",
-    ]
-    untouched = ["-p", "--temp", "--stop", "--n-predict", "--", "--temp"]
-    assert expand_aliases(untouched) == untouched
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -264,6 +250,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal.getvalue()
     assert "growing" in shown
     assert "8.0/8.0 MiB" in shown
+    assert "growing: finishing" in shown, "a full bar says that something follows"
     assert shown.endswith("\x1b[2K")  # the line is erased at the end
 
 

@@ -90,7 +90,7 @@ def test_chat_without_a_template_says_so_before_the_user_types(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(
-        "specdec.cli.commands.run.read_line", lambda: heard.append(capsys.readouterr().err)
+        "specdec.cli.chat.editor.LineReader.read", lambda _: heard.append(capsys.readouterr().err)
     )
     assert main(["chat", "-m", str(models.target)]) == 0
     assert "note: the model has no chat template: it is given a plain transcript" in heard[0]

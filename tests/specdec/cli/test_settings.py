@@ -28,7 +28,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def host(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """Return the host that the command uses."""
     assert main([*argv]) == 2
-    return capsys.readouterr().err.partition("host is ")[2].partition(",")[0]
+    return capsys.readouterr().err.lower().partition("host is ")[2].partition(",")[0]
 
 
 def test_typed_before_variable_before_file(
@@ -170,3 +170,27 @@ def test_a_home_that_is_shut_has_no_file(
     monkeypatch.setattr(Path, "is_file", shut)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("specdec ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("THREADS", "x", "SPECDEC_THREADS: Invalid value for '--threads': 'x' should be"),
+        ("MEMORY_BUDGET", "lots", "SPECDEC_MEMORY_BUDGET: 'lots' is not a byte count"),
+        ("NUM_DRAFT_TOKENS", "many", "SPECDEC_NUM_DRAFT_TOKENS is 'many', must be auto or"),
+        ("TEMPERATURE", "-1", "SPECDEC_TEMPERATURE is -1.0, must be 0"),
+        ("EXACT", "maybe", "SPECDEC_EXACT is 'maybe', must be one of auto, on, off"),
+    ],
+)
+def test_a_bad_variable_is_named(
+    name: str,
+    value: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(f"SPECDEC_{name}", value)
+    expect_error(capsys, ["run", "-m", "no/such/model", "-p", "x"], message)
+    option = f"--{name.lower().replace('_', '-')}"
+    assert main(["run", "-m", "no/such/model", "-p", "x", option, value]) == 2
+    assert "SPECDEC" not in capsys.readouterr().err, "an option that is typed is named as typed"

@@ -6,7 +6,7 @@ import pytest
 
 from specdec.cli.app import main
 
-RUN = ["run", "-m", "pair:target", "-p", "def f(x):", "-n", "3", "--chat-template", "chatml"]
+RUN = ["run", "-m", "pair:target", "-p", "def f(x):", "-n", "3", "--draft-window", "64"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
@@ -22,10 +22,12 @@ def test_quiet_leaves_notes_and_verbose_shows_the_plan(
     text, usual = run(capsys)
     assert "tok/s" in usual
     assert "memory budget" not in usual
+    assert "pair:target is for demonstrations and tests" in usual
     same, quiet = run(capsys, "-q")
     assert same == text
     assert "tok/s" not in quiet
-    assert "--chat-template has no effect" in quiet
+    assert "demonstrations" not in quiet
+    assert "--draft-window has no effect" in quiet
     same, verbose = run(capsys, "-v")
     assert same == text
     assert "tok/s" in verbose

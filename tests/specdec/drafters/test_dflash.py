@@ -12,6 +12,7 @@ from dflash_heads import BLOCK_SIZE, FAMILY, TARGET_LAYERS, Reference, save_dfla
 from backends.contract.backend import LAST_HIDDEN_STATE, MaskedBlock
 from backends.contract.sequence import SequenceInput
 from backends.heads.dflash_source import load_dflash_head
+from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from specdec.drafters.base import TreeLimits
@@ -38,7 +39,7 @@ def models(directories) -> Iterator[tuple[TorchBackend, TorchBackend]]:
     model = load_hf_model(target)
     with (
         TorchBackend.kept_in_memory(model) as backend,
-        TorchBackend.kept_in_memory(load_dflash_head(model, head)) as drafting,
+        TorchBackend.kept_in_memory(load_dflash_head(CheckpointTarget(model), head)) as drafting,
     ):
         backend.collect_hidden_states((TARGET_LAYERS[0], LAST_HIDDEN_STATE))
         drafting.masked_block = MaskedBlock(BLOCK_SIZE, 3)
@@ -139,7 +140,7 @@ def test_a_context_longer_than_the_heads_is_drafted_for(models, directories):
     model = load_hf_model(directories[0])
     rng = np.random.default_rng(0)
     with TorchBackend.kept_in_memory(
-        load_dflash_head(model, directories[1]), max_context=24
+        load_dflash_head(CheckpointTarget(model), directories[1]), max_context=24
     ) as small:
         small.masked_block = MaskedBlock(BLOCK_SIZE, 3)
         # The head's embedding is that of `model`, whose weights are in memory nowhere else.

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from eagle3_heads import N_LAYERS, new_head, save_specforge
+from checkpoint_gguf import save_checkpoint_gguf
+from checkpoints import save_tiny_checkpoint
+from dflash_heads import save_dflash_head
+from eagle3_heads import N_LAYERS, new_head, save_gguf_head, save_specforge
+from tiny_gguf import save_tiny_architecture
 from tiny_pair import save_model
 
 import specdec
@@ -102,6 +106,32 @@ def test_a_head_on_this_machine_is_taken(hub: Path) -> None:
     assert auto_draft(str(fitting), takes_heads=False).name is None
     assert auto_draft(str(other)).name is None
     with specdec.load(fitting, "auto") as llm:
+        assert llm.generate([5, 6, 7], max_tokens=3).token_ids
+
+
+@pytest.mark.gguf
+def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
+    pytest.importorskip("gguf")
+    folder = hub.parent / "checkpoint"
+    save_tiny_checkpoint("llama", folder, num_hidden_layers=N_LAYERS, hidden_size=32)
+    target = save_checkpoint_gguf(folder, hub.parent / "target.gguf")
+    assert auto_draft(str(target)).name is None
+    in_folder = hub.parent / "head"
+    in_folder.mkdir()
+    save_gguf_head(new_head(), in_folder / "head.gguf")
+    add(hub, "me/eagle", in_folder)
+    choice = auto_draft(str(target))
+    assert choice.name == "me/eagle:head.gguf"
+    assert choice.reason.startswith("an EAGLE-3 head here")
+    add(hub, "me/wide", save_dflash_head(hub.parent / "wide", num_target_layers=3, hidden_size=64))
+    assert auto_draft(str(target)).name == choice.name
+    options = {"num_target_layers": N_LAYERS, "target_layer_ids": [1, 3]}
+    add(hub, "me/flash", save_dflash_head(hub.parent / "flash", **options))
+    assert auto_draft(str(target)).name == "me/flash"
+    assert auto_draft(str(target), takes_heads=False).name is None
+    several = save_tiny_architecture("gemma3n", hub.parent / "several.gguf")
+    assert auto_draft(str(several)).name is None
+    with specdec.load(target, "auto", ctx_size=64, threads=1) as llm:
         assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 
 

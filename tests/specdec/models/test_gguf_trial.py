@@ -72,9 +72,9 @@ def test_a_single_defect(name: str, tmp_path: Path, commands: ForkedCommands) ->
 @pytest.mark.parametrize("name", some_slow(KINDS, sorted(HARMLESS)))
 def test_what_llama_cpp_bears(name: str, tmp_path: Path, commands: ForkedCommands) -> None:
     path = (BROKEN.get(name) or TinyModel(name)).write(tmp_path / "well.gguf")
-    ended = commands.run(["run", "-m", str(path), "-p", PROMPT, *SMALL])
+    ended = commands.run(["run", "-m", str(path), "-p", PROMPT, *SMALL, "-q"])
     assert ended.code == 0, ended
-    assert ended.err.count("\n") == 1, ended.err
+    assert ended.err == ""
 
 
 @pytest.mark.slow

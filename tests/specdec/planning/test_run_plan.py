@@ -18,6 +18,7 @@ from offload.placement.plan import plan_placement
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
 from specdec.planning.memory.memory_plan import MemoryPlan, MinBudget, Shape
+from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Measurements, predict
 from specdec.planning.what_if.machines import Machines
@@ -35,6 +36,7 @@ def make_plan(available_bytes: int, smallest_bytes: int = 700 * MIB, **more: obj
             plan_placement(LAYERS, available_bytes, n_slots=n_slots),
             None,
             128,
+            16 * SEQUENCE_TOKENS,
             Shape(4),
             smallest := MinBudget(smallest_bytes),
             smallest,
@@ -134,14 +136,16 @@ def test_a_context_longer_than_the_models_is_cut_with_a_note(tmp_path: Path) -> 
 def test_several_sequences_share_the_reads_of_a_pass() -> None:
     plan = make_plan(6 * MIB)
     many = plan_together(plan, 16, 8)
-    assert many.plain_tokens_per_second == many.tokens_per_second == 16 / plan.pass_seconds(16)
-    assert many.plain_tokens_per_second > 4 * plan.plain_tokens_per_second
+    rate = many.throughput.tokens_per_second
+    assert rate == many.throughput.plain_tokens_per_second == 16 / plan.pass_seconds(16)
+    assert rate > 4 * plan.plain_tokens_per_second
     (line,) = many.lines()
+    assert "for 8192 tokens of all sequences" in line
     assert "16 sequences at once: predicted" in line
     assert "draft tokens" not in line
     draft = make_plan(GIB).chosen.target  # in memory: quick
     drafted = replace(plan, chosen=replace(plan.chosen, draft=draft, depth=4))
-    item, many = plan_together(drafted, 1, 8), plan_together(drafted, 16, 8)
+    item, many = (plan_together(drafted, n, 8).throughput for n in (1, 16))
     assert item.tree_tokens > 0
     assert item.tokens_per_second > item.plain_tokens_per_second == plan.plain_tokens_per_second
     assert many.tokens_per_second >= many.plain_tokens_per_second

@@ -14,6 +14,7 @@ from tiny_pair import save_model
 import specdec
 from specdec.api import LLM
 from specdec.policy import opportunistic_layers
+from specdec.policy.kv_price import KvPrice
 from specdec.policy.opportunistic_layers import RESERVE_BYTES, OpportunisticLayers
 
 PROMPT = [5, 6, 7]
@@ -264,6 +265,7 @@ def test_sequences_without_draft_kv_are_counted(
 ) -> None:
     force_streaming(monkeypatch)
     monkeypatch.setattr(opportunistic_layers, "recent_peak_rss", lambda: -MANY)
+    monkeypatch.setattr(KvPrice, "pays", lambda *_: True)
     model = save("checkpoint", tmp_path)
     with specdec.load(model, model, ctx_size=128, kv_tokens=1024, num_draft_tokens=4) as llm:
         draft: Any = llm.draft

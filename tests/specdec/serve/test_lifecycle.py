@@ -39,7 +39,7 @@ def test_the_state_is_reported_from_the_start(served_model: Path) -> None:
         assert server.end() == 0
         log = "".join(server.lines)
         assert str(served_model) not in log
-        assert log.count("\n") == 2, log
+        assert log.count("\n") == 3, log
 
 
 def test_a_truncated_model_file_is_an_engine_error_and_not_one_requests(tmp_path: Path) -> None:
@@ -138,6 +138,15 @@ def test_it_ends_when_nobody_reads_its_log_any_more(served_model: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_requests_are_logged_on_demand(served_model: Path) -> None:
+    with Server(served_model, *SMALL, "-v") as server:
+        server.ready().post(COMPLETIONS, SHORT)
+        server.get("/nothing")
+        server.wait_for(r"^specdec: other 404, \d+\.\d\d s$")
+        server.wait_for(rf"^specdec: {COMPLETIONS} 200, \d+\.\d\d s$")
+        assert server.wait_for(r"chat page: (\S+)")[1] == server.url
 
 
 def test_ctrl_c_is_130(mortal: Server) -> None:

@@ -47,8 +47,8 @@ def tokenizer(path: Path) -> Iterator[GgufTokenizer]:
 
 
 def test_which_pre_tokenizers_bear_a_long_line(path: Path, tmp_path: Path) -> None:
-    assert try_model(load_gguf_model(path)) == LINES
-    assert try_model(load_gguf_model(model(tmp_path, "llama-bpe"))) == TextLimits(None)
+    assert try_model(load_gguf_model(path)).text_limits == LINES
+    assert try_model(load_gguf_model(model(tmp_path, "llama-bpe"))).text_limits == TextLimits(None)
 
 
 def test_without_a_large_stack_a_line_ends_the_process(path: Path) -> None:

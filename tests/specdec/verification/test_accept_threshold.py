@@ -171,7 +171,7 @@ def test_a_plan_says_that_it_is_lossy(models: Models) -> None:
 
 
 def test_the_help_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
+    assert main(["run", "--help-all"]) == 0
     assert "LOSSY" in capsys.readouterr().out
 
 

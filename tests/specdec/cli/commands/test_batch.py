@@ -27,6 +27,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
+def test_failures_of_an_earlier_run_count(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv(models, source, "-n", "2")) == 0
+    source.write_text(source.read_text() + '\n{"prompt": "fg"}\n')
+    capsys.readouterr()
+    assert main(argv(models, source, "-n", "2")) == 0
+    err = capsys.readouterr().err
+    assert "note: 1 of the lines could not be answered" in err
+    assert "5 lines (4 of them before), 1 failed" in err
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
@@ -78,9 +90,10 @@ def test_again_there_is_nothing_to_do(
     assert "could not be answered" in capsys.readouterr().err
     assert main(argv(models, source, "-n", "2", "--json")) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert "note: 1 of the lines could not be answered" in err
     summary = json.loads(out)
     assert summary["n_lines"] == summary["n_answered"] == summary["n_before"] == 4
+    assert summary["n_errors"] == 1
     assert summary["n_generated_tokens"] == 0
 
 

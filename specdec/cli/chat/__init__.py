@@ -1,0 +1,1 @@
+"""A conversation in a terminal: the editor, the commands that begin with a slash, the context."""
