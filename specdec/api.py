@@ -8,7 +8,7 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -289,16 +289,6 @@ class LLM:
         )
         return GenerationStream(self.session, request)
 
-    def save_prompt_cache(self) -> None:
-        """Write the KV of the last prompt and its answer to the `prompt_cache_file`.
-
-        A `with` block that ends without an error does this, too.
-
-        Raises:
-            PromptCacheError: the file cannot be written; ConfigError: none was named; ModelClosed.
-        """
-        self.session.save_prompt_cache()
-
     def close(self) -> None:
         """Free the models. Idempotent.
 
@@ -316,10 +306,7 @@ class LLM:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with closing(self):
-            is_saved = self.session.options.prompt_cache_file is not None
-            if exc is None and is_saved and self.session.is_open:
-                self.save_prompt_cache()
+        self.close()
 
 
 def _checked_pair(request: Any) -> tuple[Prompt, SamplingParams | None]:

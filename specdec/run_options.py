@@ -61,7 +61,8 @@ class LoadKeywords(TypedDict, total=False):
     load_mode: str
     cache_type_k: str | None
     cache_type_v: str | None
-    prompt_cache_file: Path | str | None
+    prompt_cache_dir: Path | str | None
+    prompt_cache_size: str | int
     spec_type: str | Sequence[str] | None
     num_draft_tokens: int | None
     tree_width: int | None
@@ -203,12 +204,15 @@ class RunOptions:
         choices=CACHE_TYPES,
         shown_default=_SHOWN_CACHE_TYPE,
     )
-    prompt_cache_file: Path | str | None = option(
+    prompt_cache_dir: Path | str | None = option(
         None,
-        "Load the KV of the last prompt and its answer from this file, and save it there.",
+        "Leave the KV of prompts and answers in this folder, and go on from there where reading is "
+        "quicker than computing.",
         MEMORY,
+        metavar="DIR",
         shown_default="none",
     )
+    prompt_cache_size: str | int = option("8GiB", "Maximum size of that folder.", MEMORY)
     spec_type: str | Sequence[str] | None = option(
         None,
         "Sources of draft tokens.",
@@ -273,11 +277,12 @@ class RunOptions:
             "memory_budget": "2GiB, or auto",
             "vram_budget": "8GiB, or auto",
             "max_traces": "1GiB",
+            "prompt_cache_size": "8GiB",
         }
         for name, example in examples.items():
             value = getattr(self, name)
             try:
-                is_auto = value == AUTO and name != "max_traces"
+                is_auto = value == AUTO and name.endswith("_budget")
                 is_nothing = not is_auto and parse_bytes(value) == 0
             except UnitError as error:
                 raise ConfigError(FieldName(name), f": {error}") from error
@@ -290,10 +295,10 @@ class RunOptions:
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("parse_special", self.parse_special, bool)
-        for name, kind in (("prompt_cache_file", "file"), ("record_traces", "folder")):
+        for name in ("prompt_cache_dir", "record_traces"):
             check_type(name, getattr(self, name), str, Path, type(None))
             if getattr(self, name) == "":
-                raise ConfigError(FieldName(name), f" is empty: name a {kind}, or leave it out")
+                raise ConfigError(FieldName(name), " is empty: name a folder, or leave it out")
 
     @cached_property
     def spec(self) -> SpecConfig:

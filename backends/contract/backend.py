@@ -166,6 +166,12 @@ class Backend(ABC):
         return len(batch)
 
     @property
+    def limits_sequences(self) -> bool:
+        """Whether a sequence takes more than its tokens: one of so many recurrent states, or of
+        llama.cpp's sequences."""
+        return False
+
+    @property
     def can_save_prefix(self) -> bool:
         """Whether a saved prefix can be rolled back like any other once it is loaded.
 

@@ -49,6 +49,10 @@ class RecoverableKV(SequenceKV, Generic[Store]):
     def restorable(self, length: int) -> int:
         return self.store.restorable(length)
 
+    @property
+    def snapshot_lengths(self) -> Sequence[int]:
+        return self.store.snapshot_lengths
+
     def rollback(self, length: int) -> None:
         n_intact = length if 0 <= length <= self.n_committed else None
         self._recovering(lambda: self.store.rollback(length), n_intact)

@@ -26,11 +26,16 @@ NO_HIDDEN_STATES = np.zeros((0, 0), dtype=np.float32)
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two lists of tokens."""
-    n_tokens = min(len(first), len(second))
-    if first[:n_tokens] == second[:n_tokens]:  # the usual case, checked fast
-        return n_tokens
-    pairs = zip(first, second, strict=False)
-    return next(i for i, (token, other) in enumerate(pairs) if token != other)
+    length, end = 0, min(len(first), len(second))
+    if first[:end] == second[:end]:  # the usual case
+        return end
+    while end - length > 1:  # the first `length` are equal, one of those up to `end` is not
+        middle = (length + end) // 2
+        if first[length:middle] == second[length:middle]:
+            length = middle
+        else:
+            end = middle
+    return length
 
 
 class ForwardPasses(Protocol):
@@ -119,6 +124,23 @@ class SequenceKV(ABC):
         Less than `length` in models with recurrent layers, whose states are kept of few prefixes.
         """
         return length
+
+    @property
+    def restorable_ranges(self) -> list[tuple[int, int]]:
+        """(first, last) lengths of prefixes that the KV can return to."""
+        ranges: list[tuple[int, int]] = []
+        for length in range(1, self.n_committed + 1):
+            if self.restorable(length) == length:
+                if ranges and ranges[-1][1] == length - 1:
+                    ranges[-1] = (ranges[-1][0], length)
+                else:
+                    ranges.append((length, length))
+        return ranges
+
+    @property
+    def snapshot_lengths(self) -> Sequence[int]:
+        """Lengths of the prefixes that need a file each, for all that the KV can return to."""
+        return (self.n_committed,)
 
     @abstractmethod
     def rollback(self, length: int) -> None:

@@ -30,6 +30,9 @@ class SequenceStore(Protocol):
 
     def restorable(self, length: int) -> int: ...
 
+    @property
+    def snapshot_lengths(self) -> Sequence[int]: ...
+
     def rollback(self, length: int) -> None: ...
 
     def abort(self, n_intact: int | None = None) -> None:

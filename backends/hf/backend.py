@@ -180,6 +180,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._pool = KvPool(len(self._model.layers), n_blocks, without_kv)
 
     @property
+    def limits_sequences(self) -> bool:
+        return bool(self._model.recurrences)
+
+    @property
     def transfer_stats(self) -> TransferStats:
         return self._weights.use
 

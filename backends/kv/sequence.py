@@ -100,6 +100,10 @@ class BlockStore:
     def restorable(self, length: int) -> int:
         return length if self.recurrent is None else self.recurrent.restorable(length)
 
+    @property
+    def snapshot_lengths(self) -> tuple[int, ...]:
+        return (self.table.n_committed,)
+
     def rollback(self, length: int) -> None:
         self.table.rollback(self.restorable(length) if length > 0 else length)
         self.trim()

@@ -254,6 +254,10 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         return self._counts.n_free
 
     @property
+    def limits_sequences(self) -> bool:
+        return True
+
+    @property
     def transfer_stats(self) -> TransferStats:
         return self._stream.use if self._stream else TransferStats()
 

@@ -169,6 +169,10 @@ class CellStore:
     def restorable(self, length: int) -> int:
         return length
 
+    @property
+    def snapshot_lengths(self) -> tuple[int, ...]:
+        return (self.table.n_committed,)
+
     def rollback(self, length: int) -> None:
         """See SequenceKV.rollback."""
         self.table.rollback(length)

@@ -16,9 +16,10 @@ from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
 from backends.ggml.library import LlamaModel
 from backends.llama.context import LlamaContext
+from backends.llama_states.store import RecurrentStore
 from offload.formats.mapped import TensorShape
 
-_NAME = "sequence"
+_NAME, _BASE = "sequence", "base"
 _HEAD_BYTES = 8  # magic and version
 _CELL_BYTES = (12, 20)  # position, number of sequences (1), sequence; with M-RoPE also x and y
 _MAX_LAYERS = 10_000
@@ -75,6 +76,42 @@ class LlamaPrefix:
         _, buffer = tensors[_NAME]
         _check(buffer, len(token_ids), self._is_ordered)
         self._state.set(buffer, sequence)
+
+
+class RecurrentPrefix:
+    """Saves and loads the prefix of a sequence with recurrent layers: its tokens' number up to the
+    state that passes begin from, and the cells and the state there."""
+
+    def __init__(self, state: SequenceState) -> None:
+        self._state = state
+
+    def tensors(self, kv: RecurrentStore) -> tuple[TensorShape, ...]:
+        sequence = kv.base_sequence
+        n_bytes = 0 if sequence is None else self._state.n_bytes(sequence)
+        return (TensorShape(_BASE, "I32", (1,)), TensorShape(_NAME, "U8", (n_bytes,)))
+
+    def save(self, kv: RecurrentStore, buffers: Mapping[str, memoryview]) -> None:
+        buffers[_BASE][:] = struct.pack("<i", kv.n_base)
+        if kv.base_sequence is not None:
+            self._state.get(buffers[_NAME], kv.base_sequence)
+
+    def load(self, kv: RecurrentStore, token_ids: list[int], tensors: SavedTensors) -> None:
+        """Fill an empty store. Raises BackendError for tensors that are no such prefix."""
+        if set(tensors) != {_BASE, _NAME} or len(tensors[_BASE][1]) != 4:
+            raise BackendError("the saved KV is not llama.cpp's of a model with recurrent layers")
+        (n_base,) = struct.unpack("<i", tensors[_BASE][1])
+        buffer = tensors[_NAME][1]
+        if not 0 <= n_base <= len(token_ids) or bool(n_base) != bool(len(buffer)):
+            raise BackendError(
+                f"the saved state is of {n_base} tokens, which are not in {len(token_ids)}"
+            )
+
+        def read(sequence: int) -> None:
+            self._state.set(buffer, sequence)
+            if self._state.n_bytes(sequence) != len(buffer):
+                raise BackendError("llama.cpp reads another state than was saved")
+
+        kv.load(token_ids, n_base, read)
 
 
 def _check(buffer: memoryview, n_tokens: int, is_ordered: bool) -> None:

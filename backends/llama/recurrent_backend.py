@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from backends.contract.backend import BackendError
 from backends.contract.sequence import NO_HIDDEN_STATES, SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
 from backends.llama.base import CellCounts, GgufBackend
 from backends.llama.batch import Batch
 from backends.llama.context import ContextOptions
+from backends.llama.prefix import RecurrentPrefix, SequenceState
 from backends.llama_states.states import States
 from backends.llama_states.store import MAX_REPLAYED, Lane, RecurrentStore
 from offload.formats.mapped import TensorShape
@@ -53,11 +53,10 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
     """See GgufBackend. A pass computes one sequence's chain; other chains and the branches of a
     tree take passes of their own, each of which reads a streamed model."""
 
-    can_save_prefix = False
-
     def _open_sequences(self, options: ContextOptions) -> None:
         n_cells = self._context.n_cells - options.n_fillers
         self._states = States(self._model.library, self._context.memory, options.n_states, n_cells)
+        self._prefix = RecurrentPrefix(SequenceState(self._model, self._context))
 
     @property
     def _counts(self) -> CellCounts:
@@ -76,13 +75,14 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         return (self._states.n_free,)
 
     def _prefix_tensors(self, kv: RecurrentStore) -> tuple[TensorShape, ...]:
-        raise BackendError("the KV of a GGUF model with recurrent layers cannot be saved")
+        return self._prefix.tensors(kv)
 
     def _save_prefix(self, kv: RecurrentStore, buffers: Mapping[str, memoryview]) -> None:
-        self._prefix_tensors(kv)
+        self._prefix.save(kv, buffers)
 
     def _load_prefix(self, kv: RecurrentStore, token_ids: list[int], tensors: SavedTensors) -> None:
-        self._prefix_tensors(kv)
+        self._check_capacity(kv, len(token_ids))
+        self._prefix.load(kv, token_ids, tensors)
 
     # --- passes -----------------------------------------------------------------------------
 

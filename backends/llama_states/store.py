@@ -18,7 +18,7 @@ sequence: a 27B's states of 151 MB times 16 nodes are 2.4 GB, as much as 14 % of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from backends.contract.backend import BackendError
@@ -143,6 +143,33 @@ class RecurrentStore:
             return length  # a sequence that lost its states has nothing for others to reuse
         n_checkpoint = 0 if self._checkpoint is None else len(self._checkpoint)
         return n_checkpoint if length >= n_checkpoint else 0
+
+    @property
+    def snapshot_lengths(self) -> tuple[int, ...]:
+        """See SequenceKV.snapshot_lengths; none if its states were taken for others."""
+        if self._base is None:
+            return ()
+        n_checkpoint = 0 if self._checkpoint is None else len(self._checkpoint)
+        first = (n_checkpoint,) if 0 < n_checkpoint < self.n_base else ()
+        return (*first, self.table.n_committed)
+
+    @property
+    def base_sequence(self) -> int | None:
+        """The llama.cpp sequence with the state after the first `n_base` tokens."""
+        return None if self._base is None else self._base.sequence
+
+    def load(self, token_ids: list[int], n_base: int, read: Callable[[int], None]) -> None:
+        """Fill an empty store with tokens, of which the first `n_base` have a state.
+
+        read: load that state into a llama.cpp sequence.
+        """
+        if n_base:
+            self._states.ensure(n_base)
+            self._base = self._states.take(self)
+            self._states.grow(self._base, n_base)  # first: a failure leaves cells to free
+            read(self._base.sequence)
+        self.table.append(token_ids)
+        self.check_integrity()
 
     def rollback(self, length: int) -> None:
         if not 0 <= length <= self.table.n_committed:

@@ -15,7 +15,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 GREEDY, SAMPLED, SECOND_TURN, BEAMS = "greedy", "sampled", "second turn", "beams"
 N_BEAMS = 4
 TEMPERATURE = 0.7
-FROM_CACHE_FILE = "greedy, restored from a prompt cache file"
+FROM_PROMPT_CACHE = "greedy, after a restart with a prompt cache"
 _NEXT_TURN = "\n\n# The same again, with another name:\n"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -136,7 +135,7 @@ def decode(
     import specdec
 
     with tempfile.TemporaryDirectory() as folder:
-        load = {**load, "num_beams": N_BEAMS, "prompt_cache_file": str(Path(folder) / "kv")}
+        load = {**load, "num_beams": N_BEAMS, "prompt_cache_dir": folder}
         load["num_draft_tokens"] = max(mode.spec.get("num_draft_tokens", 0) for mode in MODES)
         with specdec.load(**load) as llm:
             for prompt, mode in tasks:
@@ -144,7 +143,7 @@ def decode(
                 yield prompt, mode, generate(llm, prompt, mode, n, spec=spec)
         last = tasks[-1][0]
         with specdec.load(**load) as llm:
-            yield last, Mode(FROM_CACHE_FILE, GREEDY), generate(llm, last, MODES[0], n)
+            yield last, Mode(FROM_PROMPT_CACHE, GREEDY), generate(llm, last, MODES[0], n)
 
 
 @app.command()

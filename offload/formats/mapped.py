@@ -1,8 +1,9 @@
-"""Safetensors files whose tensors are written and read in place, through a mapping.
+"""Safetensors files whose tensors are written and read in place, through mappings.
 
-Nothing is in memory twice: tensors are written to the file's pages and read from there. A file is
-written under a temporary name and renamed when it is complete and on the disk, so that no process
-sees a partial one, and it is checked against its own digest before it is used.
+Nothing is in memory twice: tensors are written to the file's pages and read from there, each mapped
+only while it is used. A file is written under a temporary name and renamed when it is complete and
+on the disk, so that no process sees a partial one, and it is checked against its own digest before
+it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from offload.formats.lease import FileInUse, read_lease
 from offload.formats.safetensors import DTYPE_BITS, read_header_and_metadata
@@ -28,6 +29,7 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = MIB
 _DIGEST_KEY = "sha256"
 _NO_DIGEST = "0" * 64
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,24 @@ class TensorShape:
         return n_bits // 8
 
 
+class LazyMapping(Mapping[str, _T]):
+    """Values that are made when they are accessed, and not cached."""
+
+    def __init__(self, names: Mapping[str, object], make: Callable[[str], _T]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> _T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class MappedFile:
     """A file that was read: its metadata, and its tensors in place."""
@@ -53,7 +73,8 @@ class MappedFile:
     metadata: Mapping[str, str]
     records: Mapping[str, TensorRecord]
     buffers: Mapping[str, memoryview]
-    """Bytes of each tensor. Changes to them stay in this process."""
+    """Bytes of each tensor, mapped at every access, as long as this object is there. Changes to
+    them stay in this process."""
     _file: BinaryIO
     _state: FileState
 
@@ -76,8 +97,18 @@ class MappedFile:
         if FileState.of(os.fstat(self._file.fileno())) != self._state:
             raise CheckpointError(f"{self._file.name} was changed since it was read")
 
+    def forget_pages(self) -> None:
+        """Drop the file's pages from the page cache, which counts in a memory cgroup, too."""
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def __del__(self) -> None:
         self._file.close()
+
+
+def file_bytes(tensors: Sequence[TensorShape], metadata: Mapping[str, str]) -> int:
+    """Return the size of the file that `write_mapped` writes."""
+    n_header = len(_header(_in_order(tensors), metadata, _NO_DIGEST))
+    return n_header + sum(tensor.n_bytes for tensor in tensors)
 
 
 def write_mapped(
@@ -93,20 +124,20 @@ def write_mapped(
         Any exception of `fill`. `path` is unchanged then.
     """
     place = Path(os.path.realpath(path))  # a link stays a link
-    # The widest dtypes first, so that each tensor is aligned to its dtype.
-    tensors = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+    tensors = _in_order(tensors)
     header = _header(tensors, metadata, _NO_DIGEST)
     n_bytes = len(header) + sum(tensor.n_bytes for tensor in tensors)
     descriptor, aside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         try:
             os.posix_fallocate(descriptor, 0, n_bytes)  # a full disk would raise SIGBUS later
-            pages = mmap.mmap(descriptor, n_bytes)
-            fill(_buffers(pages, len(header), tensors))
-            digest = hashlib.sha256(memoryview(pages)[len(header) :]).hexdigest()
-            pages[: len(header)] = _header(tensors, metadata, digest)
-            pages.flush()
+            fill(_buffers(descriptor, len(header), tensors))
+            with os.fdopen(os.dup(descriptor), "r+b", buffering=0) as file:
+                digest = _digest(file, len(header))
+                file.seek(0)
+                file.write(_header(tensors, metadata, digest))
             os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
         os.replace(aside, place)
@@ -148,8 +179,12 @@ def _checked(
     digest = _digest(file, start)  # read, not mapped: a truncated file just ends early
     if digest != metadata[_DIGEST_KEY]:
         raise CheckpointError(f"{file.name} is damaged: its content does not match its checksum")
-    pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    buffers = {r.name: pages[r.offset : r.offset + r.n_bytes] for r in records.values()}
+    buffers = LazyMapping(
+        records,
+        lambda name: _mapped(
+            file.fileno(), records[name].offset, records[name].n_bytes, mmap.ACCESS_COPY
+        ),
+    )
     mapped = MappedFile(metadata, records, buffers, file, state)
     mapped.check_unchanged()
     return mapped
@@ -161,6 +196,11 @@ def _digest(file: BinaryIO, start: int) -> str:
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def _in_order(tensors: Sequence[TensorShape]) -> list[TensorShape]:
+    """Return the widest dtypes first, so that each tensor is aligned to its dtype."""
+    return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
 
 
 def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:
@@ -181,13 +221,23 @@ def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest:
 
 
 def _buffers(
-    pages: mmap.mmap, position: int, tensors: Sequence[TensorShape]
-) -> dict[str, memoryview]:
-    buffers = {}
+    descriptor: int, position: int, tensors: Sequence[TensorShape]
+) -> Mapping[str, memoryview]:
+    """Return the bytes of each tensor, mapped at every access, from `position` on."""
+    places = {}
     for tensor in tensors:
-        buffers[tensor.name] = memoryview(pages)[position : position + tensor.n_bytes]
+        places[tensor.name] = (position, tensor.n_bytes)
         position += tensor.n_bytes
-    return buffers
+    return LazyMapping(places, lambda name: _mapped(descriptor, *places[name], mmap.ACCESS_WRITE))
+
+
+def _mapped(descriptor: int, offset: int, n_bytes: int, access: int) -> memoryview:
+    """Map bytes of a file; they are unmapped when the last reference to them is gone."""
+    if not n_bytes:
+        return memoryview(bytearray())
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(descriptor, offset + n_bytes - start, access=access, offset=start)
+    return memoryview(pages)[offset - start :]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from offload.formats.mapped import TensorShape
-
-_T = TypeVar("_T")
+from offload.formats.mapped import LazyMapping, TensorShape
 
 
 class UnnamedFile:
@@ -39,7 +36,7 @@ class UnnamedFile:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         try:
             os.posix_fallocate(self._file.fileno(), 0, self.n_bytes)  # a full disk: SIGBUS later
-            fill(_Made(self._tensors, self._mapped))
+            fill(LazyMapping(self._tensors, self._mapped))
             os.fdatasync(self._file.fileno())
             self._forget_pages()
         except BaseException:
@@ -49,7 +46,7 @@ class UnnamedFile:
     @property
     def saved(self) -> Mapping[str, tuple[TensorShape, memoryview]]:
         """Tensors by name, each with its bytes; mapped again at every access."""
-        return _Made(self._tensors, lambda name: (self._tensors[name], self._mapped(name)))
+        return LazyMapping(self._tensors, lambda name: (self._tensors[name], self._mapped(name)))
 
     def close(self) -> None:
         """Free its disk space. Idempotent."""
@@ -67,24 +64,6 @@ class UnnamedFile:
     def _forget_pages(self) -> None:
         """Drop the file's pages from the page cache, which counts in a memory cgroup, too."""
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-class _Made(Mapping[str, _T]):
-    """Values that are made when they are accessed, and not cached."""
-
-    def __init__(self, names: Mapping[str, object], make: Callable[[str], _T]) -> None:
-        self._names, self._make = names, make
-
-    def __getitem__(self, name: str) -> _T:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _places(tensors: Sequence[TensorShape]) -> tuple[dict[str, int], int]:

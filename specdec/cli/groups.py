@@ -192,9 +192,9 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 
 
 _CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
-_SERVED = tuple(name for name in _CHAT if name != "prompt_cache_file")
 _TRACES = ("record_traces", "max_traces")
-_OF_GENERATIONS = ("prompt_cache_file", "chat_template", "parse_special", *_TRACES)
+_PROMPT_CACHE = ("prompt_cache_dir", "prompt_cache_size")
+_OF_GENERATIONS = (*_PROMPT_CACHE, "chat_template", "parse_special", *_TRACES)
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
 _TEACHER = "model memory_budget device vram_budget threads io_threads load_mode".split()
@@ -209,9 +209,7 @@ PlannedLoad = Annotated[RunOptions, Group(RunOptions, LOAD, _planned_run)]
 BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)]
 """Load, with the recording of traces."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
-"""Load, with options of chat templates and the prompt cache file."""
-ServedLoad = Annotated[RunOptions, Group(RunOptions, _SERVED, _one_run)]
-"""ChatLoad without the prompt cache file."""
+"""Load, with options of chat templates, the prompt cache and traces."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One RunOptions per draft model that is named, or one without a draft."""
 TrainTarget = Annotated[RunOptions, Group(RunOptions, tuple(_TEACHER), _one_run)]

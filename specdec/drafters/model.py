@@ -260,6 +260,8 @@ class ModelDrafter(Drafter):
             try:
                 reuses = self._reuses_prefixes
                 self._kv = self._prefix_cache.allocate(view, skips_cache=not reuses)
+                if reuses:
+                    self._kv = self._prefix_cache.load_longer(self._kv, view)
             except BackendError:
                 return False
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from backends.contract.backend import Backend
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
@@ -9,6 +11,7 @@ from specdec.drafters.model import level_width
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.kv_cache_manager import KVCacheManager
+from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.metrics.recorder import Totals
@@ -32,6 +35,7 @@ def assemble(
     worker: DraftWorker,
     totals: Totals,
     cost: CostModel,
+    folder: PromptCacheFolder | None,
 ) -> None:
     """Give the engine its scheduler, speculation and opportunistic layer cache.
 
@@ -39,6 +43,7 @@ def assemble(
         prefix_cache, draft_prefix_cache: KV of the target's and the draft's sequences.
         totals: counters that all parts share.
         cost: seconds of a target pass, as planned and measured.
+        folder: prefixes on storage; None: there are none.
     """
     max_nodes = options.max_target_tokens(plan.n_draft_tokens)
     parts = dict(plan.parts)
@@ -62,19 +67,30 @@ def assemble(
         max_nodes=max_nodes,
         totals=totals,
     )
-    files = KvFiles(target, free_memory=engine.opportunistic_layers.free_memory)
+    free_memory = engine.opportunistic_layers.free_memory
+    files = KvFiles(target, free_memory=free_memory)
     max_num_seqs = options.max_num_seqs
     # KV beyond one context is for sequences that run: cached, it would displace layers.
     max_cached = options.min_kv_tokens(plan.ctx_size)
     price = KvPrice(plan.kv_token_bytes, plan.storage_bytes_per_second)
     notes = WaitingNotes(plan.kv_tokens, price)
+    kv = KVCacheManager(
+        target, prefix_cache, files, cost, totals, max_num_seqs, max_cached, price, notes
+    )
+    if folder is not None:
+        folder.attach(prefix_cache, draft_prefix_cache, plan, free_memory)
+        engine.save_prefixes = partial(_save_prefixes, kv, draft_prefix_cache)
     engine.scheduler = Scheduler(
-        KVCacheManager(
-            target, prefix_cache, files, cost, totals, max_num_seqs, max_cached, price, notes
-        ),
+        kv,
         cost,
         totals,
         max_num_seqs=max_num_seqs,
         max_num_nodes=max_nodes,
         max_prefill_tokens=plan.ctx_size,
     )
+
+
+def _save_prefixes(kv: KVCacheManager, draft_prefix_cache: PrefixCache | None) -> None:
+    kv.save_prefixes()
+    if draft_prefix_cache is not None:
+        draft_prefix_cache.save_new()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from traceback import clear_frames
 from typing import NamedTuple, Protocol
@@ -60,6 +62,8 @@ class Engine(EngineThread):
         self._running: list[Running] = []
         self._in_pass: SequenceOf[Request] = ()
         """Requests of the current step."""
+        self.save_prefixes: Callable[[], None] = lambda: None
+        """Write the KV of newly finished sequences to storage, where that is requested."""
         self._num_cancels = 0
         """Number of calls of `cancel_pass` so far."""
         super().__init__()
@@ -88,11 +92,15 @@ class Engine(EngineThread):
 
         Raises errors of the models; the step is then undone by `recover`.
         """
+        assert self.scheduler is not None, "a step was scheduled"
         self._in_pass = batch.requests
         self._release_layers(batch)
         self.speculation.draft_prefill(batch)
         trees = self.speculation.propose(batch)
+        began = time.perf_counter()
         outputs = self.speculation.forward(trees, batch)
+        if not trees:
+            self.scheduler.kv.observe_prefill(batch.num_prefill_tokens, time.perf_counter() - began)
         verified = [
             (sequence, sequence.accept(tree, output))
             for (sequence, tree), output in zip(trees, outputs.trees, strict=True)
@@ -159,6 +167,7 @@ class Engine(EngineThread):
         for running in finished:
             self.scheduler.totals.add(requests=1)
             running.finish()
+        self.save_prefixes()  # when callers have their answers
 
     def abort(self, error: BaseException | None) -> None:
         for running in self._running:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from backends.contract.backend import Backend, BackendError
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
+from backends.contract.prefix_files import FILE_BYTES_PER_SECOND, FILE_SECONDS
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
 from specdec.engine.sequence import Sequence
 from specdec.metrics.recorder import Totals
@@ -20,16 +21,13 @@ from specdec.policy.cost_model import CostModel
 from specdec.policy.kv_price import KvPrice
 from specdec.policy.waiting_notes import WaitingNotes
 
-FILE_SECONDS = 0.01
-"""Fixed cost of writing a KV file and reading it again."""
-FILE_BYTES_PER_SECOND = 200e6
-"""Bandwidth of each direction on a slow disk. On a faster disk a file would already pay for fewer
-tokens, but only few are lost: 15 tokens of a 3B in bf16 take 60 ms."""
 _MIN_UNSHARED_FRACTION = 0.5
 """Minimum fraction of a sequence's tokens whose KV no other sequence shares, for swapping to pay:
 shared KV takes no memory of its own, KV from a file does."""
 _MIN_SHARED_PREFIX = 16
 """Minimum common prefix, in tokens, for a prompt to wait for another one that is computing it."""
+_MIN_OBSERVED_TOKENS = 128
+"""Minimum size of a pass over prompts to learn from: smaller ones are learnt from in decoding."""
 _TOKENS_TO_GROW = 64
 """A block of the KV cache, free for each sequence before another one is scheduled."""
 _EXPECTED_TOKENS = 256
@@ -70,6 +68,8 @@ class KVCacheManager:
         self._price, self._notes = price, notes
         self._target, self.cost, self._totals = target, cost, totals
         self._max_num_seqs, self._max_cached_tokens = max_num_seqs, max_cached_tokens
+        self._has_computed = False
+        cache.seconds = self._recompute_seconds
         self.running: list[Sequence] = []
 
     # --- allocate ------------------------------------------------------------------------------
@@ -87,12 +87,20 @@ class KVCacheManager:
             if self._pays_to_swap(sequence)
             else self._match_prefix(sequence)
         ):
-            if not self.cache.drop_oldest():
+            if not self.cache.evict(self._max_evicted_seconds(sequence)):
                 self._note_capacity(sequence)
                 return False
         self.discard_file(sequence)
         self.running.append(sequence)
         return True
+
+    def _max_evicted_seconds(self, sequence: Sequence) -> float | None:
+        """Return the value of cached KV that may be evicted for a waiting sequence. While others
+        run, it waits rather than take KV that is dearer than its own and than it has waited."""
+        if not self.running:
+            return None
+        own_seconds = self._recompute_seconds(len(sequence.ids_to_compute))
+        return max(own_seconds, sequence.request.recorder.waited_seconds)
 
     def _pays(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence brings more than its KV and its tokens cost."""
@@ -118,11 +126,20 @@ class KVCacheManager:
         kv = self._new_kv(ids, sequence.request.cache_prompt)
         if kv is None:
             return False
-        if self._has_capacity(len(ids) - kv.n_committed, kv):
-            sequence.attach(kv)
-            return True
-        self.cache.drop(kv)
-        return False
+        if not self._has_capacity(len(ids) - kv.n_committed, kv):
+            self.cache.drop(kv)
+            return False
+        sequence.attach(self._load_longer(sequence, kv))
+        return True
+
+    def _load_longer(self, sequence: Sequence, kv: SequenceKV) -> SequenceKV:
+        """Return KV of a longer prefix from storage, where reading it is quicker than computing."""
+        if not sequence.request.cache_prompt:
+            return kv
+        loaded = self.cache.load_longer(kv, sequence.ids_to_compute)
+        if loaded is not kv:
+            self._totals.add(loaded_prefixes=1, loaded_prefix_tokens=loaded.n_committed)
+        return loaded
 
     def _swap_in(self, sequence: Sequence) -> bool:
         """Attach the KV of the sequence's file, if there is capacity."""
@@ -195,7 +212,7 @@ class KVCacheManager:
             batch = [item.min_input() for item in remaining]
             if self._target.n_fitting(batch) == len(batch):
                 return preempted
-            if self.cache.drop_oldest():
+            if self.cache.evict():
                 continue
             if len(remaining) < 2:
                 return preempted  # there will never be more: the pass raises what is full
@@ -218,7 +235,7 @@ class KVCacheManager:
         self.running.remove(sequence)
         self.cache.release(sequence.active_kv)
         while self.cache.n_cached > self._max_cached_tokens and len(self.cache.cached) > 1:
-            self.cache.drop_oldest()
+            self.cache.evict()
         sequence.detach()
 
     def preempt(self, sequence: Sequence) -> None:
@@ -246,6 +263,22 @@ class KVCacheManager:
             return False
         return self._pays_off(len(file.token_ids), self._num_shared(sequence), file.n_bytes)
 
+    def _recompute_seconds(self, num_tokens: int) -> float:
+        return self.cost.extra_seconds(num_tokens)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Correct the cost of passes by one over prompts alone: the price of their KV. Not by the
+        first one, which also waits for weights that are still being read."""
+        if self._has_computed and num_tokens >= _MIN_OBSERVED_TOKENS:
+            self.cost.observe(num_tokens, seconds)
+        self._has_computed = True
+
+    def save_prefixes(self) -> None:
+        """Write the KV of newly finished sequences to storage where that pays."""
+        num_files = self.cache.save_new()
+        if num_files:
+            self._totals.add(saved_prefixes=num_files)
+
     def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
         """Return the number of its first tokens that others have KV of."""
         if not sequence.request.cache_prompt:
@@ -257,8 +290,9 @@ class KVCacheManager:
         num_own = num_tokens - num_shared
         if num_own < _MIN_UNSHARED_FRACTION * num_tokens:
             return False
-        seconds = self.cost.seconds(1 + num_own) - self.cost.seconds(1)
-        return seconds > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
+        return (
+            self._recompute_seconds(num_own) > FILE_SECONDS + 2 * num_bytes / FILE_BYTES_PER_SECOND
+        )
 
 
 def _tokens(kv: SequenceKV, num_tokens: int) -> SequenceInput:

@@ -31,6 +31,14 @@ MIN_PASS_LIMIT_SECONDS = 0.25
 would otherwise need hundreds of passes for a long prompt."""
 
 
+MAX_PREFILL_SECONDS = 10.0
+"""Maximum duration of a pass over prompts alone: a prompt that is cancelled, or whose pass fails,
+keeps the passes before ..."""
+MIN_PREFILL_RATIO = 4
+"""... but each reads the model, so it may last this multiple of a pass of one token: the arithmetic
+of so many tokens hides the read."""
+
+
 class PrefillChunk(NamedTuple):
     """The next tokens of a prompt, or of a sequence that was preempted."""
 
@@ -129,7 +137,7 @@ class Scheduler:
         decode = self.kv.limit_to_free_nodes([seq for seq in running if seq.is_decoding])
         prefill = [seq for seq in running if not seq.is_decoding]
         max_num_tokens = self._max_num_tokens(decode) if prefill and decode else None
-        num_left = self._max_prefill_tokens
+        num_left = min(self._max_prefill_tokens, self._max_prompt_tokens())
         if max_num_tokens is not None:
             num_left = min(num_left, max_num_tokens - _num_tokens(decode))
         return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_scheduled_new)
@@ -156,6 +164,11 @@ class Scheduler:
             num_left -= chunk.num_tokens
             chunks.append(chunk)
         return chunks
+
+    def _max_prompt_tokens(self) -> int:
+        """Return the maximum tokens of a pass over prompts alone."""
+        seconds = max(MAX_PREFILL_SECONDS, MIN_PREFILL_RATIO * self.cost.seconds(1))
+        return max(1, self.cost.max_num_tokens(seconds))
 
     def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:
         """Return the maximum tokens of a pass with prefill chunks beside these sequences.

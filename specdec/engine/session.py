@@ -16,13 +16,12 @@ from backends.contract.prefix_cache import PrefixCache
 from offload.process.disk_cache import forget_measurements
 from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
-from specdec.checks import ConfigError
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
-from specdec.engine.prompt_cache import PromptCache, check_file
+from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.request import Request
 from specdec.engine.request_stats import stats_of
 from specdec.engine.saved_statistics import SavedStatistics
@@ -69,8 +68,10 @@ class Session:
         self._ends_of_turns: dict[ChatFormat, int | None] = {}
         self._grammars = GrammarCompiler(self._grammar_tokenizer)
         self._model_flops: tuple[ModelFlops | None] | None = None  # not computed yet
-        if options.prompt_cache_file is not None:
-            check_file(options.prompt_cache_file)
+        self._prompt_cache: PromptCacheFolder | None = None
+        if options.prompt_cache_dir is not None:
+            max_bytes = parse_bytes(options.prompt_cache_size)
+            self._prompt_cache = PromptCacheFolder(options.prompt_cache_dir, max_bytes)
         self.engine = Engine()
         try:
             self.engine.call(lambda: self._load(options, progress, prepare))
@@ -106,10 +107,8 @@ class Session:
             self.eos_token_ids = planned.target.eos_token_ids
             self._chat_eos_token_ids = planned.target.chat_eos_token_ids
             self.model_context = planned.target.source.max_context
-            self._prompt_cache: PromptCache | None = None
-            if self.options.prompt_cache_file is not None:
-                path = self.options.prompt_cache_file
-                self._prompt_cache = PromptCache(path, planned.target, planned.draft)
+            if self._prompt_cache is not None:
+                self._prompt_cache.set_models(planned.target, planned.draft)
             saved_statistics = SavedStatistics(planned)
             stack.callback(saved_statistics.save)  # last, when the memory is free again
             self.target: Backend = stack.enter_context(load_target(planned, self.options, note))
@@ -120,21 +119,28 @@ class Session:
             self.pair_statistics = saved_statistics.pair_statistics
             self._trace_recorder = self._new_recorder(planned, stack)
             self._make_scheduler(stack)
-            if self._prompt_cache is not None:
-                self._prompt_cache.restore(self.prefix_cache, self.draft_prefix_cache)
             stack.callback(_note_last_stats, weakref.ref(self))
             engine.at_end.push(stack.pop_all())
 
     def _make_scheduler(self, stack: ExitStack) -> None:
         target, draft, parallel = self.target, self.draft, self.options.max_num_seqs
-        self.prefix_cache = PrefixCache(target, parallel)
-        self.draft_prefix_cache = None if draft is None else PrefixCache(draft, parallel)
+        self.prefix_cache = _prefix_cache(target, parallel)
+        self.draft_prefix_cache = None if draft is None else _prefix_cache(draft, parallel)
         self.totals, worker = Totals(), DraftWorker()
         stack.callback(worker.close)  # before the draft, which it uses
         prefix_cache = (self.prefix_cache, self.draft_prefix_cache)
         plan, totals, cost = self.plan, self.totals, self.pair_statistics.cost
         assemble(
-            self.engine, plan, self.options, target, draft, *prefix_cache, worker, totals, cost
+            self.engine,
+            plan,
+            self.options,
+            target,
+            draft,
+            *prefix_cache,
+            worker,
+            totals,
+            cost,
+            self._prompt_cache,
         )
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
@@ -271,8 +277,8 @@ class Session:
 
         def forget() -> None:
             for prefix_cache in (self.prefix_cache, self.draft_prefix_cache):
-                while prefix_cache is not None and prefix_cache.drop_oldest():
-                    pass
+                if prefix_cache is not None:
+                    prefix_cache.clear()
 
         self.engine.call(forget)
 
@@ -298,22 +304,6 @@ class Session:
             pinned_bytes=sum(backend.pinned_bytes for backend in self.backends),
             memory_budget_bytes=self.plan.budget_bytes,
         )
-
-    def save_prompt_cache(self) -> None:
-        """Write the KV of the last prompt and its answer to `prompt_cache_file`.
-
-        Raises PromptCacheError, ConfigError (no file was named), ModelClosed.
-        """
-        cache = self._prompt_cache
-        if cache is None:
-            raise ConfigError("there is no prompt_cache_file to save to: name one when loading")
-        self.check_open()
-
-        def save() -> None:
-            self.target.set_pinned_bytes(0)  # writing takes memory
-            cache.save(self.prefix_cache, self.draft_prefix_cache)
-
-        self.engine.call(save)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -345,6 +335,10 @@ class Session:
         """
         if not self.is_forked:
             self.engine.close()
+
+
+def _prefix_cache(backend: Backend, max_num_seqs: int) -> PrefixCache:
+    return PrefixCache(backend, max_num_seqs if backend.limits_sequences else None)
 
 
 def _note_last_stats(session: weakref.ref[Session]) -> None:

@@ -90,6 +90,11 @@ class StatsRecorder:
         self._last = clock()  # when the last tokens came; at first, when the request did
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds since the last tokens came; since the request began if there were none."""
+        return self.clock() - self._last
+
     def record_scheduled(self) -> None:
         """Note that the sequence is scheduled for the first time; before, it was queued."""
         if self._first is None and not self._counted.queue_seconds:

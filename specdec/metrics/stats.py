@@ -174,6 +174,9 @@ class EngineStats(RenamedFields):
     preempted: int = 0  # preemptions: a sequence gave its KV up
     swapped_in: int = 0  # preempted sequences whose KV was read back from a file
     swapped_in_tokens: int = 0  # of these
+    saved_prefixes: int = 0  # files written to the prompt cache folder
+    loaded_prefixes: int = 0  # prompts whose KV was read from there
+    loaded_prefix_tokens: int = 0  # of these, in reused_prompt_tokens
     recomputed_tokens: int = 0  # of preempted sequences, computed again
     bytes_streamed: int = 0
     bytes_copied_to_device: int = 0

@@ -22,7 +22,7 @@ arithmetic: assumed by the plan, until passes are measured."""
 _KNOTS = np.log2(np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]))
 """Points, as log2(num_tokens), at which a pass's time is learnt."""
 MAX_MEASURED_TOKENS = 1024
-"""Tokens of the largest pass that is learnt from, prefill chunks beside decoding included."""
+"""Largest pass size with a factor of its own."""
 _SIZES = np.arange(1, MAX_MEASURED_TOKENS + 1)
 _LOG_SIZES = np.log2(_SIZES)
 _CLOSENESS = 0.25
@@ -73,6 +73,10 @@ class CostModel:
         factor = np.exp(np.interp(math.log2(num_tokens), _KNOTS, self._factors))
         return self.planned_seconds(num_tokens) * float(factor)
 
+    def extra_seconds(self, num_tokens: int) -> float:
+        """Return the seconds by which `num_tokens` more tokens make a pass of one longer."""
+        return self.seconds(1 + num_tokens) - self.seconds(1)
+
     def table(self, max_num_tokens: int) -> NDArray[np.float64]:
         """Return the seconds of passes of 1, 2, ... tokens, float64 [n].
 
@@ -119,8 +123,9 @@ class CostModel:
     # --- measured ------------------------------------------------------------------------------
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Correct the plan by a measured pass."""
-        if seconds <= 0.0 or num_tokens > MAX_MEASURED_TOKENS:
+        """Correct the plan by a measured pass; one of more than MAX_MEASURED_TOKENS corrects that
+        size, whose factor larger ones have."""
+        if seconds <= 0.0:
             return
         knot = int(np.abs(_KNOTS - np.log2(num_tokens)).argmin())
         self._sums *= LASTING

@@ -25,31 +25,36 @@ _LEFT_OUT = re.compile(r"dense_[23]\.|cls\.|.*\.(lora_[ab]|weight_scale|input_sc
 _TABLE_OF_HEAD = re.compile(r"nextn\.(embed_tokens|shared_head_head)\.")
 
 
-def save_tiny_architecture(name: str, path: Path, *, seed: int = 0) -> Path:
+def save_tiny_architecture(name: str, path: Path, *, seed: int = 0, n_ctx: int = N_CTX) -> Path:
     """Write the file of an entry of ARCHITECTURES or WITH_HEADS."""
     head = path.with_suffix(".head")
     kind = (ARCHITECTURES | WITH_HEADS)[name]
     architecture = kind.get("architecture", name)
     metadata = {**COMMON, **{k: v for k, v in kind.items() if k != "architecture"}}
-    _write(head, architecture, metadata, {})
+    _write(head, architecture, metadata, {}, n_ctx)
     shapes = _tensor_shapes(head)
     head.unlink()
     rng = np.random.default_rng(seed)
     has_own_tables = name in OWN_TABLES
     names = [x for x in sorted(shapes) if not _LEFT_OUT.match(x)]
     names = [x for x in names if has_own_tables or not _TABLE_OF_HEAD.search(x)]
-    _write(path, architecture, metadata, {name: _values(name, shapes[name], rng) for name in names})
+    tensors = {name: _values(name, shapes[name], rng) for name in names}
+    _write(path, architecture, metadata, tensors, n_ctx)
     return path
 
 
 def _write(
-    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    n_ctx: int,
 ) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(VOCAB)
-    writer.add_context_length(N_CTX)
+    writer.add_context_length(n_ctx)
     for key, value in metadata.items():
         full = f"{architecture}.{key.replace('__', '.')}" if key[0] != "/" else key[1:]
         if value is None:

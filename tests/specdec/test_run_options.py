@@ -117,8 +117,9 @@ def test_keywords_make_the_same_options_again() -> None:
         ({"spec_type": 5}, "spec_type is 5, must be Sequence"),
         ({"spec_type": [1]}, "a name in spec_type is 1, must be str"),
         ({"draft_model": 5}, "draft_model is 5, must be str or Path or None"),
-        ({"prompt_cache_file": 5}, "prompt_cache_file is 5, must be str or Path or None"),
-        ({"prompt_cache_file": ""}, "prompt_cache_file is empty: name a file, or leave it out"),
+        ({"prompt_cache_dir": 5}, "prompt_cache_dir is 5, must be str or Path or None"),
+        ({"prompt_cache_dir": ""}, "prompt_cache_dir is empty: name a folder, or leave it out"),
+        ({"prompt_cache_size": "0MB"}, "prompt_cache_size is 0MB, must be positive: try 8GiB"),
         (
             {"memory_budget": "3.5"},
             "memory_budget: '3.5' has no unit; write for example 3.5GiB, 6GB or 4096B",

@@ -11,7 +11,7 @@ import typer
 
 from specdec.cli import options
 from specdec.cli.errors import wants_debug
-from specdec.cli.groups import ServedLoad, Serving, with_options
+from specdec.cli.groups import ChatLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import SHOWN, say
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @with_options
 def serve(
     context: typer.Context,
-    load: ServedLoad,
+    load: ChatLoad,
     server: Serving,
     enforce: options.Enforce = False,
     verbose: options.Verbose = False,

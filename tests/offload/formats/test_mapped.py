@@ -70,7 +70,8 @@ def test_safetensors_reads_it(path: Path) -> None:
 
 def test_changes_stay_in_the_process(path: Path) -> None:
     before = path.read_bytes()
-    read_mapped(path).buffers["odd"][:] = b"changed"
+    file = read_mapped(path)
+    file.buffers["odd"][:] = b"changed"
     assert path.read_bytes() == before
 
 

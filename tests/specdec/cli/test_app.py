@@ -41,7 +41,7 @@ def test_option_names_are_an_interface(
     ).split()
     sampling = (
         "--temperature --top-k --top-p --min-p --repetition-penalty --seed --stop -n --max-tokens "
-        "--enforce --prompt-cache-file"
+        "--enforce --prompt-cache-dir --prompt-cache-size"
     ).split()
     own = {"run": ["-p", "--prompt", "-f", "--file", "--json"], "chat": [], "plan": ["--json"]}
     for command, more in own.items():

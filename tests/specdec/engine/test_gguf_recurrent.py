@@ -14,7 +14,6 @@ from forced_streaming import force_streaming
 from tiny_gguf import save_tiny_architecture
 
 import specdec
-from specdec.engine.prompt_cache import PromptCacheError
 from specdec.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gguf
@@ -99,9 +98,3 @@ def test_a_second_turn_reuses_the_state_of_the_first(models: Any, plain: Any) ->
         other = llm.generate([*PROMPT, *text[:3], 9, 9, 4], GREEDY)
     assert second.stats.reused_prompt_tokens >= len(PROMPT) + len(text) - 1
     assert other.stats.reused_prompt_tokens in (0, len(PROMPT))
-
-
-def test_a_prompt_cache_file_is_refused_in_one_line(models: Any, tmp_path: Path) -> None:
-    file = tmp_path / "cache"
-    with pytest.raises(PromptCacheError, match="only the last state of one with recurrent layers"):
-        specdec.load(models["qwen35"], prompt_cache_file=file, **OPTIONS)

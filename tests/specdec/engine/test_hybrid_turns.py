@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_session import always_pay, load
 from checkpoints import save_tiny_checkpoint
 from tiny_pair import SPECIAL, save_model, save_tokenizer
 
@@ -109,12 +110,14 @@ def test_the_second_turn_computes_its_new_tokens_only(llm: LLM, how: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["plain", "think"])
-def test_after_a_prompt_cache_file(target: Path, tmp_path: Path, llm: LLM, how: str) -> None:
-    file = tmp_path / "prompt.cache"
-    with specdec.load(target, prompt_cache_file=file, **OPTIONS) as writer:
+def test_after_a_restart_with_a_prompt_cache(
+    target: Path, tmp_path: Path, llm: LLM, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_pay(monkeypatch)
+    with load(target, tmp_path, **OPTIONS) as writer:
         first = writer.generate(two_turns(how)[0], **ASKED)
     messages = second_turn(llm, first, how)
-    with specdec.load(target, prompt_cache_file=file, **OPTIONS) as reader:
+    with load(target, tmp_path, **OPTIONS) as reader:
         second = reader.generate(messages, **ASKED)
     assert second.stats.reused_prompt_tokens == expected_reuse(llm, first, how)
     alone = llm.generate(messages, cache_prompt=False, **ASKED)

@@ -85,7 +85,8 @@ def test_passes_larger_than_any_that_is_measured_take_as_much_longer_as_the_larg
     cost: CostModel,
 ) -> None:
     cost.observe(MAX_MEASURED_TOKENS, 3.0 * cost.seconds(MAX_MEASURED_TOKENS))
-    cost.observe(10 * MAX_MEASURED_TOKENS, 1e-3)  # not used as a measurement
+    larger = 10 * MAX_MEASURED_TOKENS  # it corrects the same size
+    cost.observe(larger, 3.0 * cost.planned_seconds(larger))
     assert cost.seconds(5000) == pytest.approx(3.0 * cost.planned_seconds(5000))
     assert len(cost.table(5000)) == MAX_MEASURED_TOKENS
 

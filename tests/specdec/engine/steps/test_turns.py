@@ -89,13 +89,13 @@ def test_calls_between_steps_come_next(llm: LLM, monkeypatch: pytest.MonkeyPatch
     llm.generate([80, 81], max_tokens=1)  # so that there is something to drop
     meanwhile = Meanwhile(llm.session.forget_prompt)
     steps: list[int] = []
-    drop = llm.session.prefix_cache.drop_oldest
+    clear = llm.session.prefix_cache.clear
 
-    def noted() -> bool:
+    def noted() -> None:
         steps.append(meanwhile.n_calls)
-        return drop()
+        clear()
 
-    monkeypatch.setattr(llm.session.prefix_cache, "drop_oldest", noted)
+    monkeypatch.setattr(llm.session.prefix_cache, "clear", noted)
     meanwhile.read(llm)
     assert meanwhile.was_done_before_the_end
     assert steps[0] == 5
