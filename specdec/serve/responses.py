@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 Count = Annotated[int, Field(ge=0)]
-State = Literal["starting", "ready", "failing", "draining"]
+State = Literal["starting", "ready", "restarting", "failing", "failed", "draining"]
 
 
 class ResponseModel(BaseModel):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
+from offload.process.memory import companion_bytes
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
 from specdec.drafters.head import MAX_PROMPT_STATES
@@ -64,6 +65,8 @@ def parts_of_run(
 ) -> Parts:
     """Return the parts of everything but the layers."""
     result = Parts()
+    if companion_bytes():
+        result.host["server process"] = companion_bytes()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
     n_tokens, parallel = options.all_tokens(ctx_size), options.max_num_seqs
     _add_model(result, "target", target, is_on_gpu, n_tokens, num_tokens, n_nodes, parallel)
