@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from offload.process.cgroup import tied_argv
 
@@ -14,7 +15,16 @@ ENGINE_VARIABLE = "SPECDEC_ENGINE"
 """Environment variable that makes `specdec serve` the engine of a server: the number of its socket,
 and the resident bytes of the server's process."""
 
-Start = Callable[[socket.socket, Mapping[str, str]], subprocess.Popen[bytes]]
+
+class Process(Protocol):
+    """The members of subprocess.Popen that a supervisor uses."""
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[socket.socket, Mapping[str, str]], Process]
 """Starts the engine's process with (its end of the socket, variables to add to the environment)."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.errors import ApiError
 from specdec.serve.process.messages import (
+    WINDOW,
     AskBeat,
     Beat,
     Cancel,
@@ -23,6 +24,7 @@ from specdec.serve.process.messages import (
     Loaded,
     Output,
     ServedModel,
+    Taken,
     frame,
     read_message,
 )
@@ -38,8 +40,9 @@ class EngineRequest:
         ended: set to the statistics of its prompts once nothing is computed for it any more.
     """
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[], None], take: Callable[[int], None]) -> None:
+        self._cancel, self._take = cancel, take
+        self._num_taken = 0
         self._values: deque[Any] = deque()
         self._has_values = asyncio.Event()
         self._is_cancelled = False
@@ -54,6 +57,10 @@ class EngineRequest:
             await asyncio.wait_for(self._has_values.wait(), seconds)
         if isinstance(self._values[0], ApiError):
             raise self._values[0]  # nothing follows it
+        self._num_taken += 1
+        if self._num_taken == WINDOW // 4:
+            self._take(self._num_taken)
+            self._num_taken = 0
         return self._values.popleft()
 
     def put(self, value: Any) -> None:
@@ -149,7 +156,9 @@ class EngineClient:
 
     def _start(self, message: Callable[[int], Any]) -> EngineRequest:
         id = next(self._ids)
-        request = self.requests[id] = EngineRequest(lambda: self._send(Cancel(id)))
+        request = self.requests[id] = EngineRequest(
+            lambda: self._send(Cancel(id)), lambda num: self._send(Taken(id, num))
+        )
         self._send(message(id))
         return request
 

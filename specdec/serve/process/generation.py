@@ -18,7 +18,7 @@ from specdec.serve.events import End, Event, OutputParser
 from specdec.serve.jobs import Job
 from specdec.serve.outputs import OutputEvents
 from specdec.serve.parsers import output_parser
-from specdec.serve.process.messages import MessageSocket, Output, Whole
+from specdec.serve.process.messages import WINDOW, MessageSocket, Output, Whole
 from specdec.serve.process.translation import translated
 
 _SIGN_SECONDS = 1.0
@@ -44,6 +44,8 @@ class Generation:
         self._fail, self._log = fail, log
         self._streams: list[AsyncStream] = []
         self._last_sign = 0.0
+        self._num_waiting = 0  # values that the client has not taken
+        self._has_room = asyncio.Event()
 
     async def run(self, making: Awaitable[Job]) -> None:
         """Run a job to its end; cancelling the task cancels it, and waits for the end."""
@@ -71,6 +73,7 @@ class Generation:
         self._send(job.head)
         if job.streams_output:
             async for event in self._events(job, llm.llm):
+                await self._room()
                 self._send(event)
             return
         results = list(await asyncio.gather(*(self._result(stream) for stream in self._streams)))
@@ -80,7 +83,19 @@ class Generation:
         choices = events.whole()
         self._send(Whole(choices, events.usage))
 
+    def take(self, num_values: int) -> None:
+        """Note that the client has taken so many more values."""
+        self._num_waiting -= num_values
+        self._has_room.set()
+
+    async def _room(self) -> None:
+        """Wait until one more value may wait in the server; the engine computes on meanwhile."""
+        while self._num_waiting >= WINDOW:
+            self._has_room.clear()
+            await self._has_room.wait()
+
     def _send(self, value: Any) -> None:
+        self._num_waiting += 1
         self._last_sign = time.monotonic()
         self._socket.send(Output(self._id, value))
 

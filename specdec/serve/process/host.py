@@ -35,6 +35,7 @@ from specdec.serve.process.messages import (
     MessageSocket,
     Output,
     ServedModel,
+    Taken,
     unpickled,
 )
 from specdec.serve.process.translation import translated
@@ -55,6 +56,7 @@ class EngineHost:
         self.socket, self.options, self.log = socket, options, log
         self.llm: AsyncLLM | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._generations: dict[int, Generation] = {}
         # Long prompts are encoded beside the event loop. One thread: a tokenizer may not be
         # thread-safe, and a body that is parsed takes ten times its bytes.
         self._encoder = ThreadPoolExecutor(1, "specdec-encode")
@@ -80,12 +82,16 @@ class EngineHost:
         threading.Thread(target=self._receive, name="specdec-receive", daemon=True).start()
         self.socket.send(Loaded(served_model(llm)))
         await self._end.wait()
-        self._is_over = True
-        end_trials()
+        self.end_trials()
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    def end_trials(self) -> None:
+        """Try no more schemas: the process would wait for that thread."""
+        self._is_over = True
+        end_trials()
 
     # --- threads -------------------------------------------------------------------------------
 
@@ -123,25 +129,31 @@ class EngineHost:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _take(self, message: Generate | Compute | Cancel) -> None:
-        if isinstance(message, Cancel):
-            if message.id in self._tasks:
-                self._tasks[message.id].cancel()
+    def _take(self, message: Generate | Compute | Cancel | Taken) -> None:
+        if isinstance(message, Generate | Compute):
+            self._begin(message)
+        elif message.id not in self._tasks:  # it has ended meanwhile
             return
+        elif isinstance(message, Cancel):
+            self._tasks[message.id].cancel()
+        else:
+            self._generations[message.id].take(message.num_values)
+
+    def _begin(self, message: Generate | Compute) -> None:
         id, llm = message.id, self.llm
         assert llm is not None, "requests come once it is loaded"
 
         def fail(error: ApiError, is_storage: bool) -> None:
             self.socket.send(Failed(id, error, is_storage))
 
-        generation = Generation(id, llm, self.socket, fail, self.log)
+        generation = self._generations[id] = Generation(id, llm, self.socket, fail, self.log)
         if isinstance(message, Generate):
             work = generation.run(self.job(message.form, llm.llm))
         else:
             work = self._compute(message, llm.llm, fail)
 
         def end(_: asyncio.Task[None]) -> None:
-            del self._tasks[id]
+            del self._tasks[id], self._generations[id]
             with suppress(OSError):  # the server is gone
                 self.socket.send(Ended(id, generation.stats))
 

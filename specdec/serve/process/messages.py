@@ -17,6 +17,8 @@ from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.errors import ApiError
 from specdec.serve.events import Choice, Usage
 
+WINDOW = 32
+"""Values of a stream that may wait in the server for a client that reads slowly."""
 _LENGTH_BYTES = 8
 
 
@@ -63,6 +65,14 @@ class Cancel:
     """Cancel a request; its `Ended` still comes."""
 
     id: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The client has taken so many more values of a stream, of which at most WINDOW may wait."""
+
+    id: int
+    num_values: int
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,10 @@ class MessageSocket:
         data = frame(message)
         with self._lock:
             self._socket.sendall(data)
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
 
     def receive(self) -> Any:
         """Return the next message. Raises EOFError once the server has closed its end."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 from collections.abc import Callable
 from typing import Protocol
 
 from offload.process.memory import process_memory
 from specdec.serve.errors import engine_failed, engine_lost
-from specdec.serve.process.child import Start, described_exit, engine_marker
+from specdec.serve.process.child import Process, Start, described_exit, engine_marker
 from specdec.serve.process.client import EngineClient
 
 MAX_QUICK_ENDS = 5
@@ -50,7 +49,6 @@ class Supervisor:
         self._start, self._users, self._say = start, users, say
         self._timeout_seconds = timeout_seconds
         self._client: EngineClient | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
         self.num_restarts = 0
 
@@ -82,7 +80,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             marker = engine_marker(theirs, process_memory().rss_bytes)
-            process = self._process = self._start(theirs, marker)
+            process = self._start(theirs, marker)
         watching = asyncio.create_task(self._watch(client, process))
         await client.run(ours)
         # Its memory is free once it has ended, not once its socket is closed.
@@ -92,7 +90,7 @@ class Supervisor:
         reason = watching.result() if watching.done() and not watching.cancelled() else None
         return reason or described_exit(code), code, client
 
-    async def _watch(self, client: EngineClient, process: subprocess.Popen[bytes]) -> str:
+    async def _watch(self, client: EngineClient, process: Process) -> str:
         """Kill the process once it hangs; return how that showed.
 
         Times are counted in ticks: a server that was stopped itself has missed no sign.
