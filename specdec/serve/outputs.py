@@ -155,12 +155,19 @@ def timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
     seconds = sum(stat.decode_seconds for stat in stats)
     passes = sum(stat.passes for stat in stats)
     n_accepted = sum(stat.accepted_tokens for stat in stats)
+    n_prompt = sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats)
+    waits = [max(stat.time_to_first_token - stat.queue_seconds, 0.0) for stat in stats]
+    n_decoded = n_tokens - len(stats)  # the first one of each prompt comes with the prompt
     return {
-        "prompt_n": sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats),
-        "prompt_ms": 1000 * sum(stat.time_to_first_token for stat in stats),
+        "cache_n": sum(stat.reused_prompt_tokens for stat in stats),
+        "prompt_n": n_prompt,
+        "prompt_ms": 1000 * sum(waits),
+        "prompt_per_token_ms": 1000 * ratio(sum(waits), n_prompt),
+        "prompt_per_second": ratio(n_prompt, sum(waits)),
         "predicted_n": n_tokens,
         "predicted_ms": 1000 * seconds,
-        "predicted_per_second": ratio(n_tokens - len(stats), seconds),
+        "predicted_per_token_ms": 1000 * ratio(seconds, n_decoded),
+        "predicted_per_second": ratio(n_decoded, seconds),
         "draft_n": sum(stat.drafted_tokens for stat in stats),
         "draft_n_accepted": n_accepted,
         "passes": passes,

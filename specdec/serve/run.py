@@ -19,7 +19,7 @@ from specdec.serve.admission import DRAINING
 from specdec.serve.app import make_app
 from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
-from specdec.serve.process.child import Start, described_exit
+from specdec.serve.process.child import Start
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.supervisor import Supervisor
 from specdec.serve.service import Service
@@ -32,7 +32,7 @@ _CANCEL_SECONDS = 5.0
 
 
 class ServeError(SpecdecError):
-    """The server cannot listen, or its engine was killed while it loaded the model."""
+    """The server cannot listen."""
 
 
 class HowEnded(NamedTuple):
@@ -109,9 +109,7 @@ class Serving:
             asyncio.run(self._serve(listener))
         if self._code is None or self._signal:
             return HowEnded(signal=self._signal)
-        if self._code > 0:
-            return HowEnded(load_error=self._code)
-        raise ServeError(f"the engine {described_exit(self._code)} while it loaded the model")
+        return HowEnded(load_error=self._code)
 
     def _say(self, line: str) -> None:
         """Print a line. A closed pipe or a full disk must not keep the server from ending."""
@@ -140,7 +138,11 @@ class Serving:
         await supervising
 
     async def _supervise(self) -> None:
-        self._code = await self._supervisor.run()
+        try:
+            self._code = await self._supervisor.run()
+        except BaseException:
+            self._stop()
+            raise
         if self._code is not None:
             self._stop()
 

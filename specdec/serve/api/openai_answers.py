@@ -21,6 +21,7 @@ from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.events import (
     Choice,
     Finish,
+    Progress,
     Step,
     Usage,
 )
@@ -77,6 +78,17 @@ class OpenAiAnswer(Answer):
             event = self._event(step.choice, choice, step.usage)
             if step.draft is not None:
                 event.draft = responses.Draft(**step.draft)
+            yield event
+
+    def progress(self, progress: Progress) -> Frames:
+        if self.job.tells_progress:
+            event = self._event(0, {**self._part([]), "logprobs": None, "finish_reason": None})
+            event.prompt_progress = responses.PromptProgress(
+                total=progress.total,
+                cache=progress.cache,
+                processed=progress.processed,
+                time_ms=1000 * progress.seconds,
+            )
             yield event
 
     def finish(self, finish: Finish) -> Frames:

@@ -102,11 +102,14 @@ class EngineClient:
         self._on_loaded = on_loaded
         self._ids = count(1)
         self._writer: asyncio.StreamWriter | None = None
+        self._is_ended = False
         self._has_beaten = asyncio.Event()
 
     async def run(self, ours: socket.socket) -> None:
         """Receive messages until the engine's process has closed its end."""
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        if self._is_ended:
+            self._writer.write_eof()
         try:
             while True:
                 self._take(await read_message(reader))
@@ -118,6 +121,7 @@ class EngineClient:
 
     def end(self) -> None:
         """Send no more, upon which the engine frees its model and exits. Idempotent."""
+        self._is_ended = True
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write_eof()
 

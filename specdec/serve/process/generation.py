@@ -7,14 +7,15 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from specdec.api import LLM
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
-from specdec.engine.outputs import GenerationResult
+from specdec.engine.outputs import GenerationResult, PromptProgress
 from specdec.metrics.stats import GenerationStats
 from specdec.serve.errors import ApiError, draining
-from specdec.serve.events import End, Event, OutputParser
+from specdec.serve.events import End, Event, OutputParser, Progress
 from specdec.serve.jobs import Job
 from specdec.serve.outputs import OutputEvents
 from specdec.serve.parsers import output_parser
@@ -68,6 +69,7 @@ class Generation:
         llm = self._llm
         options = {"priority": job.priority, "cache_prompt": job.caches_prompt}
         self._streams = [llm.stream(ids, job.params, **options) for ids in job.prompts]
+        self._tell_progress(job)
         # Errors of the request are known once the first stream has started: its status follows.
         await self._streams[0].started()
         self._send(job.head)
@@ -82,6 +84,21 @@ class Generation:
         )
         choices = events.whole()
         self._send(Whole(choices, events.usage))
+
+    def _tell_progress(self, job: Job) -> None:
+        """Send the progress of the prompts as they are computed."""
+        parts: dict[int, PromptProgress] = {}
+        num_tokens = sum(map(len, job.prompts))
+
+        def note(index: int, progress: PromptProgress) -> None:
+            parts[index] = progress
+            n_cached = sum(part.num_cached for part in parts.values())
+            n_processed = sum(part.num_processed for part in parts.values())
+            seconds = max(part.seconds for part in parts.values())
+            self._send(Progress(num_tokens, n_cached, n_processed, seconds))
+
+        for index, stream in enumerate(self._streams):
+            stream.on_progress = partial(note, index)
 
     def take(self, num_values: int) -> None:
         """Note that the client has taken so many more values."""

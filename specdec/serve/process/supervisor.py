@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from offload.process.memory import process_memory
@@ -21,6 +22,8 @@ from specdec.serve.process.client import EngineClient
 MAX_QUICK_ENDS = 5
 """Ends in a row of engines that gave no output at all, after which none is started any more."""
 _MAX_DELAY_SECONDS = 30.0
+_USER_ERROR = 2
+"""Exit code of a program that has said in a line why it cannot do as told."""
 
 
 class Users(Protocol):
@@ -49,30 +52,38 @@ class Supervisor:
         self._start, self._users, self._say = start, users, say
         self._timeout_seconds = timeout_seconds
         self._client: EngineClient | None = None
-        self._is_ended = False
+        self._ended = asyncio.Event()
         self.num_restarts = 0
 
     async def run(self) -> int | None:
         """Run engines until `end`. Returns the exit code of the first one if that ended before its
         model was loaded; None otherwise."""
         num_quick_ends = 0
-        while True:
+        while not self._ended.is_set():
             reason, code, client = await self._run_engine()
-            if self._is_ended:
-                return None
+            if self._ended.is_set():
+                break
             if client.model is None and not self.num_restarts:
-                return code
+                if code != _USER_ERROR:
+                    self._say(f"error: the engine {reason} while it loaded the model")
+                return 128 - code if code < 0 else code  # as shells report a signal
             num_quick_ends = 0 if client.has_answered else num_quick_ends + 1
             is_final = num_quick_ends >= MAX_QUICK_ENDS
             self._users.lose(is_final=is_final)
             client.abandon(engine_failed() if is_final else engine_lost())
             if is_final:
                 self._say(f"error: the engine {reason}, the {num_quick_ends}th time in a row")
-                return None
+                break
             self._say(f"error: the engine {reason}; it is started again")
             self.num_restarts += 1
             if num_quick_ends > 1:
-                await asyncio.sleep(min(2.0 ** (num_quick_ends - 2), _MAX_DELAY_SECONDS))
+                await self._wait(min(2.0 ** (num_quick_ends - 2), _MAX_DELAY_SECONDS))
+        return None
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait, unless the server ends."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
 
     async def _run_engine(self) -> tuple[str, int, EngineClient]:
         """Run one engine to its end; return how it ended, its exit code and its client."""
@@ -80,7 +91,11 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             marker = engine_marker(theirs, process_memory().rss_bytes)
-            process = self._start(theirs, marker)
+            try:
+                process = self._start(theirs, marker)
+            except OSError as error:
+                ours.close()
+                return f"cannot be started: {error.strerror or error}", 1, client
         watching = asyncio.create_task(self._watch(client, process))
         await client.run(ours)
         # Its memory is free once it has ended, not once its socket is closed.
@@ -116,6 +131,6 @@ class Supervisor:
 
     def end(self) -> None:
         """End the engine without waiting; `run` returns once it is gone."""
-        self._is_ended = True
+        self._ended.set()
         if self._client is not None:
             self._client.end()
