@@ -126,7 +126,10 @@ class Service:
 
         def work() -> tuple[bytes, Any]:
             form, repeated = read(content)
-            return pickled(form), repeated
+            try:
+                return pickled(form), repeated
+            except RecursionError as error:
+                raise bad_request("the request is nested too deeply") from error
 
         return await made_in(self._parser, work)
 

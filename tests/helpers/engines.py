@@ -22,11 +22,11 @@ MODEL = ServedModel({}, 64, 1, False, False, "", "", "")
 
 def children(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread has ended
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def engine_of(server: Server) -> int:

@@ -46,7 +46,7 @@ class Generation:
         self._streams: list[AsyncStream] = []
         self._last_sign = 0.0
         self._num_waiting = 0  # values that the client has not taken
-        self._has_room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
 
     async def run(self, making: Awaitable[Job]) -> None:
         """Run a job to its end; cancelling the task cancels it, and waits for the end."""
@@ -75,7 +75,7 @@ class Generation:
         self._send(job.head)
         if job.streams_output:
             async for event in self._events(job, llm.llm):
-                await self._room()
+                await self._capacity()
                 self._send(event)
             return
         results = list(await asyncio.gather(*(self._result(stream) for stream in self._streams)))
@@ -103,13 +103,13 @@ class Generation:
     def take(self, num_values: int) -> None:
         """Note that the client has taken so many more values."""
         self._num_waiting -= num_values
-        self._has_room.set()
+        self._has_capacity.set()
 
-    async def _room(self) -> None:
+    async def _capacity(self) -> None:
         """Wait until one more value may wait in the server; the engine computes on meanwhile."""
         while self._num_waiting >= WINDOW:
-            self._has_room.clear()
-            await self._has_room.wait()
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
 
     def _send(self, value: Any) -> None:
         self._num_waiting += 1

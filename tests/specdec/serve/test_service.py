@@ -290,7 +290,7 @@ def test_a_client_that_reads_slowly_holds_few_values_in_the_server() -> None:
     async def work() -> None:
         async def send() -> None:
             for i in range(3 * WINDOW):
-                await generation._room()
+                await generation._capacity()
                 generation._send(i)
 
         sending = asyncio.create_task(send())

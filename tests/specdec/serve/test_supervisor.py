@@ -25,10 +25,10 @@ Play = Callable[[PlayedEngine], int]
 
 
 class Recorder:
-    """Users of an engine that note what they are told."""
+    """Users of an engine that note events."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.engine: EngineClient | None = None
         self.changed = asyncio.Event()
 
@@ -40,11 +40,11 @@ class Recorder:
         self._note("final" if is_final else "lose")
 
     def _note(self, word: str) -> None:
-        self.told.append(word)
+        self.events.append(word)
         self.changed.set()
 
     async def until(self, *words: str) -> None:
-        while tuple(self.told[-len(words) :]) != words:
+        while tuple(self.events[-len(words) :]) != words:
             self.changed.clear()
             await self.changed.wait()
 
@@ -52,7 +52,7 @@ class Recorder:
 def supervise(
     plays: list[Play], work: Callable[[Recorder, Supervisor], Any], seconds: float = 0.4
 ) -> tuple[list[str], list[str], int | None]:
-    """Return (what users were told, what was said, the result of `run`)."""
+    """Return (events of the users, what was said, the result of `run`)."""
     said: list[str] = []
 
     async def main() -> tuple[list[str], list[str], int | None]:
@@ -61,7 +61,7 @@ def supervise(
         running = asyncio.create_task(supervisor.run())
         await work(users, supervisor)
         supervisor.end()
-        return users.told, said, await running
+        return users.events, said, await running
 
     return asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -86,8 +86,8 @@ def test_one_that_cannot_load_the_model_ends_the_server() -> None:
     async def work(users: Recorder, supervisor: Supervisor) -> None:
         await asyncio.sleep(0.1)
 
-    told, said, code = supervise([lambda engine: 2], work)
-    assert (told, said, code) == ([], [], 2)
+    events, said, code = supervise([lambda engine: 2], work)
+    assert (events, said, code) == ([], [], 2)
 
 
 def test_it_is_given_up_after_ends_without_any_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_it_is_given_up_after_ends_without_any_output(monkeypatch: pytest.Monkey
     async def work(users: Recorder, supervisor: Supervisor) -> None:
         await users.until("final")
 
-    told, said, code = supervise([dies], work)
-    assert told == ["open", "lose"] * (MAX_QUICK_ENDS - 1) + ["open", "final"]
+    events, said, code = supervise([dies], work)
+    assert events == ["open", "lose"] * (MAX_QUICK_ENDS - 1) + ["open", "final"]
     assert said[0] == "error: the engine was killed by SIGABRT; it is started again"
     assert "5th time in a row" in said[-1]
     assert code is None
@@ -116,7 +116,7 @@ def test_one_that_gave_output_is_started_as_often_as_it_ends() -> None:
             await users.until("open")
             assert users.engine is not None
             request = users.engine.generate(b"")
-            users.told.clear()
+            users.events.clear()
             assert await request.next() == "some"
             with pytest.raises(ApiError, match="started again") as error:
                 await request.next()
@@ -153,7 +153,7 @@ def test_a_slow_pass_is_no_hang() -> None:
         assert users.engine is not None
         users.engine.generate(b"")
         await asyncio.sleep(1.2)  # three times the limit
-        assert users.told == ["open"]
+        assert users.events == ["open"]
         users.engine.requests[1].cancel()
         await users.until("open", "lose", "open")  # a cancelled pass must end
 
@@ -162,7 +162,7 @@ def test_a_slow_pass_is_no_hang() -> None:
 
 
 def test_a_cancelled_request_beside_others_is_waited_for() -> None:
-    """Its sequences end after the pass that it shares."""
+    """Sequences of a cancelled request end after the pass that they share."""
     received: list[Any] = []
 
     def takes(engine: PlayedEngine) -> int:
@@ -179,7 +179,7 @@ def test_a_cancelled_request_beside_others_is_waited_for() -> None:
         first.cancel()
         first.cancel()
         await asyncio.sleep(1.2)
-        assert users.told == ["open"]
+        assert users.events == ["open"]
         assert [type(message) for message in received] == [Generate, Generate, Cancel]
         for request in users.engine.requests.values():
             request.cancel()
