@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, Literal
 
 from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse, ResponseModel
@@ -90,6 +91,14 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def described_fault(error: BaseException) -> str:
+    """Return the kind of an error and where it was raised, without its text: that may quote a
+    client."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" at {item.name}, line {item.lineno}" for item in last)
+    return f"{type(error).__name__}{where} (--debug)"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

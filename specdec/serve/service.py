@@ -24,7 +24,14 @@ from specdec.serve.admission import (
 )
 from specdec.serve.api.answer import Answer
 from specdec.serve.endpoint import Endpoint
-from specdec.serve.errors import ApiError, bad_request, draining, loading
+from specdec.serve.errors import (
+    ApiError,
+    bad_request,
+    draining,
+    engine_failed,
+    engine_lost,
+    loading,
+)
 from specdec.serve.events import End, Failure
 from specdec.serve.jobs import JobHead
 from specdec.serve.metrics import Metrics
@@ -38,6 +45,9 @@ from specdec.serve.sse import ClientGone, EventStream, made_in, unless_gone
 _CLIENT_CLOSED = 499  # nginx's; nobody reads it
 _PING_SECONDS = 15.0
 """Seconds without a byte after which a stream sends a ping: proxies cut silent connections."""
+
+
+_NO_ENGINE = {RESTARTING: engine_lost, FAILED: engine_failed}
 
 
 class Service:
@@ -85,7 +95,7 @@ class Service:
     def engine(self) -> EngineClient:
         """The running engine; raises ApiError while there is none."""
         if self._engine is None:
-            raise loading()
+            raise _NO_ENGINE.get(self.limiter.state, loading)()
         return self._engine
 
     @property
@@ -143,13 +153,13 @@ class Service:
 
         Raises ApiError.
         """
-        engine, body = self.engine, request.scope[BODY]
+        body = request.scope[BODY]
         asked: EngineRequest | None = None
 
         async def work() -> Any:
             nonlocal asked
             form, _ = await self.form(lambda content: (read(content), None), body.content)
-            asked = engine.compute(function, form)
+            asked = self.engine.compute(function, form)
             return await asked.next()
 
         with self.translated():
@@ -225,9 +235,9 @@ class _Run:
 
     async def _begin(self, endpoint: Endpoint) -> tuple[JobHead, Any]:
         """Hand the request to the engine; return the job it became, and its repeated fields."""
-        body, engine = self._request.scope[BODY], self._service.engine
+        body = self._request.scope[BODY]
         form, repeated = await self._service.form(endpoint.read, body.content)
-        self._asked = engine.generate(form)
+        self._asked = self._service.engine.generate(form)
         self._service.adopt(self._asked)
         head = await self._asked.next(self._limit)
         body.drop()

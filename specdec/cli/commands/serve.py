@@ -36,7 +36,7 @@ def serve(
     """Serve a model over HTTP, for the clients of OpenAI's interface."""
     marker = take_marker()
     if marker is not None:
-        _run_engine(server, load, *marker)
+        _run_engine(server, load, *marker, is_debug=wants_debug(context.obj.argv))
         return
     server.key()  # before anything is started
     if enforce:
@@ -53,13 +53,16 @@ def serve(
         raise KeyboardInterrupt
 
 
-def _run_engine(server: ServeOptions, load: RunOptions, number: int, server_bytes: int) -> None:
+def _run_engine(
+    server: ServeOptions, load: RunOptions, number: int, server_bytes: int, *, is_debug: bool
+) -> None:
     """Be the engine of a server. number: of the socket. server_bytes: memory of its process."""
     from specdec.serve.process.host import EngineHost
     from specdec.serve.process.messages import MessageSocket
+    from specdec.serve.process.translation import Log
 
     count_companion(server_bytes)
-    host = EngineHost(MessageSocket(number), server, say)
+    host = EngineHost(MessageSocket(number), server, Log(say, is_debug))
     host.start()
     with open_model(load, load) as llm:
         note_plain_transcript(llm)

@@ -20,7 +20,7 @@ from specdec.serve.jobs import Job
 from specdec.serve.outputs import OutputEvents
 from specdec.serve.parsers import output_parser
 from specdec.serve.process.messages import WINDOW, MessageSocket, Output, Whole
-from specdec.serve.process.translation import translated
+from specdec.serve.process.translation import Log, translated
 
 _SIGN_SECONDS = 1.0
 """Least seconds between two messages that only tell of progress."""
@@ -29,8 +29,7 @@ _SIGN_SECONDS = 1.0
 class Generation:
     """One request, from its start to the end of all work for it.
 
-    fail: takes (ApiError, whether the model's files cannot be read). log: takes a line for the
-    server's operator.
+    fail: takes (ApiError, whether the model's files cannot be read).
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Generation:
         llm: AsyncLLM,
         socket: MessageSocket,
         fail: Callable[[ApiError, bool], None],
-        log: Callable[[str], None],
+        log: Log,
     ) -> None:
         self._id, self._llm, self._socket = id, llm, socket
         self._fail, self._log = fail, log

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -38,21 +37,16 @@ from specdec.serve.process.messages import (
     Taken,
     unpickled,
 )
-from specdec.serve.process.translation import translated
+from specdec.serve.process.translation import Log, translated
 from specdec.serve.sse import made_in
 
 BEAT_SECONDS = 1.0
 
 
 class EngineHost:
-    """One LLM for the requests that come over a socket.
+    """One LLM for the requests that come over a socket."""
 
-    log: takes a line about an error, for the server's operator.
-    """
-
-    def __init__(
-        self, socket: MessageSocket, options: ServeOptions, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, socket: MessageSocket, options: ServeOptions, log: Log) -> None:
         self.socket, self.options, self.log = socket, options, log
         self.llm: AsyncLLM | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -100,7 +94,7 @@ class EngineHost:
             while self._is_over or not self._has_lost_its_model:
                 self.send_beat()
                 time.sleep(BEAT_SECONDS)
-            self.log("error: the engine's thread has ended")
+            self.log.say("error: the engine's thread has ended")
         except OSError:  # the server is gone: nobody waits for anything here
             pass
         os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -88,6 +89,13 @@ def test_streams_of_an_engine_that_ends_get_an_error(
     assert after["open files"] <= before["open files"] + N_STREAMS, "connections may be kept alive"
     assert {**after, "open files": 0} == {**before, "open files": 0}
     assert server.metric("specdec_engine_restarts_total") >= 3
+
+
+def test_the_plan_has_the_memory_of_both(server: Server) -> None:
+    memory = json.loads(server.get("/v1/plan")[1])["memory"]
+    assert memory["server process"] > 0
+    pages = int(Path(f"/proc/{engine_of(server)}/statm").read_text().split()[1])
+    assert server.metric("specdec_resident_bytes") > pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_whole_answers_and_requests_meanwhile_get_a_503(server: Server) -> None:

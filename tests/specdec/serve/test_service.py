@@ -36,6 +36,7 @@ from specdec.serve.process.client import EngineClient, EngineRequest, StorageFai
 from specdec.serve.process.generation import Generation
 from specdec.serve.process.host import EngineHost
 from specdec.serve.process.messages import WINDOW, pickled
+from specdec.serve.process.translation import Log
 from specdec.serve.service import Service, _Run
 
 
@@ -58,7 +59,7 @@ def opened(limits: ServeOptions | None = None) -> Service:
 
 def host() -> EngineHost:
     socket: Any = SimpleNamespace(send=lambda message: None)
-    return EngineHost(socket, ServeOptions(), print)
+    return EngineHost(socket, ServeOptions(), Log(print))
 
 
 class Client:
