@@ -15,7 +15,7 @@ from typing import Any
 from serving import Server
 
 from specdec.metrics.stats import EngineStats
-from specdec.serve.process.messages import Beat, Loaded, MessageSocket, ServedModel
+from specdec.serve.process.messages import Beat, Loaded, MessageSocket, ServedModel, ServerGone
 
 MODEL = ServedModel({}, 64, 1, False, False, "", "", "")
 
@@ -63,7 +63,7 @@ class PlayedEngine:
         self._thread.start()
 
     def _run(self, play: Callable[[PlayedEngine], int]) -> None:
-        with suppress(EOFError):  # the server has ended first
+        with suppress(ServerGone):  # it has ended first
             self._code = play(self)
         self.socket.close()
 

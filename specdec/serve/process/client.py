@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from specdec.metrics.stats import EngineStats, GenerationStats
-from specdec.serve.errors import ApiError
+from specdec.serve.errors import ApiError, broken
 from specdec.serve.process.messages import (
     WINDOW,
     AskBeat,
@@ -146,7 +146,9 @@ class EngineClient:
             case Failed(id, error, is_storage) if id in self.requests:
                 self.requests[id].put(StorageFailure.of(error) if is_storage else error)
             case Ended(id, stats) if id in self.requests:
-                self.requests.pop(id).end(stats)
+                request = self.requests.pop(id)
+                request.put(broken())  # nobody reads it, unless the last value is missing
+                request.end(stats)
 
     # --- requests ------------------------------------------------------------------------------
 

@@ -47,11 +47,11 @@ class Generation:
         self._num_waiting = 0  # values that the client has not taken
         self._has_capacity = asyncio.Event()
 
-    async def run(self, making: Awaitable[Job]) -> None:
+    async def run(self, make: Callable[[], Awaitable[Job]]) -> None:
         """Run a job to its end; cancelling the task cancels it, and waits for the end."""
         try:
             with translated(self._fail, self._log):
-                await self._generate(await making)
+                await self._generate(await make())
         finally:
             for stream in self._streams:
                 stream.cancel()

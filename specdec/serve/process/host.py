@@ -34,6 +34,7 @@ from specdec.serve.process.messages import (
     MessageSocket,
     Output,
     ServedModel,
+    ServerGone,
     Taken,
     unpickled,
 )
@@ -95,7 +96,7 @@ class EngineHost:
                 self.send_beat()
                 time.sleep(BEAT_SECONDS)
             self.log.say("error: the engine's thread has ended")
-        except OSError:  # the server is gone: nobody waits for anything here
+        except ServerGone:  # nobody waits for anything here
             pass
         os._exit(1)
 
@@ -117,7 +118,7 @@ class EngineHost:
                 else:
                     self._loop.call_soon_threadsafe(self._take, message)
                 del message
-        except (EOFError, OSError):
+        except ServerGone:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._end.set)
 
@@ -142,13 +143,13 @@ class EngineHost:
 
         generation = self._generations[id] = Generation(id, llm, self.socket, fail, self.log)
         if isinstance(message, Generate):
-            work = generation.run(self.job(message.form, llm.llm))
+            work = generation.run(lambda: self.job(message.form, llm.llm))
         else:
             work = self._compute(message, llm.llm, fail)
 
         def end(_: asyncio.Task[None]) -> None:
             del self._tasks[id], self._generations[id]
-            with suppress(OSError):  # the server is gone
+            with suppress(ServerGone):
                 self.socket.send(Ended(id, generation.stats))
 
         task = self._tasks[id] = self._loop.create_task(work)

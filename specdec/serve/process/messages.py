@@ -156,6 +156,10 @@ async def read_message(reader: Any) -> Any:
     return unpickled(await reader.readexactly(length))
 
 
+class ServerGone(Exception):
+    """The server's process has closed the socket, or has ended."""
+
+
 class MessageSocket:
     """The engine's end of the socket. Any thread may send."""
 
@@ -166,19 +170,25 @@ class MessageSocket:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises OSError once the server is gone."""
+        """Send a message. Raises ServerGone."""
         data = frame(message)
-        with self._lock:
-            self._socket.sendall(data)
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise ServerGone from error
 
     def close(self) -> None:
         self._file.close()
         self._socket.close()
 
     def receive(self) -> Any:
-        """Return the next message. Raises EOFError once the server has closed its end."""
-        head = self._file.read(_LENGTH_BYTES)
-        data = self._file.read(int.from_bytes(head, "big")) if head else b""
+        """Return the next message. Raises ServerGone."""
+        try:
+            head = self._file.read(_LENGTH_BYTES)
+            data = self._file.read(int.from_bytes(head, "big")) if head else b""
+        except OSError as error:
+            raise ServerGone from error
         if not data:
-            raise EOFError
+            raise ServerGone
         return unpickled(data)

@@ -53,41 +53,52 @@ class Supervisor:
         self._timeout_seconds = timeout_seconds
         self._client: EngineClient | None = None
         self._ended = asyncio.Event()
+        self._num_quick_ends = 0
         self.num_restarts = 0
 
     async def run(self) -> int | None:
         """Run engines until `end`. Returns the exit code of the first one if that ended before its
         model was loaded; None otherwise."""
-        num_quick_ends = 0
         while not self._ended.is_set():
-            reason, code, client = await self._run_engine()
+            client = self._client = EngineClient(self._open)
+            reason, code = await self._run_engine(client)
             if self._ended.is_set():
                 break
             if client.model is None and not self.num_restarts:
                 if code != _USER_ERROR:
                     self._say(f"error: the engine {reason} while it loaded the model")
                 return 128 - code if code < 0 else code  # as shells report a signal
-            num_quick_ends = 0 if client.has_answered else num_quick_ends + 1
-            is_final = num_quick_ends >= MAX_QUICK_ENDS
-            self._users.lose(is_final=is_final)
-            client.abandon(engine_failed() if is_final else engine_lost())
-            if is_final:
-                self._say(f"error: the engine {reason}, the {num_quick_ends}th time in a row")
+            if self._is_final:
+                self._say(f"error: the engine {reason}, the {self._num_quick_ends}th time in a row")
                 break
             self._say(f"error: the engine {reason}; it is started again")
             self.num_restarts += 1
-            if num_quick_ends > 1:
-                await self._wait(min(2.0 ** (num_quick_ends - 2), _MAX_DELAY_SECONDS))
+            if self._num_quick_ends > 1:
+                await self._wait(min(2.0 ** (self._num_quick_ends - 2), _MAX_DELAY_SECONDS))
         return None
+
+    def _open(self) -> None:
+        assert self._client is not None, "one is running"
+        self._users.open(self._client)
+
+    def _lose(self, client: EngineClient) -> None:
+        """End the requests of an engine whose socket is closed."""
+        self._num_quick_ends = 0 if client.has_answered else self._num_quick_ends + 1
+        if client.model is not None or self.num_restarts:
+            self._users.lose(is_final=self._is_final)
+        client.abandon(engine_failed() if self._is_final else engine_lost())
+
+    @property
+    def _is_final(self) -> bool:
+        return self._num_quick_ends >= MAX_QUICK_ENDS
 
     async def _wait(self, seconds: float) -> None:
         """Wait, unless the server ends."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
 
-    async def _run_engine(self) -> tuple[str, int, EngineClient]:
-        """Run one engine to its end; return how it ended, its exit code and its client."""
-        client = self._client = EngineClient(lambda: self._users.open(client))
+    async def _run_engine(self, client: EngineClient) -> tuple[str, int]:
+        """Run one engine to its end; return how it ended, and its exit code."""
         ours, theirs = socket.socketpair()
         with theirs:
             marker = engine_marker(theirs, process_memory().rss_bytes)
@@ -95,15 +106,17 @@ class Supervisor:
                 process = self._start(theirs, marker)
             except OSError as error:
                 ours.close()
-                return f"cannot be started: {error.strerror or error}", 1, client
+                self._lose(client)
+                return f"cannot be started: {error.strerror or error}", 1
         watching = asyncio.create_task(self._watch(client, process))
         await client.run(ours)
-        # Its memory is free once it has ended, not once its socket is closed.
+        self._lose(client)  # at once: a core dump takes its time
+        # Its memory is free once it has ended.
         loop = asyncio.get_running_loop()
         code: int = await loop.run_in_executor(None, process.wait)
         watching.cancel()
         reason = watching.result() if watching.done() and not watching.cancelled() else None
-        return reason or described_exit(code), code, client
+        return reason or described_exit(code), code
 
     async def _watch(self, client: EngineClient, process: Process) -> str:
         """Kill the process once it hangs; return how that showed.

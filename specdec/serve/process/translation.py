@@ -13,6 +13,7 @@ from specdec.api import ModelClosed
 from specdec.checks import ConfigError
 from specdec.grammar.state import GrammarError
 from specdec.serve.errors import ApiError, bad_request, broken, described_fault, draining
+from specdec.serve.process.messages import ServerGone
 from specdec.text.contract import TokenizerError
 from specdec.text.prompts import PromptError
 
@@ -49,8 +50,8 @@ def translated(fail: Callable[[ApiError, bool], None], log: Log) -> Iterator[Non
         log.say(f"error: {error}")
         message = "the model failed; the server's log says why"
         fail(ApiError(500, message), isinstance(error, StorageError))
-    except OSError:
-        raise  # the server's end of the socket is gone
+    except ServerGone:
+        raise  # nobody waits for an answer
     except Exception as error:
         log.fault(error)
         fail(broken(), False)

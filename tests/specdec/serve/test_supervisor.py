@@ -18,7 +18,7 @@ from engines import PlayedEngine, played
 from specdec.serve.errors import ApiError
 from specdec.serve.process import supervisor as supervisors
 from specdec.serve.process.client import EngineClient
-from specdec.serve.process.messages import Cancel, Generate, Output
+from specdec.serve.process.messages import Cancel, Generate, Output, ServerGone
 from specdec.serve.process.supervisor import MAX_QUICK_ENDS, Supervisor
 
 Play = Callable[[PlayedEngine], int]
@@ -70,7 +70,7 @@ def lives(engine: PlayedEngine) -> int:
     """Give signs of life until the server sends no more."""
     engine.load()
     threading.Thread(target=engine.beat, args=(20,), daemon=True).start()
-    with suppress(EOFError):
+    with suppress(ServerGone):
         while True:
             engine.socket.receive()
     engine.kill()
@@ -95,6 +95,7 @@ def test_it_is_given_up_after_ends_without_any_output(monkeypatch: pytest.Monkey
 
     async def work(users: Recorder, supervisor: Supervisor) -> None:
         await users.until("final")
+        await asyncio.sleep(0.2)  # how it ended is known a little later
 
     events, said, code = supervise([dies], work)
     assert events == ["open", "lose"] * (MAX_QUICK_ENDS - 1) + ["open", "final"]
