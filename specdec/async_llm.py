@@ -20,7 +20,7 @@ from typing_extensions import Self
 from offload.errors import SpecdecError
 from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM
-from specdec.engine.outputs import GenerationResult, StreamChunk
+from specdec.engine.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams
@@ -69,6 +69,8 @@ class AsyncStream:
 
     It starts when the first chunk is requested. Cancelling the task that waits for a chunk cancels
     it; a reader that stops early for another reason must cancel it or use `async with`.
+
+    on_progress: called with the prompt's progress while the next chunk is awaited.
     """
 
     def __init__(self, begin: Callable[[], GenerationStream]) -> None:
@@ -78,7 +80,9 @@ class AsyncStream:
         self._has_output = asyncio.Event()
         self._may_have_logprobs = True  # until a chunk shows that none were requested
         self._n_tokens: Counter[int] = Counter()  # yielded so far, by sequence
+        self._progress: PromptProgress | None = None
         self.is_cancelled = False
+        self.on_progress: Callable[[PromptProgress], None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -95,6 +99,7 @@ class AsyncStream:
             await self.started()
         while not self.is_cancelled and self._stream is not None:
             self._has_output.clear()
+            self._tell_progress(self._stream)
             try:
                 chunk = self._stream.next_nowait()
             except StopIteration:
@@ -103,6 +108,13 @@ class AsyncStream:
                 return self._with_logprobs(chunk, self._stream)
             await self._has_output.wait()
         raise StopAsyncIteration
+
+    def _tell_progress(self, stream: GenerationStream) -> None:
+        progress = stream.progress
+        if progress is not None and progress != self._progress:
+            self._progress = progress
+            if self.on_progress is not None:
+                self.on_progress(progress)
 
     @property
     def has_begun(self) -> bool:

@@ -14,6 +14,8 @@ _PROC = Path("/proc")
 _UNLIMITED_BYTES = 2**60  # version 1 says "no limit" with a number close to 2^63
 _peak_before_bytes = 0
 """Maximum of the peaks that `recent_peak_rss` has reset."""
+_companion_bytes = 0
+"""Resident bytes of a process that shares this one's memory budget."""
 _LIMIT_FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
     2: ("memory.max", "memory.high"),  # above `high` the kernel throttles until nothing moves
@@ -50,6 +52,17 @@ class CgroupLocation:
         """Return the process's own cgroup, then its parents."""
         above = [p for p in self.directory.parents if p == self.mount or self.mount in p.parents]
         return [self.directory, *above]
+
+
+def count_companion(n_bytes: int) -> None:
+    """Count the memory of another process, such as the server of this engine, in our budget."""
+    global _companion_bytes
+    _companion_bytes = n_bytes
+
+
+def companion_bytes() -> int:
+    """Return the bytes of another process that count in our budget."""
+    return _companion_bytes
 
 
 def memory_limit(proc: Path = _PROC) -> MemoryLimit:

@@ -106,6 +106,7 @@ class Engine(EngineThread):
             for (sequence, tree), output in zip(trees, outputs.trees, strict=True)
         ]
         for chunk, output in zip(batch.prefill, outputs.prefill, strict=True):
+            chunk.sequence.note_progress()  # before the first token
             chunk.sequence.end_prefill(output)
         self.speculation.observe(verified)
         self._in_pass = ()

@@ -59,6 +59,19 @@ class StreamChunk:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """Progress of a prompt, in tokens."""
+
+    num_prompt_tokens: int
+    num_cached: int
+    """Found in the prefix cache."""
+    num_processed: int
+    """Computed so far, with the cached ones."""
+    seconds: float
+    """Since the prompt was first scheduled."""
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """A finished generation; `text` and the like are the first (or best) sequence's."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from backends.contract.backend import TransferStats
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
-from specdec.engine.outputs import StreamChunk
+from specdec.engine.outputs import PromptProgress, StreamChunk
 from specdec.metrics.recorder import StatsRecorder
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
@@ -34,11 +34,13 @@ class Request:
 
     Attributes:
         output: chunks, and None at the end.
-        on_output: called by the engine's thread when something was put in `output`.
+        on_output: called by the engine's thread when something was put in `output`, and when the
+            prompt has made progress.
         streams_output: whether a reader takes chunks as they come, and so notices gaps.
         is_cancelled: whether the caller wants no more of it; any thread may set it.
         error: the first error, which ended it.
         stats: statistics, once it has finished.
+        progress: of its prompt; None until it is scheduled.
         use_before: the target's traffic before it began.
         drafting_index: index of the sequence that a caller's own drafter serves.
     """
@@ -62,6 +64,7 @@ class Request:
         self.streams_output, self.is_cancelled = True, False
         self.error: BaseException | None = None
         self.stats: GenerationStats | None = None
+        self.progress: PromptProgress | None = None
         self.use_before: TransferStats | None = None
         self.recorder = StatsRecorder(len(prompt_ids))
         self.drafting_index = 0
@@ -75,6 +78,12 @@ class Request:
     def put(self, chunk: StreamChunk | None) -> None:
         """Hand a chunk to the caller; None marks the end."""
         self.output.put(chunk)
+        with own_errors(self):
+            self.on_output()
+
+    def note_progress(self, progress: PromptProgress) -> None:
+        """Tell the caller of the prompt's progress."""
+        self.progress = progress
         with own_errors(self):
             self.on_output()
 

@@ -21,7 +21,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
 from specdec.engine.output_buffer import OutputBuffer
-from specdec.engine.outputs import CompletionOutput, StreamChunk
+from specdec.engine.outputs import CompletionOutput, PromptProgress, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.logprobs import TopLogprobs
@@ -149,6 +149,7 @@ class Sequence:
         self.request.recorder.record_scheduled()
         if not self.num_new_tokens and not is_swapped_in:
             self._num_cached_tokens = kv.n_committed
+        self.note_progress()
 
     def detach(self) -> None:
         """Drop the reference to the KV, which was freed or cached, and reset the drafter."""
@@ -240,6 +241,16 @@ class Sequence:
         return SequenceInput(self.active_kv, tree.token_ids, parents, hidden_states_at=states_at)
 
     # --- outcome of a step ---------------------------------------------------------------------
+
+    def note_progress(self) -> None:
+        """Tell the caller of the prompt's progress. Several sequences share it."""
+        if self.num_new_tokens or self.index:
+            return
+        seconds = self.request.recorder.seconds_since_scheduled
+        num_processed = min(self.active_kv.n_committed, self._num_prompt_tokens)
+        self.request.note_progress(
+            PromptProgress(self._num_prompt_tokens, self._num_cached_tokens, num_processed, seconds)
+        )
 
     def end_prefill(self, scores: SequenceOutput) -> None:
         """Hand over the hidden states of a prefill chunk, and sample the first new token once the

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from offload.process.worker import POLL_SECONDS
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelElsewhere
-from specdec.engine.outputs import CompletionOutput, GenerationResult, StreamChunk
+from specdec.engine.outputs import CompletionOutput, GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.request import Request
 from specdec.engine.session import Session
 
@@ -69,7 +69,8 @@ class GenerationStream:
         Args:
             streams_output: whether chunks are read as they come; if not, prompts of other requests
                 are computed in chunks as large as they can be.
-            on_output: called by the engine's thread with every chunk, and at the end.
+            on_output: called by the engine's thread with every chunk, with progress of the prompt,
+                and at the end.
         """
         self._session.check_open()
         self._request.streams_output, self._request.on_output = streams_output, on_output
@@ -118,6 +119,11 @@ class GenerationStream:
         request = self._request
         stats = request.stats or self._session.stats_of(request)
         return GenerationResult(self.outputs, stats, request.prompt_ids)
+
+    @property
+    def progress(self) -> PromptProgress | None:
+        """Progress of the prompt; None until it is scheduled."""
+        return self._request.progress
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:

@@ -87,7 +87,9 @@ class StatsRecorder:
         self._token_seconds: list[float] = []
         self._tried: Counter[int] = Counter()  # by depth
         self._accepted_at: Counter[int] = Counter()
-        self._last = clock()  # when the last tokens came; at first, when the request did
+        self._last = self._scheduled = (
+            clock()
+        )  # when the last tokens came; at first, when the request did
         self._made = time.perf_counter()  # for a recording, whatever the clock
 
     @property
@@ -99,6 +101,11 @@ class StatsRecorder:
         """Note that the sequence is scheduled for the first time; before, it was queued."""
         if self._first is None and not self._counted.queue_seconds:
             self._add(queue_seconds=self.clock() - self._last)
+            self._scheduled = self.clock()
+
+    @property
+    def seconds_since_scheduled(self) -> float:
+        return self.clock() - self._scheduled
 
     def record_first_token(self, n_reused: int = 0) -> None:
         """Note the first token of a prompt of which `n_reused` tokens were cached.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
-from offload.process.memory import process_memory, recent_peak_rss
+from offload.process.memory import companion_bytes, process_memory, recent_peak_rss
 from offload.units import MIB
 
 RESERVE_BYTES = 40 * MIB
@@ -91,7 +91,8 @@ class OpportunisticLayers:
         pinned = self._target.pinned_bytes
         if pinned:
             self._target.set_pinned_bytes(max(0, pinned - n_bytes))
-        return process_memory().rss_bytes + n_bytes <= self._whole_bytes
+        own_bytes = process_memory().rss_bytes + companion_bytes()
+        return own_bytes + n_bytes <= self._whole_bytes
 
     def pin_after_prefill(
         self, num_cached_tokens: int, num_seqs: int = 1, *, has_more_prefill: bool = False

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from specdec.serve.errors import ApiError, draining, loading
+from specdec.serve.errors import ApiError, draining, engine_failed, engine_lost, loading
 from specdec.serve.responses import State
 
 STARTING: State = "starting"
 READY: State = "ready"
 DRAINING: State = "draining"
+RESTARTING: State = "restarting"
+"""State after the engine's process ended, until it is loaded again."""
+FAILED: State = "failed"
+"""State after it ended too often in a row: it is not started again."""
 FAILING: State = "failing"
 """State after a request that could not read the model's files; further ones are admitted."""
 
@@ -30,6 +34,10 @@ class AdmissionLimiter:
             raise loading()
         if self.state == DRAINING:
             raise draining()
+        if self.state == RESTARTING:
+            raise engine_lost()
+        if self.state == FAILED:
+            raise engine_failed()
         if self.num_requests >= self._max_requests:
             raise ApiError(
                 429,

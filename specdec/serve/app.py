@@ -89,24 +89,25 @@ def make_app(
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get(OPEN_PATH, responses=_HEALTH)
     async def health() -> Response:
-        """Return the state: starting, ready, failing or draining."""
+        """Return the state: starting, ready, restarting, failing, failed or draining."""
         state = service.limiter.state
         return JsonResponse(Health(status=state), 200 if state == READY else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
+        await service.refresh()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/plan", responses=_PLAN)
     async def plan() -> Response:
         """Return the memory plan and the predicted speed."""
-        return JsonResponse(service.llm.llm.plan.to_dict())
+        return JsonResponse(service.model.plan)
 
     @app.get("/props", responses=gives(Properties, "The properties"))
     async def props() -> Response:
         """Return llama.cpp's properties of a server."""
-        return JsonResponse(properties(service.name, service.llm.llm))
+        return JsonResponse(properties(service.name, service.model))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -116,8 +117,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
             object="model",
             created=service.created,
             owned_by="specdec",
-            max_model_len=service.llm.llm.max_context,
-            has_chat_template=service.has_chat_template,
+            max_model_len=service.model.max_context,
+            has_chat_template=service.model.has_chat_template,
         )
 
     @app.get("/v1/models", responses=gives(ModelList, "The only model, by each of its names"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import traceback
+from typing import Any, Literal
 
 from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse, ResponseModel
 
@@ -39,6 +40,10 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it with its fields: the engine's process raises it, the server answers with it."""
+        return _error_of, (self.status, self.message, self.param, self.code, self.headers)
+
     @property
     def body(self) -> ErrorResponse:
         """OpenAI's shape: {"error": {message, type, param, code}}."""
@@ -55,6 +60,12 @@ class ApiError(Exception):
         elif path.startswith(OLLAMA_PATHS):
             body = OllamaError(error=self.message)
         return JsonResponse(body, self.status, headers=self.headers)
+
+
+def _error_of(
+    status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]
+) -> ApiError:
+    return ApiError(status, message, param=param, code=code, headers=headers)
 
 
 def anthropic_error(error: ApiError) -> AnthropicError:
@@ -82,6 +93,14 @@ _ANTHROPIC_TYPES = {
 }
 
 
+def described_fault(error: BaseException) -> str:
+    """Return the kind of an error and where it was raised, without its text: that may quote a
+    client."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" at {item.name}, line {item.lineno}" for item in last)
+    return f"{type(error).__name__}{where} (--debug)"
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -98,3 +117,20 @@ def broken() -> ApiError:
 
 def loading() -> ApiError:
     return ApiError(503, "the model is being loaded: ask again", headers={"Retry-After": "5"})
+
+
+def engine_lost() -> ApiError:
+    return ApiError(
+        503,
+        "the engine ended unexpectedly and is started again: ask again",
+        code="engine_lost",
+        headers={"Retry-After": "5"},
+    )
+
+
+def engine_failed() -> ApiError:
+    return ApiError(
+        503,
+        "the engine ended again and again, and is not started any more; the server's log says why",
+        code="engine_failed",
+    )

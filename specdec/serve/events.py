@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.async_llm import AsyncChunk
 from specdec.dialogue.deltas import (
     Delta,
     ReasoningDelta,
@@ -19,7 +18,6 @@ from specdec.dialogue.deltas import (
     ToolCallBegin,
     ToolCallCut,
 )
-from specdec.engine.outputs import CompletionOutput
 from specdec.serve.errors import ApiError
 
 
@@ -57,14 +55,27 @@ class Usage:
 class Step:
     """Output of one step of a sequence. choice: index of the sequence over all of a request.
 
-    chunk has the tokens, and their log-probabilities if requested; None at the sequence's end.
+    logprobs: of the step's tokens if requested, in OpenAI's shape (text/logprobs.py).
+    draft: fields of `responses.Draft` if requested; None at the sequence's end.
     usage: so far, if the request asked for it with every event.
     """
 
     choice: int
     deltas: Sequence[Delta]
-    chunk: AsyncChunk | None = None
+    logprobs: Mapping[str, Any] | None = None
+    draft: Mapping[str, int] | None = None
     usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a request's prompts, in tokens: all, found in the prefix cache, and computed so
+    far, the cached ones included. seconds: since the first of them was scheduled."""
+
+    total: int
+    cache: int
+    processed: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class Failure:
     error: ApiError
 
 
-Event = Step | Finish | End | Failure
+Event = Step | Progress | Finish | End | Failure
 
 
 @dataclass
@@ -159,9 +170,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Choice:
-    """One whole sequence of an answer. output has its tokens, and log-probabilities if any."""
+    """One whole sequence of an answer. logprobs: of its tokens, see `Step`."""
 
     index: int
     content: Content
     finish: Finish
-    output: CompletionOutput
+    logprobs: Mapping[str, Any] | None = None

@@ -38,6 +38,27 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 
 
 @dataclass(frozen=True)
+class JobHead:
+    """The part of a job that its answer is written from.
+
+    n_choices: sequences of the answer. n_per_prompt: of these, sequences of one prompt.
+    echoed: texts of the prompts, if the answer repeats them.
+    """
+
+    n_choices: int = 1
+    n_per_prompt: int = 1
+    num_prompt_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    echoed: tuple[str, ...] = ()
+    streams_output: bool = False
+    tells_usage: bool = False
+    """Whether the last event of a stream has the usage."""
+    tells_progress: bool = False
+    """Whether a stream tells of the prompt's progress."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A request as the LLM takes it.
 
@@ -57,8 +78,8 @@ class Job:
     tells_reasoning: bool = True
     """Whether the answer has the reasoning."""
     caches_prompt: bool = True
-    request: Any = None
-    """The request's other fields, for answers that repeat them."""
+    has_chat_logprobs: bool = True
+    """Whether log-probabilities have the shape of a chat's, else that of a completion's."""
     streams_output: bool = False
     tells_usage: bool = False
     """Whether the last event of a stream has the usage."""
@@ -66,6 +87,8 @@ class Job:
     """Whether events say how much of their text was drafted."""
     tells_timings: bool = False
     """Whether events have the timings so far."""
+    tells_progress: bool = False
+    """Whether a stream tells of the prompt's progress."""
 
     @property
     def n_choices(self) -> int:
@@ -75,12 +98,41 @@ class Job:
     def n_per_prompt(self) -> int:
         return self.params.n * self.n_copies
 
+    @property
+    def head(self) -> JobHead:
+        return JobHead(
+            n_choices=self.n_choices,
+            n_per_prompt=self.n_per_prompt,
+            num_prompt_tokens=sum(map(len, self.prompts)),
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            echoed=self.echoed,
+            streams_output=self.streams_output,
+            tells_usage=self.tells_usage,
+            tells_progress=self.tells_progress,
+        )
 
-def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
-    """Return the job of a chat request, whose `chat_constraint` must have been tried before.
+
+def request_job(body: ChatRequest | CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
+    """Return the job of a request, whose `request_constraint` must have been tried before.
 
     Raises ApiError, SpecdecError.
     """
+    if isinstance(body, ChatRequest):
+        return chat_job(body, llm, limits)
+    return completion_job(body, llm, limits)
+
+
+def request_constraint(body: ChatRequest | CompletionRequest) -> Constraint | None:
+    """Return the client's constraint, which must be tried in another process first; None if there
+    is none. Raises ApiError, ConfigError."""
+    if isinstance(body, ChatRequest):
+        return chat_constraint(body)
+    return completion_constraint(body)
+
+
+def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
+    """See `request_job`."""
     tools, is_forced = offered_tools(body), is_call_forced(body)
     given = sampling_params(body, requested_tokens(body), limits, _encoder(llm))
     params = llm.session.chat_params(given)
@@ -112,8 +164,7 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
 
 
 def chat_constraint(body: ChatRequest) -> Constraint | None:
-    """Return the client's constraint, which must be tried in another process first; None if there
-    is none. Raises ApiError, ConfigError."""
+    """See `request_constraint`."""
     forced = offered_tools(body) if is_call_forced(body) else []
     return constraint_to_try(constraint_fields(body, forced))
 
@@ -138,7 +189,7 @@ def conversation_text(body: ConversationFields, llm: LLM) -> str:
 
 
 def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> Job:
-    """Return the job of a completion request. Raises ApiError, SpecdecError."""
+    """See `request_job`."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
     default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_output_tokens)
@@ -157,11 +208,11 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
             prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
             for prompt in prompts
         )
-    return _job(body, ids, params, limits, echoed=echoed)
+    return _job(body, ids, params, limits, echoed=echoed, has_chat_logprobs=False)
 
 
 def completion_constraint(body: CompletionRequest) -> Constraint | None:
-    """See `chat_constraint`."""
+    """See `request_constraint`."""
     return constraint_to_try(constraint_fields(body))
 
 

@@ -21,6 +21,7 @@ from offload.process.memory import process_memory
 from specdec.metrics.renamed import OLD_NAMES
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
+from specdec.serve.process.messages import Beat
 from specdec.serve.responses import State
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -72,11 +73,12 @@ def _old_help(field: str) -> str:
 class _EngineCollector(Collector):
     """The engine's statistics, read at each scrape."""
 
-    def __init__(self, ask: Callable[[], EngineStats]) -> None:
+    def __init__(self, ask: Callable[[], Beat | None]) -> None:
         self._ask = ask
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._ask()
+        beat = self._ask()
+        stats = EngineStats() if beat is None else beat.stats
         for field, (name, help) in _COUNTED.items():
             yield CounterMetricFamily(f"specdec_{name}", help, getattr(stats, field))
         for field, (name, help) in _NOW.items():
@@ -95,18 +97,27 @@ class _EngineCollector(Collector):
         yield by_depth
 
 
+def _resident_bytes(beat: Beat | None) -> int:
+    return 0 if beat is None else beat.resident_bytes
+
+
 class Metrics:
     """All metrics of a server.
 
     Args:
-        ask: returns the engine's statistics.
+        ask: returns the engine's last sign of life, with its statistics; None without an engine.
     """
 
-    def __init__(self, limiter: AdmissionLimiter, ask: Callable[[], EngineStats]) -> None:
+    def __init__(self, limiter: AdmissionLimiter, ask: Callable[[], Beat | None]) -> None:
         disable_created_metrics()  # when each counter began is known: with the server
         self._limiter = limiter
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(ask))
+        self.engine_restarts = Counter(
+            "specdec_engine_restarts",
+            "Times that the engine's process ended and was started again.",
+            registry=registry,
+        )
         self._first_token = Histogram(
             "specdec_time_to_first_token_seconds",
             "Seconds to the first token, queueing included.",
@@ -124,8 +135,10 @@ class Metrics:
         )
         inside = Gauge("specdec_requests_inside", "Requests that run or wait.", registry=registry)
         inside.set_function(lambda: limiter.num_requests)
-        memory = Gauge("specdec_resident_bytes", "Memory of the process.", registry=registry)
-        memory.set_function(lambda: process_memory().rss_bytes)
+        memory = Gauge(
+            "specdec_resident_bytes", "Memory of the engine and the server.", registry=registry
+        )
+        memory.set_function(lambda: process_memory().rss_bytes + _resident_bytes(ask()))
         state = Gauge("specdec_state", "1 for the server's state.", ["state"], registry=registry)
         for name in get_args(State):
             state.labels(name).set_function(partial(self._is_in, name))

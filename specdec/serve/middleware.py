@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.units import format_bytes
 from specdec.serve.admission import BodyLimiter, RequestBody
-from specdec.serve.errors import ApiError, bad_request, broken
+from specdec.serve.errors import ApiError, bad_request, broken, described_fault
 from specdec.serve.options import ServeOptions
 
 OPEN_PATH = "/health"
@@ -166,9 +166,7 @@ class LimitMiddleware:
         if self._is_debug:
             traceback.print_exception(type(error), error, error.__traceback__)
             return
-        last = traceback.extract_tb(error.__traceback__)[-1:]
-        where = "".join(f" at {item.name}, line {item.lineno}" for item in last)
-        print(f"specdec: error: {type(error).__name__}{where} (--debug)", file=sys.stderr)
+        print(f"specdec: error: {described_fault(error)}", file=sys.stderr)
 
 
 class _Truncated(Exception):

@@ -78,7 +78,16 @@ class ServeOptions:
         256, "Maximum number of open connections, and of requests at once.", LIMITS, at_least=2
     )
     request_timeout: float = option(
-        600.0, "Seconds for a request, waiting included.", LIMITS, above=0.0
+        600.0,
+        "Seconds that may pass without anything new of a request, waiting included.",
+        LIMITS,
+        above=0.0,
+    )
+    engine_timeout: float = option(
+        120.0,
+        "Seconds without a sign of life after which the engine is started again.",
+        LIMITS,
+        at_least=4.0,
     )
     read_timeout: float = option(20.0, "Seconds for a request to arrive.", LIMITS, above=0.0)
     write_timeout: float = option(

@@ -25,29 +25,37 @@ from specdec.serve.events import (
     Usage,
 )
 from specdec.serve.jobs import Job
+from specdec.text.contract import TokenSpeller
+from specdec.text.logprobs import chat_logprobs, completion_logprobs
+from specdec.text.token_strings import TokenStrings
 
 
 class OutputEvents:
     """Events of one request. Choices are counted over all prompts of it.
 
-    new_parser: returns a parser for a sequence. results: returns those of the prompts so far.
+    tokenizer: spells tokens with log-probabilities. new_parser: returns a parser for a sequence.
+    results: returns those of the prompts so far.
     """
 
     def __init__(
         self,
         job: Job,
+        tokenizer: TokenSpeller,
         new_parser: Callable[[], OutputParser],
         results: Callable[[], Sequence[GenerationResult]],
     ) -> None:
-        self._job, self._results = job, results
+        self._job, self._tokenizer, self._results = job, tokenizer, results
+        self._token_strings: dict[int, TokenStrings] = {}
         self._parsers: dict[int, OutputParser] = defaultdict(new_parser)
         self._num_calls: Counter[int] = Counter()
         self._call_notes: dict[int, str] = {}
 
     def step(self, chunk: AsyncChunk, choice: int) -> Step:
         """Return the event of new tokens of a sequence."""
-        deltas = self._parsers[choice].push(chunk.text, chunk.token_ids)
-        return Step(choice, self._shown(choice, deltas), chunk, self._usage_so_far())
+        pushed = self._parsers[choice].push(chunk.text, chunk.token_ids)
+        deltas, logprobs = self._shown(choice, pushed), self._logprobs(choice, chunk)
+        draft = self._draft(chunk, deltas) if self._job.tells_draft else None
+        return Step(choice, deltas, logprobs, draft, self._usage_so_far())
 
     def finish(self, output: CompletionOutput, choice: int) -> Iterator[Step | Finish]:
         """Yield the events of a sequence's end."""
@@ -84,7 +92,30 @@ class OutputEvents:
             for delta in event.deltas:
                 content.add(delta)
         content.drop_cut_calls()
-        return Choice(index, content, finish, output)
+        return Choice(index, content, finish, self._logprobs(index, output))
+
+    def _logprobs(self, choice: int, part: CompletionOutput | AsyncChunk) -> Any:
+        if part.logprobs is None or not part.token_ids:
+            return None
+        if choice not in self._token_strings:
+            prompt_ids = self._job.prompts[choice // self._job.n_per_prompt]
+            self._token_strings[choice] = TokenStrings(self._tokenizer, prompt_ids)
+        spelled = self._token_strings[choice], part.token_ids, part.logprobs, part.top_logprobs
+        if self._job.has_chat_logprobs:
+            return chat_logprobs(*spelled, self._job.params.n_top_logprobs)
+        return completion_logprobs(*spelled)
+
+    def _draft(self, chunk: AsyncChunk, deltas: Sequence[Delta]) -> dict[str, int]:
+        """Return how much of an event was drafted: all but the last token of a forward pass."""
+        num_characters = sum(len(delta.text) for delta in deltas if isinstance(delta, TextDelta))
+        n_accepted = max(len(chunk.token_ids) - 1, 0)
+        data = b"".join(map(self._tokenizer.token_bytes, chunk.token_ids[:n_accepted]))
+        accepted = data.decode("utf-8", errors="ignore")
+        return {
+            "n_tokens": len(chunk.token_ids),
+            "n_accepted": n_accepted,
+            "n_accepted_characters": min(len(accepted), num_characters),
+        }
 
     def _shown(self, choice: int, deltas: Sequence[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -124,12 +155,19 @@ def timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
     seconds = sum(stat.decode_seconds for stat in stats)
     passes = sum(stat.passes for stat in stats)
     n_accepted = sum(stat.accepted_tokens for stat in stats)
+    n_prompt = sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats)
+    waits = [max(stat.time_to_first_token - stat.queue_seconds, 0.0) for stat in stats]
+    n_decoded = n_tokens - len(stats)  # the first one of each prompt comes with the prompt
     return {
-        "prompt_n": sum(stat.prompt_tokens - stat.reused_prompt_tokens for stat in stats),
-        "prompt_ms": 1000 * sum(stat.time_to_first_token for stat in stats),
+        "cache_n": sum(stat.reused_prompt_tokens for stat in stats),
+        "prompt_n": n_prompt,
+        "prompt_ms": 1000 * sum(waits),
+        "prompt_per_token_ms": 1000 * ratio(sum(waits), n_prompt),
+        "prompt_per_second": ratio(n_prompt, sum(waits)),
         "predicted_n": n_tokens,
         "predicted_ms": 1000 * seconds,
-        "predicted_per_second": ratio(n_tokens - len(stats), seconds),
+        "predicted_per_token_ms": 1000 * ratio(seconds, n_decoded),
+        "predicted_per_second": ratio(n_decoded, seconds),
         "draft_n": sum(stat.drafted_tokens for stat in stats),
         "draft_n_accepted": n_accepted,
         "passes": passes,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 Count = Annotated[int, Field(ge=0)]
-State = Literal["starting", "ready", "failing", "draining"]
+State = Literal["starting", "ready", "restarting", "failing", "failed", "draining"]
 
 
 class ResponseModel(BaseModel):
@@ -96,12 +96,16 @@ class Usage(ResponseModel):
 
 
 class Timings(ResponseModel):
-    """Timings with llama.cpp's names as far as it has them."""
+    """llama.cpp's timings, and after them ours. prompt_n does not count the cached tokens."""
 
+    cache_n: Count
     prompt_n: Count
     prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
     predicted_n: Count
     predicted_ms: float
+    predicted_per_token_ms: float
     predicted_per_second: float
     draft_n: Count
     draft_n_accepted: Count
@@ -117,6 +121,16 @@ class Draft(ResponseModel):
     n_tokens: Count
     n_accepted: Count
     n_accepted_characters: Count
+
+
+class PromptProgress(ResponseModel):
+    """llama.cpp's progress of a prompt: tokens in total, cached, and computed with the cached
+    ones."""
+
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: float
 
 
 class Envelope(ResponseModel):
@@ -243,6 +257,7 @@ class Chunk(Envelope):
     draft: Draft | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class ChatCompletionChunk(Chunk):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -35,15 +34,7 @@ from specdec.serve.errors import (
     OllamaError,
     bad_request,
 )
-from specdec.serve.jobs import (
-    Job,
-    chat_constraint,
-    chat_job,
-    completion_constraint,
-    completion_job,
-    conversation_ids,
-    offered_tool_fields,
-)
+from specdec.serve.jobs import JobHead, conversation_ids, offered_tool_fields
 from specdec.serve.middleware import BODY
 from specdec.serve.openapi import Responses, errors_of, gives, takes
 from specdec.serve.responses import ChatCompletion, Completion, JsonResponse, ResponseModel
@@ -51,7 +42,7 @@ from specdec.serve.service import Service
 
 _TEXT = "The text, or with stream its events"
 _R = TypeVar("_R", bound=RequestModel)
-AnswerType = Callable[[str, Job, Any], Answer]
+AnswerType = Callable[[str, JobHead, Any], Answer]
 Shortcut = Callable[[Any], ResponseModel | None]
 Translate = Callable[[Any], ChatRequest | CompletionRequest]
 
@@ -84,13 +75,8 @@ class Routes:
         form = messages.MessagesRequest
         endpoint = self._endpoint(form, messages.messages_chat, MessagesAnswer)
         self._add("/v1/messages", form, AnthropicResponse, endpoint)
-
-        def count(body: messages.CountRequest, llm: LLM) -> TokenCount:
-            chat = messages.messages_chat(body)
-            ids = conversation_ids(chat, llm, offered_tool_fields(chat))
-            return TokenCount(input_tokens=len(ids))
-
-        self._add_computed("/v1/messages/count_tokens", messages.CountRequest, TokenCount, count)
+        path = "/v1/messages/count_tokens"
+        self._add_computed(path, messages.CountRequest, TokenCount, count_tokens)
 
     def _add_ollama(self) -> None:
         chat = self._endpoint(ollama.OllamaChatRequest, ollama.ollama_chat, OllamaChatAnswer)
@@ -131,25 +117,14 @@ class Routes:
     def _endpoint(
         self, form: type[RequestModel], translate: Translate, answer: AnswerType
     ) -> Endpoint:
-        service = self._service
-
-        def constraint(body: bytearray) -> Any:
-            request = translate(self._read(body, form))
-            if isinstance(request, ChatRequest):
-                return chat_constraint(request)
-            return completion_constraint(request)
-
-        def job(body: bytearray, llm: LLM) -> Job:
+        def read(body: bytearray) -> tuple[Any, Any]:
             given = self._read(body, form)
-            request = translate(given)
-            if isinstance(request, CompletionRequest):
-                return completion_job(request, llm, service.options)
-            job = chat_job(request, llm, service.options)
             if isinstance(given, responses.ResponsesRequest):
-                job = replace(job, request=responses.repeated_fields(given))
-            return job
+                return translate(given), responses.repeated_fields(given)
+            return translate(given), None
 
-        return Endpoint(constraint, job, lambda job, llm: answer(service.name, job, llm.tokenizer))
+        name = self._service.name
+        return Endpoint(read, lambda head, repeated: answer(name, head, repeated))
 
     def _read(self, body: bytearray, form: type[_R]) -> _R:
         request = read_request(body, form)
@@ -191,10 +166,13 @@ class Routes:
         response: type[ResponseModel],
         compute: Callable[[_R, LLM], ResponseModel],
     ) -> None:
+        """Add a route that generates nothing. compute: a module's function, as the engine's process
+        imports it."""
+
         async def answer(request: Request) -> Response:
             check_content_type(request)
             result = await self._service.compute(
-                request, lambda body, llm: compute(self._read(body, form), llm)
+                request, lambda body: self._read(body, form), compute
             )
             return JsonResponse(result)
 
@@ -206,6 +184,12 @@ class Routes:
             openapi_extra=takes(form),
             operation_id=path.strip("/"),
         )
+
+
+def count_tokens(body: messages.CountRequest, llm: LLM) -> TokenCount:
+    """Return the number of a conversation's tokens. Raises ApiError, SpecdecError."""
+    chat = messages.messages_chat(body)
+    return TokenCount(input_tokens=len(conversation_ids(chat, llm, offered_tool_fields(chat))))
 
 
 def _errors(path: str) -> Responses:

@@ -1,27 +1,27 @@
-"""Life of the server: it listens while the model is loaded, serves, drains, and ends."""
+"""Life of the server: it listens while the engine loads the model, serves, drains, and ends."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
 from offload.errors import SpecdecError
-from specdec.api import LLM
 from specdec.serve.admission import DRAINING
 from specdec.serve.app import make_app
 from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
+from specdec.serve.process.child import Start
+from specdec.serve.process.client import EngineClient
+from specdec.serve.process.supervisor import Supervisor
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
@@ -33,6 +33,14 @@ _CANCEL_SECONDS = 5.0
 
 class ServeError(SpecdecError):
     """The server cannot listen."""
+
+
+class HowEnded(NamedTuple):
+    """How a server ended: the signal, or the exit code of an engine that could not load the model
+    and has said why; 0 otherwise."""
+
+    signal: int = 0
+    load_error: int = 0
 
 
 class IdleConnections:
@@ -74,7 +82,7 @@ class Serving:
 
     Args:
         names: names that clients know the model by.
-        load: returns the LLM; called in a thread of its own.
+        start: starts the engine's process.
         say: prints a line for whoever runs the server.
         logs_requests: whether each request is a line, too.
     """
@@ -83,29 +91,27 @@ class Serving:
         self,
         options: ServeOptions,
         names: Sequence[str],
-        load: Callable[[], LLM],
+        start: Start,
         say: Callable[[str], None],
         *,
         is_debug: bool = False,
         logs_requests: bool = False,
     ) -> None:
-        self._options, self._names, self._load = options, names, load
+        self._options, self._names, self._start = options, names, start
         self._name = names[0]
         self._print = say
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
-        self._error: BaseException | None = None
+        self._code: int | None = None  # of an engine that could not load the model
         self._signal = 0
 
-    def run(self) -> int:
-        """Serve until a signal comes; returns its number. Raises what loading raised."""
-        # Its warnings quote clients' schemas.
-        logging.getLogger("specdec.grammar").setLevel(logging.ERROR)
+    def run(self) -> HowEnded:
+        """Serve until a signal comes. Raises ServeError."""
         with _listening(self._options) as listener:
             asyncio.run(self._serve(listener))
-        if self._error is not None:
-            raise self._error
-        return self._signal
+        if self._code is None or self._signal:
+            return HowEnded(signal=self._signal)
+        return HowEnded(load_error=self._code)
 
     def _say(self, line: str) -> None:
         """Print a line. A closed pipe or a full disk must not keep the server from ending."""
@@ -117,7 +123,7 @@ class Serving:
         self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
 
     async def _serve(self, listener: socket.socket) -> None:
-        self._service = Service(self._options, self._names, self._say)
+        self._service = Service(self._options, self._names)
         log = self._log if self._logs_requests else None
         app = make_app(self._service, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
@@ -131,24 +137,33 @@ class Serving:
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._say(f"loading {self._name}; {self._url}/health tells when it is there")
-        threading.Thread(target=self._load_it, name="specdec-load", daemon=True).start()
+        limit = self._options.engine_timeout
+        self._supervisor = Supervisor(self._start, self, self._say, limit)
+        supervising = self._loop.create_task(self._supervise())
         await serving
+        self._supervisor.end()
+        await supervising
 
-    def _load_it(self) -> None:
+    async def _supervise(self) -> None:
         try:
-            llm = self._load()
-        except BaseException as error:
-            self._error = error
-            self._loop.call_soon_threadsafe(self._stop)
-        else:
-            self._loop.call_soon_threadsafe(self._open, llm)
+            self._code = await self._supervisor.run()
+        except BaseException:
+            self._stop()
+            raise
+        if self._code is not None:
+            self._stop()
 
-    def _open(self, llm: LLM) -> None:
-        if self._service.limiter.state == DRAINING:
-            return
-        self._service.open(llm)
+    def open(self, engine: EngineClient) -> None:
+        """Serve with this engine from now on."""
+        self._service.open(engine)
         self._say(f"ready: {self._name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
+
+    def lose(self, *, is_final: bool) -> None:
+        """Serve nothing until the next engine is loaded."""
+        self._service.lose(is_final=is_final)
+        if not is_final:
+            self._service.metrics.engine_restarts.inc()
 
     def _stop(self) -> None:
         self._server.should_exit = True

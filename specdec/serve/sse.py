@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
@@ -20,19 +20,29 @@ class ClientGone(Exception):
 class EventStream(StreamingResponse):
     """Response that is sent as it is generated, until its end or until the client disconnects.
 
-    on_end: called once, however it ends.
+    on_end: called once, however it ends. seconds: time that a client may take to read one part.
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], media_type: str, on_end: Callable[[], None]
+        self,
+        events: AsyncIterator[bytes],
+        media_type: str,
+        on_end: Callable[[], None],
+        seconds: float,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type=media_type)
-        self._on_end = on_end
+        self._on_end, self._seconds = on_end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                await asyncio.wait_for(send(message), self._seconds)
+            except asyncio.TimeoutError:
+                raise ClientGone from None
+
         try:
-            await unless_gone(receive, self.stream_response(send))
+            await unless_gone(receive, self.stream_response(send_in_time))
         except ClientGone:
             pass
         finally:

@@ -39,7 +39,7 @@ _MEASURED_BLOCKS = 32
 """Blocks of a window in one pass when they are measured."""
 _NUM_LAYERS = 2
 _MAX_STATES = 5
-_LAYERS_PER_STATE = 3
+_LAYERS_PER_STATE = 4
 
 
 class DFlashDraft(TargetHead):

@@ -1,7 +1,8 @@
 """Modules run as programs in forks of one process, so that they start at no cost. It has imported
 torch, transformers and the server.
 
-The start and exit of an interpreter are left out: tests of those start their own.
+The start and exit of an interpreter are left out: tests of those start their own. The engine of a
+server is a fork of the server's process in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +39,54 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], *streams: Connecti
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = list(argv)
+    _fork_engines()
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _fork_engines() -> None:
+    """Let a server of this process fork its engine."""
+    if "specdec.serve.run" in sys.modules:
+        import specdec.cli.commands.serve as command
+
+        command.starter = lambda argv, _: partial(_ForkedEngine, argv[3:])
+
+
+class _ForkedEngine:
+    """The members of subprocess.Popen that a supervisor uses. argv: of the command line."""
+
+    def __init__(self, argv: Sequence[str], theirs: Any, more: Mapping[str, str]) -> None:
+        parent = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            code = 1
+            try:
+                number = theirs.fileno()
+                os.closerange(3, number)
+                os.closerange(number + 1, 1 << 16)
+                code = _engine_code(argv, parent, more)
+            finally:
+                os._exit(code)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def _engine_code(argv: Sequence[str], parent: int, more: Mapping[str, str]) -> int:
+    from offload.process.enter import die_with
+    from specdec.cli.entry import main
+
+    signal.set_wakeup_fd(-1)  # the server's loop had set it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    die_with(parent)
+    os.environ.update(more)
+    code = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], *streams: Connection) -> Any:

@@ -12,6 +12,7 @@ from tiny_pair import save_model
 import specdec
 from specdec import LLM, AsyncLLM
 from specdec.checks import ConfigError
+from specdec.engine.outputs import PromptProgress
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -42,6 +43,21 @@ def test_chunks_add_up_to_the_result(llm: LLM) -> None:
         assert sum((chunk.token_ids for chunk in chunks), ()) == stream.result.token_ids
         assert stream.result.finish_reason == "length"
         assert all(chunk.logprobs is None for chunk in chunks)
+
+    run(work())
+
+
+def test_progress_of_a_long_prompt(llm: LLM) -> None:
+    async def work() -> None:
+        received: list[PromptProgress] = []
+        prompt = [1 + i % 50 for i in range(300)]
+        stream = AsyncLLM(llm).stream(prompt, max_tokens=2)
+        stream.on_progress = received.append
+        assert [chunk async for chunk in stream]
+        assert {part.num_prompt_tokens for part in received} == {300}
+        counts = [part.num_processed for part in received]
+        assert counts == sorted(counts)
+        assert (received[0].num_cached, counts[-1]) == (0, 300)
 
     run(work())
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from offload.process.memory import count_companion
 from specdec.cli import options
+from specdec.cli.enforce import child_environment
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ChatLoad, Serving, with_options
 from specdec.cli.loading import open_model, run_again_enforced
@@ -17,9 +19,10 @@ from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import SHOWN, say
 from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
+from specdec.serve.process.child import starter, take_marker
 
 if TYPE_CHECKING:
-    from specdec.api import LLM
+    from specdec.serve.run import Serving as Run
 
 
 @with_options
@@ -31,36 +34,53 @@ def serve(
     verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP: a chat page, and the APIs of OpenAI, Anthropic and Ollama."""
+    marker = take_marker()
+    if marker is not None:
+        _run_engine(server, load, *marker, is_debug=wants_debug(context.obj.argv))
+        return
     server.key()  # before anything is started
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    # Imported first: its memory counts as used when the plan is made.
     run = _import_server()
-    with ExitStack() as stack:
-
-        def open_it() -> LLM:
-            llm = stack.enter_context(open_model(load, load))
-            note_plain_transcript(llm)
-            note_embedded(load.model)
-            return llm
-
-        is_debug = wants_debug(context.obj.argv)
-        shows = {"is_debug": is_debug, "logs_requests": SHOWN.plan}
-        number = run(server, _names(server, load), open_it, say, **shows).run()
-    if number == signal.SIGINT:
+    argv = context.obj.argv
+    # The engine is the same command: so it reads the same options and settings.
+    start = starter([sys.executable, "-m", "specdec", *argv], child_environment())
+    names = _names(server, load)
+    shows = {"is_debug": wants_debug(argv), "logs_requests": SHOWN.plan}
+    ended = run(server, names, start, say, **shows).run()
+    if ended.load_error:
+        raise typer.Exit(ended.load_error)
+    if ended.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-def _import_server() -> type:
+def _run_engine(
+    server: ServeOptions, load: RunOptions, number: int, server_bytes: int, *, is_debug: bool
+) -> None:
+    """Be the engine of a server. number: of the socket. server_bytes: memory of its process."""
+    from specdec.serve.process.host import EngineHost
+    from specdec.serve.process.messages import MessageSocket
+    from specdec.serve.process.translation import Log
+
+    count_companion(server_bytes)
+    host = EngineHost(MessageSocket(number), server, Log(say, is_debug))
+    host.start()
+    with open_model(load, load) as llm:
+        note_plain_transcript(llm)
+        note_embedded(load.model)
+        host.run(llm)
+
+
+def _import_server() -> type[Run]:
     try:
-        from specdec.serve.run import Serving as Run
+        from specdec.serve.run import Serving
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("specdec", "offload", "backends"):
             raise
         raise options.OptionError(
             f"specdec serve needs {error.name}: pip install 'specdec[serve]'"
         ) from error
-    return Run
+    return Serving
 
 
 def _names(server: ServeOptions, load: RunOptions) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import mmap
 import psutil
 
 from offload.process.allocator import give_back_freed
-from offload.process.memory import memory_limit, process_memory
+from offload.process.memory import companion_bytes, memory_limit, process_memory
 from offload.units import format_exactly, parse_bytes
 from specdec.checks import ConfigError
 from specdec.run_options import AUTO
@@ -25,7 +25,8 @@ def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
     """Return (budget in bytes, its origin). Raises ConfigError."""
     limit = memory_limit()
     if memory_budget == AUTO:
-        free_bytes = psutil.virtual_memory().available + process_memory().rss_bytes
+        own_bytes = process_memory().rss_bytes + companion_bytes()
+        free_bytes = psutil.virtual_memory().available + own_bytes
         if free_bytes < limit.n_bytes:
             return free_bytes, "what other processes leave free"
         return limit.n_bytes, limit.source

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
 from backends.contract.source import ModelSource
+from offload.process.memory import companion_bytes
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
 from specdec.drafters.model import level_width
@@ -68,6 +69,8 @@ def parts_of_run(
     kv_tokens: capacity of the target's KV cache; the draft's has the same number of contexts.
     """
     result = Parts()
+    if companion_bytes():
+        result.host["server process"] = companion_bytes()
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
     parallel, sizes = options.max_num_seqs, (ctx_size, kv_tokens)
     _add_model(result, "target", target, is_on_gpu, sizes, num_tokens, n_nodes, parallel)

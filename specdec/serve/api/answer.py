@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from specdec.serve.events import Choice, End, Event, Failure, Finish, Step, Usage
-from specdec.serve.jobs import Job
+from specdec.serve.events import Choice, End, Event, Failure, Finish, Progress, Step, Usage
+from specdec.serve.jobs import JobHead
 from specdec.serve.responses import ResponseModel
-from specdec.text.contract import TokenSpeller
 
 Frames = Iterator[ResponseModel]
 
@@ -17,15 +17,15 @@ class Answer(ABC):
     """Answer of one route to one request.
 
     media_type, ping and closing are those of its streams: ping is sent while nothing happens,
-    closing at the end.
+    closing at the end. request: fields of the request that the answer repeats.
     """
 
     media_type = "text/event-stream"
     ping = b": still computing\n\n"  # a comment: clients skip it
     closing = b""
 
-    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
-        self.model, self.job, self.tokenizer = model, job, tokenizer
+    def __init__(self, model: str, job: JobHead, request: Any = None) -> None:
+        self.model, self.job, self.request = model, job, request
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> ResponseModel: ...
@@ -36,6 +36,10 @@ class Answer(ABC):
 
     @abstractmethod
     def step(self, step: Step) -> Frames: ...
+
+    def progress(self, progress: Progress) -> Frames:
+        """Yield the prompt's progress, if the request asked for it and the API has it."""
+        return iter(())
 
     @abstractmethod
     def finish(self, finish: Finish) -> Frames: ...
@@ -52,6 +56,8 @@ class Answer(ABC):
         match event:
             case Step():
                 yield from self.step(event)
+            case Progress():
+                yield from self.progress(event)
             case Finish():
                 yield from self.finish(event)
             case End(usage):

@@ -51,7 +51,7 @@ NEUTRAL: Mapping[str, tuple[Collection[Any], str]] = {
 HINTS = frozenset(
     "store metadata service_tier user verbosity cache_control prompt_cache_key prediction "
     "prompt_cache_retention prompt_cache_options safety_identifier id_slot slot_id n_keep "
-    "n_discard request_id mm_processor_kwargs return_progress response_fields keep_alive "
+    "n_discard request_id mm_processor_kwargs response_fields keep_alive "
     "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n "
     "dry_sequence_breakers xtc_threshold dynatemp_exponent length_penalty "
     "spaces_between_special_tokens detokenize stream_obfuscation betas client_metadata".split()
@@ -184,3 +184,4 @@ class Sampling(ConstraintFields):
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     timings_per_token: bool | None = None  # llama.cpp's: every event of a stream has `timings`
+    return_progress: bool | None = None  # llama.cpp's: a stream tells of the prompt's progress

@@ -23,9 +23,8 @@ from specdec.serve.events import (
     Step,
     Usage,
 )
-from specdec.serve.jobs import Job
+from specdec.serve.jobs import JobHead
 from specdec.serve.responses import Count, ResponseModel
-from specdec.text.contract import TokenSpeller
 
 Fields = dict[str, Any]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -71,8 +70,8 @@ class MessagesAnswer(Answer):
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
-        super().__init__(model, job, tokenizer)
+    def __init__(self, model: str, job: JobHead, request: Any = None) -> None:
+        super().__init__(model, job, request)
         self._id = f"msg_{secrets.token_hex(12)}"
         self._num_blocks, self._open_type = 0, ""
         self._end: Finish | None = None
@@ -87,8 +86,7 @@ class MessagesAnswer(Answer):
         return f"event: {kind}\n".encode() + super().encode(frame)
 
     def begin(self) -> Frames:
-        num_tokens = sum(map(len, self.job.prompts))
-        usage = Usage(num_tokens, 0, 0, 0, 0, 0, {})
+        usage = Usage(self.job.num_prompt_tokens, 0, 0, 0, 0, 0, {})
         message = self._message([], None, usage).model_dump()
         yield MessagesEvent.of("message_start", message=message)
 

@@ -18,9 +18,8 @@ from specdec.serve.events import (
     Step,
     Usage,
 )
-from specdec.serve.jobs import Job
+from specdec.serve.jobs import JobHead
 from specdec.serve.responses import ResponseModel, to_json
-from specdec.text.contract import TokenSpeller
 
 _NANOSECONDS = 1_000_000  # in a millisecond
 
@@ -84,8 +83,8 @@ class OllamaChatAnswer(Answer):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
-        super().__init__(model, job, tokenizer)
+    def __init__(self, model: str, job: JobHead, request: Any = None) -> None:
+        super().__init__(model, job, request)
         self._calls = Content()
         self._end: Finish | None = None
 

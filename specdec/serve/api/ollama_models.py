@@ -39,8 +39,8 @@ def add_ollama_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/ps", responses=_ERRORS | gives(OllamaModels, "The loaded model"))
     async def ps() -> Response:
-        llm = service.llm.llm
-        return JsonResponse(models(expires_at=_NEVER, context_length=llm.max_context))
+        length = service.model.max_context
+        return JsonResponse(models(expires_at=_NEVER, context_length=length))
 
     @app.get("/api/version", responses=_ERRORS | gives(OllamaVersion, "The version"))
     async def version() -> Response:
@@ -80,18 +80,17 @@ def _model(service: Service, name: str, **more: Any) -> OllamaModel:
 
 
 def _shown(service: Service) -> OllamaShow:
-    llm = service.llm.llm
-    form = llm.tokenizer.chat_format
+    model = service.model
     return OllamaShow(
         modelfile="",
         parameters="",
-        template=form.template or "",
+        template=model.chat_template,
         details=_details(),
         model_info={
             "general.architecture": "specdec",
             "general.basename": service.name,
-            "specdec.context_length": llm.max_context,
+            "specdec.context_length": model.max_context,
         },
-        capabilities=["completion", *(["tools"] if form.knows_tools else [])],
+        capabilities=["completion", *(["tools"] if model.knows_tools else [])],
         modified_at=as_time(service.created),
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.async_llm import AsyncChunk
 from specdec.dialogue.deltas import (
     Delta,
     ReasoningDelta,
@@ -17,20 +16,17 @@ from specdec.dialogue.deltas import (
     ToolCallArguments,
     ToolCallBegin,
 )
-from specdec.engine.outputs import CompletionOutput
 from specdec.serve import responses
 from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.events import (
     Choice,
     Finish,
+    Progress,
     Step,
     Usage,
 )
-from specdec.serve.jobs import Job
+from specdec.serve.jobs import JobHead
 from specdec.serve.responses import Chunk
-from specdec.text.contract import TokenSpeller
-from specdec.text.logprobs import chat_logprobs, completion_logprobs
-from specdec.text.token_strings import TokenStrings
 
 Fields = Mapping[str, Any]
 
@@ -44,15 +40,14 @@ class OpenAiAnswer(Answer):
     """Model of a whole answer, and its `object`."""
     chunk: tuple[type[Chunk], str]
 
-    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
-        super().__init__(model, job, tokenizer)
+    def __init__(self, model: str, job: JobHead, request: Any = None) -> None:
+        super().__init__(model, job, request)
         self._envelope: Fields = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"specdec-{__version__}",
         }
-        self._token_strings: dict[int, TokenStrings] = {}
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Fields:
@@ -62,16 +57,12 @@ class OpenAiAnswer(Answer):
     def _part(self, deltas: Sequence[Delta]) -> Fields:
         """Return the choice of an event with these deltas, all but its index."""
 
-    @abstractmethod
-    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
-        """Return log-probabilities of a part that has some, in the endpoint's shape."""
-
     def whole(self, choices: Sequence[Choice], usage: Usage) -> responses.ResponseModel:
         model, kind = self.response
         fields = [
             {
                 "index": choice.index,
-                "logprobs": self._logprobs(choice.index, choice.output),
+                "logprobs": choice.logprobs,
                 **self._choice(choice),
                 "finish_reason": choice.finish.reason,
                 **_note(choice.finish),
@@ -82,13 +73,22 @@ class OpenAiAnswer(Answer):
         return model.model_validate({**body, "usage": openai_usage(usage)})
 
     def step(self, step: Step) -> Frames:
-        logprobs = None if step.chunk is None else self._logprobs(step.choice, step.chunk)
-        if step.deltas or logprobs or (self.job.tells_draft and step.chunk is not None):
-            choice = {**self._part(step.deltas), "logprobs": logprobs, "finish_reason": None}
+        if step.deltas or step.logprobs or step.draft is not None:
+            choice = {**self._part(step.deltas), "logprobs": step.logprobs, "finish_reason": None}
             event = self._event(step.choice, choice, step.usage)
-            if self.job.tells_draft and step.chunk is not None:
-                strings = [delta.text for delta in step.deltas if isinstance(delta, TextDelta)]
-                event.draft = self._draft(step.chunk, len("".join(strings)))
+            if step.draft is not None:
+                event.draft = responses.Draft(**step.draft)
+            yield event
+
+    def progress(self, progress: Progress) -> Frames:
+        if self.job.tells_progress:
+            event = self._event(0, {**self._part([]), "logprobs": None, "finish_reason": None})
+            event.prompt_progress = responses.PromptProgress(
+                total=progress.total,
+                cache=progress.cache,
+                processed=progress.processed,
+                time_ms=1000 * progress.seconds,
+            )
             yield event
 
     def finish(self, finish: Finish) -> Frames:
@@ -111,25 +111,6 @@ class OpenAiAnswer(Answer):
         if usage is not None:
             event.timings = responses.Timings(**usage.timings)
         return event
-
-    def _logprobs(self, choice: int, part: CompletionOutput | AsyncChunk) -> Fields | None:
-        if part.logprobs is None or not part.token_ids:
-            return None
-        if choice not in self._token_strings:
-            prompt_ids = self.job.prompts[choice // self.job.n_per_prompt]
-            self._token_strings[choice] = TokenStrings(self.tokenizer, prompt_ids)
-        return self._logprobs_of(self._token_strings[choice], part)
-
-    def _draft(self, chunk: AsyncChunk, num_characters: int) -> responses.Draft:
-        """Return how much of an event was drafted: all but the last token of a forward pass."""
-        n_accepted = max(len(chunk.token_ids) - 1, 0)
-        data = b"".join(map(self.tokenizer.token_bytes, chunk.token_ids[:n_accepted]))
-        accepted = data.decode("utf-8", errors="ignore")
-        return responses.Draft(
-            n_tokens=len(chunk.token_ids),
-            n_accepted=n_accepted,
-            n_accepted_characters=min(len(accepted), num_characters),
-        )
 
 
 class ChatAnswer(OpenAiAnswer):
@@ -168,10 +149,6 @@ class ChatAnswer(OpenAiAnswer):
         calls = list(_call_deltas(deltas))
         return {"delta": {**fields, **({"tool_calls": calls} if calls else {})}}
 
-    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
-        n_top = self.job.params.n_top_logprobs
-        return chat_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs, n_top)
-
 
 class CompletionAnswer(OpenAiAnswer):
     id_prefix = "cmpl-"
@@ -191,9 +168,6 @@ class CompletionAnswer(OpenAiAnswer):
 
     def _part(self, deltas: Sequence[Delta]) -> Fields:
         return {"text": "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))}
-
-    def _logprobs_of(self, strings: TokenStrings, part: Any) -> Fields:
-        return completion_logprobs(strings, part.token_ids, part.logprobs, part.top_logprobs)
 
 
 def _call_deltas(deltas: Sequence[Delta]) -> Iterator[Fields]:

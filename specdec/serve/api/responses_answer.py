@@ -24,11 +24,8 @@ from specdec.serve.events import (
     ToolCallContent,
     Usage,
 )
-from specdec.serve.jobs import Job
+from specdec.serve.jobs import JobHead
 from specdec.serve.responses import Count, ResponseModel
-from specdec.text.contract import TokenSpeller
-from specdec.text.logprobs import chat_logprobs
-from specdec.text.token_strings import TokenStrings
 
 Fields = dict[str, Any]
 
@@ -71,20 +68,19 @@ class ResponsesEvent(ResponseModel):
 class ResponsesAnswer(Answer):
     """Answer of one sequence, as items: reasoning, messages and calls."""
 
-    def __init__(self, model: str, job: Job, tokenizer: TokenSpeller) -> None:
-        super().__init__(model, job, tokenizer)
+    def __init__(self, model: str, job: JobHead, request: Any = None) -> None:
+        super().__init__(model, job, request)
         self._id, self._created = f"resp_{secrets.token_hex(24)}", int(time.time())
-        self._request: ResponsesRequest = job.request
+        self._request: ResponsesRequest = request
         self._number = -1
         self._items: list[Fields] = []
         self._is_open = False
         self._end: Finish | None = None
-        self._strings = TokenStrings(tokenizer, job.prompts[0])
         self._logprobs: list[Any] = []
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> ResponseModel:
         choice = choices[0]
-        logprobs = self._of_tokens(choice.output)
+        logprobs = _of_tokens(choice.logprobs)
         items = [_item(kind, value) for kind, value in choice.content.parts]
         messages = [item for item in items if item["type"] == "message"]
         if messages and logprobs:
@@ -101,8 +97,7 @@ class ResponsesAnswer(Answer):
             yield self._event(kind, response=self._response().model_dump())
 
     def step(self, step: Step) -> Frames:
-        if step.chunk is not None:
-            self._logprobs += self._of_tokens(step.chunk)
+        self._logprobs += _of_tokens(step.logprobs)
         for delta in step.deltas:
             yield from self._delta(delta)
 
@@ -186,15 +181,6 @@ class ResponsesAnswer(Answer):
         self._number += 1
         return ResponsesEvent(type=kind, sequence_number=self._number, **fields)
 
-    def _of_tokens(self, part: Any) -> list[Any]:
-        if part.logprobs is None or not part.token_ids:
-            return []
-        n_top = self.job.params.n_top_logprobs
-        spelled = chat_logprobs(
-            self._strings, part.token_ids, part.logprobs, part.top_logprobs, n_top
-        )
-        return list(spelled["content"])
-
     # --- the response --------------------------------------------------------------------------
 
     def _response(self, end: Finish | None = None, usage: Usage | None = None) -> ResponseObject:
@@ -222,16 +208,20 @@ class ResponsesAnswer(Answer):
             previous_response_id=None,
             reasoning={} if body.reasoning is None else body.reasoning.model_dump(),
             store=False,
-            temperature=self.job.params.temperature,
+            temperature=self.job.temperature,
             text={"format": {"type": "text"}}
             if body.text is None or body.text.format is None
             else body.text.model_dump(exclude_none=True, by_alias=True),
             tool_choice=(choice or "auto") if not hasattr(choice, "model_dump") else choice,
             tools=tools,
-            top_p=self.job.params.top_p,
+            top_p=self.job.top_p,
             truncation="disabled",
             usage=None if usage is None else _usage(usage),
         )
+
+
+def _of_tokens(logprobs: Any) -> list[Any]:
+    return [] if logprobs is None else list(logprobs["content"])
 
 
 def _item(kind: str, value: Any) -> Fields:

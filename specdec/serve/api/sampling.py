@@ -149,4 +149,5 @@ def stream_fields(body: Sampling) -> dict[str, Any]:
         "tells_usage": given is not None and bool(given.include_usage),
         "tells_draft": given is not None and bool(given.include_draft),
         "tells_timings": bool(body.timings_per_token),
+        "tells_progress": bool(body.return_progress),
     }

@@ -12,6 +12,7 @@ from specdec.serve.api.chat import MAX_MESSAGES, MAX_TOOLS, ConversationFields, 
 from specdec.serve.api.conversation import functions
 from specdec.serve.errors import bad_request
 from specdec.serve.jobs import conversation_ids, conversation_text
+from specdec.serve.process.messages import ServedModel
 from specdec.serve.responses import Count, ResponseModel
 
 
@@ -134,20 +135,17 @@ def apply_template(body: TemplateRequest, llm: LLM) -> TemplateResponse:
     return TemplateResponse(prompt=conversation_text(body, llm))
 
 
-def properties(name: str, llm: LLM) -> Properties:
+def properties(name: str, model: ServedModel) -> Properties:
     """Return the properties; the model's path is its name, as paths are nobody's business."""
-    tokenizer = llm.tokenizer
-    special = tokenizer.template_tokens
-    ends = [tokenizer.token_name(i) for i in tokenizer.eos_token_ids]
-    settings = {"n_ctx": llm.max_context, "params": {"temperature": 1.0, "n_predict": -1}}
+    settings = {"n_ctx": model.max_context, "params": {"temperature": 1.0, "n_predict": -1}}
     return Properties(
         default_generation_settings=settings,
-        total_slots=llm.session.options.parallel or 1,
+        total_slots=model.num_slots,
         model_alias=name,
         model_path=name,
         modalities={"vision": False, "audio": False},
-        chat_template=tokenizer.chat_format.template or "",
-        bos_token=str(special.get("bos_token") or ""),
-        eos_token=str(special.get("eos_token") or next(iter(ends), "")),
+        chat_template=model.chat_template,
+        bos_token=model.bos_token,
+        eos_token=model.eos_token,
         build_info="specdec",
     )

@@ -156,6 +156,12 @@ class Metrics {
   }
 }
 
+function showProgress({ total, processed }) {
+  $("state").textContent = processed < total
+    ? `reading the prompt: ${Math.floor((100 * processed) / total)} % of ${total} tokens`
+    : "answering";
+}
+
 // --- an answer ---------------------------------------------------------------------------------
 
 function requestBody() {
@@ -165,6 +171,7 @@ function requestBody() {
     stream: true,
     stream_options: { include_usage: true, include_draft: true },
     timings_per_token: true,
+    return_progress: true,
   };
   if (given.system.trim()) body.messages.unshift({ role: "system", content: given.system });
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
@@ -213,6 +220,7 @@ async function answer() {
     if (!reply.ok) throw new Error((await reply.json()).error.message);
     for await (const event of events(reply)) {
       if (event.error) throw new Error(event.error.message);
+      if (event.prompt_progress) showProgress(event.prompt_progress);
       if (event.draft) metrics.addPass(event.draft);
       if (event.timings) metrics.show(event.timings);
       if (event.usage) metrics.finish(event.timings);

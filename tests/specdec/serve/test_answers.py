@@ -73,14 +73,14 @@ def sent(response: ResponseModel) -> dict[str, Any]:
 
 def whole(kind: type[Answer], job: Job, actual: GenerationResult) -> dict[str, Any]:
     """Return a whole answer as a client gets it."""
-    events = OutputEvents(job, lambda: output_parser(job, Letters()), lambda: [actual])
-    return sent(kind("m", job, Letters()).whole(events.whole(), events.usage))
+    events = OutputEvents(job, Letters(), lambda: output_parser(job, Letters()), lambda: [actual])
+    return sent(kind("m", job.head, RESPONSES).whole(events.whole(), events.usage))
 
 
 def frames(kind: type[Answer], job: Job, actual: GenerationResult, size: int) -> list[Any]:
     """Return all events of an output that came in chunks, as a client gets them."""
-    events = OutputEvents(job, lambda: output_parser(job, Letters()), lambda: [actual])
-    answer, text = kind("m", job, Letters()), actual.text
+    events = OutputEvents(job, Letters(), lambda: output_parser(job, Letters()), lambda: [actual])
+    answer, text = kind("m", job.head, RESPONSES), actual.text
     made = list(answer.begin())
     for i in range(0, len(text), size):
         read_chunk = text[i : i + size]
@@ -186,7 +186,7 @@ def test_a_probability_of_nothing_is_a_number() -> None:
     nothing = {"logprobs": (float("-inf"),), "top_logprobs": ({97: float("-inf")},)}
     chat = whole(ChatAnswer, job(), result("a", **nothing))
     assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
-    plain = whole(CompletionAnswer, job(), result("a", **nothing))
+    plain = whole(CompletionAnswer, job(has_chat_logprobs=False), result("a", **nothing))
     assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
 
 
@@ -201,9 +201,9 @@ def test_a_cut_by_the_context_is_reported() -> None:
 
 
 def test_offsets_of_a_stream_go_on() -> None:
-    asked = job(n_copies=2)
-    events = OutputEvents(asked, lambda: output_parser(asked, Letters()), list)
-    answer = CompletionAnswer("m", asked, Letters())
+    asked = job(n_copies=2, has_chat_logprobs=False)
+    events = OutputEvents(asked, Letters(), lambda: output_parser(asked, Letters()), list)
+    answer = CompletionAnswer("m", asked.head)
     for choice in (1, 0):
         actual = []
         for read_chunk in ("aé", "中b"):
@@ -219,7 +219,7 @@ RESPONSES = ResponsesRequest(input="hi")
 
 def test_a_call_in_every_shape() -> None:
     actual, tools = result(f"Wait.\n{CALL}"), {"tools": ("add",)}
-    response = whole(ResponsesAnswer, job(request=RESPONSES, **tools), actual)
+    response = whole(ResponsesAnswer, job(**tools), actual)
     message, call = response["output"]
     assert message["content"][0]["text"] == "Wait."
     assert (call["type"], call["name"], json.loads(call["arguments"])) == (
@@ -237,7 +237,7 @@ def test_a_call_in_every_shape() -> None:
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_a_streamed_call_in_every_shape(size: int) -> None:
     actual, tools = result(f"Wait.\n{CALL}"), {"tools": ("add",)}
-    events = frames(ResponsesAnswer, job(request=RESPONSES, **tools), actual, size)
+    events = frames(ResponsesAnswer, job(**tools), actual, size)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert events[-1]["response"]["output"] == done
@@ -265,8 +265,8 @@ def test_a_stop_string_can_be_a_part_of_the_text() -> None:
 
 def test_a_failure_has_the_shape_of_its_api() -> None:
     failure = Failure(bad_request("no"))
-    asked = job(request=RESPONSES)
-    last = {kind: [sent(f) for f in kind("m", asked, Letters()).write(failure)][-1] for kind in (
+    head = job().head
+    last = {kind: [sent(f) for f in kind("m", head, RESPONSES).write(failure)][-1] for kind in (
         ChatAnswer, ResponsesAnswer, MessagesAnswer, OllamaChatAnswer
     )}  # fmt: skip
     assert last[ChatAnswer]["error"]["message"] == "no"

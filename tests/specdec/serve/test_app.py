@@ -45,7 +45,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It used to be plain text, on which JSON clients fail."""
-    service = Service(ServeOptions(), ["m"], print)
+    service = Service(ServeOptions(), ["m"])
 
     def fail() -> bytes:
         raise RuntimeError("the text of a prompt")
@@ -63,7 +63,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
 
 def test_head_is_answered_as_get() -> None:
     """Monitoring programs use it; the application's host drops the body."""
-    app = make_app(Service(ServeOptions(), ["m"], print), None)
+    app = make_app(Service(ServeOptions(), ["m"]), None)
     for method in ("GET", "HEAD"):
         assert get(app, "/health", method)[0]["status"] == 503
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405

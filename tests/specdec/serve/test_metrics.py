@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
 from specdec.serve.metrics import Metrics
+from specdec.serve.process.messages import Beat
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -23,15 +24,17 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def test_engine_metrics_are_read_and_not_counted_again() -> None:
-    reported = [EngineStats()]
+    reported = [Beat(EngineStats(), 0)]
     metrics = Metrics(AdmissionLimiter(4), lambda: reported[0])
     assert samples(metrics)["specdec_passes_total"] == 0
-    reported[0] = EngineStats(
+    stats = EngineStats(
         passes=3, drafted_tokens=7, kv_shared_bytes=4096, preempted=2, accepted_by_depth=(5, 1)
     )
+    reported[0] = Beat(stats, 1 << 40)
     metrics.add_sequence(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
     actual = samples(metrics)
     assert actual["specdec_passes_total"] == 3
+    assert actual["specdec_resident_bytes"] > 1 << 40, "the server's own memory counts, too"
     assert actual["specdec_generated_tokens_total"] == 0
     assert actual["specdec_spec_decode_num_draft_tokens_total"] == 7
     assert actual["specdec_spec_decode_num_accepted_tokens_per_pos_total 0"] == 5

@@ -74,6 +74,35 @@ def test_events_with_running_metrics(client: Any) -> None:
     assert all(not hasattr(event, "timings") for event in chat(client, stream=True))
 
 
+def test_progress_of_a_prompt(client: Any) -> None:
+    """llama.cpp's field; the page shows it."""
+    talk = [{"role": "user", "content": "A prompt of its own, of more than one block. " * 6}]
+    options = {"messages": talk, "max_tokens": 4}
+    stream = list(chat(client, **options, stream=True, extra_body={"return_progress": True}))
+    received = [event.prompt_progress for event in stream if hasattr(event, "prompt_progress")]
+    num_tokens = chat(client, **options).usage.prompt_tokens
+    assert [part["total"] for part in received] == [num_tokens] * len(received)
+    assert received[0]["processed"] == received[0]["cache"] < num_tokens
+    assert received[-1]["processed"] == num_tokens
+    assert received[0]["time_ms"] <= received[-1]["time_ms"]
+    first_text = next(i for i, event in enumerate(stream) if event.choices[0].delta.content)
+    assert hasattr(stream[first_text - 1], "prompt_progress"), "before the text"
+
+
+def test_timings_are_those_of_llama_cpp(client: Any) -> None:
+    talk = [{"role": "user", "content": "Asked twice, and found in the cache the second time."}]
+    chat(client, messages=talk, max_tokens=8)
+    answer = chat(client, messages=talk, max_tokens=8)
+    timings = answer.timings
+    assert timings["cache_n"] == answer.usage.prompt_tokens_details.cached_tokens > 0
+    assert timings["prompt_n"] + timings["cache_n"] == answer.usage.prompt_tokens
+    per_token = timings["prompt_per_token_ms"]
+    assert per_token == pytest.approx(timings["prompt_ms"] / timings["prompt_n"])
+    assert timings["prompt_per_second"] == pytest.approx(1000 / per_token)
+    assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 7)
+    assert timings["predicted_per_second"] == pytest.approx(7000 / timings["predicted_ms"])
+
+
 def test_only_an_assistants_message_may_lack_content(client: Any) -> None:
     for role in ("user", "system"):
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\] has no content"):

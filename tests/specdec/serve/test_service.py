@@ -1,4 +1,4 @@
-"""The service without a server: admission, and time limits."""
+"""The service without a server, on an engine that the test plays: admission, and time limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import sys
 import threading
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from offload.errors import SpecdecError
-from offload.storage.direct_io import StorageError
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
@@ -27,11 +24,19 @@ from specdec.sampling.params import SamplingParams
 from specdec.serve import service as services
 from specdec.serve.admission import FAILING, READY, BodyLimiter, RequestBody
 from specdec.serve.api.completions import CompletionRequest
+from specdec.serve.api.openai_answers import CompletionAnswer
 from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import ApiError
-from specdec.serve.jobs import Job, completion_job
+from specdec.serve.events import Step
+from specdec.serve.jobs import Job, JobHead, completion_job
 from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
+from specdec.serve.process import host as hosts
+from specdec.serve.process.client import EngineClient, EngineRequest, StorageFailure
+from specdec.serve.process.generation import Generation
+from specdec.serve.process.host import EngineHost
+from specdec.serve.process.messages import WINDOW, pickled
+from specdec.serve.process.translation import Log
 from specdec.serve.service import Service, _Run
 
 
@@ -41,35 +46,48 @@ def body(content: bytes = b"") -> RequestBody:
     return made
 
 
-def endpoint(read: Any, constraint: Constraint | None = None) -> Endpoint:
-    return Endpoint(lambda content: constraint, read, lambda job, llm: None)  # type: ignore
+def endpoint(read: Any) -> Endpoint:
+    return Endpoint(read, lambda head, repeated: CompletionAnswer("m", head))
 
 
-class Gone:
-    """A request whose client has disconnected."""
+def opened(limits: ServeOptions | None = None) -> Service:
+    """Return a service whose engine takes requests and does nothing."""
+    service = Service(limits or ServeOptions(), ["m"])
+    service.open(EngineClient(lambda: None))
+    return service
 
-    def __init__(self) -> None:
-        self.scope = {BODY: body()}
+
+def host() -> EngineHost:
+    socket: Any = SimpleNamespace(send=lambda message: None)
+    return EngineHost(socket, ServeOptions(), Log(print))
+
+
+class Client:
+    """A request; its client disconnects at once, or never."""
+
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.scope, self._is_gone = {BODY: body(b"{}")}, is_gone
 
     async def receive(self) -> dict[str, Any]:
+        if not self._is_gone:
+            await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
 
 def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> None:
-    """Prompts are read one after the other: those behind a long one are not read yet."""
-    service = Service(ServeOptions(), ["m"], print)
-    service.open(SimpleNamespace(tokenizer=None))  # never called
+    """Bodies are read one after the other: those behind a long one are not read yet."""
+    service = opened()
     may_end = threading.Event()
     asked: list[int] = []
 
     async def ask(number: int) -> int:
-        def read(content: object) -> None:
+        def read(content: object) -> Any:
             asked.append(number)
             may_end.wait(60)
+            return None, None
 
-        made = replace(endpoint(lambda content, llm: None), constraint=read)
-        response = await service.answer(Gone(), made)  # type: ignore[arg-type]
-        return response.status_code
+        client: Any = Client(is_gone=True)
+        return (await service.answer(client, endpoint(read))).status_code
 
     async def work() -> None:
         statuses = await asyncio.gather(*map(ask, range(3)))
@@ -83,27 +101,33 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
     assert asked == [0]
 
 
+def completion(**more: Any) -> bytes:
+    return pickled(CompletionRequest(prompt="x", **more))
+
+
+LLM: Any = SimpleNamespace(
+    tokenizer=SimpleNamespace(encode=lambda text, **options: [1], n_tokens=9), max_context=64
+)
+
+
 def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid schema takes seconds to be refused."""
-    service = Service(ServeOptions(), ["m"], print)
+    made = host()
     has_begun, may_end = threading.Event(), threading.Event()
-    llm: Any = None
 
     def check(constraint: Constraint) -> None:
         has_begun.set()
         may_end.wait(60)
 
-    monkeypatch.setattr(services, "check_cost", check)
-    tried = endpoint(lambda content, llm: 1, Constraint("json_schema", "{}"))
-    free = endpoint(lambda content, llm: 2)
+    monkeypatch.setattr(hosts, "check_cost", check)
 
     async def work() -> None:
-        waiting = asyncio.create_task(service.job(body(), tried, llm))
+        waiting = asyncio.create_task(made.job(completion(json_schema={"title": "a"}), LLM))
         while not has_begun.is_set():
             await asyncio.sleep(0.01)
-        assert await service.job(body(), free, llm) == 2
+        assert (await made.job(completion(), LLM)).params.constraint is None
         may_end.set()
-        assert await waiting == 1
+        assert (await waiting).params.constraint is not None
 
     try:
         asyncio.run(asyncio.wait_for(work(), 30))
@@ -113,20 +137,16 @@ def test_prompts_do_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPat
 
 def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process used to wait for their thread, one after the other."""
-    service = Service(ServeOptions(), ["m"], print)
+    made = host()
     wait = [sys.executable, "-c", "import time; time.sleep(50)"]
     monkeypatch.setattr(trial, "command_of", lambda module: wait)
-    llm: Any = None
-    tried = [
-        endpoint(lambda content, llm: 1, Constraint("json_schema", f'{{"title": "{i}"}}'))
-        for i in range(2)
-    ]
 
     async def work() -> None:
-        waiting = [asyncio.create_task(service.job(body(), item, llm)) for item in tried]
+        tried = [completion(json_schema={"title": f"{i}"}) for i in range(2)]
+        waiting = [asyncio.create_task(made.job(form, LLM)) for form in tried]
         while not trial._RUNNING:
             await asyncio.sleep(0.01)
-        service.cancel_all()
+        made.end_trials()
         done = await asyncio.gather(*waiting, return_exceptions=True)
         assert [getattr(error, "status", None) for error in done] == [503, 503]
 
@@ -135,11 +155,10 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
 
 def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
-    service = Service(ServeOptions(), ["m"], print)
-    service.limiter.state = READY
-    for error, state in ((SpecdecError("no"), READY), (StorageError("gone"), FAILING)):
+    service = opened()
+    for error, state in ((ApiError, READY), (StorageFailure, FAILING)):
         with pytest.raises(ApiError, match="the model failed"), service.translated():
-            raise error
+            raise error(500, "the model failed")
         assert service.limiter.state == state
         assert f'specdec_state{{state="{state}"}} 1.0' in service.metrics.text().decode()
     service.limiter.acquire().release()
@@ -148,41 +167,45 @@ def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
     assert service.limiter.state == READY
 
 
-def test_a_body_is_dropped_once_it_is_read() -> None:
+def test_a_body_is_dropped_once_the_engine_has_read_it() -> None:
     """Parsed, 32 of a megabyte each used to take 350 MiB until their answers ended."""
-    service = Service(ServeOptions(), ["m"], print)
-    bodies = BodyLimiter(100)
-    pinned = RequestBody(bodies)
-    pinned.add(b"x" * 60)
-    llm: Any = None
+    service = opened()
 
     async def work() -> None:
-        read = endpoint(lambda content, llm: bytes(content))
-        assert await service.job(pinned, read, llm) == b"x" * 60
+        client: Any = Client()
+        run = _Run(service, client)
+        beginning = asyncio.create_task(run._begin(endpoint(lambda content: (None, "repeated"))))
+        while not service._requests:
+            await asyncio.sleep(0.01)
+        assert client.scope[BODY].content == b"{}"
+        (asked,) = service._requests
+        asked.put(JobHead())
+        assert await beginning == (JobHead(), "repeated")
+        assert not client.scope[BODY].content
 
     asyncio.run(asyncio.wait_for(work(), 30))
-    assert (bodies.num_bytes, len(pinned.content)) == (0, 0)
 
 
-def test_a_clients_body_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_form_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to stay in the thread's queue, uncounted: behind a schema of seconds, as much as
     anybody sends in that time."""
-    service = Service(ServeOptions(), ["m"], print)
-    may_end, made = threading.Event(), []
-    llm: Any = None
-    monkeypatch.setattr(services, "check_cost", lambda constraint: may_end.wait(60))
+    host_, may_end, made = host(), threading.Event(), []
+    monkeypatch.setattr(hosts, "check_cost", lambda constraint: may_end.wait(60))
+    constrain = hosts.request_constraint
 
-    def read(content: bytearray) -> Constraint:
-        constraint = Constraint("json_schema", "{}")
+    def constraint_of(form: Any) -> Constraint | None:
+        constraint = constrain(form)
         made.append(weakref.ref(constraint))
         return constraint
 
-    tried = replace(endpoint(lambda content, llm: 1), constraint=read)
+    monkeypatch.setattr(hosts, "request_constraint", constraint_of)
 
     async def work() -> None:
-        first = asyncio.create_task(service.job(body(), tried, llm))
-        second = asyncio.create_task(service.job(body(), tried, llm))
-        while not service._trials._work_queue.qsize():
+        first, second = (
+            asyncio.create_task(host_.job(completion(json_schema={"title": f"{i}"}), LLM))
+            for i in range(2)
+        )
+        while not host_._trials._work_queue.qsize():
             await asyncio.sleep(0.01)
         second.cancel()
         await asyncio.wait([second])
@@ -190,7 +213,7 @@ def test_a_clients_body_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
         gc.collect()
         assert [item() is not None for item in made] == [True, False]
         may_end.set()
-        assert await first == 1
+        await first
 
     try:
         asyncio.run(asyncio.wait_for(work(), 30))
@@ -198,30 +221,88 @@ def test_a_clients_body_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
         may_end.set()
 
 
-class Ready:
-    """An output whose next chunk is always ready, as for a client that reads slowly."""
-
-    is_cancelled = False
-
-    def __aiter__(self) -> Ready:
-        return self
-
-    async def __anext__(self) -> AsyncChunk:
-        return AsyncChunk("x", (1,))
+# --- silence ----------------------------------------------------------------------------------
 
 
-def test_a_client_that_reads_slowly_has_no_more_time_than_others() -> None:
-    """The time used to be checked only without a ready chunk, which for such a client is never."""
-    service = Service(ServeOptions(request_timeout=0.01), ["m"], print)
-    service.open(SimpleNamespace(tokenizer=None))  # never called
+async def frames(service: Service, feed: Any) -> list[bytes]:
+    """Return what a stream sends, of an engine that `feed` plays on its request."""
+    run = _Run(service, Client())  # type: ignore[arg-type]
+    asked = run._asked = EngineRequest(lambda: None, lambda num: None)
+    feeding = asyncio.create_task(feed(asked))
+    sent = [data async for data in run._event_bytes(CompletionAnswer("m", JobHead()))]
+    feeding.cancel()
+    return sent
+
+
+def test_a_request_may_take_longer_than_its_silence() -> None:
+    service = opened(ServeOptions(request_timeout=0.2))
+
+    async def feed(asked: EngineRequest) -> None:
+        for _ in range(8):  # 0.4 s in all
+            asked.put(None)
+            await asyncio.sleep(0.05)
+
+    *_, error, end = asyncio.run(frames(service, feed))
+    assert b"nothing came of the request for 0.2 s" in error
+    assert end == b"data: [DONE]\n\n"
+
+
+def test_a_silent_engine_ends_a_request() -> None:
+    service = opened(ServeOptions(request_timeout=0.1))
 
     async def work() -> None:
-        run = _Run(service, Gone())  # type: ignore[arg-type]
-        with pytest.raises(asyncio.TimeoutError):
-            async for _ in run._chunks([Ready()]):
-                pass
+        asked = asyncio.create_task(
+            service.answer(Client(), endpoint(lambda content: (None, None)))  # type: ignore
+        )
+        with pytest.raises(ApiError) as error:
+            await asked
+        assert (error.value.status, error.value.headers["X-Should-Retry"]) == (408, "false")
+        (request,) = service._requests
+        assert request.is_cancelled
+        assert service.limiter.num_requests == 1, "until the engine has ended it"
+        request.end()
+        await asyncio.sleep(0)
+        assert service.limiter.num_requests == 0
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_ping_comes_where_no_byte_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without text used to count as bytes: a proxy cuts such a stream."""
+    monkeypatch.setattr(services, "_PING_SECONDS", 0.1)
+
+    async def feed(asked: EngineRequest) -> None:
+        for _ in range(10):
+            asked.put(Step(0, []))  # text that is withheld
+            await asyncio.sleep(0.03)
+        asked.put(ApiError(500, "the end"))
+
+    sent = asyncio.run(frames(opened(), feed))
+    assert 2 <= sent.count(CompletionAnswer.ping) <= 4
+
+
+def test_a_client_that_reads_slowly_holds_few_values_in_the_server() -> None:
+    """The engine's output waits in the engine, where it takes few bytes."""
+    sent: list[Any] = []
+    socket: Any = SimpleNamespace(send=sent.append)
+    nothing: Any = None
+    generation = Generation(1, nothing, socket, nothing, nothing)
+
+    async def work() -> None:
+        async def send() -> None:
+            for i in range(3 * WINDOW):
+                await generation._capacity()
+                generation._send(i)
+
+        sending = asyncio.create_task(send())
+        await asyncio.sleep(0.01)
+        assert len(sent) == WINDOW
+        generation.take(WINDOW // 4)
+        await asyncio.sleep(0.01)
+        assert len(sent) == WINDOW + WINDOW // 4
+        sending.cancel()
+
+    asyncio.run(work())
 
 
 def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() -> None:
@@ -245,12 +326,20 @@ def test_a_seed_of_minus_one_is_none(seed: int | None, expected: int | None) -> 
     assert job.params.seed == expected
 
 
-class Begun(Ready):
-    has_begun = True
+class Begun:
+    """An output whose next chunk is ready."""
+
+    is_cancelled, has_begun = False, True
     result = GenerationResult((), GenerationStats(passes=3))
 
+    def __aiter__(self) -> Begun:
+        return self
 
-class NotBegun(Ready):
+    async def __anext__(self) -> AsyncChunk:
+        return AsyncChunk("x", (1,))
+
+
+class NotBegun(Begun):
     """An output that waits behind another one of its request."""
 
     has_begun = False
@@ -266,14 +355,13 @@ class NotBegun(Ready):
 
 def test_running_metrics_are_of_the_sequences_that_have_begun() -> None:
     """The stream used to end with a 500 if another output had not begun."""
-    service = Service(ServeOptions(), ["m"], print)
-    service.open(SimpleNamespace(tokenizer=None))  # never called
     job = Job(([1], [2]), SamplingParams(), tells_timings=True)
+    nothing: Any = None
 
     async def work() -> None:
-        run = _Run(service, Gone())  # type: ignore[arg-type]
-        run._streams = [Begun(), NotBegun()]  # type: ignore[list-item]
-        event: Any = await run._events(job).__anext__()
+        generation = Generation(1, nothing, nothing, nothing, nothing)
+        generation._streams = [Begun(), NotBegun()]  # type: ignore[list-item]
+        event: Any = await generation._events(job, LLM).__anext__()
         assert event.usage.timings["passes"] == 3
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -1,0 +1,70 @@
+"""The engine's process, as the server starts and ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from offload.process.cgroup import tied_argv
+
+ENGINE_VARIABLE = "SPECDEC_ENGINE"
+"""Environment variable that makes `specdec serve` the engine of a server: the number of its socket,
+and the resident bytes of the server's process."""
+
+
+class Process(Protocol):
+    """The members of subprocess.Popen that a supervisor uses."""
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[socket.socket, Mapping[str, str]], Process]
+"""Starts the engine's process with (its end of the socket, variables to add to the environment)."""
+
+
+def starter(argv: Sequence[str], environment: Mapping[str, str]) -> Start:
+    """Return a function that starts `argv` so that the kernel kills it as soon as the calling
+    thread, the server's main one, has ended."""
+
+    def start(theirs: socket.socket, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        # Ctrl-C of a terminal reaches it too, and is ignored there.
+        return subprocess.Popen(
+            tied_argv(argv),
+            env={**environment, **more},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+
+    return start
+
+
+def engine_marker(theirs: socket.socket, resident_bytes: int) -> dict[str, str]:
+    return {ENGINE_VARIABLE: f"{theirs.fileno()}:{resident_bytes}"}
+
+
+def take_marker() -> tuple[int, int] | None:
+    """Return (number of the socket, resident bytes of the server's process) in the engine's
+    process, and None in any other. Our own children do not see the variable."""
+    number, _, n_bytes = os.environ.pop(ENGINE_VARIABLE, "").partition(":")
+    if not number:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number), int(n_bytes)
+
+
+def described_exit(code: int) -> str:
+    """Return how a process ended, from subprocess's code: -n for signal n."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    cause = ", as when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{cause}"
