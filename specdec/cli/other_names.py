@@ -26,7 +26,6 @@ _RENAMED_TO = {
     "--chat-template": "--chat-template-file",
     "--grammar": "--grammar-file",
     "--json-schema": "-jf --json-schema-file",
-    "--prompt-cache-file": "--prompt-cache",
 }
 _FORMER = {
     "--rounds": "--steps",
@@ -129,6 +128,10 @@ _TABLE: tuple[Skipped | Refused, ...] = (
     ),
     _refuse("--speculative-config", "give -md MODEL, and --num-draft-tokens N for a limit"),
     _refuse("--kv-cache-dtype", "the KV cache of a GGUF target has -ctk TYPE and -ctv TYPE"),
+    _refuse(
+        "--prompt-cache --prompt-cache-file",
+        "KV of prompts is kept in a folder: --prompt-cache-dir DIR",
+    ),
     _refuse("--dtype --quantization", "a model runs in the number format of its files"),
     _refuse("--trust-remote-code", "code of a checkpoint is never run", NONE),
     _refuse("--lora --lora-modules", "merge the adapter into the model first"),

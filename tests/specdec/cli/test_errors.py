@@ -95,15 +95,16 @@ def _write_and_close(descriptor: int, text: bytes) -> None:
 
 def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec.cli.commands import serve
+    from specdec.serve.run import HowEnded
 
     calls: list[bool] = []
 
     class Serving:
-        def __init__(self, *_: object, is_debug: bool) -> None:
+        def __init__(self, *_: object, is_debug: bool, logs_requests: bool) -> None:
             calls.append(is_debug)
 
-        def run(self) -> int:
-            return 0
+        def run(self) -> HowEnded:
+            return HowEnded()
 
     monkeypatch.setattr(serve, "_import_server", lambda: Serving)
     for value in ("1", "0"):

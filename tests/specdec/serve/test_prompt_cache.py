@@ -20,12 +20,16 @@ from tiny_pair import save_model
 ASKED = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 OPTIONS = ("-c", "512", "--spec-type", "none")
 SLOW_MODEL = """
-import sys
+import os, sys
 from specdec.cli.app import main
+from specdec.cli.commands import serve
 from specdec.policy.cost_model import CostModel
 CostModel.extra_seconds = lambda self, num_tokens: float(num_tokens)
+starter, same = serve.starter, [sys.executable, "-c", os.environ["SLOW_MODEL"]]
+serve.starter = lambda argv, environment: starter([*same, *argv[3:]], environment)
 sys.exit(main(sys.argv[1:]))
 """
+"""The server's process, and the engine's, which it starts."""
 
 
 class SlowServer(Server):
@@ -34,6 +38,7 @@ class SlowServer(Server):
     def _start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", SLOW_MODEL, *argv]
         pipe = subprocess.PIPE
+        environment = {**environment, "SLOW_MODEL": SLOW_MODEL}
         return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
