@@ -250,7 +250,7 @@ def test_on_the_command_line(
 
 def test_short_requests_wait_rather_than_evict(target: Path) -> None:
     """The long prefix leaves capacity for two of them."""
-    with specdec.load(target, parallel=8, **OPTIONS) as llm:
+    with specdec.load(target, parallel=8, kv_tokens=512, **OPTIONS) as llm:
         cost_by_tokens(llm)
         llm.generate(LONG, **ASKED)
         results = llm.generate([prompt(20, step) for step in range(3, 19)], max_tokens=4)
@@ -263,7 +263,7 @@ def test_a_request_that_has_waited_for_as_long_evicts(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No longer than the prefix would take to compute: the others may go on for hours."""
-    with specdec.load(target, parallel=8, **OPTIONS) as llm:
+    with specdec.load(target, parallel=8, kv_tokens=512, **OPTIONS) as llm:
         cost_by_tokens(llm)
         llm.generate(LONG, **ASKED)
         monkeypatch.setattr(StatsRecorder, "waited_seconds", 1e3)

@@ -120,7 +120,7 @@ def test_contradictions_are_named(reference_target, resident):
 
 
 def test_memory_for_beams_is_planned(reference_target):
-    plain = specdec.plan_run(reference_target, spec_type=(), ctx_size=256)
+    plain = specdec.plan_run(reference_target, spec_type=(), ctx_size=256, kv_tokens=256)
     beams = specdec.plan_run(
         reference_target, spec_type=(), ctx_size=256, num_beams=40, beam_span=24
     )
