@@ -120,10 +120,9 @@ def test_contradictions_are_named(reference_target, resident):
 
 
 def test_memory_for_beams_is_planned(reference_target):
-    plain = specdec.plan_run(reference_target, spec_type=(), ctx_size=256, kv_tokens=256)
-    beams = specdec.plan_run(
-        reference_target, spec_type=(), ctx_size=256, num_beams=40, beam_span=24
-    )
+    options = {"spec_type": (), "ctx_size": 256, "kv_tokens": 256}
+    plain = specdec.plan_run(reference_target, **options)
+    beams = specdec.plan_run(reference_target, **options, num_beams=40, beam_span=24)
     before, after = dict(plain.parts), dict(beams.parts)
     # In blocks of 64: 256 + 40 * 24 tokens of 256 + 1, and padding rows of passes.
     assert after["target KV cache"] == 20 / 5 * before["target KV cache"]
