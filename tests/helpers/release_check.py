@@ -94,7 +94,9 @@ def check_installed(distribution: Path, *, is_first: bool) -> None:
 
 
 def check_bench(command: str, *, is_overwritten: bool) -> None:
-    done = subprocess.run([command, "--help"], capture_output=True, text=True, cwd=FOLDER)
+    done = subprocess.run(
+        [command, "--help"], capture_output=True, text=True, cwd=FOLDER, env=environment()
+    )
     if not is_overwritten:
         if done.returncode:
             raise ReleaseError(f"specdec-bench failed: {done.stderr}")
@@ -105,12 +107,16 @@ def check_bench(command: str, *, is_overwritten: bool) -> None:
 def run(*words: str) -> str:
     """Run a command outside of the checkout; return its output. Raises ReleaseError."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=FOLDER, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=FOLDER, env=environment())
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise ReleaseError(f"{shlex.join(words)} failed with {done.returncode}:\n{last}")
     return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of commands, which must not find this checkout."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def say(line: str) -> None:

@@ -79,7 +79,7 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
 
             runner._forward = failing
             with pytest.raises(
-                BudgetExceeded, match="20.00 MiB more.*raise --vram-budget"
+                BudgetExceeded, match="20.00 MiB more.*raise (--vram-budget|vram_budget)"
             ) as raised:
                 own(backend).extend([7, 9], [PREFIX, PREFIX])
             runner._forward = forward
