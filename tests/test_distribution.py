@@ -126,3 +126,13 @@ def test_the_image_is_built_from_files_that_exist() -> None:
     assert all((ROOT / name).exists() and name not in ignored for name in needed)
     (extras,) = re.findall(r'"\.\[([\w,]+)\]"', text)
     assert set(extras.split(",")) == {"gguf", "serve"}
+
+
+def test_the_job_of_the_newest_drops_every_upper_bound(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text())["jobs"]["test"]
+    (drop,) = (step["run"] for step in job["steps"] if step.get("name") == "Drop upper bounds")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert ",<" in (tmp_path / "pyproject.toml").read_text()
+    subprocess.run(["bash", "-c", drop], cwd=tmp_path, check=True)
+    assert ",<" not in (tmp_path / "pyproject.toml").read_text()
