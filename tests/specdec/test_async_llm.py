@@ -13,8 +13,8 @@ from tiny_pair import save_model
 import specdec
 from specdec import LLM, AsyncLLM
 from specdec.checks import ConfigError
-from specdec.engine.outputs import PromptProgress
 from specdec.engine.engine_thread import ModelClosed
+from specdec.engine.outputs import PromptProgress
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}

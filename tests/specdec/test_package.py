@@ -92,8 +92,8 @@ def test_a_missing_neighbour_is_named(tmp_path: Path) -> None:
     shutil.rmtree(root / "offload")
     done = run_python("import specdec", cwd=tmp_path, path=str(root))
     # A checkout that is installed beside it, as for these tests, is what is found.
-    told = rf"from {root / 'offload'}, but (it is missing|\S+ is in the way): rename it"
-    assert re.search(told, done.stderr)
+    named_in = rf"from {root / 'offload'}, but (it is missing|\S+ is in the way): rename it"
+    assert re.search(named_in, done.stderr)
 
 
 @pytest.mark.parametrize("name", ["offload", "backends"])
@@ -148,10 +148,10 @@ def test_extras_are_named_by_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     extras = project["optional-dependencies"]
-    told = re.compile(rf"install_command\([\"'](\w+)|{DISTRIBUTION}\[(\w+)\]'")
+    named_in = re.compile(rf"install_command\([\"'](\w+)|{DISTRIBUTION}\[(\w+)\]'")
     files = [*ROOT.glob("docs/*.md"), ROOT / "README.md"]
     files += [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
-    named = {a or b for path in files for a, b in told.findall(path.read_text())}
+    named = {a or b for path in files for a, b in named_in.findall(path.read_text())}
     assert named <= set(extras)
     assert named >= {"gguf", "serve", "grammar"}
 
@@ -162,14 +162,13 @@ def test_nobody_is_told_to_install_another_project() -> None:
     files += [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "Makefile"]
     wrong = re.compile(r"pip install[^\n`]*[ '\"]specdec(?![-\w/.])")
     assert wrong.search("pip install 'specdec[gguf]'")
-    told = [path.name for path in files if wrong.search(path.read_text())]
-    assert not told
+    named_in = [path.name for path in files if wrong.search(path.read_text())]
+    assert not named_in
 
 
 def test_all_extras_are_those_of_a_user() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     (everything,) = extras["all"]
     assert everything == f"{DISTRIBUTION}[{','.join(name for name in ALL if name in extras)}]"
     assert set(extras) == {*ALL, "all", "dev", "try"}

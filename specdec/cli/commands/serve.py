@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from offload.process.memory import count_companion
 from offload.distribution import install_command
+from offload.process.memory import count_companion
 from specdec.cli import options
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import wants_debug

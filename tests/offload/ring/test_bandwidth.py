@@ -196,3 +196,16 @@ def test_storage_is_kept_busy_for_as_long_as_something_is_timed(weights: Path) -
         assert threading.active_count() > n_before
     assert threading.active_count() == n_before
     assert not profile.is_measurable(weights)
+
+
+def test_a_short_measurement_is_not_called_cached(tmp_path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.write_bytes(b"x" * 4096)
+    large.write_bytes(b"x" * 4096)
+    profile = measure_storage(small, cache_dir=tmp_path / "cache")
+    assert not is_cached(profile, tmp_path / "cache")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    name = f"storage-{profile.device}-{profile.read_bytes}-{profile.n_readers}.json"
+    save_cached_measurement(tmp_path / "cache" / name, asdict(profile), "a result")
+    assert is_cached(profile, tmp_path / "cache")
+    assert not is_cached(replace(profile, measured_at=0.0), tmp_path / "cache")
