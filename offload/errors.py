@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _NUMBER = r"\d[\w.]*(?: ?[KMGT]i?B\b)?"
-_WORDS = ("mmap", "draft,ngram", "ngram", "bf16", "f16", "q8_0", "q4_0")
+_WORDS = ("cpu", "cuda", "mmap", "draft,ngram", "ngram", "bf16", "f16", "q8_0", "q4_0")
 _OPTION = re.compile(rf"(?<![\w-])(--[a-z]+(?:-[a-z]+)*)(?: ({_NUMBER})| ({'|'.join(_WORDS)})\b)?")
 
 

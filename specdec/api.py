@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from typing_extensions import Self, Unpack
 
-from offload.errors import SpecdecError, set_keywords
+from offload.errors import SpecdecError
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
 from specdec.config import SpecConfig
@@ -30,7 +30,6 @@ from specdec.engine.stream import GenerationStream
 from specdec.grammar.state import GrammarError
 from specdec.metrics.stats import EngineStats
 from specdec.models.drafts import named_draft
-from specdec.option import keywords_by_option
 from specdec.planning.load import check_spec
 from specdec.run_options import CPU, LoadKeywords, RunOptions
 from specdec.sampling.keywords import SamplingKeywords
@@ -62,7 +61,6 @@ __all__ = [
 ]
 
 _PLAIN = SpecConfig(spec_type=())
-set_keywords(keywords_by_option(RunOptions, SamplingParams))
 
 
 class GenerateKeywords(SamplingKeywords, total=False):

@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
+from offload.errors import set_keywords
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
@@ -23,11 +24,12 @@ from specdec.option import (
     MODELS,
     SPECULATION,
     check_options,
+    keywords_by_option,
     option,
     required,
     taken_from,
 )
-from specdec.sampling.params import MAX_BEAMS
+from specdec.sampling.params import MAX_BEAMS, SamplingParams
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 ON, OFF = "on", "off"
@@ -378,6 +380,9 @@ class RunOptions:
         """Return the minimum capacity of the KV caches, in tokens of all sequences together: one
         context, or what was requested."""
         return max(ctx_size, self.kv_tokens or 0)
+
+
+set_keywords(keywords_by_option(RunOptions, SamplingParams))
 
 
 def _refuse_loaded(name: str, value: Any) -> None:

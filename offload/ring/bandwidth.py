@@ -93,7 +93,7 @@ def measure_storage(
     return profile
 
 
-def is_cached(profile: DeviceProfile, cache_dir: Path | None = None) -> bool:
+def is_in_disk_cache(profile: DeviceProfile, cache_dir: Path | None = None) -> bool:
     """Return whether a result is in the disk cache: it is not if the file was too small, the disk
     was busy, or reading is limited."""
     folder = cache_folder() if cache_dir is None else cache_dir

@@ -87,7 +87,7 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from backends.timing.cached import forget_curves
-    from offload.ring.bandwidth import is_cached, measure_storage
+    from offload.ring.bandwidth import is_in_disk_cache, measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.names import resolve_model
     from specdec.models.weight_files import largest_weight_file
@@ -112,7 +112,7 @@ def profile(
     when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
     how = "O_DIRECT" if result.direct else "through the page cache"
     cached = " and cached on disk; --refresh measures again"
-    if not is_cached(result):
+    if not is_in_disk_cache(result):
         cached = "; not cached: the file is too small, the disk busy, or reading limited"
     speeds = machine.flops_per_second.items()
     flops = ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds)
