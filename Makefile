@@ -5,6 +5,7 @@
 # make test-all   the tests that are marked slow as well
 # make mutants changes of the exact parts, each of which a test must notice (hours)
 # make test-arm   what memory and processors decide, in an emulated arm64 Debian (root; docs/install.md)
+# make release-check  build sdist and wheel, check them, install and run each beside another `bench`
 # make bench   specdec against other programs (grows a 6 GB target first)
 PYTHON ?= python3
 VENV   := .venv
@@ -18,7 +19,7 @@ BUDGET  ?= 3.5GiB
 ARM      := build/arm
 ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
 
-.PHONY: demo demo-gguf try test test-all test-arm mutants bench clean
+.PHONY: demo demo-gguf try test test-all test-arm mutants release-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
@@ -45,6 +46,11 @@ mutants: $(VENV)/.installed-dev
 
 test-arm: $(ARM)/.packages
 	$(ARM_STEP) test $(ARM)
+
+# RELEASE_PIP adds options to its installations, such as an index with smaller wheels of torch.
+release-check: $(VENV)/bin/python
+	$(PIP) "build>=1.2" "twine>=6.1"
+	$(BIN)/python -m tests.helpers.release_check
 
 bench: $(VENV)/.installed-dev
 	test -d $(MODEL) || $(BIN)/specdec-bench synth --from pair:target --size 6GB --vocab-size 32000 -o $(MODEL)

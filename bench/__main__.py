@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from specdec.cli.entry import run_command
+from specdec.cli.entry import bench_main, run_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,4 +28,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(bench_main())

@@ -1,1 +1,3 @@
 """Bytes, files and memory; no models."""
+
+PART_OF = "specdec-stream"

@@ -62,6 +62,8 @@ _MISSING = {
 }
 _COMMANDS = {"specdec": "specdec", "specdec-bench": "specdec-bench", "bench": "specdec-bench"}
 """Command names by the script or package that was started."""
+_MARK = b'PART_OF = "specdec-stream"'
+"""Line in the `__init__.py` of each of our other packages."""
 
 
 def _check_system(platform: str) -> None:
@@ -74,26 +76,48 @@ def _check_system(platform: str) -> None:
         )
 
 
-def _check_neighbours(root: str) -> None:
-    """Raise ImportError unless `offload` and `backends` are the ones in `root`.
+def check_packages(*names: str, is_on_path: bool = True) -> None:
+    """Raise ImportError unless these top-level packages are the ones beside this one.
 
     Their names are generic: a folder of the same name in the working directory, or another
-    package, would be imported in their place and fail much later.
+    distribution, would be imported in their place and fail much later.
+
+    is_on_path: whether this process's path decides what is imported, not the place alone.
     """
-    for name in ("offload", "backends"):
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    for name in names:
+        problem = _problem_with(name, os.path.join(root, name), is_on_path)
+        if problem:
+            raise ImportError(
+                f"specdec needs its own package `{name}` from {os.path.join(root, name)}, "
+                f"but {problem}"
+            )
+
+
+def _problem_with(name: str, folder: str, is_on_path: bool) -> str:
+    """Return what is in the place of the package in `folder` and what to do, or ""."""
+    if is_on_path:
         spec = _find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec else []
-        if not places:
-            origin = spec.origin if spec else None
-            problem = f"{origin} is in the way" if origin else "it is missing"
-        elif os.path.realpath(places[0]) == os.path.join(root, name):
-            continue
-        else:
-            problem = f"{places[0]} is in the way"
-        raise ImportError(
-            f"specdec needs its own package `{name}` from {os.path.join(root, name)}, "
-            f"but {problem}: rename it, remove it from sys.path, or start from another directory"
-        )
+        place = places[0] if places else spec.origin if spec else None
+        if not places or os.path.realpath(places[0]) != folder:
+            problem = f"{place} is in the way" if place else "it is missing"
+            return f"{problem}: rename it, remove it from sys.path, or start from another directory"
+    if _is_ours(os.path.join(folder, "__init__.py")):
+        return ""
+    return (
+        "another distribution has written its own package there: install specdec in a virtual "
+        "environment of its own"
+    )
+
+
+def _is_ours(path: str) -> bool:
+    """Return whether a package's file has our mark."""
+    try:
+        with open(path, "rb") as file:
+            return _MARK in file.read(4096)
+    except OSError:
+        return False
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
@@ -119,7 +143,7 @@ def _check() -> None:
     """Raise ImportError where the package cannot work; a command exits with a one-line error."""
     try:
         _check_system(sys.platform)
-        _check_neighbours(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+        check_packages("offload", "backends")
     except ImportError as error:
         if command := _command_name():
             sys.stderr.write(f"{command}: error: {error}\n")

@@ -18,6 +18,7 @@ from typing import Any, overload
 from typing_extensions import Self, Unpack
 
 from offload.errors import SpecdecError
+from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
@@ -31,6 +32,7 @@ from specdec.metrics.stats import EngineStats
 from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
 from specdec.run_options import CPU, LoadKeywords, RunOptions
+from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
 from specdec.text.chat_format import ChatTemplateError
@@ -59,6 +61,20 @@ __all__ = [
 ]
 
 _PLAIN = SpecConfig(spec_type=())
+
+
+class GenerateKeywords(SamplingKeywords, total=False):
+    """Keywords of `LLM.generate` beside the prompt and `sampling`: those of `LLM.stream`."""
+
+    generation_config: Any
+    speculative: bool
+    spec: SpecConfig | None
+    logits_processors: Sequence[Any]
+    cache_prompt: bool
+    priority: int
+    drafter: Drafter | None
+
+
 REQUEST_ERRORS = (
     ChatTemplateError,
     ConfigError,
@@ -117,6 +133,17 @@ class LLM:
         self.tokenizer = session.tokenizer
         self.target, self.draft = session.target, session.draft
 
+    def __repr__(self) -> str:
+        options, plan = self.session.options, self.plan
+        words = [repr(str(options.model))]
+        if options.draft is not None:
+            words.append(f"draft_model={str(options.draft_model)!r}")
+        words.append(f"memory_budget={format_bytes(plan.budget_bytes)!r}")
+        words.append(f"device={plan.device!r}")
+        words.append(f"ctx_size={self.max_context}")
+        state = "" if self.session.is_open else ", closed"
+        return f"<specdec.LLM {', '.join(words)}{state}>"
+
     @property
     def max_context(self) -> int:
         """Maximum tokens of a sequence, prompt included."""
@@ -129,7 +156,10 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[GenerateKeywords],
     ) -> GenerationResult: ...
 
     @overload
@@ -137,7 +167,7 @@ class LLM:
         self,
         prompt: list[str] | list[list[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        **options: Unpack[GenerateKeywords],
     ) -> list[GenerationResult]: ...
 
     def generate(self, prompt: Any, sampling: Any = None, **options: Any) -> Any:
@@ -231,7 +261,7 @@ class LLM:
         cache_prompt: bool = True,
         priority: int = 0,
         drafter: Drafter | None = None,
-        **overrides: Any,
+        **overrides: Unpack[SamplingKeywords],
     ) -> GenerationStream:
         """Iterate over chunks of text; `.result` is complete once the iterator is exhausted.
 

@@ -1,8 +1,8 @@
 """AsyncLLM: an LLM for asyncio programs; chunks go from the engine's thread to the event loop.
 
-llm = AsyncLLM(specdec.load("TARGET", "DRAFT"))
-async for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
-    print(chunk.text, end="", flush=True)
+async with await AsyncLLM.load("TARGET", "DRAFT") as llm:
+    async for chunk in llm.stream("def fibonacci(n):", max_tokens=64):
+        print(chunk.text, end="", flush=True)
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from offload.errors import SpecdecError
 from offload.process.worker import POLL_SECONDS
-from specdec.api import LLM
+from specdec.api import LLM, GenerateKeywords, load
 from specdec.engine.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
+from specdec.run_options import LoadKeywords
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
@@ -38,14 +41,60 @@ class AsyncChunk(StreamChunk):
 class AsyncLLM:
     """A loaded LLM for any number of tasks of one event loop.
 
-    The caller still owns the LLM: closing it ends all generations here.
+    The caller still owns an LLM that is given: closing it ends all generations here. One that
+    `load` has made is closed by `close`, or by leaving `async with`.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
+    @classmethod
+    async def load(
+        cls,
+        model: str | Path,
+        draft_model: str | Path | None = None,
+        *,
+        progress: Any = None,
+        **options: Unpack[LoadKeywords],
+    ) -> Self:
+        """Load in another thread, while the event loop goes on; the arguments are `specdec.load`'s.
+
+        Cancelling the task does not stop the loading: what was loaded is closed then.
+        """
+        loop = asyncio.get_running_loop()
+        loading = loop.run_in_executor(
+            None, partial(load, model, draft_model, progress=progress, **options)
+        )
+        try:
+            return cls(await asyncio.shield(loading))
+        except asyncio.CancelledError:
+            loading.add_done_callback(partial(_close_loaded, loop))
+            raise
+
+    async def close(self) -> None:
+        """Free the models, as `LLM.close`, while the event loop goes on."""
+        await asyncio.get_running_loop().run_in_executor(None, self.llm.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.llm.__exit__, exc_type, exc, traceback)
+
+    def __repr__(self) -> str:
+        return f"<specdec.AsyncLLM of {self.llm!r}>"
+
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[GenerateKeywords],
     ) -> GenerationResult:
         """Generate to the end; the arguments are those of `LLM.stream`.
 
@@ -57,11 +106,20 @@ class AsyncLLM:
             return stream.result
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[GenerateKeywords],
     ) -> AsyncStream:
         """Return an async iterator over chunks; the arguments are those of `LLM.stream`, whose
         errors are raised by `started` or with the first chunk."""
         return AsyncStream(lambda: self.llm.stream(prompt, sampling, **options))
+
+
+def _close_loaded(loop: asyncio.AbstractEventLoop, loading: asyncio.Future[LLM]) -> None:
+    """Close an LLM that nobody waits for any more, if it was loaded."""
+    if not loading.cancelled() and loading.exception() is None:
+        loop.run_in_executor(None, loading.result().close)
 
 
 class AsyncStream:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from offload.errors import SpecdecError
+from offload.errors import SpecdecError, with_names
 
 
 class FieldName(str):
@@ -43,7 +43,7 @@ class ConfigError(SpecdecError, ValueError):
         self.parts = parts
 
     def __str__(self) -> str:
-        return self.reported({})
+        return with_names(self.reported({}))
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -84,6 +84,15 @@ def check_options(configuration: Any) -> None:
         metadata.check(field.name, value)
 
 
+def keywords_by_option(*kinds: type[Any]) -> dict[str, str]:
+    """Return the keyword of each option on the command line, of several configurations."""
+    return {
+        option.long or "--" + name.replace("_", "-"): name
+        for kind in kinds
+        for name, option in options_of(kind).items()
+    }
+
+
 def options_of(kind: type[Any]) -> dict[str, Option]:
     """Return the options among the fields of a configuration, by name."""
     fields = dataclasses.fields(kind)

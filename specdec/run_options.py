@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
+from offload.errors import set_keywords
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
@@ -23,11 +24,12 @@ from specdec.option import (
     MODELS,
     SPECULATION,
     check_options,
+    keywords_by_option,
     option,
     required,
     taken_from,
 )
-from specdec.sampling.params import MAX_BEAMS
+from specdec.sampling.params import MAX_BEAMS, SamplingParams
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
 ON, OFF = "on", "off"
@@ -291,6 +293,8 @@ class RunOptions:
 
     def _check_types(self) -> None:
         """Check the types of options without limits or choices."""
+        for name in ("model", "draft_model"):
+            _refuse_loaded(name, getattr(self, name))
         check_type("model", self.model, str, Path)
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
@@ -376,3 +380,24 @@ class RunOptions:
         """Return the minimum capacity of the KV caches, in tokens of all sequences together: one
         context, or what was requested."""
         return max(ctx_size, self.kv_tokens or 0)
+
+
+set_keywords(keywords_by_option(RunOptions, SamplingParams))
+
+
+def _refuse_loaded(name: str, value: Any) -> None:
+    """Raise ConfigError for a model that another library has loaded.
+
+    Its weights lie outside of the budget, and its products need not be those of the layers here,
+    so neither the budget nor exactness could be kept.
+    """
+    libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if not libraries & {"torch", "transformers", "llama_cpp"}:
+        return
+    folder = getattr(value, "name_or_path", "") or getattr(value, "model_path", "")
+    where = f", here {folder!r}," if folder else ""
+    raise ConfigError(
+        FieldName(name),
+        f" is a loaded {type(value).__name__}: specdec reads the weights itself, into its memory "
+        f"budget; give the folder, file or hub id{where} and free the loaded model",
+    )

@@ -82,7 +82,7 @@ SUBPACKAGES = {
         "formats process",
         "budget",
         "units",
-        "errors trace",
+        "distribution errors trace",
     ),
 }
 PACKAGES = tuple(SUBPACKAGES)  # a package may import itself and the later ones

@@ -20,6 +20,7 @@ from torch import nn
 from backends.ggml.library import is_installed
 from backends.ggml.operators import BF16, F16
 from backends.ggml.products import GgmlProducts
+from offload.distribution import install_command
 
 Linear: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [..., n_in], weight [n_out, n_in], bias [n_out] or None) -> [..., n_out]"""
@@ -62,7 +63,7 @@ def slow_products(dtype: torch.dtype) -> tuple[str, ...]:
     name = str(dtype).removeprefix("torch.")
     return (
         f"this processor has no {name} units, and torch multiplies {name} row by row: llama.cpp's "
-        "products take half the time and less, pip install 'specdec[gguf]'",
+        f"products take half the time and less, {install_command('gguf')}",
     )
 
 

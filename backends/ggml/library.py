@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from offload.distribution import install_command
 from offload.errors import SpecdecError
 from offload.process.openmp import LLAMA_SPINS, bounded_spinning
 from offload.units import Progress
@@ -26,7 +27,7 @@ _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progres
 _CONTEXT_FIELDS = (
     "n_seq_max n_outputs_max kv_unified swa_full cb_eval abort_callback flash_attn_type"
 )
-_MISSING = "GGUF models need llama-cpp-python: pip install 'specdec[gguf]'"
+_MISSING = f"GGUF models need llama-cpp-python: {install_command('gguf')}"
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml_log_level
 
 
@@ -144,7 +145,7 @@ def _check_fields(structure: type[ctypes.Structure], names: str) -> None:
     if missing:
         raise LlamaError(
             f"this llama-cpp-python has no {structure.__name__}.{min(missing)}: "
-            "pip install --upgrade 'specdec[gguf]'"
+            "pip install --upgrade llama-cpp-python"
         )
 
 

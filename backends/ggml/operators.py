@@ -108,7 +108,7 @@ def load_ggml() -> Ggml:
         return Ggml()
     except (OSError, AttributeError) as error:
         raise LlamaError(
-            f"this llama-cpp-python does not fit ({error}): pip install --upgrade 'specdec[gguf]'"
+            f"this llama-cpp-python does not fit ({error}): pip install --upgrade llama-cpp-python"
         ) from error
 
 

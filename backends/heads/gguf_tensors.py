@@ -17,6 +17,7 @@ from backends.contract.backend import TransferStats, UnsupportedModel
 from backends.hf.model import HfModel
 from backends.hf.weights import FetchExperts, RawTensors
 from backends.packed.decoder import Decoder
+from offload.distribution import install_command
 from offload.formats.gguf_header import row_bytes
 from offload.formats.part import read_part
 from offload.formats.tensors import CheckpointError, TensorRecord
@@ -36,7 +37,7 @@ def decoded_records(
     Raises UnsupportedModel if they cannot be decoded here.
     """
     if find_spec("gguf") is None:
-        raise UnsupportedModel("heads in GGUF files need gguf: pip install 'specdec[gguf]'")
+        raise UnsupportedModel(f"heads in GGUF files need gguf: {install_command('gguf')}")
     (name,) = (name for name, known in TORCH_DTYPES.items() if known == dtype)
     records, offset = {}, 0
     for key, record in stored.items():

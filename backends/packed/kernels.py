@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from backends.contract.backend import UnsupportedModel
+from offload.distribution import install_command
 
 
 def has_numba() -> bool:
@@ -23,7 +24,7 @@ def tile_products() -> ModuleType:
     if not has_numba():
         raise UnsupportedModel(
             "packed and quantised weights are decoded on the CPU by loops that numba compiles: "
-            "pip install 'specdec[pack]'"
+            f"{install_command('pack')}"
         )
     from backends.tiles import calls
 

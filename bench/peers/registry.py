@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process.interpreters import Interpreter, has_module
+from offload.distribution import install_command
 from offload.units import MIB
 from specdec.models.names import resolve_draft, resolve_model
 
@@ -68,7 +69,7 @@ PEERS = {
             (HF,),
             "transformers + accelerate, disk offload, the fastest max_memory",
             package="accelerate",
-            install="pip install 'specdec[bench]'",
+            install=install_command("bench"),
             tunes=MEMORY,
         ),
         Peer(
@@ -78,7 +79,7 @@ PEERS = {
             "the same with assistant_model",
             uses_draft=True,
             package="accelerate",
-            install="pip install 'specdec[bench]'",
+            install=install_command("bench"),
             tunes=MEMORY,
             speculates=True,
         ),
@@ -88,7 +89,7 @@ PEERS = {
             (GGUF,),
             "llama.cpp, weights mapped from the file, not repacked",
             package="llama_cpp",
-            install="pip install 'specdec[gguf]'",
+            install=install_command("gguf"),
         ),
         Peer(
             "llama.cpp-draft",
@@ -97,7 +98,7 @@ PEERS = {
             "the same with a chain of draft tokens, as in speculative-simple, the fastest length",
             uses_draft=True,
             package="llama_cpp",
-            install="pip install 'specdec[gguf]'",
+            install=install_command("gguf"),
             tunes=DRAFTING,
             speculates=True,
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.decode.modes import PLAIN
 from bench.report.data import Bar, Curve, Depths, Point, share
+from offload.distribution import install_command
 from offload.errors import SpecdecError
 from offload.units import GIB
 
@@ -161,7 +162,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise SpecdecError(
-            "plots need matplotlib, which is not installed: pip install 'specdec[bench]'"
+            f"plots need matplotlib, which is not installed: {install_command('bench')}"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 

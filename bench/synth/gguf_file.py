@@ -19,6 +19,7 @@ import numpy as np
 
 from bench.synth.hybrid import MTP_LAYER
 from bench.synth.shapes import SynthError
+from offload.distribution import install_command
 from offload.units import Progress
 
 if TYPE_CHECKING:
@@ -181,6 +182,6 @@ def import_gguf() -> Any:
         import gguf
     except ImportError as error:
         raise SynthError(
-            "writing GGUF needs the gguf package: pip install 'specdec[gguf]'"
+            f"writing GGUF needs the gguf package: {install_command('gguf')}"
         ) from error
     return gguf

@@ -19,6 +19,7 @@ from bench.timeline.lanes import (
     TimelineError,
     overlap,
 )
+from offload.distribution import install_command
 from offload.trace import LAYER, READ, WAIT, Event
 from specdec.metrics.stats import ACCEPT, DRAFT, PASS, PREFILL
 
@@ -83,7 +84,7 @@ def check_matplotlib() -> None:
     """Raise TimelineError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise TimelineError(
-            "drawing needs matplotlib: pip install 'specdec[bench]', or give --trace alone"
+            f"drawing needs matplotlib: {install_command('bench')}, or give --trace alone"
         )
 
 

@@ -93,6 +93,17 @@ def measure_storage(
     return profile
 
 
+def is_in_disk_cache(profile: DeviceProfile, cache_dir: Path | None = None) -> bool:
+    """Return whether a result is in the disk cache: it is not if the file was too small, the disk
+    was busy, or reading is limited."""
+    folder = cache_folder() if cache_dir is None else cache_dir
+    return _load(_cache_file(folder, profile)) == profile
+
+
+def _cache_file(folder: Path, profile: DeviceProfile) -> Path:
+    return folder / f"storage-{profile.device}-{profile.read_bytes}-{profile.n_readers}.json"
+
+
 def is_measurable(path: Path) -> bool:
     """Return whether the file is large enough to be measured."""
     return path.stat().st_size >= _MIN_BYTES

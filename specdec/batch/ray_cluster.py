@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offload.distribution import install_command
 from offload.units import MIB
 from specdec import __version__
 from specdec.batch.answering import Answered
@@ -196,7 +197,7 @@ def _import_ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise BatchError("--ray needs Ray: pip install 'specdec[ray]'") from error
+        raise BatchError(f"--ray needs Ray: {install_command('ray')}") from error
     return ray
 
 

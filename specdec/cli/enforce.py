@@ -15,6 +15,7 @@ from typing import NoReturn
 from offload.errors import SpecdecError
 from offload.process.limited import Limits, run_limited
 from offload.units import format_bytes, parse_bytes
+from specdec import check_packages
 
 KILLED = 137  # 128 + SIGKILL: what the kernel does at the limit
 _MARK = "SPECDEC_ENFORCED_BYTES"
@@ -23,7 +24,7 @@ COMMAND_NAME = "SPECDEC_COMMAND_NAME"
 
 
 class EnforceError(SpecdecError):
-    """`--enforce` without a budget that can be enforced."""
+    """`--enforce` without a budget that can be enforced, or a program that is not there."""
 
 
 def enforced_bytes() -> int | None:
@@ -71,6 +72,11 @@ def run_benchmark(module: str, argv: Sequence[str]) -> NoReturn:
 
     As there is one process, Ctrl-C reaches that program, and it alone cleans up.
     """
+    is_on_path = sys.version_info < (3, 11)  # later ones start the child without this directory
+    try:
+        check_packages("bench", is_on_path=is_on_path)
+    except ImportError as error:
+        raise EnforceError(str(error)) from error
     words = [sys.executable, "-m", module, *argv]
     sys.stdout.flush()
     os.execve(sys.executable, words, child_environment({COMMAND_NAME: "specdec"}))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[Sequence[str] | None], int]
 
+_USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -28,6 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run
 
     return run_command("specdec", load, argv)
+
+
+def bench_main(argv: Sequence[str] | None = None) -> int:
+    """Run the `specdec-bench` command line and return its exit code.
+
+    The script starts here and not in `bench`, whose name is other programs' too: what is in its
+    place is said in one line.
+    """
+    from importlib import import_module
+
+    from specdec import check_packages
+
+    try:
+        check_packages("bench")
+    except ImportError as error:
+        _tell(f"specdec-bench: error: {error}\n".encode())
+        return _USER_ERROR
+    return int(import_module("bench.__main__").main(argv))
 
 
 def run_command(name: str, load: Callable[[], Run], argv: Sequence[str] | None) -> int:

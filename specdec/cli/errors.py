@@ -20,7 +20,7 @@ import typer
 from typer.completion import shell_complete
 from typer.exceptions import TyperException
 
-from offload.errors import SpecdecError
+from offload.errors import SpecdecError, naming_options
 from specdec.cli.arguments import understood
 from specdec.cli.naming import variable_of
 from specdec.cli.output import SHOWN, OutputError, write_text
@@ -87,7 +87,11 @@ def _hide_flag_types(command: Any) -> None:
 
 def guard(name: str, work: Callable[[], None], *, debug: bool = False) -> int:
     """Call `work`; turn its exceptions into an exit code and at most one line."""
-    debug = debug or wants_debug(())
+    with naming_options():
+        return _guarded(name, work, debug or wants_debug(()))
+
+
+def _guarded(name: str, work: Callable[[], None], debug: bool) -> int:
     is_stdout_closed = _open_standard_streams()
     _make_streams_robust()
     try:

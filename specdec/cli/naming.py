@@ -53,3 +53,9 @@ def naming_variables(context: Any) -> Iterator[None]:
             if variable is not None and str(error).startswith(f"{option} "):
                 raise OptionError(f"{variable}{str(error).removeprefix(option)}") from error
         raise
+    except OSError as error:
+        for item in context.command.params:
+            variable, value = variable_of(context, item.name), context.params.get(item.name)
+            if variable is not None and error.filename and str(value) == str(error.filename):
+                raise OptionError(f"{variable}: {error.filename}: {error.strerror}") from error
+        raise

@@ -18,6 +18,9 @@ from specdec.option import MEMORY
 class OptionError(SpecdecError, ValueError):
     """Invalid value of an option, or invalid combination of options."""
 
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # in the command line's words already
+
 
 Enforce = Annotated[
     bool,

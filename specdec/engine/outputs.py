@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.logprobs import TopLogprobs
@@ -47,6 +48,11 @@ class CompletionOutput:
         """The note as a JSON entry, or no entry."""
         return {} if self.finish_note is None else {"finish_note": self.finish_note}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: lists for tuples; without what was not requested."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in values.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class StreamChunk:
@@ -56,6 +62,11 @@ class StreamChunk:
     token_ids: tuple[int, ...]
     index: int = 0
     """Index of the sequence it belongs to; chunks of several sequences interleave."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; logprobs only where they were requested."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -99,3 +110,19 @@ class GenerationResult:
     @property
     def finish_reason(self) -> str:
         return self.outputs[0].finish_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: the first sequence's text, all sequences, statistics."""
+        return {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "outputs": [output.to_dict() for output in self.outputs],
+            "stats": self.stats.to_dict(),
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

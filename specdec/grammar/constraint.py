@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload.distribution import install_command
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.grammar.cached import Cached
 
@@ -87,7 +88,7 @@ def llguidance() -> Any:
         import llguidance as library
     except ImportError as error:
         raise ConfigError(
-            *_listed(KINDS), " need llguidance: pip install 'specdec[grammar]'"
+            *_listed(KINDS), f" need llguidance: {install_command('grammar')}"
         ) from error
     return library
 

@@ -35,9 +35,11 @@ _OF_MODELS = (
 def overhead_bytes(budget: MemoryBudget) -> int:
     """Return the bytes of neither weights nor KV cache: libraries, activations, reserves.
 
-    While a sequence is decoded, the unused part holds layers (specdec/policy/opportunistic_layers).
+    Free memory is not among them: while a sequence is decoded, it pins layers
+    (specdec/policy/opportunistic_layers).
     """
-    return sum(n_bytes for name, n_bytes in budget.table() if not name.endswith(_OF_MODELS))
+    parts = (item for item in budget.table() if item[0] != "available")
+    return sum(n_bytes for name, n_bytes in parts if not name.endswith(_OF_MODELS))
 
 
 def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:

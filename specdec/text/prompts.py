@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from offload.errors import SpecdecError
+from offload.errors import SpecdecError, with_names
 from specdec.text.contract import ChatTokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -72,7 +72,7 @@ def check_context_capacity(n_tokens: int, max_context: int, model_context: int) 
 def context_note(n_prompt: int, max_context: int, model_context: int) -> str:
     """Return the note about a sequence that was cut by the context."""
     limit, remedy = _context_limit(max_context, model_context)
-    return (
+    return with_names(
         f"the text was cut where the context of {max_context} tokens ({limit}) was full, "
         f"{n_prompt} of them the prompt's: shorten that{remedy}"
     )

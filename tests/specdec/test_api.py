@@ -1,5 +1,7 @@
 """The Python API end to end: load, generate, stream, at budgets that force streaming."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -291,3 +293,33 @@ def test_a_chain_has_as_many_tokens_as_the_user_fixed(rule, target):
 def test_arguments_of_another_type_are_named(target, draft, wrong, message):
     with specdec.load(target, draft, ctx_size=64) as llm, pytest.raises(ConfigError, match=message):
         llm.generate(PROMPT, **wrong)
+
+
+def test_results_are_plain_values(llm):
+    result = llm.generate("abc", max_tokens=3, n=2, temperature=1.0, seed=1, logprobs=2)
+    stored = json.loads(json.dumps(result.to_dict()))
+    assert stored["text"] == result.text
+    assert [output["token_ids"] for output in stored["outputs"]] == [
+        list(output.token_ids) for output in result.outputs
+    ]
+    assert len(stored["outputs"][0]["top_logprobs"][0]) >= 2
+    assert "score" not in stored["outputs"][0]
+    assert stored["stats"]["generated_tokens"] == result.stats.generated_tokens
+    assert stored["prompt_token_ids"] == list(result.prompt_token_ids)
+
+
+def test_chunks_are_plain_values(llm):
+    for chunk in llm.stream("abc", max_tokens=3):
+        assert json.loads(json.dumps(chunk.to_dict())) == {
+            "text": chunk.text,
+            "token_ids": list(chunk.token_ids),
+            "index": 0,
+        }
+
+
+def test_the_repr_says_what_is_loaded(target, draft):
+    with specdec.load(target, draft, ctx_size=64, memory_budget="2GiB") as llm:
+        shown = repr(llm)
+        assert shown.startswith(f"<specdec.LLM {str(target)!r}, draft_model={str(draft)!r}, ")
+        assert "memory_budget='2.00 GiB', device='cpu', ctx_size=64>" in shown
+    assert repr(llm).endswith("ctx_size=64, closed>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_pair import save_model
 import specdec
 from specdec import LLM, AsyncLLM
 from specdec.checks import ConfigError
+from specdec.engine.engine_thread import ModelClosed
 from specdec.engine.outputs import PromptProgress
 
 PROMPT = [5, 6, 7]
@@ -190,3 +192,58 @@ def test_a_loop_that_ends_harms_nobody(llm: LLM) -> None:
 
     run(work())
     assert llm.generate(PROMPT, max_tokens=3).finish_reason == "length"
+
+
+def test_loading_leaves_the_loop_running(tmp_path) -> None:
+    """Callbacks of the loop run while a thread loads, and leaving the block closes the model."""
+    target = save_model(tmp_path, seed=0)
+    n_ticks = 0
+
+    async def tick() -> None:
+        nonlocal n_ticks
+        while True:
+            await asyncio.sleep(0.001)
+            n_ticks += 1
+
+    async def work() -> AsyncLLM:
+        ticking = asyncio.create_task(tick())
+        async with await AsyncLLM.load(target, ctx_size=64, threads=1) as loaded:
+            assert n_ticks > 0
+            ticking.cancel()
+            assert "AsyncLLM of <specdec.LLM" in repr(loaded)
+            assert len((await loaded.generate(PROMPT, max_tokens=3)).token_ids) == 3
+        return loaded
+
+    loaded = run(work())
+    assert "closed" in repr(loaded)
+    with pytest.raises(ModelClosed):
+        loaded.llm.generate(PROMPT)
+
+
+def test_a_model_whose_loading_was_cancelled_is_closed(tmp_path, monkeypatch) -> None:
+    target = save_model(tmp_path, seed=0)
+    loaded, may_load = [], threading.Event()
+
+    def slow_load(*arguments: Any, **options: Any) -> LLM:
+        may_load.wait(60)
+        loaded.append(specdec.load(*arguments, **options))
+        return loaded[0]
+
+    monkeypatch.setattr("specdec.async_llm.load", slow_load)
+
+    async def work() -> None:
+        loading = asyncio.create_task(AsyncLLM.load(target, ctx_size=64, threads=1))
+        await asyncio.sleep(0.01)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        may_load.set()
+        while not loaded or loaded[0].session.is_open:
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_errors_of_loading_are_raised(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'memory_budget'"):
+        run(AsyncLLM.load(tmp_path, memory_budjet="1GiB"))

@@ -18,8 +18,11 @@ SYSTEMS = {
     "win32": ("Windows has no preadv", ("fcntl", "resource", "pwd", "termios")),
     "freebsd14": ("freebsd14 has no parts of Linux", ()),
 }
-SCRIPT = "import sys\nfrom {module} import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
-SCRIPTS = {"specdec": "specdec.cli.entry", "specdec-bench": "bench.__main__"}
+SCRIPT = (
+    "import sys\nfrom specdec.cli.entry import {main}\n"
+    "if __name__ == '__main__':\n    sys.exit({main}())\n"
+)
+SCRIPTS = {"specdec": "main", "specdec-bench": "bench_main"}
 
 
 def names_in(app):
@@ -70,7 +73,7 @@ def test_every_command_is_one_line(other_system) -> None:
 def test_installed_scripts_are_one_line(other_system, tmp_path, name, suffix) -> None:
     run, missing = other_system
     script = tmp_path / (name + suffix)
-    script.write_text(SCRIPT.format(module=SCRIPTS[name]))
+    script.write_text(SCRIPT.format(main=SCRIPTS[name]))
     done = run(str(script), "run", "-m", "model")
     assert done.returncode == 2
     assert done.stderr.startswith(f"{name}: error: specdec needs Linux: {missing}")

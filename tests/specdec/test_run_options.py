@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 import specdec
 from specdec.analysis.analyze import analyze
+from specdec.api import GenerateKeywords
 from specdec.checks import ConfigError
 from specdec.models.names import SELF_DRAFT
 from specdec.option import options_of
 from specdec.planning.what_if.other_device import plan_on
 from specdec.run_options import LoadKeywords, RunOptions
+from specdec.sampling.keywords import SamplingKeywords
+from specdec.sampling.params import SamplingParams
 
 
 def test_the_keywords_of_load_are_the_fields_and_have_their_types() -> None:
@@ -135,3 +140,24 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError) as caught:
         RunOptions("t", **wrong)
     assert str(caught.value) == message
+
+
+def test_the_keywords_of_sampling_are_the_fields() -> None:
+    assert list(SamplingKeywords.__annotations__) == list(get_type_hints(SamplingParams))
+
+
+def test_the_keywords_of_generate_are_those_of_stream() -> None:
+    parameters = inspect.signature(specdec.LLM.stream).parameters
+    own = [name for name, item in parameters.items() if item.kind is item.KEYWORD_ONLY]
+    assert set(GenerateKeywords.__annotations__) == {*own, *SamplingKeywords.__annotations__}
+
+
+@pytest.mark.parametrize("name", ["model", "draft_model"])
+def test_a_loaded_model_is_refused_with_what_to_give(name: str) -> None:
+    class Loaded(torch.nn.Module):
+        name_or_path = "user/repo"
+
+    options = {"model": "pair:target", name: Loaded()}
+    expected = f"^{name} is a loaded Loaded: .*; give the folder.* here 'user/repo',"
+    with pytest.raises(ConfigError, match=expected):
+        RunOptions(**options)

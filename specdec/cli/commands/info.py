@@ -87,7 +87,7 @@ def profile(
 ) -> None:
     """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
     from backends.timing.cached import forget_curves
-    from offload.ring.bandwidth import measure_storage
+    from offload.ring.bandwidth import is_in_disk_cache, measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.names import resolve_model
     from specdec.models.weight_files import largest_weight_file
@@ -111,12 +111,15 @@ def profile(
         return
     when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
     how = "O_DIRECT" if result.direct else "through the page cache"
+    cached = " and cached on disk; --refresh measures again"
+    if not is_in_disk_cache(result):
+        cached = "; not cached: the file is too small, the disk busy, or reading limited"
     speeds = machine.flops_per_second.items()
     flops = ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds)
     write_text(
         f"storage    {result.storage_bytes_per_second / 1e9:.2f} GB/s, {how}, "
         f"{result.n_readers} readers of {format_bytes(result.read_bytes)}\n"
-        f"           measured {when} and cached on disk; --refresh measures again\n"
+        f"           measured {when}{cached}\n"
         f"memory     {format_bytes(machine.memory_bytes)}, "
         f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s in one-token products\n"
         f"arithmetic {flops}\n"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from offload.distribution import install_command
 from offload.process.memory import count_companion
 from specdec.cli import options
 from specdec.cli.enforce import child_environment
@@ -78,7 +79,7 @@ def _import_server() -> type[Run]:
         if (error.name or "").split(".")[0] in ("specdec", "offload", "backends"):
             raise
         raise options.OptionError(
-            f"specdec serve needs {error.name}: pip install 'specdec[serve]'"
+            f"specdec serve needs {error.name}: {install_command('serve')}"
         ) from error
     return Serving
 

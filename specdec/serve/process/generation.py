@@ -66,8 +66,10 @@ class Generation:
 
     async def _generate(self, job: Job) -> None:
         llm = self._llm
-        options = {"priority": job.priority, "cache_prompt": job.caches_prompt}
-        self._streams = [llm.stream(ids, job.params, **options) for ids in job.prompts]
+        self._streams = [
+            llm.stream(ids, job.params, priority=job.priority, cache_prompt=job.caches_prompt)
+            for ids in job.prompts
+        ]
         self._tell_progress(job)
         # Errors of the request are known once the first stream has started: its status follows.
         await self._streams[0].started()

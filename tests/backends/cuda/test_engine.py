@@ -149,7 +149,7 @@ def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None
             return forward(*args, **kwargs)
 
         backend._runners[1]._forward = greedy
-        with pytest.raises(VramExceeded, match="raise --vram-budget"):
+        with pytest.raises(VramExceeded, match="raise (--vram-budget|vram_budget)"):
             own(backend).extend([7, 9], [PREFIX, PREFIX])
         backend._runners[1]._forward = forward
         assert own(backend).n_committed == len(PROMPT)

@@ -12,6 +12,7 @@ from device_talk import PROMPT, on_device
 from backends.contract.backend import PREFIX
 from backends.cuda.errors import VramExceeded, VramUse, no_raw_out_of_memory, requested_bytes
 from offload.budget import BudgetExceeded
+from offload.errors import with_names
 from offload.units import GIB, MIB
 
 USED = VramUse(taken_bytes=7 * GIB, promised_bytes=7 * GIB + 10 * MIB, free_bytes=60 * GIB)
@@ -27,9 +28,10 @@ def test_what_is_beyond_the_promise() -> None:
     error = reported(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0")
     )
+    names = [with_names(name) for name in ("--vram-budget", "--ctx-size")]
     assert str(error) == (
         "the GPU needs 50.00 MiB more, but 7.00 GiB of the 7.01 GiB it may use are taken: raise "
-        "--vram-budget by 40 MiB, or lower --ctx-size or the number of draft tokens"
+        f"{names[0]} by 40 MiB, or lower {names[1]} or the number of draft tokens"
     )
     assert (error.requested_bytes, error.left_bytes) == (50 * MIB, 10 * MIB)
     # The user's budget includes CUDA's own share.
@@ -48,7 +50,7 @@ def test_what_others_have_taken(said: str, requested: str) -> None:
     """A larger budget would not help."""
     error = reported(RuntimeError(said), USED._replace(free_bytes=3 * MIB))
     assert str(error).startswith(f"the GPU needs {requested}, but only 3.00 MiB of it are free")
-    assert str(error).endswith("end what else uses the GPU, or lower --vram-budget")
+    assert str(error).endswith(with_names("end what else uses the GPU, or lower --vram-budget"))
 
 
 def test_an_error_that_follows_one_is_one() -> None:
@@ -79,7 +81,7 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
 
             runner._forward = failing
             with pytest.raises(
-                BudgetExceeded, match="20.00 MiB more.*raise --vram-budget"
+                BudgetExceeded, match="20.00 MiB more.*raise (--vram-budget|vram_budget)"
             ) as raised:
                 own(backend).extend([7, 9], [PREFIX, PREFIX])
             runner._forward = forward

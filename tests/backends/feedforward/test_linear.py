@@ -158,7 +158,7 @@ def test_what_computes_is_a_matter_of_processor_and_library(
     assert linear_of(torch.bfloat16) is nn.functional.linear
     assert library_of(torch.bfloat16) == f"torch {torch.__version__}"
     (said,) = slow_products(torch.bfloat16)
-    assert "pip install 'specdec[gguf]'" in said
+    assert "pip install 'specdec-stream[gguf]'" in said
 
 
 def test_modules_compute_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_without_llama_cpp_the_error_says_what_to_install(monkeypatch):
         return genuine(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(LlamaError, match=re.escape("pip install 'specdec[gguf]'")):
+    with pytest.raises(LlamaError, match=re.escape("pip install 'specdec-stream[gguf]'")):
         load_library.__wrapped__()
 
 

@@ -282,4 +282,4 @@ def test_without_matplotlib_it_says_so(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["timeline", "-m", str(model), "-o", str(tmp_path / "run.png")]) == 2
-    assert "pip install 'specdec[bench]'" in capsys.readouterr().err
+    assert "pip install 'specdec-stream[bench]'" in capsys.readouterr().err

@@ -6,14 +6,16 @@ import itertools
 import json
 import os
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from offload.process import other_processes
+from offload.process.disk_cache import save_cached_measurement
 from offload.ring import bandwidth as profile
-from offload.ring.bandwidth import DeviceProfile, measure_storage
+from offload.ring.bandwidth import DeviceProfile, is_in_disk_cache, measure_storage
 from offload.ring.streamer import StreamStats
 from offload.storage.aligned import ALIGNMENT
 from offload.storage.direct_io import StorageError
@@ -196,3 +198,15 @@ def test_storage_is_kept_busy_for_as_long_as_something_is_timed(weights: Path) -
         assert threading.active_count() > n_before
     assert threading.active_count() == n_before
     assert not profile.is_measurable(weights)
+
+
+def test_a_short_measurement_is_not_called_cached(tmp_path) -> None:
+    small = tmp_path / "small"
+    small.write_bytes(b"x" * 4096)
+    profile = measure_storage(small, cache_dir=tmp_path / "cache")
+    assert not is_in_disk_cache(profile, tmp_path / "cache")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    name = f"storage-{profile.device}-{profile.read_bytes}-{profile.n_readers}.json"
+    save_cached_measurement(tmp_path / "cache" / name, asdict(profile), "a result")
+    assert is_in_disk_cache(profile, tmp_path / "cache")
+    assert not is_in_disk_cache(replace(profile, measured_at=0.0), tmp_path / "cache")

@@ -53,6 +53,6 @@ def test_a_device_and_its_host_get_everything_back(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("refused")
 @pytest.mark.parametrize("refused", ["specdec-reader-2"], indirect=True)
 def test_the_message_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(SpecdecError, match="thread 3 of 4 .*--io-threads"):
+    with pytest.raises(SpecdecError, match="thread 3 of 4 .*io.threads"):
         WeightStreamer(small_weights(tmp_path).layers, 2, n_readers=4)
     assert not reader_threads()

@@ -80,7 +80,7 @@ def test_missing_ray_is_reported(
     out = str(tmp_path / "out.jsonl")
     assert main(["batch", str(source), "-m", str(model), "-o", out, "--ray", "auto"]) == 2
     error = capsys.readouterr().err
-    assert error == "specdec: error: --ray needs Ray: pip install 'specdec[ray]'\n"
+    assert error == "specdec: error: --ray needs Ray: pip install 'specdec-stream[ray]'\n"
     assert list(tmp_path.iterdir()) == [source]
 
 

@@ -194,3 +194,11 @@ def test_a_bad_variable_is_named(
     option = f"--{name.lower().replace('_', '-')}"
     assert main(["run", "-m", "no/such/model", "-p", "x", option, value]) == 2
     assert "SPECDEC" not in capsys.readouterr().err, "an option that is typed is named as typed"
+
+
+def test_a_missing_file_is_reported_with_its_variable(monkeypatch, capsys, tmp_path) -> None:
+    missing = tmp_path / "schema.json"
+    monkeypatch.setenv("SPECDEC_JSON_SCHEMA", str(missing))
+    assert main(["run", "-m", "pair:target", "-p", "hi"]) == 2
+    error = capsys.readouterr().err
+    assert f"error: SPECDEC_JSON_SCHEMA: {missing}: No such file or directory\n" in error

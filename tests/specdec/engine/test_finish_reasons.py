@@ -82,8 +82,8 @@ def test_a_cut_by_the_context_is_reported(llm: LLM, folder: Path) -> None:
     output = llm.generate(prompt, **long).outputs[0]
     assert (output.finish_reason, len(output.token_ids)) == ("length", 29)
     assert output.finish_note == (
-        "the text was cut where the context of 32 tokens (--ctx-size; the model has 64) was full, "
-        "3 of them the prompt's: shorten that or raise --ctx-size"
+        "the text was cut where the context of 32 tokens (ctx_size; the model has 64) was full, "
+        "3 of them the prompt's: shorten that or raise ctx_size"
     )
     # If another limit cuts it, or it ends by itself, there is no note.
     assert llm.generate(prompt, **only(NO_END, max_tokens=29)).outputs[0].finish_note is None

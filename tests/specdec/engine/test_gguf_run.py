@@ -157,10 +157,10 @@ def test_a_refused_budget_names_the_caches_that_would_do_with_less(
 
     with pytest.raises(BudgetExceeded) as refused:
         plan("256MiB", present)
-    pattern = r"--cache-type-k (\w+) --cache-type-v (\w+) it is ([\d.]+ \w+)"
+    pattern = r"cache_type_k='(\w+)' cache_type_v='(\w+)' it is ([\d.]+ \w+)"
     advice = re.findall(pattern, str(refused.value))
     assert [(k, v) for k, v, _ in advice] == [(name, name) for name in smaller]
-    assert "with --ctx-size 1024 it is" in str(refused.value)
+    assert "with ctx_size=1024 it is" in str(refused.value)
     for cache_type, _, budget in advice:
         plan(budget.replace(" ", ""), cache_type)  # it is enough
 

@@ -206,4 +206,4 @@ def test_without_its_libraries_the_extra_is_named(served_model: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert "pip install 'specdec[serve]'" in done.stderr
+    assert "pip install 'specdec-stream[serve]'" in done.stderr

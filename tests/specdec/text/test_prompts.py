@@ -92,7 +92,7 @@ def test_an_unknown_token_is_reported_before_a_pass(tmp_path: Any) -> None:
 
 
 def test_a_prompt_too_long_names_the_binding_limit(llm: LLM) -> None:
-    with pytest.raises(PromptError, match=r"context of 64 \(--ctx-size; the model has 128\)"):
+    with pytest.raises(PromptError, match=r"context of 64 \(ctx_size; the model has 128\)"):
         llm.generate("x" * 100)
 
 

@@ -85,10 +85,10 @@ def test_a_refusal_says_what_a_shorter_context_and_a_smaller_cache_would_save():
     with pytest.raises(BudgetExceeded) as failure:
         item.divide(200 * MIB, Shape(8))
     message = str(failure.value)
-    assert f"with --ctx-size {CTX // 2} it is" in message
-    assert "with --cache-type-k q8_0 --cache-type-v q8_0 it is" in message
+    assert f"with ctx_size={CTX // 2} it is" in message
+    assert "with cache_type_k='q8_0' cache_type_v='q8_0' it is" in message
     n_needed = -(-failure.value.requested_bytes // MIB)
-    assert f"--ctx-size {CTX // 2} it is {n_needed - CTX // 2 // 4} MiB" in message
+    assert f"ctx_size={CTX // 2} it is {n_needed - CTX // 2 // 4} MiB" in message
 
 
 class PaperHybrid(PaperModel):
@@ -104,7 +104,7 @@ def test_states_are_reserved_for_each_sequence() -> None:
     assert 200 * MIB < table["target recurrent states"] < 201 * MIB
     with pytest.raises(BudgetExceeded) as failure:
         item.divide(200 * MIB, Shape(8))
-    n_with_two = int(str(failure.value).split("with --parallel 2 it is ")[1].split(" MiB")[0])
+    n_with_two = int(str(failure.value).split("with parallel=2 it is ")[1].split(" MiB")[0])
     assert n_with_two <= failure.value.requested_bytes // MIB - 99
     with pytest.raises(BudgetExceeded) as failure:
         memory_planner(PaperModel("t", 4, MIB), parallel=4).divide(200 * MIB, Shape(8))

@@ -135,7 +135,7 @@ def test_all_of_a_gpu_is_taken_where_no_budget_is_given():
 
 
 def test_what_a_gpu_profile_cannot_tell_is_refused():
-    with pytest.raises(DeviceError, match="leave --draft-device out"):
+    with pytest.raises(DeviceError, match="leave draft_device out"):
         plan("gpu-8gb", draft_device="cpu")
     for options in ({"vram_budget": "2GiB"}, {"draft_device": "cuda"}):
         with pytest.raises(ConfigError, match="computed on the CPU"):
