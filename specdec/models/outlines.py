@@ -119,8 +119,10 @@ def _outline_of_hub(name: str | Path) -> Path:
 
 def _outline_of_config(name: str | Path) -> Path:
     directory = Path(name)
+    from backends.checkpoint.config import load_config
     from backends.checkpoint.config_outline import write_config_outline
 
+    load_config(directory)  # so that an error names the user's folder, not the outline's
     folder = new_outline_folder(directory.name)
     for pattern in BESIDE_WEIGHTS:
         for file in filter(Path.is_file, directory.glob(pattern)):

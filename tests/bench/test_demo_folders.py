@@ -56,7 +56,7 @@ def test_the_demo_is_named_as_it_was_called() -> None:
 
 @pytest.mark.parametrize("command", ["synth"])
 def test_commands_in_modules_of_their_own_have_the_same_help_and_debug(command: str) -> None:
-    shown = run_module("bench", command, "-h")
+    shown = run_module("bench", command, "--help-all")
     assert "--debug" in shown
     assert "<bool>" not in shown
 
