@@ -38,7 +38,7 @@ def blocked_mask(
         for rows in layout.rows(start, end)
         for group in _groups_of_sequence(rows, window, limits.max_keys, is_of_cache)
     ]
-    n_keys = layout.n_keys(end)
+    n_keys = max(map(_num_rows, groups)) if is_of_cache else layout.n_keys(end)
     return BlockedMask(tuple(groups), n_keys, is_of_cache, limits, scratch or Scratch())
 
 
@@ -73,6 +73,13 @@ def _groups_of_sequence(
             torch.from_numpy(hidden),
             torch.from_numpy(edge_hidden[a:b]) if edge_hidden[a:b].size else None,
         )
+
+
+def _num_rows(group: RowGroup) -> int:
+    """Return the number of first rows of the cache that hold all keys of a group. It is no sum over
+    the sequences, which share rows."""
+    ends = [row + num_tokens for _, row, num_tokens in group.runs]
+    return max(ends if group.picked is None else [*ends, int(group.picked.max()) + 1])
 
 
 def _in_cache(rows: PartRows, of_sequence: np.ndarray) -> np.ndarray:

@@ -141,6 +141,7 @@ class BlockedMask:
 
     groups: tuple[RowGroup, ...]
     n_keys: int
+    """Number of keys that it is for; of a cache, whose rows sequences share, at least as many."""
     is_of_cache: bool = False
     """Whether keys and values are all rows of the cache, or the keys of the pass in order."""
     limits: ProductLimits = USUAL_LIMITS

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from offload.units import parse_bytes
+from offload.units import UnitError, parse_bytes
 from specdec.cli import options
 from specdec.cli.output import write_json, write_text
 
@@ -39,9 +39,16 @@ def recommend(
     if memory_budget == "auto":
         n_bytes = budget_of_run(memory_budget)[0]
     else:  # that of another machine may be larger than this one's memory
-        n_bytes = parse_bytes(memory_budget)
+        n_bytes = _parsed(memory_budget)
     items = advice.recommend(n_bytes, on)
     if json:
         write_json({"memory_bytes": n_bytes, "device": on, **advice.to_dict(items)})
     else:
         write_text("\n".join(advice.lines(items, n_bytes, on)) + "\n")
+
+
+def _parsed(memory_budget: str) -> int:
+    try:
+        return parse_bytes(memory_budget)
+    except UnitError as error:
+        raise options.OptionError(f"--memory-budget: {error}") from error

@@ -12,7 +12,7 @@ from attention_cases import random_tree, reference, states
 from checkpoints import FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from backends.attention.batch import BatchLayout
+from backends.attention.batch import BatchLayout, SequencePart
 from backends.attention.blocked_mask import blocked_mask
 from backends.attention.families import adapt
 from backends.attention.interface import (
@@ -59,6 +59,22 @@ def test_either_mask_says_how_it_is_computed(n_keys: int) -> None:
             actual, weights = attention(Module(), query, key, value, mask, **options)
             assert weights is None
             assert (actual - expected).abs().max() <= 1e-5
+
+
+def test_sequences_share_rows_of_the_cache() -> None:
+    """Each has 70 keys, in 2 blocks of the cache of 3: together more keys than it has rows."""
+    layout = CausalLayout(68, 2)
+    parts = (SequencePart(layout, np.array([0, 1])), SequencePart(layout, np.array([0, 2])))
+    mask = blocked_mask(BatchLayout(parts), 0, 4, None, is_of_cache=True)
+    query, (_, key, value) = states(4, 4)[0], states(4, 134)
+    output, _ = attention(Module(), query, key, value, mask)
+    for index, part in enumerate(parts):
+        own = blocked_mask(BatchLayout((part,)), 0, 2, None, is_of_cache=True)
+        rows = slice(2 * index, 2 * index + 2)
+        expected, _ = attention(Module(), query[:, :, rows], key, value, own)
+        assert torch.equal(output[:, rows], expected)
+    with pytest.raises(BackendError, match="its mask is for others"):
+        attention(Module(), query, key[:, :, :133], value[:, :, :133], mask)
 
 
 def _mask_of(n_keys: int) -> SegmentedMask:

@@ -107,6 +107,18 @@ def test_a_list_of_prompts(llm: LLM, fresh: LLM) -> None:
     check_nothing_left(llm)
 
 
+def test_sequences_that_share_a_prompt_have_more_tokens_than_the_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    prompts = [[*[7 + i % 60 for i in range(450)], 9 + last] for last in range(4)]
+    with load(tmp_path_factory, ctx_size=512, kv_tokens=1024, parallel=4) as llm:
+        llm.generate(prompts[0], max_tokens=1)
+        results = llm.generate(prompts, params(0.0))
+        for prompt, result in zip(prompts, results, strict=True):
+            expected = llm.generate(prompt, params(0.0), speculative=False, cache_prompt=False)
+            assert result.token_ids == expected.token_ids
+
+
 @pytest.mark.slow_except(1)
 def test_threads_share_passes(llm: LLM, fresh: LLM) -> None:
     requests = [(i % len(PROMPTS), (0.0, 0.8)[i % 2], None) for i in range(9)]
