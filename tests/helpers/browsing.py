@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving import Server
 
+_ENDING = ("finish_reason", "finish_note")
 MUST_RUN = "SPECDEC_TEST_BROWSER"
 """Environment variable: 1 makes a missing browser a failure (.ci/run)."""
 
@@ -76,16 +76,20 @@ def answers(page: Any) -> list[str]:
     return page.locator(".assistant > .text").all_inner_texts()  # type: ignore[no-any-return]
 
 
-def script_answer(page: Any, *deltas: dict[str, Any], is_whole: bool = True) -> list[dict[str, Any]]:
+def script_answer(
+    page: Any, *deltas: dict[str, Any], is_whole: bool = True
+) -> list[dict[str, Any]]:
     """Answer the page's chats with `deltas` instead of a model.
 
-    A delta may have `draft`, which is an event's field. Returns a list that gets the requests.
+    A delta may have `draft`, a field of events, and `finish_reason` and `finish_note`, fields of
+    choices. Returns a list that gets the requests.
     """
     requests: list[dict[str, Any]] = []
     lines = []
     for delta in deltas:
-        content = {name: value for name, value in delta.items() if name != "draft"}
-        event: dict[str, Any] = {"choices": [{"index": 0, "delta": content}]}
+        ending = {name: delta[name] for name in _ENDING if name in delta}
+        content = {name: delta[name] for name in delta if name not in {"draft", *_ENDING}}
+        event: dict[str, Any] = {"choices": [{"index": 0, "delta": content, **ending}]}
         if "draft" in delta:
             event["draft"] = delta["draft"]
         lines.append(f"data: {json.dumps(event)}\n\n")

@@ -173,13 +173,14 @@ function show(chosen) {
 
 function listItem(item) {
   const open = make("button", { type: "button", className: "open" }, item.title);
+  open.title = item.title;
   if (item.id === conversation.id) open.setAttribute("aria-current", "true");
   open.addEventListener("click", () => {
     show(store.load(item.id) ?? newConversation());
     closePanel();
     $("prompt").focus();
   });
-  const remove = make("button", { type: "button", className: "small" }, "Delete");
+  const remove = make("button", { type: "button", className: "small", title: "Delete" }, "✕");
   remove.setAttribute("aria-label", `Delete “${item.title}”`);
   remove.addEventListener("click", () => {
     if (!confirm(`Delete “${item.title}” from this browser?`)) return;

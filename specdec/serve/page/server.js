@@ -58,7 +58,7 @@ export async function watch() {
   showState();
   const seconds = status === "ready" ? POLL_SECONDS : RETRY_SECONDS;
   clearTimeout(timer);
-  timer = setTimeout(watch, 1000 * seconds);
+  if (!document.hidden) timer = setTimeout(watch, 1000 * seconds);
 }
 
 // A page that nobody looks at asks nothing.

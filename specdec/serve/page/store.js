@@ -62,8 +62,10 @@ export class Store {
     if (!first) return;
     const title = first.content.trim().replace(/\s+/g, " ");
     item.title = title.length > MAX_TITLE ? `${title.slice(0, MAX_TITLE)}…` : title;
+    // An answer without a text yet is none, if the page is left now.
+    const messages = item.messages.filter((message) => message.content || message.reasoning);
     this.attempt(() => {
-      localStorage.setItem(PREFIX + item.id, JSON.stringify(item));
+      localStorage.setItem(PREFIX + item.id, JSON.stringify({ ...item, messages }));
       this.onProblem("");
     });
   }

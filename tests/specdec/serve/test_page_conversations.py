@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from browsing import answers, script_answer, send, wait_until_idle, wait_until_ready
+from browsing import (
+    answers,
+    script_answer,
+    send,
+    stall_answers,
+    wait_until_idle,
+    wait_until_ready,
+)
 
 FULL = """() => {
   Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); };
@@ -116,3 +123,17 @@ def test_items_of_others_in_the_storage_are_left_alone(page: Any) -> None:
     say(page, "first", "one")
     assert page.locator("#conversations li").count() == 1
     assert page.evaluate("localStorage.length") == 4
+
+
+def test_an_answer_that_was_under_way_when_the_page_was_left_is_kept(page: Any) -> None:
+    say(page, "first", "one")
+    stall_answers(page, {"choices": [{"index": 0, "delta": {"content": "half of it"}}]})
+    send(page, "second")
+    page.locator(".assistant", has_text="half of it").wait_for()
+    page.reload()
+    assert answers(page) == ["one", "half of it"]
+    stall_answers(page)
+    send(page, "third")
+    page.reload()
+    assert answers(page) == ["one", "half of it"]
+    assert page.locator(".user .text").all_inner_texts() == ["first", "second", "third"]

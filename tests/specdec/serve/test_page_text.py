@@ -134,7 +134,10 @@ def test_accepted_draft_tokens_are_marked_within_markdown(page: Any) -> None:
 
 def test_thinking_is_folded(page: Any) -> None:
     requests = script_answer(
-        page, {"reasoning_content": "First, "}, {"reasoning_content": "rivers."}, {"content": "Nile"}
+        page,
+        {"reasoning_content": "First, "},
+        {"reasoning_content": "rivers."},
+        {"content": "Nile"},
     )
     send(page, "hello")
     wait_until_idle(page)
@@ -168,3 +171,12 @@ def test_blocks_that_are_complete_stay_while_a_text_grows(page: Any) -> None:
     assert is_same
     assert count == 3  # the code, the space after it, the paragraph
     assert text.endswith("and more")
+
+
+@pytest.mark.parametrize("note", ["", "the context of 512 tokens is full"])
+def test_an_answer_that_a_limit_cut_says_so(page: Any, note: str) -> None:
+    script_answer(page, {"content": "Some", "finish_reason": "length", "finish_note": note})
+    send(page, "hello")
+    wait_until_idle(page)
+    expected = note or "The answer was cut off at its limit of tokens."
+    assert page.locator(".assistant .note").inner_text() == expected
