@@ -39,8 +39,8 @@ def test_conversations_are_kept_in_the_browser(page: Any) -> None:
     assert answers(page) == ["one"]
     assert page.locator(".assistant strong").count() == 1
     requests = say(page, "go on", "three")
-    texts = [message["content"] for message in requests[0]["messages"]]
-    assert texts == ["first question", "**one**", "go on"]
+    contents = [message["content"] for message in requests[0]["messages"]]
+    assert contents == ["first question", "**one**", "go on"]
 
 
 def test_a_conversation_is_deleted_after_a_question(page: Any) -> None:
@@ -81,8 +81,8 @@ def test_a_message_is_edited_and_sent_again(page: Any) -> None:
     requests = script_answer(page, {"content": "three"})
     page.get_by_role("button", name="Send again").click()
     wait_until_idle(page)
-    texts = [message["content"] for message in requests[0]["messages"]]
-    assert texts == ["first", "one", "third"]
+    contents = [message["content"] for message in requests[0]["messages"]]
+    assert contents == ["first", "one", "third"]
     assert answers(page) == ["one", "three"]
     page.reload()
     assert answers(page) == ["one", "three"]
