@@ -117,14 +117,17 @@ def contrast(first: str, second: str) -> float:
 
 
 _STALL = """(text) => {
-  window.fetch = new Proxy(window.fetch, { apply(real, self, [path, options]) {
-    if (path !== "/v1/chat/completions") return real.call(self, path, options);
+  const real = window.fetch;
+  window.stalled = { restore() { window.fetch = real; } };
+  window.fetch = (path, options) => {
+    if (path !== "/v1/chat/completions") return real(path, options);
     const stream = new ReadableStream({ start(controller) {
       controller.enqueue(new TextEncoder().encode(text));
+      window.stalled.fail = () => controller.error(new TypeError("network error"));
       options.signal.addEventListener("abort", () => controller.error(options.signal.reason));
     } });
     return Promise.resolve(new Response(stream));
-  } });
+  };
 }"""
 
 

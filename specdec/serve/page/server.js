@@ -67,6 +67,12 @@ document.addEventListener("visibilitychange", () => {
   else watch();
 });
 
+// The browser's own words ("Failed to fetch", "network error") do not say what helps.
+function unreachable(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Error("the server is not reachable: ask again when it is back");
+}
+
 // Yields the events of an answer.
 export async function* ask(body, signal) {
   const reply = await fetch("/v1/chat/completions", {
@@ -74,7 +80,7 @@ export async function* ask(body, signal) {
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     signal,
-  });
+  }).catch(unreachable);
   if (!reply.ok) throw new Error((await reply.json()).error.message);
   for await (const event of events(reply)) {
     if (event.error) throw new Error(event.error.message);
@@ -86,7 +92,7 @@ async function* events(answer) {
   const decoder = new TextDecoder();
   let buffer = "";
   for (const reader = answer.body.getReader(); ; ) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(unreachable);
     if (done) throw new Error("the connection ended in the middle of the answer: ask again");
     buffer += decoder.decode(value, { stream: true });
     const blocks = buffer.split("\n\n");

@@ -26,13 +26,14 @@ CODE = "```\n" + "long " * 60 + "\n```\n\n" + "text " * 100 + "\n\n| " + "wide |
 TEXT = {"choices": [{"index": 0, "delta": {"content": "Some text"}}]}
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_turns_red_when_the_server_is_gone_and_recovers(
-    browser: Any, served_model: Path
+    browser: Any, served_model: Path, scheme: str
 ) -> None:
     with Server(served_model, "-c", "512") as server:
         server.ready()
         port = server.port
-        with open_page(browser, server.url) as page:
+        with open_page(browser, server.url, color_scheme=scheme) as page:
             wait_until_ready(page)
             stall_answers(page, TEXT)  # a text that was under way stays
             send(page, "hello")
@@ -46,9 +47,9 @@ def test_the_page_turns_red_when_the_server_is_gone_and_recovers(
             page.keyboard.press("Escape")
             wait_until_idle(page)
             assert answers(page) == ["Some text"]
-            page.evaluate("() => { window.fetch = () => Promise.reject(new Error('gone')); }")
+            page.evaluate("stalled.restore()")
             send(page, "are you there?")
-            page.locator("#log .error").wait_for()
+            page.locator("#log .error", has_text="not reachable: ask again").wait_for()
             with Server(served_model, "-c", "512", "--port", str(port)) as again:
                 again.ready()
                 page.goto(again.url)
@@ -57,6 +58,16 @@ def test_the_page_turns_red_when_the_server_is_gone_and_recovers(
                 page.get_by_role("button", name="Regenerate").click()
                 wait_until_idle(page)
                 assert len(answers(page)) == 2
+
+
+def test_an_answer_that_a_lost_connection_cuts_says_so_and_is_kept(page: Any) -> None:
+    stall_answers(page, TEXT)
+    send(page, "hello")
+    page.locator(".assistant > .text p").wait_for()
+    page.evaluate("stalled.fail()")
+    page.locator("#log .error", has_text="not reachable: ask again").wait_for()
+    page.reload()
+    assert answers(page) == ["Some text"]
 
 
 def test_a_server_that_returns_is_found_without_a_reload(browser: Any, served_model: Path) -> None:
