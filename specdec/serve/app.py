@@ -27,13 +27,9 @@ _HEALTH = gives(Health, "Ready") | gives(Health, "Not ready", 503)
 _PLAN: Responses = {200: {"description": "The plan, as `specdec plan --json` prints it"}}
 
 _FOLDER = Path(__file__).parent / "page"
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/page/style.css": ("style.css", "text/css"),
-    "/page/script.js": ("script.js", "text/javascript"),
-}
+_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
-    # Only these three files and this server; generated text that looks like HTML stays text.
+    # Only the page's own files and this server; generated text that looks like HTML stays text.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
         "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
@@ -133,9 +129,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, (name, media_type) in _FILES.items():
-        content = (_FOLDER / name).read_bytes()
-        app.add_api_route(path, _giving(content, media_type), include_in_schema=False)
+    files = {"/": (_FOLDER / "index.html", "text/html")}
+    for path in sorted(_FOLDER.rglob("*")):
+        if path.suffix in _MEDIA_TYPES:
+            name = path.relative_to(_FOLDER).as_posix()
+            files[f"/page/{name}"] = (path, _MEDIA_TYPES[path.suffix])
+    for route, (path, media_type) in files.items():
+        give = _giving(path.read_bytes(), media_type)
+        app.add_api_route(route, give, include_in_schema=False)
 
 
 def _giving(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:

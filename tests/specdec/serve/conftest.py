@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from browsing import open_browser, open_page, wait_until_ready
 from serving import Server
 from tiny_pair import save_model
 
@@ -36,3 +38,17 @@ def server(served_model: Path) -> Iterator[Server]:
     drafts = ("-md", str(served_model), "--num-draft-tokens", "4")
     with Server(served_model, *drafts, "-c", "512") as started:
         yield started.ready()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    """The page of the server, ready."""
+    with open_page(browser, server.url) as opened:
+        wait_until_ready(opened)
+        yield opened

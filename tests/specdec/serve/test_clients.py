@@ -192,7 +192,7 @@ def test_clients_that_do_not_take_the_end_of_an_answer_are_cut(small: Server) ->
             raw = stack.enter_context(socket.socket())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             raw.connect(("127.0.0.1", small.port))
-            raw.sendall(b"GET /page/script.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * n_answers)
+            raw.sendall(b"GET /page/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * n_answers)
         end = time.monotonic() + 120
         while len(list(files.iterdir())) > before:
             assert time.monotonic() < end, "a connection is still open"
