@@ -10,6 +10,7 @@ from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.opened import mtp_source, open_head
 from specdec.checks import ConfigError, FieldName
+from specdec.models.heads import refuse_head
 from specdec.models.names import MTP_HEAD, SELF_DRAFT, has_own_files, resolve_model
 from specdec.models.opened import (
     OpenedModel,
@@ -45,7 +46,9 @@ def open_to_plan(options: RunOptions) -> Sources:
 
 def open_sources(options: RunOptions) -> SourcePair:
     """Open the models without weights and tokenizers. Raises what `plan_run` raises."""
-    target = open_source(resolve_model(options.model), options.backend)
+    path = resolve_model(options.model)
+    refuse_head(path)
+    target = open_source(path, options.backend)
     _check_options(options, target)
     # Cache types apply to the target only: a draft's KV is small.
     of_draft = BackendOptions(options.backend.n_threads)

@@ -35,6 +35,9 @@ class ServeError(SpecdecError):
     """The server cannot listen."""
 
 
+_REPEATED = ("/health", "/metrics")
+
+
 class HowEnded(NamedTuple):
     """How a server ended: the signal, or the exit code of an engine that could not load the model
     and has said why; 0 otherwise."""
@@ -119,8 +122,10 @@ class Serving:
             self._print(line)
 
     def _log(self, path: str, status: int, seconds: float) -> None:
-        """Print a line about a request, without anything of its content."""
-        self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
+        """Print a line about a request, without anything of its content; none about those that
+        the page and programs repeat to see the server's state."""
+        if path not in _REPEATED:
+            self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
 
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._names)

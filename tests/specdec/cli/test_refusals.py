@@ -153,13 +153,9 @@ def test_a_mistake_that_the_model_shows(
          "the prompt cache /etc/passwd is not a folder: name another one"),
         ("run -p x -m {damaged} --prompt-cache-dir /dev/null/x", "/dev/null/x cannot be made"),
         ("run -p x -m {damaged} --prompt-cache-size 3", "--prompt-cache-size: '3' has no unit"),
-<<<<<<< HEAD
+        ("recommend --memory-budget lots", "--memory-budget: 'lots' is not a byte count"),
         ("plan -m pair:target --memory-budget 900TiB", "is above the limit of this process"),
         ("plan -m {damaged}", "/damaged/config.json cannot be read"),
-=======
-        ("recommend --memory-budget lots", "--memory-budget: 'lots' is not a byte count"),
-        ("plan -m {damaged} --memory-budget 900TiB", "is above the limit of this process"),
->>>>>>> eyes
         ("plan -m pair:target --on {pipe}.json", "is no JSON"),
         ("profile -m /nonexistent/model", "/nonexistent/model"),
         ("analyze -m /nonexistent/model", "/nonexistent/model"),

@@ -10,6 +10,7 @@ from dflash_heads import BLOCK_SIZE, MASK_TOKEN_ID, TARGET_LAYERS
 from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX, MaskedBlock
 from backends.contract.sequence import SequenceInput
 from backends.heads.dflash_source import load_dflash_head
+from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.model import load_hf_model
 from specdec.drafters.base import TreeLimits
@@ -26,7 +27,9 @@ N_TOKENS = 96
 @pytest.fixture(scope="module")
 def models(checkpoint_factory, tmp_path_factory):
     model = load_hf_model(checkpoint_factory("llama"))
-    head = load_dflash_head(model, save_dflash2_head(tmp_path_factory.mktemp("head")))
+    head = load_dflash_head(
+        CheckpointTarget(model), save_dflash2_head(tmp_path_factory.mktemp("head"))
+    )
     with (
         TorchBackend.kept_in_memory(model) as backend,
         TorchBackend.kept_in_memory(head) as drafting,
