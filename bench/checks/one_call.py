@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,9 @@ def main(
     model: Annotated[str, typer.Option("-m", "--model")],
     draft_model: Annotated[str | None, typer.Option("-md", "--draft-model")] = None,
     memory_budget: Annotated[str | None, typer.Option("--memory-budget")] = None,
+    prompts: Annotated[
+        Path, typer.Option("--prompts", help="JSON lines with `prompt`.")
+    ] = BUILT_IN,
     n_prompts: Annotated[int, typer.Option("--n-prompts")] = 16,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", help="Join prompts up to this length; 0: as they are.")
@@ -50,11 +54,10 @@ def main(
     load |= {"memory_budget": memory_budget} if memory_budget else {}
     options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     with specdec.load(**load) as llm:
-        contexts = [prompt.text for prompt in read_prompts(BUILT_IN, n_prompts)]
-        prompts = [llm.tokenizer.encode(context) for context in contexts]
+        ids = [llm.tokenizer.encode(prompt.text) for prompt in read_prompts(prompts, n_prompts)]
         if prompt_tokens:
-            prompts = [_joined(prompts, first, prompt_tokens) for first in range(len(prompts))]
-        result = measure(llm, prompts, options)
+            ids = [_joined(ids, first, prompt_tokens) for first in range(len(ids))]
+        result = measure(llm, ids, options)
         result["kv_tokens"] = llm.plan.kv_tokens
     typer.echo(text_of([table_of(result)]))
     typer.echo(json.dumps({**result, "load": load, "sampling": options, **collect(sys.argv)}))
