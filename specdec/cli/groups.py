@@ -100,9 +100,17 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
-    asked = RunOptions(**_given(values))  # errors are reported before models are opened
-    draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
-    return replace(asked, draft_model=draft)
+    return with_named_draft(_as_given(values))
+
+
+def _as_given(values: dict[str, Any]) -> RunOptions:
+    return RunOptions(**_given(values))  # errors are reported before models are opened
+
+
+def with_named_draft(options: RunOptions) -> RunOptions:
+    """Return the options with the draft that -md auto chooses, and say why."""
+    draft = named_draft(options.model, options.draft_model, takes_heads=options.device == CPU)
+    return replace(options, draft_model=draft)
 
 
 def _planned_run(values: dict[str, Any]) -> RunOptions:
@@ -210,6 +218,8 @@ BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)
 """Load, with the recording of traces."""
 ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
 """Load, with options of chat templates, the prompt cache and traces."""
+ServedLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _as_given)]
+"""ChatLoad, of which the engine's process chooses the draft: see `with_named_draft`."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One RunOptions per draft model that is named, or one without a draft."""
 TrainTarget = Annotated[RunOptions, Group(RunOptions, tuple(_TEACHER), _one_run)]

@@ -14,7 +14,7 @@ from offload.process.memory import count_companion
 from specdec.cli import options
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import wants_debug
-from specdec.cli.groups import ChatLoad, Serving, with_options
+from specdec.cli.groups import ServedLoad, Serving, with_named_draft, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import SHOWN, say
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @with_options
 def serve(
     context: typer.Context,
-    load: ChatLoad,
+    load: ServedLoad,
     server: Serving,
     enforce: options.Enforce = False,
     verbose: options.Verbose = False,
@@ -66,6 +66,7 @@ def _run_engine(
     count_companion(server_bytes)
     host = EngineHost(MessageSocket(number), server, Log(say, is_debug))
     host.start()
+    load = with_named_draft(load)
     with open_model(load, load) as llm:
         note_plain_transcript(llm)
         note_embedded(load.model)

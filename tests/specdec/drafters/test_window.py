@@ -153,7 +153,8 @@ def test_on_llama_cpp(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_plan_counts_the_window_only(target: Path, draft: Path) -> None:
     def kv_bytes(ctx_size: int, **options: int) -> int:
-        plan = specdec.plan_run(target, draft, **{**OPTIONS, "ctx_size": ctx_size}, **options)
+        sizes = {"ctx_size": ctx_size, "kv_tokens": ctx_size}
+        plan = specdec.plan_run(target, draft, **{**OPTIONS, **sizes}, **options)
         return dict(plan.parts)["draft KV cache"]
 
     assert kv_bytes(8192, draft_window=64) == kv_bytes(4096, draft_window=64) < kv_bytes(4096) / 4
