@@ -32,7 +32,7 @@ with pytest.MonkeyPatch.context() as patch:
     llm = specdec.load(model, ctx_size=256, spec_type="none", threads=1)
 assert llm.plan.placement.n_streamed_layers > 0
 passes, held = [], []
-decode = llm.target._decode_streamed
+decode = llm.target._decode
 
 def close(*_):
     llm.close()
@@ -47,7 +47,7 @@ def interrupted(batch):  # in the engine's thread, while the main one waits
     return decode(batch)
 
 signal.signal(signal.SIGALRM, close)
-llm.target._decode_streamed = interrupted
+llm.target._decode = interrupted
 try:
     llm.generate([5, 6, 7], max_tokens=100, ignore_eos=True)
 except (ModelClosed, SystemExit) as error:
