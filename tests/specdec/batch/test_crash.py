@@ -37,7 +37,7 @@ def write_requests(path: Path) -> Path:
 def test_kills_leave_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", seed=1)
     source = write_requests(tmp_path / "in.jsonl")
-    argv = [str(source), "-m", str(model), "--threads", "1", "-c", "128"]
+    argv = [str(source), "-m", str(model), "--threads", "1", "-c", "128", "--parallel", "4"]
     undisturbed = finish(argv, tmp_path / "undisturbed.jsonl")
     out, chance = tmp_path / "killed.jsonl", random.Random(1)
     max_bytes = N_LINES * LOG_BYTES // (N_KILLS + 2)
