@@ -4,8 +4,8 @@
 
 The reference is plain decoding with the whole model in memory. Each prompt is then decoded in some
 of the MODES at some of the budgets, in turns. At the end of each budget the process starts again
-from the prompt cache file of its last sequence. Prints how many tokens of each mode equal the
-reference, and exits with 2 if one does not.
+from the prompt cache folder, where reading its last sequence is quicker than computing it. Prints
+how many tokens of each mode equal the reference, and exits with 2 if one does not.
 """
 
 from __future__ import annotations
