@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -25,12 +26,11 @@ from specdec.serve.api.ollama_answer import (
 from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer
 from specdec.serve.api.reading import read_request
 from specdec.serve.api.responses_answer import ResponseObject, ResponsesAnswer
-from specdec.serve.endpoint import Endpoint
+from specdec.serve.endpoint import Endpoint, Reading
 from specdec.serve.errors import (
     ANTHROPIC_PATHS,
     OLLAMA_PATHS,
     AnthropicError,
-    ApiError,
     OllamaError,
     bad_request,
 )
@@ -38,12 +38,13 @@ from specdec.serve.jobs import JobHead, conversation_ids, offered_tool_fields
 from specdec.serve.middleware import BODY
 from specdec.serve.openapi import Responses, errors_of, gives, takes
 from specdec.serve.responses import ChatCompletion, Completion, JsonResponse, ResponseModel
+from specdec.serve.router.keep_alive import EXAMPLES, parse_keep_alive
 from specdec.serve.service import Service
 
 _TEXT = "The text, or with stream its events"
 _R = TypeVar("_R", bound=RequestModel)
 AnswerType = Callable[[str, JobHead, Any], Answer]
-Shortcut = Callable[[Any], ResponseModel | None]
+Shortcut = Callable[[Any], OllamaChatResponse | OllamaGenerateResponse | None]
 Translate = Callable[[Any], ChatRequest | CompletionRequest]
 
 
@@ -117,18 +118,19 @@ class Routes:
     def _endpoint(
         self, form: type[RequestModel], translate: Translate, answer: AnswerType
     ) -> Endpoint:
-        def read(body: bytearray) -> tuple[Any, Any]:
+        def read(body: bytearray) -> Reading:
             given = self._read(body, form)
+            chat = translate(given)
+            repeated = None
             if isinstance(given, responses.ResponsesRequest):
-                return translate(given), responses.repeated_fields(given)
-            return translate(given), None
+                repeated = responses.repeated_fields(given)
+            return replace(reading_of(given, chat), repeated=repeated, streams=bool(chat.stream))
 
-        name = self._service.name
-        return Endpoint(read, lambda head, repeated: answer(name, head, repeated))
+        return Endpoint(read, answer)
 
     def _read(self, body: bytearray, form: type[_R]) -> _R:
         request = read_request(body, form)
-        check_model(getattr(request, "model", None), self._service)
+        self._service.router.find(getattr(request, "model", None))  # an unknown one is refused
         return request
 
     def _add(
@@ -140,14 +142,15 @@ class Routes:
         stream_type: str = "text/event-stream",
         shortcut: Shortcut | None = None,
     ) -> None:
-        """Add a route. shortcut: returns the answer to a request that needs no model."""
+        """Add a route. shortcut: returns the answer to a request that only loads the model."""
 
         async def answer(request: Request) -> Response:
             check_content_type(request)
             if shortcut is not None:
-                made = shortcut(self._read(request.scope[BODY].content, form))
+                given = self._read(request.scope[BODY].content, form)
+                made = shortcut(given)
                 if made is not None:
-                    return JsonResponse(made)
+                    return JsonResponse(await self._loaded(made, given, request))
             return await self._service.answer(request, endpoint)
 
         self._app.add_api_route(
@@ -158,6 +161,21 @@ class Routes:
             openapi_extra=takes(form),
             operation_id=path.strip("/"),
         )
+
+    async def _loaded(
+        self, made: OllamaChatResponse | OllamaGenerateResponse, given: Any, request: Request
+    ) -> ResponseModel:
+        """Load the model of Ollama's request, or unload it if that says `keep_alive: 0`."""
+        reading = reading_of(given)
+        runner = self._service.router.find(reading.model)
+        if runner.options.is_kept:
+            return made
+        if reading.keep_alive == 0.0:
+            self._service.router.unload(runner)
+            made.done_reason = "unload"
+        else:
+            await self._service.load(reading, request)
+        return made
 
     def _add_computed(
         self,
@@ -172,7 +190,7 @@ class Routes:
         async def answer(request: Request) -> Response:
             check_content_type(request)
             result = await self._service.compute(
-                request, lambda body: self._read(body, form), compute
+                request, lambda body: reading_of(self._read(body, form)), compute
             )
             return JsonResponse(result)
 
@@ -198,7 +216,7 @@ def _errors(path: str) -> Responses:
     return errors_of(OllamaError) if path.startswith(OLLAMA_PATHS) else {}
 
 
-def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:
+def _loaded_chat(body: ollama.OllamaChatRequest) -> OllamaChatResponse | None:
     """Return the answer to Ollama's request to load the model, which has no messages."""
     if body.messages:
         return None
@@ -208,7 +226,7 @@ def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:
     )
 
 
-def _loaded_text(body: ollama.OllamaGenerateRequest) -> ResponseModel | None:
+def _loaded_text(body: ollama.OllamaGenerateRequest) -> OllamaGenerateResponse | None:
     """See `_loaded_chat`."""
     if body.prompt:
         return None
@@ -231,17 +249,12 @@ def check_content_type(request: Request) -> None:
         raise bad_request("send a JSON object, with Content-Type: application/json")
 
 
-def check_model(name: str | None, service: Service) -> None:
-    """Raise ApiError for another model's name, if the server is strict about it."""
-    if service.options.strict_model and name not in (None, *service.names):
-        raise no_such_model(service)
-
-
-def no_such_model(service: Service) -> ApiError:
-    names = ", ".join(service.names)
-    return ApiError(
-        404,
-        f"there is no such model here, only {names} (--alias gives it another name)",
-        param="model",
-        code="model_not_found",
-    )
+def reading_of(given: Any, form: Any = None) -> Reading:
+    """Return the reading of a request, of which the engine gets `form`. Raises ApiError."""
+    keep_alive = getattr(given, "keep_alive", None)
+    try:
+        seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
+    except ValueError as error:
+        raise bad_request(f"keep_alive must be {EXAMPLES}", "keep_alive") from error
+    model = getattr(given, "model", None)
+    return Reading(given if form is None else form, model=model, keep_alive=seconds)

@@ -15,7 +15,12 @@ from typing import Any
 from serving import Server
 
 from specdec.metrics.stats import EngineStats
+from specdec.run_options import RunOptions
+from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Beat, Loaded, MessageSocket, ServedModel, ServerGone
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.share import ModelOptions
 
 MODEL = ServedModel({}, 64, 1, False, False, "", "", "")
 
@@ -82,6 +87,18 @@ class PlayedEngine:
 
     def kill(self) -> None:
         self.is_killed.set()
+
+
+def router_of_one(*, is_loaded: bool = True) -> ModelRouter:
+    """Return a router of one model "m", whose engine takes requests and does nothing."""
+    runner = ModelRunner(
+        ModelOptions(("m",), RunOptions("m")), played(lambda engine: 0), print, 4.0
+    )
+    if is_loaded:
+        client = EngineClient(lambda: None)
+        client.model = MODEL
+        runner.open(client)
+    return ModelRouter([runner])
 
 
 def played(*plays: Callable[[PlayedEngine], int]) -> Callable[..., Any]:

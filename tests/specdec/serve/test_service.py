@@ -15,29 +15,33 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from engines import router_of_one
+
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
-from specdec.serve import service as services
-from specdec.serve.admission import FAILING, READY, BodyLimiter, RequestBody
+from specdec.serve import answering
+from specdec.serve.admission import BodyLimiter, RequestBody
+from specdec.serve.answering import RunningRequest
 from specdec.serve.api.completions import CompletionRequest
 from specdec.serve.api.openai_answers import CompletionAnswer
-from specdec.serve.endpoint import Endpoint
+from specdec.serve.endpoint import Endpoint, Reading
 from specdec.serve.errors import ApiError
 from specdec.serve.events import Step
 from specdec.serve.jobs import Job, JobHead, completion_job
 from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
 from specdec.serve.process import host as hosts
-from specdec.serve.process.client import EngineClient, EngineRequest, StorageFailure
+from specdec.serve.process.client import EngineRequest, StorageFailure
 from specdec.serve.process.generation import Generation
 from specdec.serve.process.host import EngineHost
 from specdec.serve.process.messages import WINDOW, pickled
 from specdec.serve.process.translation import Log
-from specdec.serve.service import Service, _Run
+from specdec.serve.router.runner import FAILING, READY
+from specdec.serve.service import Service
 
 
 def body(content: bytes = b"") -> RequestBody:
@@ -47,14 +51,12 @@ def body(content: bytes = b"") -> RequestBody:
 
 
 def endpoint(read: Any) -> Endpoint:
-    return Endpoint(read, lambda head, repeated: CompletionAnswer("m", head))
+    return Endpoint(read, lambda name, head, repeated: CompletionAnswer(name, head))
 
 
 def opened(limits: ServeOptions | None = None) -> Service:
     """Return a service whose engine takes requests and does nothing."""
-    service = Service(limits or ServeOptions(), ["m"])
-    service.open(EngineClient(lambda: None))
-    return service
+    return Service(limits or ServeOptions(), router_of_one())
 
 
 def host() -> EngineHost:
@@ -84,7 +86,7 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
         def read(content: object) -> Any:
             asked.append(number)
             may_end.wait(60)
-            return None, None
+            return Reading(None)
 
         client: Any = Client(is_gone=True)
         return (await service.answer(client, endpoint(read))).status_code
@@ -156,15 +158,17 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
 def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
     service = opened()
+    runner = service.router.only
     for error, state in ((ApiError, READY), (StorageFailure, FAILING)):
-        with pytest.raises(ApiError, match="the model failed"), service.translated():
+        failed = pytest.raises(ApiError, match="the model failed")
+        with failed, service.translated(lambda: runner):
             raise error(500, "the model failed")
-        assert service.limiter.state == state
+        assert service.state == state
         assert f'specdec_state{{state="{state}"}} 1.0' in service.metrics.text().decode()
     service.limiter.acquire().release()
-    with service.translated():
+    with service.translated(lambda: runner):
         pass
-    assert service.limiter.state == READY
+    assert service.state == READY
 
 
 def test_a_body_is_dropped_once_the_engine_has_read_it() -> None:
@@ -173,14 +177,15 @@ def test_a_body_is_dropped_once_the_engine_has_read_it() -> None:
 
     async def work() -> None:
         client: Any = Client()
-        run = _Run(service, client)
-        beginning = asyncio.create_task(run._begin(endpoint(lambda content: (None, "repeated"))))
+        run = RunningRequest(service, client)
+        read = await run._read(endpoint(lambda content: Reading(None, "repeated")))
+        beginning = asyncio.create_task(run._begin(*read))
         while not service._requests:
             await asyncio.sleep(0.01)
         assert client.scope[BODY].content == b"{}"
         (asked,) = service._requests
         asked.put(JobHead())
-        assert await beginning == (JobHead(), "repeated")
+        assert (await beginning, read[0].reading.repeated) == (JobHead(), "repeated")
         assert not client.scope[BODY].content
 
     asyncio.run(asyncio.wait_for(work(), 30))
@@ -226,7 +231,7 @@ def test_a_clients_form_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def frames(service: Service, feed: Any) -> list[bytes]:
     """Return what a stream sends, of an engine that `feed` plays on its request."""
-    run = _Run(service, Client())  # type: ignore[arg-type]
+    run = RunningRequest(service, Client())  # type: ignore[arg-type]
     asked = run._asked = EngineRequest(lambda: None, lambda num: None)
     feeding = asyncio.create_task(feed(asked))
     sent = [data async for data in run._event_bytes(CompletionAnswer("m", JobHead()))]
@@ -252,7 +257,7 @@ def test_a_silent_engine_ends_a_request() -> None:
 
     async def work() -> None:
         asked = asyncio.create_task(
-            service.answer(Client(), endpoint(lambda content: (None, None)))  # type: ignore
+            service.answer(Client(), endpoint(lambda content: Reading(None)))  # type: ignore
         )
         with pytest.raises(ApiError) as error:
             await asked
@@ -269,7 +274,7 @@ def test_a_silent_engine_ends_a_request() -> None:
 
 def test_a_ping_comes_where_no_byte_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without text used to count as bytes: a proxy cuts such a stream."""
-    monkeypatch.setattr(services, "_PING_SECONDS", 0.1)
+    monkeypatch.setattr(answering, "PING_SECONDS", 0.1)
 
     async def feed(asked: EngineRequest) -> None:
         for _ in range(10):
