@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +21,10 @@ from specdec.serve.process.client import EngineRequest
 from specdec.serve.process.messages import Whole
 from specdec.serve.responses import JsonResponse
 from specdec.serve.router.runner import ModelRunner
-from specdec.serve.sse import EventStream, unless_gone
+from specdec.serve.service import Service
+from specdec.serve.sse import ClientGone, EventStream, unless_gone
 
-if TYPE_CHECKING:
-    from specdec.serve.service import Service
-
+_CLIENT_CLOSED = 499  # nginx's; nobody reads it
 PING_SECONDS = 15.0
 """Seconds without a byte after which a stream sends a ping: proxies cut silent connections."""
 
@@ -38,6 +37,20 @@ class _Pickled:
     reading: Reading
 
 
+async def answer_to(service: Service, request: Request, endpoint: Endpoint) -> Response:
+    """Run a request; raises ApiError."""
+    run = RunningRequest(service, request)
+    try:
+        with service.translated(lambda: run.runner):
+            return await run.answer(endpoint)
+    except ClientGone:
+        run.end()
+        return Response(status_code=_CLIENT_CLOSED)
+    except BaseException:
+        run.end()
+        raise
+
+
 class RunningRequest:
     """One running request. Raises ApiError if it is not admitted."""
 
@@ -48,7 +61,7 @@ class RunningRequest:
         self._asked: EngineRequest | None = None
         self._is_over = False
         self.runner: ModelRunner | None = None
-        """Its model, once its engine has the request."""
+        """The model, once its engine has the request."""
 
     async def answer(self, endpoint: Endpoint) -> Response:
         receive = self._request.receive

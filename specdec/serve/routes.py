@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from specdec.api import LLM
+from specdec.serve.answering import answer_to
 from specdec.serve.api import messages, ollama, responses, tokens
 from specdec.serve.api.answer import Answer
 from specdec.serve.api.base import RequestModel
@@ -151,7 +152,7 @@ class Routes:
                 made = shortcut(given)
                 if made is not None:
                     return JsonResponse(await self._loaded(made, given, request))
-            return await self._service.answer(request, endpoint)
+            return await answer_to(self._service, request, endpoint)
 
         self._app.add_api_route(
             path,

@@ -11,12 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from specdec.metrics.stats import GenerationStats
 from specdec.serve.admission import AdmissionLimiter, RequestSlot
-from specdec.serve.answering import RunningRequest
-from specdec.serve.endpoint import Endpoint, Reading
+from specdec.serve.endpoint import Reading
 from specdec.serve.errors import ApiError, bad_request, draining
 from specdec.serve.metrics import Metrics
 from specdec.serve.middleware import BODY
@@ -28,7 +26,6 @@ from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.sse import ClientGone, made_in, unless_gone
 
-_CLIENT_CLOSED = 499  # nginx's; nobody reads it
 _STATES: dict[str, State] = {
     "unloaded": "ready",
     "waiting": "ready",
@@ -75,19 +72,6 @@ class Service:
 
     # --- requests ------------------------------------------------------------------------------
 
-    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
-        """Run a request; raises ApiError."""
-        run = RunningRequest(self, request)
-        try:
-            with self.translated(lambda: run.runner):
-                return await run.answer(endpoint)
-        except ClientGone:
-            run.end()
-            return Response(status_code=_CLIENT_CLOSED)
-        except BaseException:
-            run.end()
-            raise
-
     async def form(
         self, read: Callable[[bytearray], Reading], content: bytearray
     ) -> tuple[bytes, Reading]:
@@ -119,9 +103,9 @@ class Service:
         async def work() -> Any:
             nonlocal asked, runner
             form, reading = await self.form(read, body.content)
-            found = self.router.find(reading.model)
-            engine = await self.router.acquire(found)
-            runner = found
+            named = self.router.find(reading.model)
+            engine = await self.router.acquire(named)
+            runner = named
             asked = engine.compute(function, form)
             return await asked.next()
 

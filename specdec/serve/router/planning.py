@@ -17,7 +17,7 @@ from specdec.serve.process.child import Start, described_exit, engine_marker, wi
 from specdec.serve.process.messages import MessageSocket, ServerGone
 from specdec.serve.router.share import Share
 
-_SPARE_BYTES = 32 * MIB
+_MARGIN_BYTES = 32 * MIB
 """Added to what a plan takes: the engine's process may be larger than the one that planned."""
 _SERVER_BYTES = 64 * MIB
 """Reserved for the server's connections and requests beside its present memory."""
@@ -81,7 +81,7 @@ def _planned(load: RunOptions, capacity_bytes: int) -> PlannedShare:
         return PlannedShare(error=str(error))
     host_bytes = plan.budget_bytes
     if not is_own and not plan.placement.n_moving_layers:
-        used = host_bytes - dict(plan.parts)["available"] + _SPARE_BYTES
+        used = host_bytes - dict(plan.parts)["available"] + _MARGIN_BYTES
         host_bytes = min(host_bytes, used)
     # A GPU is not shared: an engine plans with all of its memory.
     return PlannedShare(Share(host_bytes, plan.vram_budget_bytes), plan.ctx_size)

@@ -7,31 +7,14 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import expect_error
 from engines import children, wait_until_gone
+from presets import PresetServer, preset
 from serving import COMPLETIONS, SHORT, Server, events
 
 COMMON = 'spec-type = "none"\nctx-size = 256\nparallel = 2\n'
-
-
-def preset(folder: Path, text: str) -> Path:
-    path = folder / "preset.toml"
-    path.write_text(text)
-    return path
-
-
-class PresetServer(Server):
-    """A server of a preset."""
-
-    def __init__(self, path: Path, *more: str) -> None:
-        super().__init__("", "--preset", str(path), *more)
-
-    def _start(self, argv: list[str], environment: dict[str, str]) -> Any:
-        at = argv.index("-m")
-        return super()._start(argv[:at] + argv[at + 2 :], environment)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,18 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from engines import router_of_one
+from engines import PlayedEngine, played, router_of_one
 
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve import answering
 from specdec.serve.admission import BodyLimiter, RequestBody
-from specdec.serve.answering import RunningRequest
+from specdec.serve.answering import RunningRequest, answer_to
 from specdec.serve.api.completions import CompletionRequest
 from specdec.serve.api.openai_answers import CompletionAnswer
 from specdec.serve.endpoint import Endpoint, Reading
@@ -38,9 +39,11 @@ from specdec.serve.process import host as hosts
 from specdec.serve.process.client import EngineRequest, StorageFailure
 from specdec.serve.process.generation import Generation
 from specdec.serve.process.host import EngineHost
-from specdec.serve.process.messages import WINDOW, pickled
+from specdec.serve.process.messages import WINDOW, Ended, Failed, Output, pickled
 from specdec.serve.process.translation import Log
-from specdec.serve.router.runner import FAILING, READY
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import FAILING, READY, ModelRunner
+from specdec.serve.router.share import ModelOptions, Share
 from specdec.serve.service import Service
 
 
@@ -89,7 +92,7 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
             return Reading(None)
 
         client: Any = Client(is_gone=True)
-        return (await service.answer(client, endpoint(read))).status_code
+        return (await answer_to(service, client, endpoint(read))).status_code
 
     async def work() -> None:
         statuses = await asyncio.gather(*map(ask, range(3)))
@@ -257,7 +260,7 @@ def test_a_silent_engine_ends_a_request() -> None:
 
     async def work() -> None:
         asked = asyncio.create_task(
-            service.answer(Client(), endpoint(lambda content: Reading(None)))  # type: ignore
+            answer_to(service, Client(), endpoint(lambda content: Reading(None)))  # type: ignore
         )
         with pytest.raises(ApiError) as error:
             await asked
@@ -284,6 +287,46 @@ def test_a_ping_comes_where_no_byte_did(monkeypatch: pytest.MonkeyPatch) -> None
 
     sent = asyncio.run(frames(opened(), feed))
     assert 2 <= sent.count(CompletionAnswer.ping) <= 4
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_stream_whose_model_is_loaded_first_gets_pings(
+    monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    monkeypatch.setattr(answering, "PING_SECONDS", 0.05)
+
+    def loads(engine: PlayedEngine) -> int:
+        engine.is_killed.wait(0.3)
+        if not is_loaded:
+            return 2
+        engine.load()
+        request = engine.socket.receive()
+        engine.socket.send(Output(request.id, JobHead(streams_output=True)))
+        engine.socket.send(Failed(request.id, ApiError(500, "the end")))
+        engine.socket.send(Ended(request.id))
+        return 0
+
+    options = ModelOptions(("m",), RunOptions("m"), Share(1), on_startup=False)
+    router = ModelRouter([ModelRunner(options, played(loads), print, 4.0)], Share(1))
+    service = Service(ServeOptions(), router)
+
+    async def work() -> list[bytes]:
+        stream = endpoint(lambda content: Reading(None, model="m", streams=True))
+        response: Any = await answer_to(service, Client(), stream)  # type: ignore[arg-type]
+        assert (response.status_code, response.media_type) == (200, "text/event-stream")
+        sent = [data async for data in response.body_iterator]
+        response._on_end()
+        while service.limiter.num_requests:
+            await asyncio.sleep(0.01)
+        assert router.runners[0].is_idle
+        await router.end()
+        return sent
+
+    *pings, error, end = asyncio.run(asyncio.wait_for(work(), 30))
+    assert set(pings) == {CompletionAnswer.ping}
+    assert len(pings) >= 2
+    assert (b"the end" if is_loaded else b"model_load_failed") in error
+    assert end == CompletionAnswer.closing
 
 
 def test_a_client_that_reads_slowly_holds_few_values_in_the_server() -> None:
