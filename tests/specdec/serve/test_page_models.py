@@ -21,7 +21,7 @@ def test_a_model_is_chosen(browser: Any, served_model: Path, tmp_path: Path) -> 
             choice = page.get_by_label("Model", exact=True)
             assert choice.locator("option").all_inner_texts() == ["first", "second"]
             choice.select_option("second")
-            assert page.title() == "second – specdec"
+            page.wait_for_function("document.title === 'second – specdec'")
             send(page, "Hello")
             wait_until_idle(page)
             assert len(answers(page)) == 1
