@@ -22,7 +22,7 @@ _RENAMED_TO = {
     "--parallel": "--max-num-seqs",
     "--alias": "-a --served-model-name",
     "--preset": "--models-preset",
-    "--keep-alive": "--keepalive --sleep-idle-seconds",
+    "--keep-alive": "--sleep-idle-seconds",
     "--system": "-sys --system-prompt",
     "--stop": "-r --reverse-prompt",
     "--chat-template": "--chat-template-file",
@@ -115,7 +115,7 @@ _TABLE: tuple[Skipped | Refused, ...] = (
         "--memory-budget decides what is in memory",
         VALUE,
     ),
-    _skip("--keep-alive --keepalive", "the model is kept until the command ends", VALUE),
+    _skip("--keepalive", "a command keeps its model until it ends; serve has --keep-alive", VALUE),
     _skip("--models-max", "as many models are loaded as --memory-budget holds", VALUE),
     _skip("--numa --prio --poll", "the kernel places threads; --threads sets how many", VALUE),
     _refuse(

@@ -21,7 +21,8 @@ def test_a_model_is_chosen(browser: Any, served_model: Path, tmp_path: Path) -> 
             choice = page.get_by_label("Model", exact=True)
             assert choice.locator("option").all_inner_texts() == ["first", "second"]
             choice.select_option("second")
-            page.wait_for_function("document.title === 'second – specdec'")
+            page.locator("#model", has_text="second").wait_for(state="attached")
+            assert page.title() == "second – specdec"
             send(page, "Hello")
             wait_until_idle(page)
             assert len(answers(page)) == 1
