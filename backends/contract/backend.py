@@ -72,6 +72,11 @@ class TransferStats(NamedTuple):
     experts_found: int = 0
     """Expert cache hits: requested experts that were in memory."""
 
+    def plus(self, other: TransferStats) -> TransferStats:
+        """Return the sum of the traffic of two backends."""
+        sums = {name: a + b for name, a, b in zip(self._fields, self, other, strict=True)}
+        return self._replace(**sums)
+
     @classmethod
     def of(cls, layers: StreamStats, experts: ExpertStats) -> TransferStats:
         """Return the sum of the traffic of layers and of experts that are read one by one."""
