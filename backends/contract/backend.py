@@ -74,8 +74,14 @@ class TransferStats(NamedTuple):
 
     def plus(self, other: TransferStats) -> TransferStats:
         """Return the sum of the traffic of two backends."""
-        sums = {name: a + b for name, a, b in zip(self._fields, self, other, strict=True)}
-        return self._replace(**sums)
+        return TransferStats(
+            self.bytes_streamed + other.bytes_streamed,
+            self.stall_seconds + other.stall_seconds,
+            self.bytes_copied + other.bytes_copied,
+            self.copy_stall_seconds + other.copy_stall_seconds,
+            self.experts_asked + other.experts_asked,
+            self.experts_found + other.experts_found,
+        )
 
     @classmethod
     def of(cls, layers: StreamStats, experts: ExpertStats) -> TransferStats:

@@ -175,6 +175,7 @@ class Session:
         Raises ConfigError, BudgetExceeded and other errors of `change_budget`.
         """
         self.check_open()
+        replace(self.options, memory_budget=memory_budget)  # checks it
         budget = budget_of_run(memory_budget)
         self.engine.call(lambda: self._change_budget(*budget))
         return self.plan

@@ -73,7 +73,9 @@ def test_any_history_of_prompts(
             for _ in range(data.draw(st.integers(0, 3))):
                 next(stream)
             stream.cancel()
-        cached = [list(sequence.committed_ids) for sequence in llm.session.models.prefix_cache.cached]
+        cached = [
+            list(sequence.committed_ids) for sequence in llm.session.models.prefix_cache.cached
+        ]
         n_reused = check(llm, fresh, prompt, speculative=speculative, **options)
         assert n_reused == max((common_length(pinned, prompt[:-1]) for pinned in cached), default=0)
 
