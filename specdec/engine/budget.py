@@ -18,7 +18,7 @@ from offload.process.memory import MemoryLimit, memory_limit
 from offload.units import format_bytes
 from specdec.engine.engine import Engine
 from specdec.planning.loaded import LoadedModels
-from specdec.planning.new_budget import kept_plan
+from specdec.planning.new_budget import adjusted_plan
 from specdec.planning.plan import PlannedModels
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,12 @@ def change_budget(
     would not fit; nothing has changed then.
     """
     planned = models.planned.planning.plan(total_bytes, source)
-    kept = kept_plan(models.plan, planned)
-    if kept is None:
+    adjusted = adjusted_plan(models.plan, planned)
+    if adjusted is None:
         _check_beams(engine, planned)
         reload(planned)
     else:
-        models.planned = replace(models.planned, plan=kept)
+        models.planned = replace(models.planned, plan=adjusted)
         engine.opportunistic_layers.set_budget(total_bytes)
 
 

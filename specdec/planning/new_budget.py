@@ -19,14 +19,14 @@ _MIN_SPEED_SHARE = 0.9
 loading takes a read of all that stays in memory, and drops the KV of finished sequences."""
 
 
-def kept_plan(present: RunPlan, planned: PlannedModels) -> RunPlan | None:
+def adjusted_plan(present: RunPlan, planned: PlannedModels) -> RunPlan | None:
     """Return the present plan with the budget of `planned`, which fixes no more memory; None where
     its parts do not fit, or where loading again pays."""
-    kept = _with_budget(present, planned.plan)
-    if kept is None:
+    adjusted = _with_budget(present, planned.plan)
+    if adjusted is None:
         return None
-    pairs = zip(_speeds(kept, planned), _speeds(planned.plan, planned), strict=True)
-    return kept if all(own >= _MIN_SPEED_SHARE * new for own, new in pairs) else None
+    pairs = zip(_speeds(adjusted, planned), _speeds(planned.plan, planned), strict=True)
+    return adjusted if all(own >= _MIN_SPEED_SHARE * new for own, new in pairs) else None
 
 
 def _with_budget(present: RunPlan, new: RunPlan) -> RunPlan | None:
