@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from backends.contract.backend import BackendError
 from offload.errors import SpecdecError
 from offload.process.memory import MemoryLimit, memory_limit
 from offload.units import format_bytes
+from specdec.checks import ConfigError, FieldName
+from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.planning.loaded import LoadedModels
 from specdec.planning.new_budget import adjusted_plan
 from specdec.planning.plan import PlannedModels
+from specdec.planning.run_plan import RunPlan
+from specdec.run_options import CUDA
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 1.0
@@ -31,26 +37,62 @@ def change_budget(
     models: LoadedModels,
     total_bytes: int,
     source: str,
-    reload: Callable[[PlannedModels], None],
+    load: Callable[[PlannedModels], None],
 ) -> None:
     """Change the budget of loaded models, in the engine's thread between two steps.
 
-    source: origin of the budget, for users. reload: closes the models and loads them as planned.
+    source: origin of the budget, for users. load: closes the models and loads them as planned.
 
-    Raises BudgetExceeded where it cannot hold the run, and BackendError where a running beam search
-    would not fit; nothing has changed then.
+    Raises BudgetExceeded where it cannot hold the run, BackendError where a running beam search
+    would not fit, and ConfigError on a GPU; nothing has changed then.
     """
+    if models.plan.device == CUDA:  # not tested there
+        raise ConfigError(
+            FieldName("memory_budget"), " of a run on a GPU stays as it is: load the models again"
+        )
     planned = models.planned.planning.plan(total_bytes, source)
     adjusted = adjusted_plan(models.plan, planned)
     if adjusted is None:
-        _check_beams(engine, planned)
-        reload(planned)
+        check_beams(engine, planned)
+        load(planned)
     else:
         models.planned = replace(models.planned, plan=adjusted)
         engine.opportunistic_layers.set_budget(total_bytes)
 
 
-def _check_beams(engine: Engine, planned: PlannedModels) -> None:
+def reload(
+    engine: Engine,
+    models: LoadedModels,
+    planned: PlannedModels,
+    worker: DraftWorker,
+    assemble: Callable[[], None],
+) -> None:
+    """Load models by another plan, or by the present one where that fails; running sequences go on.
+
+    worker: a thread that uses the draft. assemble: lets the engine and new sequences use them.
+
+    Raises the error of loading. If neither plan can be loaded, the engine ends.
+    """
+    present, failure = models.planned, None
+    engine.suspend()
+    worker.close()
+    models.close()
+    try:
+        models.load(planned)
+    except BaseException as error:
+        failure = error
+        try:
+            models.load(present)
+        except BaseException:
+            engine.end_by(error)
+            raise
+    assemble()
+    engine.resume()
+    if failure is not None:
+        raise failure
+
+
+def check_beams(engine: Engine, planned: PlannedModels) -> None:
     """Raise BackendError where the new plan has no memory for the beams of a running search."""
     limit = planned.options.max_target_tokens(planned.plan.n_draft_tokens)
     num_beams = max((request.params.num_beams for request in engine.requests), default=1)
@@ -94,3 +136,32 @@ class LimitWatch:
         else:
             was = format_bytes(budget_bytes)
             logger.warning("%s: the memory budget follows it, from %s", limited, was)
+
+
+class Budgeted(Protocol):
+    """A session, as far as the watch over its limit needs it."""
+
+    @property
+    def plan(self) -> RunPlan: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def change_budget(self, total_bytes: int, source: str) -> None: ...
+
+
+def watching_limit(session: weakref.ref[Budgeted]) -> Callable[[], None]:
+    """Return a function, to be called after every step, that lets a session's budget follow a
+    memory limit that has become smaller."""
+
+    def change(total_bytes: int, source: str) -> None:
+        if (changed := session()) is not None:
+            changed.change_budget(total_bytes, source)
+
+    watch = LimitWatch(change)
+
+    def check() -> None:
+        if (watched := session()) is not None and watched.is_open:
+            watch.check(watched.plan.budget_bytes)
+
+    return check

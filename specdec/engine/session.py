@@ -10,7 +10,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from backends.contract.backend import Backend
@@ -19,7 +18,7 @@ from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
-from specdec.engine.budget import LimitWatch, change_budget
+from specdec.engine.budget import change_budget, reload, watching_limit
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
@@ -119,7 +118,7 @@ class Session:
             self._assemble()
             stack.callback(_note_last_stats, weakref.ref(self))
             engine.at_end.push(stack.pop_all())
-        engine.after_step = partial(_watch_limit, weakref.ref(self), self._new_watch())
+        engine.after_step = watching_limit(weakref.ref(self))
 
     def _assemble(self) -> None:
         """Let the engine and new sequences use the loaded models."""
@@ -177,50 +176,23 @@ class Session:
         self.check_open()
         replace(self.options, memory_budget=memory_budget)  # checks it
         budget = budget_of_run(memory_budget)
-        self.engine.call(lambda: self._change_budget(*budget))
+        self.engine.call(lambda: self.change_budget(*budget))
         return self.plan
 
-    def _change_budget(self, total_bytes: int, source: str) -> None:
+    def change_budget(self, total_bytes: int, source: str) -> None:
+        """Change the budget, in the engine's thread. Raises errors of `change_budget`."""
         # Planning and loading take memory of their own.
         self.target.set_pinned_bytes(0)
         change_budget(self.engine, self.models, total_bytes, source, self._reload)
 
     def _reload(self, planned: PlannedModels) -> None:
-        """Load the models by another plan, or by the present one where that fails."""
-        models, present = self.models, self.models.planned
         with self._stats_lock:
             self._last_stats = self._stats()
-        self.engine.suspend()
-        self._worker.close()
-        models.close()
-        failure: BaseException | None = None
         try:
-            models.load(planned)
-        except BaseException as error:
-            failure = error
-            self._load_again(present, error)
-        self._assemble()
-        self.engine.resume()
-        self._last_stats = None
-        if failure is not None:
-            raise failure
-
-    def _load_again(self, present: PlannedModels, error: BaseException) -> None:
-        """Load the models by the plan that they had. If that fails as well, the session ends."""
-        try:
-            self.models.load(present)
-        except BaseException:
-            self.engine.end_by(error)
-            raise
-
-    def _new_watch(self) -> LimitWatch:
-        session = weakref.ref(self)
-
-        def change(total_bytes: int, source: str) -> None:
-            if (open_session := session()) is not None:
-                open_session._change_budget(total_bytes, source)
-
-        return LimitWatch(change)
+            reload(self.engine, self.models, planned, self._worker, self._assemble)
+        finally:
+            if self.is_open:
+                self._last_stats = None
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
         """Use other pair statistics: modes of a benchmark must not share them."""
@@ -402,13 +374,6 @@ def _note_last_stats(session: weakref.ref[Session]) -> None:
     if result is not None:
         with result._stats_lock:
             result._last_stats = result._last_stats or result._stats()
-
-
-def _watch_limit(session: weakref.ref[Session], watch: LimitWatch) -> None:
-    """Let the budget follow a memory limit that has become smaller."""
-    watched = session()
-    if watched is not None and watched.is_open:
-        watch.check(watched.plan.budget_bytes)
 
 
 def _kv_bytes(backend: Backend, n_positions: int) -> int:

@@ -205,7 +205,8 @@ def test_a_draft_leaves_and_comes_back(pair: tuple[Path, str]) -> None:
         actual = llm.generate(PROMPT, SAMPLED, logits_processors=[changes])
         changes.finish()
         without, again = changes.outcomes
-        assert isinstance(without, specdec.RunPlan) and isinstance(again, specdec.RunPlan)
+        assert isinstance(without, specdec.RunPlan)
+        assert isinstance(again, specdec.RunPlan)
         assert (without.draft_placement, again.draft_placement is None) == (None, False)
         assert llm.draft is not None
         assert actual.token_ids == expected

@@ -1,13 +1,18 @@
-"""A memory limit that others lower is noticed between steps."""
+"""A memory limit that others lower is noticed between steps; beams are not cut short."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from backends.contract.backend import BackendError
 from offload.process.memory import MemoryLimit
 from offload.units import MIB
 from specdec.checks import ConfigError
-from specdec.engine.budget import WATCH_SECONDS, LimitWatch
+from specdec.engine.budget import WATCH_SECONDS, LimitWatch, check_beams
+from specdec.run_options import RunOptions
 
 
 class Watched:
@@ -64,3 +69,16 @@ def test_a_limit_that_cannot_hold_the_run_is_told_once(caplog: pytest.LogCapture
     watched.limit_bytes = 360 * MIB
     watched.step()
     assert watched.budget_bytes == 360 * MIB
+
+
+def test_beams_that_the_new_plan_has_no_memory_for_are_refused() -> None:
+    def engine(*num_beams: int) -> Any:
+        requests = [SimpleNamespace(params=SimpleNamespace(num_beams=n)) for n in num_beams]
+        return SimpleNamespace(requests=requests)
+
+    plan = SimpleNamespace(n_draft_tokens=8, budget_bytes=300 * MIB)
+    planned: Any = SimpleNamespace(plan=plan, options=RunOptions("t", parallel=2))
+    check_beams(engine(), planned)
+    check_beams(engine(1, 11), planned)
+    with pytest.raises(BackendError, match="has 12 beams, and a memory budget of 300.00 MiB is"):
+        check_beams(engine(1, 12), planned)
