@@ -38,6 +38,7 @@ class LoadedModels:
 
     def __init__(self) -> None:
         self._closing = ExitStack()
+        self._learnt: PairStatistics | None = None
         # One attribute, as any thread reads it: (traffic of closed models, the open target).
         self._traffic: tuple[TransferStats, Backend | None] = (TransferStats(), None)
 
@@ -77,9 +78,15 @@ class LoadedModels:
             self.draft_prefix_cache = None
             if draft is not None:
                 self.draft_prefix_cache = _prefix_cache(draft, options.max_num_seqs)
-            self.pair_statistics = saved_statistics.pair_statistics
+            self._take_statistics(saved_statistics.pair_statistics)
             self._traffic = self._traffic[0], target
             self._closing = stack.pop_all()
+
+    def _take_statistics(self, pair_statistics: PairStatistics) -> None:
+        learnt = self._learnt
+        if learnt is not None and (learnt.draft_cost is None) == (self.draft is None):
+            pair_statistics.learn_on(learnt)
+        self.pair_statistics = self._learnt = pair_statistics
 
     def close(self) -> None:
         """Free the models and give their memory back to the system. Idempotent."""

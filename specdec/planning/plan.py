@@ -56,15 +56,20 @@ class Planning:
     def plan(self, total_bytes: int, budget_source: str) -> PlannedModels:
         """Return the models as planned for a budget. Raises BudgetExceeded."""
         pair, options = self.pair, for_recurrent(self.options, self.pair.target.source, total_bytes)
-        plan = make_plan(
-            options,
-            pair,
-            self.measurements,
-            total_bytes,
-            budget_source,
-            self.base_bytes,
-            self.gpu,
-        )
+        try:
+            plan = make_plan(
+                options,
+                pair,
+                self.measurements,
+                total_bytes,
+                budget_source,
+                self.base_bytes,
+                self.gpu,
+            )
+        finally:
+            for source in pair.sources:
+                if source is not None:
+                    source.end_planning()
         if pair.draft is not None and plan.draft_placement is None:
             options, pair = options.without_draft(), OpenedPair(pair.target, None)
         to_load = placement(pair, self.gpu, plan.draft_device)

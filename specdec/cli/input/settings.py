@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.errors import DEFAULTS_FILE
 from specdec.cli.options import OptionError
 from specdec.opening import open_now
 from specdec.run_options import AUTO
@@ -67,9 +66,10 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
 
 
 def budget_reader(context: Any) -> Callable[[], str] | None:
-    """Return a function that reads the memory budget of a running command from its settings file
-    again; None if it has no file. It raises OptionError, also where the file's is not in effect."""
-    file, name = context.meta.get(DEFAULTS_FILE), "memory_budget"
+    """Return a function that reads the memory budget of a running command from the settings file
+    that --config names; None if it names none. It raises OptionError, also where the file's is not
+    in effect."""
+    file, name = context.find_root().params["config"], "memory_budget"
     if file is None:
         return None
     is_given = context.get_parameter_source(name).name in ("COMMANDLINE", "ENVIRONMENT")

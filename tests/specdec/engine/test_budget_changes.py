@@ -22,7 +22,7 @@ PROMPT = "def add(a, b):\n    return a"
 PROMPTS = [PROMPT, "class Tree:", "import os\n", PROMPT + " + b"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7)
-LARGEST, BUDGETS, TIMES = 400, (100, 250, 16, 400), (5, 13, 20, 28)
+LARGEST, BUDGETS, TIMES = 400, (100, 1500, 16, 400), (5, 13, 20, 28)
 """Budgets in MiB above the smallest, and the numbers of new tokens at which they change."""
 SIZES = {"ctx_size": 256, "num_draft_tokens": 8, "parallel": 4}
 

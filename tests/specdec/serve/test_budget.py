@@ -125,7 +125,11 @@ def test_a_given_option_takes_precedence_at_sighup(served_model: Path, config: P
         assert present(server)["memory_budget_bytes"] == 1024 * MIB
 
 
-def test_without_a_config_sighup_ends_the_server(served_model: Path, tmp_path: Path) -> None:
+def test_sighup_ends_a_server_with_no_config_but_the_users_own(
+    served_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "specdec").mkdir()
+    write(tmp_path / "specdec" / "config.toml", "2GiB")
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     with Server(served_model, *OPTIONS, environment=environment) as server:
         server.ready()
