@@ -71,6 +71,7 @@ def test_a_text_is_the_same_whatever_the_budgets(
     assert llm.stats.bytes_streamed >= actual.stats.bytes_streamed + expected.stats.bytes_streamed
 
 
+@pytest.mark.slow_except(1)
 def test_sequences_that_share_passes_go_on(llm: LLM, smallest: int) -> None:
     expected = [llm.generate(prompt, SAMPLED).token_ids for prompt in PROMPTS[1:]]
     several = SAMPLED.replace(n=2)
@@ -92,6 +93,7 @@ def test_sequences_that_share_passes_go_on(llm: LLM, smallest: int) -> None:
     assert llm.session.engine.scheduler.kv.files.n_bytes == 0
 
 
+@pytest.mark.slow_except(1)
 def test_a_refused_budget_changes_nothing(llm: LLM) -> None:
     plan, target = llm.plan, llm.target
     expected = llm.generate(PROMPT, GREEDY).token_ids
@@ -105,6 +107,7 @@ def test_a_refused_budget_changes_nothing(llm: LLM) -> None:
     assert llm.generate(PROMPT, GREEDY, cache_prompt=False).token_ids == expected
 
 
+@pytest.mark.slow_except(1)
 def test_a_change_that_the_loaded_parts_fit_loads_nothing(llm: LLM) -> None:
     target, budget = llm.target, llm.plan.budget_bytes
     plan = llm.set_memory_budget(budget + 4 * MIB)
@@ -116,6 +119,7 @@ def test_a_change_that_the_loaded_parts_fit_loads_nothing(llm: LLM) -> None:
     assert llm.target is target
 
 
+@pytest.mark.slow_except(1)
 def test_a_change_from_inside_of_a_step_is_refused(llm: LLM) -> None:
     def change(ids: Any, scores: Any) -> Any:
         llm.set_memory_budget("auto")
@@ -136,6 +140,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     monkeypatch.setattr(loaded, "load_target", load_target)
 
 
+@pytest.mark.slow_except(1)
 def test_a_text_goes_on_if_the_new_plan_cannot_be_loaded(
     llm: LLM, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +153,7 @@ def test_a_text_goes_on_if_the_new_plan_cannot_be_loaded(
     assert (actual.token_ids, llm.plan) == (expected, plan)
 
 
+@pytest.mark.slow_except(1)
 def test_a_session_ends_if_no_plan_can_be_loaded_any_more(
     llm: LLM, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +198,7 @@ def test_all_kinds_of_generations_go_on(
             assert actual.token_ids == expected
 
 
+@pytest.mark.slow_except(1)
 def test_a_draft_leaves_and_comes_back(pair: tuple[Path, str]) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "num_draft_tokens"}
     plan = specdec.plan_run(*pair, **sizes)
