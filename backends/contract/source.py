@@ -137,6 +137,9 @@ class ModelSource(ABC):
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 
+    def end_planning(self) -> None:  # noqa: B027 (optional)
+        """Free memory that nothing but planning needs, until the next time."""
+
     @property
     @abstractmethod
     def weight_file(self) -> Path:

@@ -191,6 +191,11 @@ class GgufSource(ModelSource):
         weakref.finalize(self, loaded.close)
         return loaded
 
+    def end_planning(self) -> None:
+        """See ModelSource."""
+        if "weightless" in self.__dict__:
+            self.__dict__.pop("weightless").close()
+
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         options = ContextOptions(
             ctx_size,
@@ -269,8 +274,7 @@ class GgufSource(ModelSource):
         self.model.index.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
-        if "weightless" in self.__dict__:
-            self.__dict__.pop("weightless").close()
+        self.end_planning()
         backend = (RecurrentLlamaBackend if self.model.is_recurrent else LlamaBackend)(
             self.model,
             max_context=loading.max_context,

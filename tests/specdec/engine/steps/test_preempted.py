@@ -141,8 +141,8 @@ def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
     assert not kv_manager._pays_off(9, num_shared=0, num_bytes=1000)
     assert kv_manager._pays_off(10, num_shared=0, num_bytes=1000)
     assert not kv_manager._pays_off(10, num_shared=0, num_bytes=10**7)
-    sequence = llm.session.prefix_cache.allocate([5, 6, 7])
+    sequence = llm.session.models.prefix_cache.allocate([5, 6, 7])
     sequence.prefill([5, 6, 7])
-    assert llm.session.prefix_cache.n_common([5, 6, 8, 9]) == 2
-    assert llm.session.prefix_cache.n_common([5, 6, 8, 9], sequence) == 0
-    llm.session.prefix_cache.drop(sequence)
+    assert llm.session.models.prefix_cache.n_common([5, 6, 8, 9]) == 2
+    assert llm.session.models.prefix_cache.n_common([5, 6, 8, 9], sequence) == 0
+    llm.session.models.prefix_cache.drop(sequence)
