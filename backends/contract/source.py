@@ -20,8 +20,9 @@ from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
-CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
-"""Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large."""
+CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0", "fp8")
+"""Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large. Only llama.cpp has
+q4_0, and only torch fp8."""
 
 
 @dataclass(frozen=True)
