@@ -189,8 +189,10 @@ def kv_heads(config: PreTrainedConfig, layer: nn.Module) -> tuple[KvHeads, KvHea
     if all(getattr(module, "is_kv_shared_layer", False) for module in attention):
         return NO_HEADS, NO_HEADS  # without attention, or with those of an earlier layer
     latent = declared(config, "kv_lora_rank")
-    if latent:
-        return KvHeads(1, int(latent)), KvHeads(1, int(config.qk_rope_head_dim))
+    if latent:  # layers may differ in both
+        rank = getattr(attention[0], "kv_lora_rank", latent)
+        rotary_dim = getattr(attention[0], "qk_rope_head_dim", config.qk_rope_head_dim)
+        return KvHeads(1, int(rank)), KvHeads(1, int(rotary_dim))
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
     kv_projections = (modules.get(name) for name in ("k_proj", "v_proj"))
     projections = [module for module in kv_projections if isinstance(module, nn.Linear)]

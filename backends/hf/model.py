@@ -62,6 +62,8 @@ from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
+_COMPUTED_WITH = ("kv_lora_rank", "keep_window_size", "lambda_std_dev")
+"""Options of the families whose code computes with cached keys or values."""
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """Function that the modules of families with sliding windows import from transformers."""
 
@@ -133,8 +135,9 @@ class HfModel:
     @property
     def takes_whole_cache(self) -> bool:
         """Whether attention on a CPU is given the whole cache. Families that compute with what is
-        cached (latent attention, Doge) are given the keys of the pass in order instead."""
-        computes = any(declared(self.config, name) for name in ("kv_lora_rank", "keep_window_size"))
+        cached (latent attention, Doge, DiffLlama) are given the keys of the pass in order
+        instead."""
+        computes = any(declared(self.config, name) for name in _COMPUTED_WITH)
         return self.takes_blocks and not computes
 
     @property

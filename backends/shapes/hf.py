@@ -85,21 +85,21 @@ def _shape_of_config(
         packed = packed_tensors(index, config, dtype, directory)
         model = build_model(config, dtype)
         match = match_tensors(model, index, packed, directory)
-        return shape_of(model, directory, match, formats, _packed_notes(packed))
+        return shape_of(model, directory, match, _packed_notes(packed), formats)
     dtype, note = _declared_dtype(config)
     notes = [note]
     if getattr(config, "quantization_config", None):
         notes.append("nothing is known of their quantisation: they are smaller than that")
     model = build_model(config, dtype)
-    return shape_of(model, directory, match_config(model), formats, tuple(notes))
+    return shape_of(model, directory, match_config(model), tuple(notes), formats)
 
 
 def shape_of(
     model: PreTrainedModel,
     directory: Path,
     match: TensorMatch,
-    formats: KvFormats,
     notes: tuple[str, ...] = (),
+    formats: KvFormats = KvFormats(),
 ) -> ModelShape:
     """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
     config, dtype = language_config(model.config), model.dtype
