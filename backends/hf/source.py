@@ -17,7 +17,7 @@ import transformers
 from backends.attention.batch import BLOCK_SIZE
 from backends.attention.blocks import REVISION
 from backends.attention.stored_rows import FORMATS_REVISION, KvFormats, kv_formats
-from backends.checkpoint.records import BoundTensor
+from backends.checkpoint.records import TORCH_DTYPES, BoundTensor
 from backends.contract.backend import Backend
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
@@ -47,6 +47,7 @@ from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
 _ADVISED_CACHE_TYPE = "q8_0"
+_NAMES = {dtype: name.lower() for name, dtype in TORCH_DTYPES.items()}
 _ROW_COPIES = 4
 """Copies of the rows that a pass gathers: as read, as a tensor, for each token, and scaled."""
 SchemeCurves: TypeAlias = list[tuple[float, ComputeCurve]]
@@ -121,6 +122,12 @@ class HfSource(ModelSource):
     @property
     def _resident_records(self) -> Sequence[TensorRecord]:
         return resident_records(self.model)
+
+    @property
+    def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
+        own = _NAMES[self.model.dtype]
+        keys, values = self.model.kv_formats
+        return keys.name or own, values.name or own
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]

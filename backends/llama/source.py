@@ -144,6 +144,10 @@ class GgufSource(ModelSource):
         return resident_footprint(resident_non_layer_records(self.model))
 
     @property
+    def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
+        return self._run.type_k, self._run.type_v
+
+    @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
         present = (self._run.type_k, self._run.type_v)
         if not set(present) <= set(_QUANTISED_CACHE_TYPES):

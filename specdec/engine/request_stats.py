@@ -44,6 +44,8 @@ def stats_of(
         peak_memory_bytes=process_memory().peak_rss_bytes,
         memory_budget_bytes=plan.budget_bytes,
         kv_bytes=kv_bytes,
+        cache_type_k=plan.cache_types[0],
+        cache_type_v=plan.cache_types[1],
         pinned_bytes=sum(backend.pinned_bytes for backend in backends),
         kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,

@@ -169,7 +169,7 @@ def test_a_mistake_that_the_model_shows(
         ("analyze -m pair:draft -n 0", "-n"),
         ("analyze -m pair:draft -c 0", "-c"),
         ("analyze -m pair:draft --memory-budget lots", "lots"),
-        ("analyze -m pair:draft --on laptop -ctk q8_0", "cache types are for GGUF models"),
+        ("analyze -m pair:draft --on laptop -ctk q4_0", "of a checkpoint cannot be q4_0: f16, bf16"),
         ("run -p a -m pair:target -ctk q8_0", "for GGUF models"),
         ("run -p a -m pair:target --load-mode mmap", "for GGUF models"),
         ("plan -m pair:target --load-mode mmap", "for GGUF models"),
