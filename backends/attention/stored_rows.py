@@ -88,7 +88,7 @@ class Converted(RowFormat):
         columns.copy_(stored.view(self._dtype))
 
 
-class Q8_0(RowFormat):  # noqa: N801 (ggml's name)
+class Q8_0(RowFormat):
     """Blocks of int8 numbers with a scale."""
 
     name = "q8_0"
@@ -163,6 +163,10 @@ class KvFormats(NamedTuple):
             of_keys[0] * self.keys.row_bytes(of_keys[1], dtype),
             of_values[0] * self.values.row_bytes(of_values[1], dtype),
         )
+
+
+OWN_FORMATS = KvFormats()
+"""Keys and values in the dtype of the model."""
 
 
 def kv_formats(cache_type_k: str | None, cache_type_v: str | None) -> KvFormats:

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
-from backends.attention.stored_rows import KvFormats
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.buffers import fill_buffers
 from backends.checkpoint.config import (
@@ -94,7 +94,7 @@ class HfModel:
     """Recurrences of the layers that have a recurrent state."""
     is_adapted: bool = False
     """Whether the family's own attention code was replaced (backends/attention/families.py)."""
-    kv_formats: KvFormats = KvFormats()
+    kv_formats: KvFormats = OWN_FORMATS
     """Number formats of the KV cache."""
 
     @property

@@ -16,7 +16,7 @@ import transformers
 
 from backends.attention.batch import BLOCK_SIZE
 from backends.attention.blocks import REVISION
-from backends.attention.stored_rows import FORMATS_REVISION, KvFormats, kv_formats
+from backends.attention.stored_rows import FORMATS_REVISION, OWN_FORMATS, kv_formats
 from backends.checkpoint.records import TORCH_DTYPES, BoundTensor
 from backends.contract.backend import Backend
 from backends.contract.cached_checks import machine
@@ -95,7 +95,7 @@ class HfSource(ModelSource):
             config.pop(key, None)
         description = json.dumps(config, sort_keys=True, default=str)
         description += f" {self.model.dtype} {torch.__version__}"
-        if self.model.kv_formats != KvFormats():
+        if self.model.kv_formats != OWN_FORMATS:
             description += f" KV {[x.name for x in self.model.kv_formats]} {FORMATS_REVISION}"
         kernels = {type(shape.recurrence).__name__ for shape in self.model.recurrences.values()}
         description += "".join(f" {name}" for name in sorted(kernels))  # of states, in own layouts

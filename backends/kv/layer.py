@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout, rows_in_pool, runs_of
-from backends.attention.stored_rows import MODEL_DTYPE, KvFormats, StoredRows
+from backends.attention.stored_rows import MODEL_DTYPE, OWN_FORMATS, KvFormats, StoredRows
 from backends.contract.backend import BackendError
 from offload.storage.aligned import AlignedBuffer
 
@@ -28,7 +28,7 @@ class PoolLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, num_tokens: int, formats: KvFormats = KvFormats()) -> None:
+    def __init__(self, num_tokens: int, formats: KvFormats = OWN_FORMATS) -> None:
         super().__init__()
         self._num_tokens, self._formats = num_tokens, formats
         self._dims = (0, 0)

@@ -20,10 +20,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout, runs_of
-from backends.attention.stored_rows import KvFormats
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError
 from backends.kv.layer import PoolLayer
 from backends.recurrent.no_states import NoStates
+
 
 class KvPool(NoStates, Cache):
     """The blocks of all layers, with the number of users of each.
@@ -39,7 +40,7 @@ class KvPool(NoStates, Cache):
         n_layers: int,
         n_blocks: int,
         without_kv: Collection[int] = (),
-        formats: KvFormats = KvFormats(),
+        formats: KvFormats = OWN_FORMATS,
     ) -> None:
         num_tokens = n_blocks * BLOCK_SIZE
         super().__init__(layers=[PoolLayer(num_tokens, formats) for _ in range(n_layers)])

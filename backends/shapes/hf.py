@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from backends.attention.stored_rows import KvFormats
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.config import (
     config_faults,
@@ -63,7 +63,7 @@ _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|expert|fc\d|fc_(in|out)",
 _OUTPUTS = {"o_proj", "out_proj", "dense", "c_proj", "wo", "out"}
 
 
-def hf_shape(directory: Path, formats: KvFormats = KvFormats()) -> ModelShape:
+def hf_shape(directory: Path, formats: KvFormats = OWN_FORMATS) -> ModelShape:
     """Read config.json and the headers of any weights; a directory without weights is enough.
 
     formats: number formats of the KV cache.
@@ -75,9 +75,7 @@ def hf_shape(directory: Path, formats: KvFormats = KvFormats()) -> ModelShape:
         return _shape_of_config(config, directory, formats)
 
 
-def _shape_of_config(
-    config: PreTrainedConfig, directory: Path, formats: KvFormats
-) -> ModelShape:
+def _shape_of_config(config: PreTrainedConfig, directory: Path, formats: KvFormats) -> ModelShape:
     if any(directory.glob("*.safetensors")):
         index = WeightIndex.from_directory(directory)
         refuse_score_head(directory, index)
@@ -99,7 +97,7 @@ def shape_of(
     directory: Path,
     match: TensorMatch,
     notes: tuple[str, ...] = (),
-    formats: KvFormats = KvFormats(),
+    formats: KvFormats = OWN_FORMATS,
 ) -> ModelShape:
     """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
     config, dtype = language_config(model.config), model.dtype

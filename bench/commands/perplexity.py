@@ -70,9 +70,7 @@ def perplexity_command(
     if output == "json":
         write_json(result, None)
         return
-    about = (
-        f"{rows[0]['n_tokens']} tokens of {text}: the second half of each window of {window}",
-    )
+    about = (f"{rows[0]['n_tokens']} tokens of {text}: the second half of each window of {window}",)
     named = tuple((_title(row), *cells(row, _COLUMNS)) for row in rows)
     typer.echo(text_of([Table("Perplexity", ("KV cache", *headings(_COLUMNS)), named, about)]))
 

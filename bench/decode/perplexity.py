@@ -101,7 +101,8 @@ def score_text(
             f"the text has {len(token_ids)} tokens, less than a window of {window}: give a longer "
             "--text, or a smaller -c"
         )
-    kv_bytes, parts = 0, []
+    kv_bytes = 0
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
     for start in starts:
         parts += _score_window(backend, token_ids[start : start + window])
         kv_bytes = kv_bytes or backend.kv_bytes // max(1, backend.n_kv_allocated)
