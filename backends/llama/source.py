@@ -20,6 +20,7 @@ from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
 from backends.gguf.heads import can_run_head
+from backends.gguf.hparams import refuse_cache_type
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
@@ -71,6 +72,7 @@ class GgufSource(ModelSource):
 
     def __init__(self, path: Path, options: BackendOptions, run: ExactRun | None = None) -> None:
         """run: how to run the model, if that was found out before; skips the trial of the model."""
+        refuse_cache_type(options.cache_type_k, options.cache_type_v)
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         refuse_untried(self.model)
@@ -140,6 +142,10 @@ class GgufSource(ModelSource):
     @property
     def non_layer_bytes(self) -> int:
         return resident_footprint(resident_non_layer_records(self.model))
+
+    @property
+    def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
+        return self._run.type_k, self._run.type_v
 
     @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]

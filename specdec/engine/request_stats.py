@@ -41,6 +41,8 @@ def stats_of(
         peak_memory_bytes=process_memory().peak_rss_bytes,
         memory_budget_bytes=plan.budget_bytes,
         kv_bytes=of_all.kv_bytes,
+        cache_type_k=plan.cache_types[0],
+        cache_type_v=plan.cache_types[1],
         pinned_bytes=of_all.pinned_bytes,
         kv_used_fraction=ratio(of_all.kv_used_bytes, of_all.kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,

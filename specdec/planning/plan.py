@@ -213,6 +213,7 @@ def make_plan(
         chosen=chosen,
         alternatives=tuple(search.alternatives),
         exactness=exactness,
+        cache_types=target.cache_types,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)
