@@ -14,13 +14,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from specdec import __version__
+from specdec.serve.api.budget import BudgetRequest, BudgetResponse
 from specdec.serve.api.ollama_models import add_ollama_models
 from specdec.serve.api.tokens import Properties, properties
 from specdec.serve.errors import ApiError, broken
 from specdec.serve.middleware import OPEN_PATH, LimitMiddleware
-from specdec.serve.openapi import ERRORS, Responses, gives, with_models
+from specdec.serve.openapi import ERRORS, Responses, gives, takes, with_models
 from specdec.serve.responses import Health, JsonResponse, ModelCard, ModelList, ModelStatus
-from specdec.serve.router.runner import (
+from specdec.serve.router.budget import Budget
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.states import (
     FAILED,
     FAILING,
     READY,
@@ -28,12 +31,12 @@ from specdec.serve.router.runner import (
     STARTING,
     UNLOADING,
     WAITING,
-    ModelRunner,
 )
-from specdec.serve.routes import Routes
+from specdec.serve.routes import Routes, check_content_type
 from specdec.serve.service import Service
 
 _HEALTH = gives(Health, "Ready") | gives(Health, "Not ready", 503)
+_BUDGET = gives(BudgetResponse, "Figures of the plan")
 _PLAN: Responses = {200: {"description": "The plan, as `specdec plan --json` prints it"}}
 
 _FOLDER = Path(__file__).parent / "page"
@@ -55,7 +58,12 @@ RequestLog = Callable[[str, int, float], None]
 
 
 def make_app(
-    service: Service, key: str | None, *, is_debug: bool = False, log: RequestLog | None = None
+    service: Service,
+    budget: Budget,
+    key: str | None,
+    *,
+    is_debug: bool = False,
+    log: RequestLog | None = None,
 ) -> ASGIApp:
     """Return the application, behind its middleware."""
     app = FastAPI(
@@ -67,6 +75,7 @@ def make_app(
         redirect_slashes=False,  # a redirect would go where the Host header says
     )
     _add_status(app, service)
+    _add_budget(app, budget)
     _add_models(app, service)
     Routes(app, service).add_all()
     add_ollama_models(app, service)
@@ -118,6 +127,19 @@ def _add_status(app: FastAPI, service: Service) -> None:
         """Return llama.cpp's properties of a server."""
         runner = service.router.find(model)
         return JsonResponse(properties(runner.name, runner.model))
+
+
+def _add_budget(app: FastAPI, budget: Budget) -> None:
+    @app.get("/v1/budget", responses=_BUDGET)
+    async def present(model: str | None = None) -> Response:
+        """Return figures of the present memory budget."""
+        return JsonResponse(budget.present(model))
+
+    @app.post("/v1/budget", responses=_BUDGET, openapi_extra=takes(BudgetRequest))
+    async def change(request: Request, model: str | None = None) -> Response:
+        """Change the memory budget of a loaded model, between two passes."""
+        check_content_type(request)
+        return JsonResponse(await budget.change(request, model))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -122,7 +122,7 @@ def loading() -> ApiError:
 
 def not_loaded(name: str) -> ApiError:
     return ApiError(
-        503, f"the model {name} has not been loaded yet: send it a request", code="model_not_loaded"
+        503, f"the model {name} is not loaded: send it a request first", code="model_not_loaded"
     )
 
 

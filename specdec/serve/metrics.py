@@ -23,7 +23,8 @@ from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
 from specdec.serve.responses import State
 from specdec.serve.router.router import ModelRouter
-from specdec.serve.router.runner import ModelRunner, ModelState
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.states import ModelState
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 

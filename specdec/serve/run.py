@@ -18,10 +18,10 @@ from offload.errors import SpecdecError
 from specdec.serve.app import make_app
 from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
-from specdec.serve.process.child import Start
+from specdec.serve.router.budget import Budget, ReadBudget
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
-from specdec.serve.router.share import ModelOptions, Share
+from specdec.serve.router.share import ModelOptions, Share, Starter
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
@@ -88,6 +88,7 @@ class Serving:
         capacity: memory of all engines together; None with one model.
         starter: returns the function that starts a model's engine.
         say: prints a line for whoever runs the server.
+        read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
         logs_requests: whether each request is a line, too.
     """
 
@@ -96,25 +97,26 @@ class Serving:
         options: ServeOptions,
         models: Sequence[ModelOptions],
         capacity: Share | None,
-        starter: Callable[[ModelOptions], Start],
+        starter: Starter,
         say: Callable[[str], None],
         *,
+        read_budget: ReadBudget | None = None,
         is_debug: bool = False,
         logs_requests: bool = False,
     ) -> None:
-        self._options, self._print = options, say
-        self._runners = [self._runner(model, starter(model), len(models) > 1) for model in models]
+        self._options, self._print, self._read_budget = options, say, read_budget
+        self._runners = [self._runner(model, starter, len(models) > 1) for model in models]
         self._capacity = capacity
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
         self._load_error = 0  # of an engine that could not load the only model
         self._signal = 0
 
-    def _runner(self, model: ModelOptions, start: Start, has_others: bool) -> ModelRunner:
+    def _runner(self, model: ModelOptions, starter: Starter, has_others: bool) -> ModelRunner:
         def say(line: str) -> None:
             self._say(f"{model.name}: {line}" if has_others else line)
 
-        runner = ModelRunner(model, start, say, self._options.engine_timeout)
+        runner = ModelRunner(model, starter, say, self._options.engine_timeout)
         runner.on_open, runner.on_load_error = self._opened, self._not_loaded
         runner.on_fault = self._stop
         return runner
@@ -142,7 +144,8 @@ class Serving:
         router = ModelRouter(self._runners, self._capacity, is_strict=self._options.strict_model)
         self._service = Service(self._options, router)
         log = self._log if self._logs_requests else None
-        app = make_app(self._service, self._key, is_debug=self._is_debug, log=log)
+        self._budget = Budget(self._service, self._say)
+        app = make_app(self._service, self._budget, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))
         idle.connections = self._server.server_state.connections
@@ -151,6 +154,8 @@ class Serving:
         await asyncio.sleep(0)  # uvicorn has set its handlers of signals by then; ours replace them
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
+        if self._read_budget is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._read_budget)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._begin(router)
@@ -197,6 +202,9 @@ class Serving:
                 sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
         self._draining = self._loop.create_task(self._drain())
+
+    def _on_hangup(self, read: ReadBudget) -> None:
+        self._budgeting = self._loop.create_task(self._budget.read_again(read))
 
     async def _drain(self) -> None:
         limiter = self._service.limiter

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -25,6 +25,8 @@ from specdec.serve.responses import State
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.sse import ClientGone, made_in, unless_gone
+
+T = TypeVar("T")
 
 _STATES: dict[str, State] = {
     "unloaded": "ready",
@@ -84,7 +86,11 @@ class Service:
             except RecursionError as error:
                 raise bad_request("the request is nested too deeply") from error
 
-        return await made_in(self._parser, work)
+        return await self.parsed(work)
+
+    async def parsed(self, parse: Callable[[], T]) -> T:
+        """Return the result of a function that parses, in the thread for that."""
+        return await made_in(self._parser, parse)
 
     async def compute(
         self,
@@ -109,16 +115,13 @@ class Service:
             asked = engine.compute(function, form)
             return await asked.next()
 
-        with self.translated(lambda: runner):
-            try:
-                return await unless_gone(request.receive, work(), self.options.request_timeout)
-            except ClientGone as error:
-                raise bad_request("the client went away") from error
-            finally:
-                if asked is not None:
-                    asked.cancel()
-                if runner is not None:
-                    runner.end()
+        try:
+            return await self.awaited(request, work(), lambda: runner)
+        finally:
+            if asked is not None:
+                asked.cancel()
+            if runner is not None:
+                runner.end()
 
     async def load(self, reading: Reading, request: Request) -> None:
         """Load the model that a request names. Raises ApiError."""
@@ -128,9 +131,19 @@ class Service:
             await self.router.acquire(runner, reading.keep_alive)
             runner.end()
 
-        with self.translated(lambda: None):
+        await self.awaited(request, work(), lambda: None)
+
+    async def awaited(
+        self,
+        request: Request,
+        work: Coroutine[Any, Any, T],
+        runner: Callable[[], ModelRunner | None],
+    ) -> T:
+        """Return the result of some work, unless the client leaves or its time is over. runner: see
+        `translated`. Raises ApiError."""
+        with self.translated(runner):
             try:
-                await unless_gone(request.receive, work(), self.options.request_timeout)
+                return await unless_gone(request.receive, work, self.options.request_timeout)
             except ClientGone as error:
                 raise bad_request("the client went away") from error
 

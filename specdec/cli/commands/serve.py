@@ -19,6 +19,7 @@ from specdec.cli.enforce import child_environment
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_named_draft, with_options
 from specdec.cli.input.preset import Preset, read_preset
+from specdec.cli.input.settings import budget_reader
 from specdec.cli.libraries import import_for_good
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
@@ -63,7 +64,8 @@ def serve(
         models, capacity = [_only(server, load)], None
     shows = {"is_debug": wants_debug(argv), "logs_requests": SHOWN.plan}
     starts = partial(_start_of, start)
-    ended = run(server, models, capacity, starts, say, **shows).run()
+    read_budget = None if preset else budget_reader(context)
+    ended = run(server, models, capacity, starts, say, read_budget=read_budget, **shows).run()
     if ended.load_error:
         raise typer.Exit(ended.load_error)
     if ended.signal == signal.SIGINT:

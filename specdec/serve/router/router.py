@@ -8,8 +8,9 @@ from difflib import get_close_matches
 
 from specdec.serve.errors import bad_request, loading, no_such_model
 from specdec.serve.process.client import EngineClient
-from specdec.serve.router.runner import UNLOADED, WAITING, ModelRunner
+from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import Share
+from specdec.serve.router.states import UNLOADED, WAITING
 
 _MAX_NAME = 200
 
@@ -32,7 +33,8 @@ class ModelRouter:
         self.capacity = capacity
         self._is_strict = is_strict or len(self.runners) > 1
         self._by_name = {name: runner for runner in self.runners for name in runner.names}
-        self._loading = asyncio.Lock()
+        self.sharing = asyncio.Lock()
+        """Whoever has it may change which model has which memory."""
         self._loads: set[asyncio.Task[None]] = set()
 
     @property
@@ -88,7 +90,7 @@ class ModelRouter:
             task.add_done_callback(self._loads.discard)
 
     async def _load(self, runner: ModelRunner) -> None:
-        async with self._loading:  # first come, first served
+        async with self.sharing:  # first come, first served
             await self._free_memory(runner)
             runner.load()
 
@@ -102,6 +104,13 @@ class ModelRouter:
             loaded = [other for other in self.runners if other.is_loaded]
             victim = min(loaded, key=lambda other: (not other.is_idle, other.last_use))
             await victim.leave()
+
+    def free_bytes(self, runner: ModelRunner) -> int | None:
+        """Return the host memory that the other loaded models leave to one; None for a server of
+        one model, whose engine knows what there is."""
+        if self.capacity is None:
+            return None
+        return self.capacity.host_bytes - self._used(runner).host_bytes
 
     def _used(self, runner: ModelRunner) -> Share:
         used = Share()

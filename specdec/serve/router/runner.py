@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Literal
 
+from offload.units import format_bytes
 from specdec.serve.errors import (
     ApiError,
     engine_failed,
@@ -17,27 +18,21 @@ from specdec.serve.errors import (
     loading,
     not_loaded,
 )
-from specdec.serve.process.child import Start
+from specdec.serve.process.child import Process
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Beat, ServedModel
 from specdec.serve.process.supervisor import Supervisor
-from specdec.serve.router.share import ModelOptions
-
-ModelState = Literal[
-    "unloaded", "waiting", "starting", "ready", "restarting", "failing", "failed", "unloading"
-]
-UNLOADED: ModelState = "unloaded"
-WAITING: ModelState = "waiting"
-"""State while other models are unloaded for it."""
-STARTING: ModelState = "starting"
-READY: ModelState = "ready"
-RESTARTING: ModelState = "restarting"
-"""State after the engine's process ended, until it is loaded again."""
-FAILING: ModelState = "failing"
-"""State after a request that could not read the model's files; further ones are taken."""
-FAILED: ModelState = "failed"
-"""State after the engine ended too often in a row: it is not started again."""
-UNLOADING: ModelState = "unloading"
+from specdec.serve.router.share import ModelOptions, Starter
+from specdec.serve.router.states import (
+    FAILED,
+    FAILING,
+    READY,
+    RESTARTING,
+    STARTING,
+    UNLOADED,
+    UNLOADING,
+    ModelState,
+)
 
 _TAKES_REQUESTS = (READY, FAILING)
 
@@ -45,8 +40,8 @@ _TAKES_REQUESTS = (READY, FAILING)
 class ModelRunner:
     """A model; used in the event loop's thread.
 
-    start: starts its engine's process. say: takes a line for the server's operator.
-    timeout_seconds: see `Supervisor`.
+    options: to load it with; its memory budget may change. say: takes a line for the server's
+    operator. timeout_seconds: see `Supervisor`.
 
     Attributes:
         num_active: requests that its engine has. num_waiting: requests that wait for its engine.
@@ -57,12 +52,12 @@ class ModelRunner:
     def __init__(
         self,
         options: ModelOptions,
-        start: Start,
+        starter: Starter,
         say: Callable[[str], None],
         timeout_seconds: float,
     ) -> None:
-        self.options = options
-        self._start, self._say, self._timeout_seconds = start, say, timeout_seconds
+        self.options = self._first_options = options
+        self._starter, self._say, self._timeout_seconds = starter, say, timeout_seconds
         self.state: ModelState = UNLOADED
         self.num_active = self.num_waiting = self.num_restarts = 0
         self.load_error: int | None = None
@@ -72,7 +67,7 @@ class ModelRunner:
         self.last_use = time.monotonic()
         self.keep_alive = options.keep_alive
         self._engine: EngineClient | None = None
-        self._model: ServedModel | None = None
+        self._last_engine: EngineClient | None = None  # it may have ended
         self._supervisor: Supervisor | None = None
         self._running: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -90,14 +85,14 @@ class ModelRunner:
 
     @property
     def model(self) -> ServedModel:
-        """Facts about the model since it was loaded for the first time; raises ApiError before."""
-        if self._model is None:
-            raise loading() if self.options.on_startup else not_loaded(self.name)
-        return self._model
+        """Facts about the model as it was loaded or planned last; raises ApiError before."""
+        if self._last_engine is None or self._last_engine.model is None:
+            raise self._no_engine()
+        return self._last_engine.model
 
     @property
     def has_been_loaded(self) -> bool:
-        return self._model is not None
+        return self._last_engine is not None
 
     @property
     def beat(self) -> Beat | None:
@@ -127,6 +122,18 @@ class ModelRunner:
         if self.state == FAILED:
             raise engine_failed()
         return self._engine if self.state in _TAKES_REQUESTS else None
+
+    @property
+    def engine(self) -> EngineClient:
+        """The engine. Raises ApiError unless the model is loaded."""
+        engine = self.opened()
+        if engine is None:
+            raise self._no_engine()
+        return engine
+
+    def _no_engine(self) -> ApiError:
+        is_coming = self.options.on_startup and not self.has_been_loaded
+        return loading() if is_coming or self.state == STARTING else not_loaded(self.name)
 
     async def changed(self) -> None:
         """Wait until the state has changed. Raises ApiError if the model could not be loaded."""
@@ -196,6 +203,9 @@ class ModelRunner:
         self._supervisor = Supervisor(self._start, self, self._say, self._timeout_seconds)
         self._running = asyncio.get_running_loop().create_task(self._run(self._supervisor))
 
+    def _start(self, theirs: socket.socket, more: Mapping[str, str]) -> Process:
+        return self._starter(self.options)(theirs, more)
+
     async def _run(self, supervisor: Supervisor) -> None:
         try:
             self.load_error = await supervisor.run()
@@ -206,6 +216,8 @@ class ModelRunner:
         finally:
             self._engine = self._running = None
             is_broken = self.load_error is not None
+            if is_broken:
+                self._forget_budget()
             if self.state != FAILED:
                 self.to(UNLOADED, load_failed(self.name) if is_broken else None)
             if is_broken:
@@ -240,7 +252,9 @@ class ModelRunner:
 
     def open(self, engine: EngineClient) -> None:
         """See `supervisor.Users`."""
-        self._engine, self._model = engine, engine.model
+        self._engine = self._last_engine = engine
+        if self.options is not self._first_options:
+            self._say_budget()
         if self.state != UNLOADING:
             self.to(READY)
             self.on_open(self)
@@ -249,9 +263,33 @@ class ModelRunner:
     def lose(self, *, is_final: bool) -> None:
         """See `supervisor.Users`."""
         self._engine = None
-        if self.state != UNLOADING:
-            self.num_restarts += not is_final
-            self.to(FAILED if is_final else RESTARTING)
+        if self.state == UNLOADING:
+            return
+        if is_final and self._forget_budget():
+            self.unload()
+            return
+        self.num_restarts += not is_final
+        self.to(FAILED if is_final else RESTARTING)
+
+    # --- its memory budget ---------------------------------------------------------------------
+
+    def keep_budget(self, memory_budget: str | int, n_bytes: int) -> None:
+        """Note that the engine has another budget, of so many bytes; engines to come get it."""
+        self.options = self.options.with_budget(memory_budget, n_bytes)
+        self._say_budget()
+
+    def _say_budget(self) -> None:
+        n_bytes = self.model.plan["memory_budget_bytes"]
+        self._say(f"the memory budget is {format_bytes(n_bytes)} now")
+
+    def _forget_budget(self) -> bool:
+        """Return to the first budget after engines that could not run with another one; return
+        whether there was one."""
+        is_changed = self.options is not self._first_options
+        if is_changed:
+            self.options = self._first_options
+            self._say("the next request loads the model with the memory budget of the start again")
+        return is_changed
 
     def note_failure(self, *, is_storage: bool) -> None:
         """Note whether the model's files can be read."""

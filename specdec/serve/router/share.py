@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from specdec.run_options import RunOptions
+from specdec.serve.process.child import Start
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,13 @@ class ModelOptions:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def with_budget(self, memory_budget: str | int, n_bytes: int) -> ModelOptions:
+        """Return the options with another memory budget, of so many bytes."""
+        load = replace(self.load, memory_budget=memory_budget)
+        share = None if self.share is None else replace(self.share, host_bytes=n_bytes)
+        return replace(self, load=load, share=share)
+
+
+Starter = Callable[[ModelOptions], Start]
+"""Returns the function that starts a model's engine."""

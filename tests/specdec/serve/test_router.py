@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from engines import PlayedEngine, played
+from engines import PlayedEngine, model_starter
 
 from specdec.run_options import RunOptions
 from specdec.serve.errors import ApiError
@@ -45,7 +45,7 @@ def router(
         options = ModelOptions(
             (name, f"{name}-alias"), RunOptions(name), Share(n_bytes), keep_alive, on_startup=False
         )
-        runners.append(ModelRunner(options, played(*(plays or (lives,))), print, 4.0))
+        runners.append(ModelRunner(options, model_starter(*(plays or (lives,))), print, 4.0))
     return ModelRouter(runners, Share(capacity))
 
 
@@ -167,6 +167,36 @@ def test_a_model_that_still_loads_ends_with_the_server() -> None:
         assert states(made) == {"a": "starting"}
 
     run(work, router({"a": 6}, 10, loads_for_long))
+
+
+def test_another_budget_is_another_share() -> None:
+    async def work(made: ModelRouter) -> None:
+        await use(made, "a")
+        await use(made, "b")
+        a = made.find("a")
+        assert made.free_bytes(a) == 6
+        a.keep_budget(6, 6)
+        assert made.free_bytes(made.find("b")) == 4
+        await use(made, "c")
+        assert states(made) == {"a": "unloaded", "b": "ready", "c": "ready"}, "it has 6 now"
+
+    run(work, router({"a": 2, "b": 4, "c": 1}, 10))
+
+
+def test_an_engine_that_cannot_be_loaded_with_another_budget_gets_the_first_one() -> None:
+    async def work(made: ModelRouter) -> None:
+        a = made.find("a")
+        await use(made, "a")
+        a.keep_budget(6, 6)
+        await made.unload(a)
+        assert (a.options.share, a.options.load.memory_budget) == (Share(6), 6)
+        with pytest.raises(ApiError, match="could not be loaded"):
+            await made.acquire(a)
+        assert (a.options.share, a.options.load.memory_budget) == (Share(4), "auto")
+        await use(made, "a")
+        assert states(made) == {"a": "ready"}
+
+    run(work, router({"a": 4}, 10, lives, lambda engine: 2, lives))
 
 
 def test_names() -> None:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from engines import PlayedEngine, played, router_of_one
+from engines import PlayedEngine, model_starter, router_of_one
 
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import GenerationResult
@@ -42,8 +42,9 @@ from specdec.serve.process.host import EngineHost
 from specdec.serve.process.messages import WINDOW, Ended, Failed, Output, pickled
 from specdec.serve.process.translation import Log
 from specdec.serve.router.router import ModelRouter
-from specdec.serve.router.runner import FAILING, READY, ModelRunner
+from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import ModelOptions, Share
+from specdec.serve.router.states import FAILING, READY
 from specdec.serve.service import Service
 
 
@@ -307,7 +308,7 @@ def test_a_stream_whose_model_is_loaded_first_gets_pings(
         return 0
 
     options = ModelOptions(("m",), RunOptions("m"), Share(1), on_startup=False)
-    router = ModelRouter([ModelRunner(options, played(loads), print, 4.0)], Share(1))
+    router = ModelRouter([ModelRunner(options, model_starter(loads), print, 4.0)], Share(1))
     service = Service(ServeOptions(), router)
 
     async def work() -> list[bytes]:
