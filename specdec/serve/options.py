@@ -50,6 +50,12 @@ class ServeOptions:
         SERVER,
         shown_default="none",
     )
+    log_file: Path | None = option(
+        None,
+        "File to append the server's lines and one line per request to.",
+        SERVER,
+        shown_default="none",
+    )
     max_body: str = option("1MiB", "Longest request.", LIMITS)
     max_headers: int = option(100, "Maximum number of headers of a request.", LIMITS, at_least=1)
     max_choices: int = option(
