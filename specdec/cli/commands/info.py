@@ -51,6 +51,7 @@ def plan(
 ) -> None:
     """Show the memory plan, the alternatives, and the predicted speed."""
     check_models(load)
+    import specdec.api  # noqa: F401  # the memory of a run's own modules counts in its plan
     from specdec.planning.plan import plan_run
     from specdec.planning.what_if.machines import Machines as SeveralMachines
     from specdec.planning.what_if.other_device import plan_on
