@@ -148,7 +148,7 @@ class Serving:
         the page and programs repeat to see the server's state."""
         if path in _REPEATED:
             return
-        line = f"{path} {status or 'was left by its client'}, {seconds:.2f} s"
+        line = f"{path} {status or 'left by its client'}, {seconds:.2f} s"
         if self._logs_requests:
             self._say(line)
         elif self._write_log is not None:
@@ -227,7 +227,8 @@ class Serving:
         limiter.state = DRAINING
         if limiter.num_requests:
             self._say(
-                f"ending; {limiter.num_requests} requests have {self._options.drain_timeout:g} s"
+                f"shutting down; running requests ({limiter.num_requests}) have "
+                f"{self._options.drain_timeout:g} s to end"
             )
         if not await limiter.wait_until_empty(self._options.drain_timeout):
             self._service.cancel_all()

@@ -51,7 +51,7 @@ def ps(json: options.Json = False, debug: options.Debug = False) -> None:
 
 
 def stop(server: Name = None, all: All = False, debug: options.Debug = False) -> None:
-    """Stop a server: its requests may end, then it does. Stop it again to end it at once."""
+    """Stop a server once its running requests have ended. Stop it again to end it at once."""
     if all and server is not None:
         raise options.OptionError(f"name one server or give --all, not both: {server}, --all")
     chosen = _chosen(running_servers(), server, all)

@@ -112,7 +112,7 @@ def test_a_second_signal_does_not_wait(served_model: Path) -> None:
         begun(server.ready(), max_tokens=16000),
     ):
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("ending")
+        server.wait_for("shutting down")
         assert server.end() == 128 + signal.SIGTERM
 
 

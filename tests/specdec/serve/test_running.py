@@ -106,7 +106,7 @@ def test_a_second_stop_ends_running_requests(
     ):
         (record,) = running_servers()
         record.stop()
-        server.wait_for("ending")
+        server.wait_for("shutting down")
         assert [item["state"] for item in listed(capsys)] == ["draining"]
         assert main(["stop", str(record.pid)]) == 0
         assert server.process.wait(60) == 128 + signal.SIGTERM
