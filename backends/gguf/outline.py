@@ -65,7 +65,7 @@ class GgufSizes:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     sliding_window: int = 0
-    """Of every other layer."""
+    """Window of every other layer; 0: none."""
     linear: LinearAttention | None = None
     shared_expert_intermediate_size: int = 0
 

@@ -83,7 +83,7 @@ def test_known_models_have_the_parameters_that_their_makers_name(
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 12.1), ("gpt-oss-120b", 63.4)])
 def test_gpt_oss_is_as_large_as_the_published_files(name: str, gigabytes: float) -> None:
-    """Of ggml-org on the hub, with experts in MXFP4."""
+    """Files of ggml-org on the hub, with experts in MXFP4."""
     assert gguf_outline_bytes(SIZES[name], MXFP4) / 1e9 == pytest.approx(gigabytes, rel=0.005)
 
 
