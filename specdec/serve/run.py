@@ -23,6 +23,8 @@ from specdec.serve.options import ServeOptions
 from specdec.serve.process.child import Start
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.supervisor import Supervisor
+from specdec.serve.running.log_file import open_log
+from specdec.serve.running.records import OwnRecord
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
@@ -89,7 +91,7 @@ class Serving:
         start: starts the engine's process.
         say: prints a line for whoever runs the server.
         read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
-        logs_requests: whether each request is a line, too.
+        logs_requests: whether each request is a line, too. In a log file it always is.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class Serving:
         self._options, self._names, self._start = options, names, start
         self._name = names[0]
         self._print, self._read_budget = say, read_budget
+        self._write_log = None if options.log_file is None else open_log(options.log_file)
+        self._record: OwnRecord | None = None
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
         self._code: int | None = None  # of an engine that could not load the model
@@ -114,7 +118,10 @@ class Serving:
     def run(self) -> HowEnded:
         """Serve until a signal comes. Raises ServeError."""
         with _listening(self._options) as listener:
-            asyncio.run(self._serve(listener))
+            try:
+                asyncio.run(self._serve(listener))
+            finally:
+                self._remove_record()
         if self._code is None or self._signal:
             return HowEnded(signal=self._signal)
         return HowEnded(load_error=self._code)
@@ -123,18 +130,35 @@ class Serving:
         """Print a line. A closed pipe or a full disk must not keep the server from ending."""
         with suppress(OSError):
             self._print(line)
+        if self._write_log is not None:
+            self._write_log(line)
+
+    def _keep_record(self) -> None:
+        try:
+            self._record = OwnRecord(self._names, self._url)
+        except (OSError, SpecdecError) as error:
+            self._say(f"note: `specdec ps` does not list this server: {error}")
+
+    def _remove_record(self) -> None:
+        if self._record is not None:
+            self._record.remove()
 
     def _log(self, path: str, status: int, seconds: float) -> None:
         """Print a line about a request, without anything of its content; none about those that
         the page and programs repeat to see the server's state."""
-        if path not in _REPEATED:
-            self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
+        if path in _REPEATED:
+            return
+        line = f"{path} {status or 'left by its client'}, {seconds:.2f} s"
+        if self._logs_requests:
+            self._say(line)
+        elif self._write_log is not None:
+            self._write_log(line)
 
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._names)
-        log = self._log if self._logs_requests else None
         self._budget = Budget(self._service, self._say)
-        app = make_app(self._service, self._budget, self._key, is_debug=self._is_debug, log=log)
+        service, budget, log = self._service, self._budget, self._log
+        app = make_app(service, budget, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))
         idle.connections = self._server.server_state.connections
@@ -147,7 +171,8 @@ class Serving:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._read_budget)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._say(f"loading {self._name}; {self._url}/health tells when it is there")
+        self._keep_record()
+        self._say(f"loading {self._name}; {self._url}/health tells when it is ready")
         limit = self._options.engine_timeout
         self._supervisor = Supervisor(self._start, self, self._say, limit)
         supervising = self._loop.create_task(self._supervise())
@@ -168,6 +193,8 @@ class Serving:
         """Serve with this engine from now on."""
         self._service.open(engine)
         self._budgeting = self._loop.create_task(self._budget.restore())
+        if self._record is not None:
+            self._record.set_budget(int(self._service.model.plan["memory_budget_bytes"]))
         self._say(f"ready: {self._name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
 
@@ -186,6 +213,7 @@ class Serving:
         is_second, self._signal = bool(self._signal), number
         is_loading = self._service.is_loading
         if is_second or is_loading:  # nothing to wait for, or abort at a second signal
+            self._remove_record()
             with suppress(OSError):
                 sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
@@ -199,7 +227,8 @@ class Serving:
         limiter.state = DRAINING
         if limiter.num_requests:
             self._say(
-                f"ending; {limiter.num_requests} requests have {self._options.drain_timeout:g} s"
+                f"shutting down; running requests ({limiter.num_requests}) have "
+                f"{self._options.drain_timeout:g} s to end"
             )
         if not await limiter.wait_until_empty(self._options.drain_timeout):
             self._service.cancel_all()

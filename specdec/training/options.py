@@ -32,7 +32,7 @@ class TrainOptions:
     traces: Path | None = None
     max_tokens: int = option(
         200_000,
-        "Use so much of the text, whole files in a random order.",
+        "Use this much of the text: whole files, in random order.",
         DATA,
         at_least=1024,
     )
