@@ -17,6 +17,7 @@ from specdec.metrics.stats import (
     AVERAGED,
     BY_DEPTH,
     LARGEST,
+    SAME_FOR_ALL,
     SUMMED,
     TRUE_FOR_ALL,
     MeasuredPass,
@@ -41,6 +42,7 @@ def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
     total |= {key: max((stat[key] for stat in stats), default=0) for key in LARGEST}
     total |= {key: ratio(sum(stat[key] for stat in stats), len(stats)) for key in AVERAGED}
     total |= {key: all(stat[key] for stat in stats) for key in TRUE_FOR_ALL}
+    total |= {key: _common(stat.get(key, "") for stat in stats) for key in SAME_FOR_ALL}
     total |= {key: list(sum_by_depth(stat[key] for stat in stats)) for key in BY_DEPTH}
     n_decoded = sum(max(stat["generated_tokens"] - 1, 0) for stat in stats)
     n_scored = total["drafted_tokens"] + total["passes"]
@@ -58,6 +60,12 @@ def aggregate_stats(records: Sequence[RecordDict]) -> dict[str, Any]:
         "ngram_share": ratio(total["ngram_hits"], total["accepted_tokens"]),
     }
     return with_old_names({**rates, **total})
+
+
+def _common(values: Iterable[str]) -> str:
+    """Return the value that all have in common, else ""."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else ""
 
 
 def lossy_mark(results: Mapping[str, Any]) -> str:

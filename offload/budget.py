@@ -124,6 +124,13 @@ class MemoryBudget:
             self._reservations.append(reservation)
             return reservation
 
+    def with_total(self, total_bytes: int) -> MemoryBudget:
+        """Return a budget of another size with the same parts. Raises BudgetExceeded."""
+        other = MemoryBudget(total_bytes, self.base_bytes, self.headroom_bytes, ledger=self.ledger)
+        for reservation in self._reservations:
+            other.reserve(reservation.name, reservation.n_bytes)
+        return other
+
     def table(self) -> list[tuple[str, int]]:
         """Return (name, bytes) of every part, what is left included; they sum to the total."""
         with self._lock:

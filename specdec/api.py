@@ -17,6 +17,7 @@ from typing import Any, overload
 
 from typing_extensions import Self, Unpack
 
+from backends.contract.backend import Backend
 from offload.errors import SpecdecError
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
@@ -31,6 +32,7 @@ from specdec.grammar.state import GrammarError
 from specdec.metrics.stats import EngineStats
 from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
+from specdec.planning.run_plan import RunPlan
 from specdec.run_options import CPU, LoadKeywords, RunOptions
 from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
@@ -129,9 +131,7 @@ class LLM:
         prepare: Callable[[RunOptions], None] | None = None,
     ) -> None:
         session = self.session = Session(options, progress, prepare)
-        self.plan, self.spec = session.plan, session.options.spec
         self.tokenizer = session.tokenizer
-        self.target, self.draft = session.target, session.draft
 
     def __repr__(self) -> str:
         options, plan = self.session.options, self.plan
@@ -143,6 +143,41 @@ class LLM:
         words.append(f"ctx_size={self.max_context}")
         state = "" if self.session.is_open else ", closed"
         return f"<specdec.LLM {', '.join(words)}{state}>"
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan of the run; another one after `set_memory_budget`."""
+        return self.session.plan
+
+    @property
+    def spec(self) -> SpecConfig:
+        """How the run drafts, unless a request says otherwise."""
+        return self.session.options.spec
+
+    @property
+    def target(self) -> Backend:
+        return self.session.target
+
+    @property
+    def draft(self) -> Backend | None:
+        return self.session.draft
+
+    def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
+        """Change the memory budget while generations run; return the new plan.
+
+        It waits for the step that runs. Texts stay the same. Layers that come and go take what
+        changes where that is enough. Otherwise the models are loaded again as planned for the new
+        budget: running sequences go on, and the KV of finished ones is dropped.
+
+        Args:
+            memory_budget: as for `load`: "2GiB", bytes, or "auto".
+
+        Raises:
+            ConfigError: above the memory limit of this process; BudgetExceeded: too small for this
+            run, with the smallest budget that works (both change nothing);
+            ModelClosed, ModelElsewhere, CalledFromInside.
+        """
+        return self.session.set_memory_budget(memory_budget)
 
     @property
     def max_context(self) -> int:

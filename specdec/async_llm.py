@@ -24,6 +24,7 @@ from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM, GenerateKeywords, load
 from specdec.engine.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
+from specdec.planning.run_plan import RunPlan
 from specdec.run_options import LoadKeywords
 from specdec.sampling.logprobs import TopLogprobs
 from specdec.sampling.params import SamplingParams
@@ -70,6 +71,11 @@ class AsyncLLM:
         except asyncio.CancelledError:
             loading.add_done_callback(partial(_close_loaded, loop))
             raise
+
+    async def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
+        """Change the memory budget, as `LLM.set_memory_budget`, while the event loop goes on."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.llm.set_memory_budget, memory_budget)
 
     async def close(self) -> None:
         """Free the models, as `LLM.close`, while the event loop goes on."""

@@ -42,7 +42,7 @@ DEFAULT_BEAM_SPAN = 64
 DEFAULT_PARALLEL = 16
 """Sequences take rows of logits and activations always, but KV only while they run."""
 MAX_PARALLEL = 256
-_SHOWN_CACHE_TYPE = "f16, or bf16 where exactness needs it"
+_SHOWN_CACHE_TYPE = "the dtype of a checkpoint; of a GGUF f16, or bf16 where exactness needs it"
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -192,7 +192,7 @@ class RunOptions:
     )
     cache_type_k: str | None = option(
         None,
-        "Number format of the keys in the KV cache (GGUF targets).",
+        "Number format of the keys in the target's KV cache; fp8 for checkpoints, q4_0 for GGUF.",
         MEMORY,
         short="-ctk",
         choices=CACHE_TYPES,
@@ -200,7 +200,7 @@ class RunOptions:
     )
     cache_type_v: str | None = option(
         None,
-        "Number format of the values in the KV cache (GGUF targets).",
+        "Number format of the values in the target's KV cache; fp8 for checkpoints, q4_0 for GGUF.",
         MEMORY,
         short="-ctv",
         choices=CACHE_TYPES,

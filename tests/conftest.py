@@ -68,7 +68,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
         rss_bytes=400 << 20, anonymous_bytes=300 << 20, swap_bytes=0, peak_rss_bytes=400 << 20
     )
     monkeypatch.setattr("specdec.planning.memory.base.process_memory", lambda: fresh)
-    monkeypatch.setattr("specdec.engine.saved_statistics.load_cached", lambda path: None)
+    monkeypatch.setattr("specdec.planning.saved_statistics.load_cached", lambda path: None)
     monkeypatch.setattr("offload.process.other_processes.seconds_of_other_processes", lambda: 0.0)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from backends.attention.batch import BLOCK_SIZE
+from backends.attention.stored_rows import StoredRows
 from offload.units import MIB
 
 REVISION = 2
@@ -98,19 +99,19 @@ class RowGroup:
         tensors = (self.picked, self.keys, self.hidden, self.edge_hidden)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def fill(self, columns: torch.Tensor, states: torch.Tensor) -> None:
-        """Copy states [heads, rows of the cache, dim] to the columns [heads, columns, dim].
+    def fill(self, columns: torch.Tensor, rows: StoredRows) -> None:
+        """Copy rows of the cache, [1, heads, rows, dim], to the columns [heads, columns, dim].
 
         Hidden columns without a key are set to zero.
         """
         end = 0
         for first, row, num_tokens in self.runs:
             end = first + num_tokens
-            columns[:, first:end] = states[:, row : row + num_tokens]
+            rows.read(slice(row, row + num_tokens), columns[:, first:end])
         if self.picked is None:
             columns[:, end:] = 0.0
         else:
-            columns[:, end:] = states.index_select(1, self.picked)
+            rows.pick(self.picked, columns[:, end:])
 
 
 class Scratch:
@@ -155,7 +156,7 @@ class BlockedMask:
         """Return the mask itself: families slice it for an indexer, which does not look at it."""
         return self
 
-    def fits(self, key: torch.Tensor) -> bool:
+    def fits(self, key: torch.Tensor | StoredRows) -> bool:
         """Return whether the mask is for keys of this shape."""
         has_all = key.shape[2] >= self.n_keys if self.is_of_cache else key.shape[2] == self.n_keys
         return key.shape[0] == 1 and has_all
@@ -163,8 +164,8 @@ class BlockedMask:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | StoredRows,
+        value: torch.Tensor | StoredRows,
         scale: float,
         *,
         softcap: float | None = None,
@@ -182,11 +183,12 @@ class BlockedMask:
         n_kv_heads, value_dim = key.shape[1], value.shape[-1]
         queries = query[0].unflatten(0, (n_kv_heads, -1))
         output = query.new_empty(num_tokens, n_kv_heads, n_heads // n_kv_heads, value_dim)
+        keys, values = StoredRows.of(key), StoredRows.of(value)
         for group in self.groups:
             bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
             for heads in _parts(n_kv_heads, bytes_per_head):
                 part = Scores(group, self.scratch, self.limits.min_batch_tokens, scale, softcap)
-                part.fetch(key[0, heads], value[0, heads])
+                part.fetch(keys.heads(heads), values.heads(heads))
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
                 if bias is not None:
@@ -216,9 +218,10 @@ class Scores:
         self._group, self._scratch, self._min_rows = group, scratch, min_rows
         self._scale, self._softcap = scale, softcap
 
-    def fetch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy keys and values [heads, rows of the cache, dim] to columns; ones follow a value."""
-        group, (n_heads, _, dim) = self._group, keys.shape
+    def fetch(self, keys: StoredRows, values: StoredRows) -> None:
+        """Copy keys and values [1, heads, rows of the cache, dim] to columns; ones follow a
+        value."""
+        group, (_, n_heads, _, dim) = self._group, keys.shape
         self._value_dim = values.shape[-1]
         width = value_width(self._value_dim)
         self._keys = self._scratch.take("keys", n_heads, group.n_columns, dim)

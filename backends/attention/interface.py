@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from backends.attention.blocks import BlockedMask
 from backends.attention.masks import SegmentedMask
 from backends.attention.segments import attend_segments
+from backends.attention.stored_rows import StoredRows
 from backends.contract.backend import BackendError
 
 KEYS_BY_ROW = "specdec"
@@ -46,15 +47,16 @@ _EAGER_ONLY = {"_upcast_and_reordered_attn"}
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | StoredRows,
+    value: torch.Tensor | StoredRows,
     attention_mask: KeyMask,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with queries [1, heads, rows, dim] to keys and values [1, kv heads, keys, dim].
+    """Attend with queries [1, heads, rows, dim] to keys and values [1, kv heads, keys, dim], on a
+    CPU also as the cache stores them.
 
     The interface is transformers' (AttentionInterface); windows are in the mask.
     softcap: scores become softcap · tanh(scores / softcap) (Gemma 2).
@@ -66,6 +68,8 @@ def attention(
     if isinstance(attention_mask, BlockedMask):
         output = attention_mask.attend(query, key, value, scale, softcap=softcap, sinks=s_aux)
     else:
+        assert isinstance(key, torch.Tensor), "rows on a GPU are decoded before"
+        assert isinstance(value, torch.Tensor), "rows on a GPU are decoded before"
         output = attend_segments(query, key, value, attention_mask, scale, softcap, s_aux)
     return output, None
 
@@ -137,7 +141,7 @@ def _adds_to_attention(node: ast.AST) -> bool:
 
 
 def _check_arguments(
-    module: torch.nn.Module, key: torch.Tensor, mask: object, kwargs: dict[str, Any]
+    module: torch.nn.Module, key: torch.Tensor | StoredRows, mask: object, kwargs: dict[str, Any]
 ) -> None:
     """Raise BackendError for arguments with which the attention would be wrong."""
     name = type(module).__name__

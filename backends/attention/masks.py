@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from backends.attention.batch import BatchLayout, PartRows
+from backends.attention.stored_rows import StoredRows
 
 _MASK_ALIGNMENT = 16
 """Elements to which rows of a mask are padded, as CUDA's memory-efficient kernel requires."""
@@ -51,7 +52,7 @@ class SegmentedMask:
     parts: tuple[SegmentedRows, ...]
     n_keys: int
 
-    def fits(self, key: torch.Tensor) -> bool:
+    def fits(self, key: torch.Tensor | StoredRows) -> bool:
         """Return whether the mask is for keys of this shape."""
         return key.shape[0] == 1 and key.shape[2] == self.n_keys
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import AutoConfig
@@ -164,30 +164,50 @@ def is_attention(module: nn.Module) -> bool:
     return "Attention" in name and not name.endswith("Layer") and not is_mixer(module)
 
 
-def kv_values_per_token(config: PreTrainedConfig, layer: nn.Module) -> int:
-    """Return how many numbers the KV cache of a decoder layer has per token.
+class KvHeads(NamedTuple):
+    """Heads of the keys or of the values that a decoder layer caches."""
+
+    n_heads: int
+    dim: int
+
+    @property
+    def n_values(self) -> int:
+        """Numbers of one token."""
+        return self.n_heads * self.dim
+
+
+NO_HEADS = KvHeads(0, 0)
+
+
+def kv_heads(config: PreTrainedConfig, layer: nn.Module) -> tuple[KvHeads, KvHeads]:
+    """Return the heads of keys and of values that the KV cache of a decoder layer has per token.
 
     Multi-head latent attention caches its compressed latent and the shared rotary key
     (DeepSeek-V2, section 2.1); other attention a key and a value for every KV head.
     """
     attention = [module for module in layer.modules() if is_attention(module)]
     if all(getattr(module, "is_kv_shared_layer", False) for module in attention):
-        return 0  # without attention, or with the keys and values of an earlier layer
+        return NO_HEADS, NO_HEADS  # without attention, or with those of an earlier layer
     latent = declared(config, "kv_lora_rank")
-    if latent:
-        return int(latent + config.qk_rope_head_dim)
+    if latent:  # layers may differ in both
+        rank = getattr(attention[0], "kv_lora_rank", latent)
+        rotary_dim = getattr(attention[0], "qk_rope_head_dim", config.qk_rope_head_dim)
+        return KvHeads(1, int(rank)), KvHeads(1, int(rotary_dim))
     modules = {name.rpartition(".")[2]: module for name, module in layer.named_modules()}
     kv_projections = (modules.get(name) for name in ("k_proj", "v_proj"))
     projections = [module for module in kv_projections if isinstance(module, nn.Linear)]
     if projections and modules.get("v_proj") is None:  # values are computed from keys (Gemma 4)
         projections *= 2
     if len(projections) == 2:
-        return sum(int(projection.out_features) for projection in projections)
+        n_heads = head_shape(config, layer).n_kv_heads
+        keys, values = (KvHeads(n_heads, int(x.out_features) // n_heads) for x in projections)
+        return keys, values
     head_dims = (getattr(module, "head_dim", None) for module in modules.values())
     heads = config.num_attention_heads
     head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
-    kv_heads = cached_heads(config, attention[0]) if attention else heads
-    return int(2 * kv_heads * (head_dim or config.hidden_size // heads))
+    n_heads = cached_heads(config, attention[0]) if attention else heads
+    own = KvHeads(int(n_heads), int(head_dim or config.hidden_size // heads))
+    return own, own
 
 
 @dataclass(frozen=True)

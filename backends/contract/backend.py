@@ -72,6 +72,17 @@ class TransferStats(NamedTuple):
     experts_found: int = 0
     """Expert cache hits: requested experts that were in memory."""
 
+    def plus(self, other: TransferStats) -> TransferStats:
+        """Return the sum of the traffic of two backends."""
+        return TransferStats(
+            self.bytes_streamed + other.bytes_streamed,
+            self.stall_seconds + other.stall_seconds,
+            self.bytes_copied + other.bytes_copied,
+            self.copy_stall_seconds + other.copy_stall_seconds,
+            self.experts_asked + other.experts_asked,
+            self.experts_found + other.experts_found,
+        )
+
     @classmethod
     def of(cls, layers: StreamStats, experts: ExpertStats) -> TransferStats:
         """Return the sum of the traffic of layers and of experts that are read one by one."""

@@ -67,6 +67,10 @@ class KvFiles:
         self._max_bytes = max_bytes
         self._open: list[KvFile] = []
 
+    def use(self, backend: Backend, free_memory: Callable[[int], bool]) -> None:
+        """Go on with another backend of the same model."""
+        self._backend, self.free_memory = backend, free_memory
+
     @property
     def n_bytes(self) -> int:
         """Bytes of all open files."""

@@ -20,8 +20,9 @@ from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
-CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0")
-"""Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large."""
+CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0", "fp8")
+"""Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large. Only llama.cpp has
+q4_0, and only torch fp8."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class BackendOptions:
     n_threads: int | None = None
     """Compute threads; None: as many as the process may use, or torch's own number if smaller."""
     cache_type_k: str | None = None
-    """Number format of the keys in the KV cache, from CACHE_TYPES; the model's own when None."""
+    """Number format of the keys in the KV cache, from CACHE_TYPES; None: the dtype of a checkpoint,
+    or what exactness needs of a GGUF model."""
     cache_type_v: str | None = None
     is_exact: bool = False
     """Whether a token's logits are to depend on the tokens before it alone, where possible."""
@@ -125,6 +127,8 @@ class ModelSource(ABC):
     can_mmap: bool = False
     can_use_gpu: bool = False
     """Whether a GPU can run a model of this format."""
+    cache_types: tuple[str, str] = ("", "")
+    """Number formats of the keys and the values in the KV cache; empty if not known."""
     smaller_cache_types: tuple[str, ...] = ()
     """KV cache formats that are smaller than the present one."""
     max_tree_leaves: int | None = None
@@ -136,6 +140,9 @@ class ModelSource(ABC):
     """Layers of the target whose outputs a draft head takes; () for other models."""
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
+
+    def end_planning(self) -> None:  # noqa: B027 (optional)
+        """Free memory that nothing but planning needs, until the next time."""
 
     @property
     @abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from backends.attention.batch import BLOCK_SIZE
-from backends.checkpoint.config import kv_values_per_token
 from backends.hf.model import HfModel
 from backends.kv.pool import blocks_of
 from offload.units import MIB
@@ -32,9 +31,9 @@ def allocated_bytes(n_bytes: int, n_tensors: int = 1) -> int:
 def cache_bytes(model: HfModel, num_tokens: int) -> int:
     """Return the bytes of a KV cache for `num_tokens`: keys and values of all layers, allocated in
     full size from the start."""
-    row = model.dtype.itemsize * blocks_of(num_tokens) * BLOCK_SIZE
-    sizes = Counter(row * kv_values_per_token(model.config, layer) // 2 for layer in model.layers)
-    return sum(allocated_bytes(size, 2 * n_layers) for size, n_layers in sizes.items())
+    num_rows = blocks_of(num_tokens) * BLOCK_SIZE
+    sizes = Counter(num_rows * n_bytes for layer in model.stored_kv_bytes for n_bytes in layer)
+    return sum(allocated_bytes(size, n_tensors) for size, n_tensors in sizes.items())
 
 
 def _up(n_bytes: int, step: int) -> int:

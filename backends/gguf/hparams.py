@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from backends.contract.backend import UnsupportedModel
 from offload.formats.gguf_header import GgufError, GgufMetadata, row_bytes
 
 MAX_LAYERS = 1024
@@ -135,6 +136,16 @@ class KvShape:
                     else _cache_bytes(type_v, x.n_heads, x.value_length)
                 )
         return total
+
+
+def refuse_cache_type(*names: str | None) -> None:
+    """Raise UnsupportedModel for a number format of the KV cache that llama.cpp lacks."""
+    for name in names:
+        if name is not None and name not in CACHE_TYPES:
+            raise UnsupportedModel(
+                f"the KV cache of a GGUF model cannot be {name}, which is for checkpoints: use "
+                "q8_0, q4_0, f16 or bf16"
+            )
 
 
 def _cache_bytes(cache_type: str, n_heads: int, length: int) -> int:

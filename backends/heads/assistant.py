@@ -45,6 +45,7 @@ from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
 from backends.hf.model import HfModel, main_dtype, match_checkpoint
 from backends.hf.source import HfSource
+from backends.kv.layer import Rows
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import CheckpointError
 
@@ -53,10 +54,11 @@ _ORDER = "masked_embedding.token_ordering"
 
 
 class CachedStates(Protocol):
-    """Keys and values of a decoder layer, [1, heads, rows, dim] each."""
+    """Keys and values of a decoder layer."""
 
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """Keys and values [1, heads, rows, dim]."""
 
 
 class JoinedEmbedding(nn.Module):
@@ -138,7 +140,7 @@ class AssistantDraftModel(Gemma4AssistantPreTrainedModel):
         **options: Any,
     ) -> Gemma4AssistantOutput:
         """Return logits of the tokens [1, n] in `logits_to_keep`, and hidden states of all."""
-        context = {kind: (layer.keys, layer.values) for kind, layer in self._context.items()}
+        context = {kind: layer.rows for kind, layer in self._context.items()}
         hidden = self.model(
             inputs_embeds=self.pre_projection(self.joined_embedding(input_ids)),
             attention_mask=dict.fromkeys(context, attention_mask),

@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
+from backends.attention.stored_rows import OWN_FORMATS, PART_BYTES
 from backends.checkpoint.config import HeadShape
 from backends.feedforward.linear import sum_bytes
 from backends.hf.backend import CHUNK_TOKENS
@@ -35,7 +36,8 @@ parts in float32 (FlashDecoding)."""
 
 
 _GATHERED_COPIES = 2
-"""Copies of a layer's keys and values: gathered in order, and a temporary while gathering."""
+"""Copies of a layer's keys and values: gathered in order, and a temporary while gathering, or as
+they are stored."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def activation_bytes(
         masks = _mask_bytes(config, ctx_size, itemsize)
     if on_gpu or not model.takes_whole_cache:
         attention += _GATHERED_COPIES * model.layer_kv_bytes * (ctx_size + max_num_tokens)
+        attention += PART_BYTES if model.kv_formats != OWN_FORMATS else 0  # decoded at a time
     layer = 3 * hidden + max(chunk + max(attention, experts), hidden)
     return (
         rotary + masks + logits + max(layer, 2 * hidden + _last_norm_bytes(model, ctx_size, on_gpu))

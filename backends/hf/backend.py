@@ -38,7 +38,8 @@ from backends.hf.prefix import load_prefix, prefix_tensors, save_prefix
 from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass
 from backends.hf.weights import TorchWeights
-from backends.kv.pool import KvPool, PoolLayer, blocks_of
+from backends.kv.layer import PoolLayer
+from backends.kv.pool import KvPool, blocks_of
 from backends.kv.rows import (
     given_hidden_states,
     hidden_rows_of_pass,
@@ -177,7 +178,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
         self._states = StateMemory(self._model.state_bytes, self._model.fed_bytes_per_token)
         without_kv = [i for i, n in enumerate(self._model.layer_kv_values) if not n]
-        self._pool = KvPool(len(self._model.layers), n_blocks, without_kv)
+        formats = self._model.kv_formats
+        self._pool = KvPool(len(self._model.layers), n_blocks, without_kv, formats)
 
     @property
     def limits_sequences(self) -> bool:

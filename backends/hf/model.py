@@ -19,16 +19,18 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from backends.attention.families import adapt
 from backends.attention.interface import KEYS_BY_ROW
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.buffers import fill_buffers
 from backends.checkpoint.config import (
     HeadShape,
+    KvHeads,
     config_faults,
     context_limit,
     declared,
     head_shape,
     is_attention,
-    kv_values_per_token,
+    kv_heads,
     load_config,
 )
 from backends.checkpoint.kinds import refuse_score_head
@@ -60,6 +62,8 @@ from offload.formats.tensors import CheckpointError, TensorIndex, TensorRecord
 from offload.placement.experts import LayerExperts
 from offload.placement.placement import LayerWeights
 
+_COMPUTED_WITH = ("kv_lora_rank", "keep_window_size", "lambda_std_dev")
+"""Options of the families whose code computes with cached keys or values."""
 _SLIDING_MASK = "create_sliding_window_causal_mask"
 """Function that the modules of families with sliding windows import from transformers."""
 
@@ -90,6 +94,8 @@ class HfModel:
     """Recurrences of the layers that have a recurrent state."""
     is_adapted: bool = False
     """Whether the family's own attention code was replaced (backends/attention/families.py)."""
+    kv_formats: KvFormats = OWN_FORMATS
+    """Number formats of the KV cache."""
 
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
@@ -129,8 +135,9 @@ class HfModel:
     @property
     def takes_whole_cache(self) -> bool:
         """Whether attention on a CPU is given the whole cache. Families that compute with what is
-        cached (latent attention, Doge) are given the keys of the pass in order instead."""
-        computes = any(declared(self.config, name) for name in ("kv_lora_rank", "keep_window_size"))
+        cached (latent attention, Doge, DiffLlama) are given the keys of the pass in order
+        instead."""
+        computes = any(declared(self.config, name) for name in _COMPUTED_WITH)
         return self.takes_blocks and not computes
 
     @property
@@ -184,21 +191,29 @@ class HfModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(self._layer_kv_bytes)
+        """Bytes of one token in the KV cache."""
+        return sum(map(sum, self.stored_kv_bytes))
 
     @property
     def layer_kv_bytes(self) -> int:
-        """Bytes of one token in the layer that needs the most."""
-        return max(self._layer_kv_bytes)
-
-    @cached_property
-    def layer_kv_values(self) -> list[int]:
-        """Numbers of one token in each layer's keys and values."""
-        return [kv_values_per_token(self.config, layer) for layer in self.layers]
+        """Bytes of one token's keys and values as they are computed with, in the layer that needs
+        the most."""
+        return max(self.layer_kv_values) * self.dtype.itemsize
 
     @property
-    def _layer_kv_bytes(self) -> list[int]:
-        return [n_values * self.dtype.itemsize for n_values in self.layer_kv_values]
+    def layer_kv_values(self) -> list[int]:
+        """Numbers of one token in each layer's keys and values."""
+        return [keys.n_values + values.n_values for keys, values in self.layer_kv_heads]
+
+    @cached_property
+    def layer_kv_heads(self) -> list[tuple[KvHeads, KvHeads]]:
+        """Heads of the keys and of the values that each layer caches."""
+        return [kv_heads(self.config, layer) for layer in self.layers]
+
+    @property
+    def stored_kv_bytes(self) -> list[tuple[int, int]]:
+        """Bytes of one token's keys and of its values in the KV cache, for each layer."""
+        return [self.kv_formats.token_bytes(x, self.dtype) for x in self.layer_kv_heads]
 
     @cached_property
     def state_bytes(self) -> int:

@@ -1,5 +1,5 @@
 """The KV of a committed prefix as tensors of a file: layers.<i>.keys and layers.<i>.values,
-each [heads, tokens, dim] in the model's dtype; beside them the states of recurrent layers."""
+each [heads, tokens, width] as the cache stores them; beside them the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from backends.attention.batch import rows_in_pool, runs_of
+from backends.attention.stored_rows import RowFormat
+from backends.checkpoint.config import KvHeads
 from backends.checkpoint.records import TORCH_DTYPES
 from backends.contract.backend import BackendError
 from backends.contract.sequence import SavedTensors
@@ -24,7 +26,7 @@ from backends.recurrent.files import (
 )
 from offload.formats.mapped import TensorShape
 
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NAMES = {torch.uint8: "U8", **{dtype: name for name, dtype in TORCH_DTYPES.items()}}
 
 
 def prefix_tensors(pool: KvPool, kv: BlockStore) -> tuple[TensorShape, ...]:
@@ -63,15 +65,14 @@ def load_prefix(
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
     pool.begin(kv.append_positions(0, len(token_ids)))
     for i in with_kv:
-        layer = pool.layers[i]
         keys, values = (
-            _as_rows(*tensors[f"layers.{i}.{kind}"], len(token_ids), model.dtype)
-            for kind in ("keys", "values")
+            _as_rows(*tensors[f"layers.{i}.{kind}"], _no_rows(model, heads, row_format), token_ids)
+            for kind, heads, row_format in zip(
+                ("keys", "values"), model.layer_kv_heads[i], model.kv_formats, strict=True
+            )
         )
-        width = sum(rows.shape[1] * rows.shape[3] for rows in (keys, values))
-        if width != model.layer_kv_values[i]:
-            raise BackendError(f"the saved KV of layer {i} has {width} numbers for a token")
-        layer.update(keys.to(device), values.to(device))
+        dims = [heads.dim for heads in model.layer_kv_heads[i]]
+        pool.layers[i].write(keys.to(device), values.to(device), (dims[0], dims[1]))
     if kv.recurrent is not None:
         kv.recurrent = load_states(len(token_ids), tensors, model.recurrences)
         saved = [name for name in tensors if name.startswith(STATES)]
@@ -88,17 +89,22 @@ def _pools(pool: KvPool, n_tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"layers.{i}.values", layer.values
 
 
+def _no_rows(model: HfModel, heads: KvHeads, row_format: RowFormat) -> torch.Tensor:
+    """Return no rows [1, heads, 0, width] of a layer's keys or values, as the cache stores them."""
+    return row_format.encode(torch.empty(1, heads.n_heads, 0, heads.dim, dtype=model.dtype))
+
+
 def _as_rows(
-    tensor: TensorShape, buffer: memoryview, n_tokens: int, dtype: torch.dtype
+    tensor: TensorShape, buffer: memoryview, no_rows: torch.Tensor, token_ids: list[int]
 ) -> torch.Tensor:
-    """Return a view [1, heads, tokens, dim] of the saved bytes."""
-    raw = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0)
-    is_right = tensor.dtype == _NAMES[dtype] and len(tensor.shape) == 3
-    if not is_right or tensor.shape[1] != n_tokens or 0 in tensor.shape:
+    """Return a view [1, heads, tokens, width] of the saved bytes."""
+    dtype, shape = no_rows.dtype, (no_rows.shape[1], len(token_ids), no_rows.shape[3])
+    if tensor.dtype != _NAMES[dtype] or tuple(tensor.shape) != shape:
         raise BackendError(
             f"the saved {tensor.name} is {tensor.dtype} {list(tensor.shape)}, must be "
-            f"{_NAMES[dtype]} [heads, {n_tokens}, numbers]"
+            f"{_NAMES[dtype]} {list(shape)}"
         )
+    raw = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0)
     if raw.data_ptr() % dtype.itemsize:
         raise BackendError(f"the saved {tensor.name} is not aligned")
-    return raw.view(dtype).view(tensor.shape)[None]
+    return raw.view(dtype).view(shape)[None]

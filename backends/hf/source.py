@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ import transformers
 
 from backends.attention.batch import BLOCK_SIZE
 from backends.attention.blocks import REVISION
-from backends.checkpoint.records import BoundTensor
-from backends.contract.backend import Backend, UnsupportedModel
+from backends.attention.stored_rows import FORMATS_REVISION, OWN_FORMATS, kv_formats
+from backends.checkpoint.records import TORCH_DTYPES, BoundTensor
+from backends.contract.backend import Backend
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import EXACT_OFF
@@ -44,6 +46,8 @@ from offload.formats.tensors import TensorRecord
 from offload.placement.placement import LayerWeights
 from offload.storage.reading import resident_footprint
 
+_ADVISED_CACHE_TYPE = "q8_0"
+_NAMES = {dtype: name.lower() for name, dtype in TORCH_DTYPES.items()}
 _ROW_COPIES = 4
 """Copies of the rows that a pass gathers: as read, as a tensor, for each token, and scaled."""
 SchemeCurves: TypeAlias = list[tuple[float, ComputeCurve]]
@@ -62,17 +66,13 @@ class HfSource(ModelSource):
         load: Callable[[Path], HfModel] = load_hf_model,
     ) -> None:
         """load: builds the model of a directory, without weights."""
-        if options.cache_type_k or options.cache_type_v:
-            raise UnsupportedModel(
-                "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has "
-                "the dtype of its weights"
-            )
+        formats = kv_formats(options.cache_type_k, options.cache_type_v)
         keep_few_kernels()
         self._n_threads = use_threads(options.n_threads)
         self._follows_load = options.n_threads is None
         self._is_exact = options.is_exact
         self.path = directory
-        self.model: HfModel = load(directory)
+        self.model: HfModel = replace(load(directory), kv_formats=formats)
         self.vocab_size = self.model.vocab_size
         self.max_context = self.model.max_context
         self.experts = self.model.experts
@@ -95,6 +95,8 @@ class HfSource(ModelSource):
             config.pop(key, None)
         description = json.dumps(config, sort_keys=True, default=str)
         description += f" {self.model.dtype} {torch.__version__}"
+        if self.model.kv_formats != OWN_FORMATS:
+            description += f" KV {[x.name for x in self.model.kv_formats]} {FORMATS_REVISION}"
         kernels = {type(shape.recurrence).__name__ for shape in self.model.recurrences.values()}
         description += "".join(f" {name}" for name in sorted(kernels))  # of states, in own layouts
         if self.exactness.is_exact:
@@ -120,6 +122,22 @@ class HfSource(ModelSource):
     @property
     def _resident_records(self) -> Sequence[TensorRecord]:
         return resident_records(self.model)
+
+    @property
+    def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
+        own = _NAMES[self.model.dtype]
+        keys, values = self.model.kv_formats
+        return keys.name or own, values.name or own
+
+    @property
+    def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
+        smaller = self.with_cache_type(_ADVISED_CACHE_TYPE).model.kv_bytes_per_token
+        return (_ADVISED_CACHE_TYPE,) if smaller < self.model.kv_bytes_per_token else ()
+
+    def with_cache_type(self, cache_type: str) -> HfSource:
+        other = copy.copy(self)
+        other.model = replace(self.model, kv_formats=kv_formats(cache_type, cache_type))
+        return other
 
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         num_tokens = ctx_size + max_nodes + self.exactness.min_batch_tokens

@@ -13,114 +13,17 @@ the window, so a rollback finds all rows.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from backends.attention.batch import BLOCK_SIZE, BatchLayout, rows_in_pool, runs_of
+from backends.attention.batch import BLOCK_SIZE, BatchLayout, runs_of
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError
+from backends.kv.layer import PoolLayer
 from backends.recurrent.no_states import NoStates
-from offload.storage.aligned import AlignedBuffer
-
-Run = tuple[int, int, int]
-"""(first new row of a pass, first row of the pool, number of rows)"""
-
-
-class PoolLayer(CacheLayerMixin):
-    """Keys and values of one decoder layer, [1, heads, rows of the pool, dim] each."""
-
-    is_sliding = False
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        self._runs: Sequence[Run] = ()
-        self._gathered: BatchLayout | None = None
-        self._buffers: list[AlignedBuffer | None] = [None, None]
-        self.n_written = 0
-        """New rows written in this pass so far."""
-
-    def begin(self, runs: Sequence[Run], gathered: BatchLayout | None) -> None:
-        """Begin a pass whose new rows belong to these rows of the pool.
-
-        gathered: layout of the pass, if attention needs its keys in order.
-        """
-        self._runs, self._gathered, self.n_written = runs, gathered, 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the head counts, widths and dtype from the first states."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self._buffers[0] = _rows(key_states, self._num_tokens)
-        self.values, self._buffers[1] = _rows(value_states, self._num_tokens)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states [1, heads, n, dim] to the next n new rows.
-
-        Returns all rows of the pool, or [1, heads, keys, dim] in order if `gathered` was given.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        start, end = self.n_written, self.n_written + key_states.shape[-2]
-        for pool, states in ((self.keys, key_states), (self.values, value_states)):
-            _check_shape(pool, states)
-            for first, row, num_tokens in self._runs:
-                a, b = max(first, start), min(first + num_tokens, end)
-                if a < b:
-                    at = row + a - first
-                    pool[:, :, at : at + b - a] = states[:, :, a - start : b - start]
-        self.n_written = end
-        if self._gathered is None:
-            return self.keys, self.values
-        rows = _rows_in_order(self._gathered, end)
-        return _take(self.keys, rows), _take(self.values, rows)
-
-    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows; all of them are read before the first one is written."""
-        for pool in (self.keys, self.values):
-            if pool is not None:
-                pool[:, :, targets] = pool.index_select(2, sources)
-
-    def copy_block(self, source: int, target: int) -> None:
-        for pool in (self.keys, self.values):
-            if pool is not None:
-                blocks = pool.unflatten(2, (-1, BLOCK_SIZE))
-                blocks[:, :, target] = blocks[:, :, source]
-
-    def release_rows(self, first: int, num_tokens: int) -> None:
-        """Give the memory of rows that nothing uses back to the system."""
-        for pool, buffer in zip((self.keys, self.values), self._buffers, strict=True):
-            if pool is not None and buffer is not None:
-                width = pool.shape[3] * pool.itemsize
-                for head in range(pool.shape[1]):
-                    at = head * self._num_tokens + first
-                    buffer.release(at * width, num_tokens * width)
-
-    @property
-    def row_bytes(self) -> int:
-        pools = (pool for pool in (self.keys, self.values) if pool is not None)
-        return sum(pool.shape[1] * pool.shape[3] * pool.itemsize for pool in pools)
-
-    def free(self) -> None:
-        self.keys = self.values = None
-        self._buffers = [None, None]
-        self.is_initialized = False
-
-    def get_seq_length(self) -> int:
-        return 0  # positions are given with every pass
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class KvPool(NoStates, Cache):
@@ -129,10 +32,18 @@ class KvPool(NoStates, Cache):
     Args:
         n_blocks: maximum number of blocks.
         without_kv: layers that keep no keys and values.
+        formats: number formats of the rows.
     """
 
-    def __init__(self, n_layers: int, n_blocks: int, without_kv: Collection[int] = ()) -> None:
-        super().__init__(layers=[PoolLayer(n_blocks * BLOCK_SIZE) for _ in range(n_layers)])
+    def __init__(
+        self,
+        n_layers: int,
+        n_blocks: int,
+        without_kv: Collection[int] = (),
+        formats: KvFormats = OWN_FORMATS,
+    ) -> None:
+        num_tokens = n_blocks * BLOCK_SIZE
+        super().__init__(layers=[PoolLayer(num_tokens, formats) for _ in range(n_layers)])
         self._without_kv = frozenset(without_kv)
         self.n_blocks = n_blocks
         self._n_users = [0] * n_blocks
@@ -276,39 +187,3 @@ def max_new_blocks(num_free_slots_by_block: Sequence[int], num_tokens: int) -> i
         num_tokens -= left + 1
         n_begun += 1
     return n_begun + num_tokens // BLOCK_SIZE  # each of these has BLOCK_SIZE - 1 free slots by now
-
-
-def _rows(states: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, AlignedBuffer | None]:
-    """Allocate rows like `states`, [1, heads, num_tokens, dim]; return them and, on a CPU, their
-    memory."""
-    shape = (1, states.shape[1], num_tokens, states.shape[3])
-    if states.device.type != "cpu" or 0 in shape:  # no rotary part (Mistral Large 4)
-        return torch.empty(shape, dtype=states.dtype, device=states.device), None
-    n_numbers = math.prod(shape)
-    n_bytes = n_numbers * states.dtype.itemsize
-    memory = AlignedBuffer(n_bytes, is_committed=False, is_huge=False)
-    rows = torch.frombuffer(memory.view, dtype=states.dtype, count=n_numbers)
-    return rows.view(shape), memory
-
-
-def _rows_in_order(layout: BatchLayout, end: int) -> np.ndarray:
-    """Return the pool's rows of all sequences, one sequence after the other."""
-    of_sequences = [(part.table, part.n_keys(n_new)) for part, n_new in layout.cached(end)]
-    return np.concatenate([rows_in_pool(table, np.arange(n)) for table, n in of_sequences])
-
-
-def _take(pool: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return these rows, [1, heads, rows, dim]; without a copy if they are consecutive."""
-    runs = runs_of(rows)
-    if len(runs) == 1:
-        return pool[:, :, runs[0][1] : runs[0][1] + len(rows)]
-    return pool.index_select(2, torch.from_numpy(rows).to(pool.device))
-
-
-def _check_shape(pool: torch.Tensor, states: torch.Tensor) -> None:
-    """Raise BackendError if loaded rows, from a manipulated file, have another shape."""
-    if (pool.shape[1], pool.shape[3]) != (states.shape[1], states.shape[3]):
-        raise BackendError(
-            f"the KV cache holds {pool.shape[1]} heads of {pool.shape[3]} numbers, the model has "
-            f"{states.shape[1]} of {states.shape[3]}: remove the prompt cache file"
-        )

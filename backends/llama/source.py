@@ -20,6 +20,7 @@ from backends.ggml.tiles import kernels_in_use, leave_out_tiles
 from backends.ggml.timing import measure_ggml_compute
 from backends.gguf.exactness import ExactRun, find_exact_run
 from backends.gguf.heads import can_run_head
+from backends.gguf.hparams import refuse_cache_type
 from backends.gguf.model import GgufModel, load_gguf_model
 from backends.gguf.recurrent import refuse_untried
 from backends.gguf.timed_sample import can_be_sampled, sample_file, spread_layers
@@ -71,6 +72,7 @@ class GgufSource(ModelSource):
 
     def __init__(self, path: Path, options: BackendOptions, run: ExactRun | None = None) -> None:
         """run: how to run the model, if that was found out before; skips the trial of the model."""
+        refuse_cache_type(options.cache_type_k, options.cache_type_v)
         self.path = path
         self.model: GgufModel = load_gguf_model(path)
         refuse_untried(self.model)
@@ -142,6 +144,10 @@ class GgufSource(ModelSource):
         return resident_footprint(resident_non_layer_records(self.model))
 
     @property
+    def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
+        return self._run.type_k, self._run.type_v
+
+    @property
     def smaller_cache_types(self) -> tuple[str, ...]:  # type: ignore[override]
         present = (self._run.type_k, self._run.type_v)
         if not set(present) <= set(_QUANTISED_CACHE_TYPES):
@@ -190,6 +196,11 @@ class GgufSource(ModelSource):
         loaded = LlamaModel(self.path, "none", has_head=can_run_head(self.model))
         weakref.finalize(self, loaded.close)
         return loaded
+
+    def end_planning(self) -> None:
+        """See ModelSource."""
+        if "weightless" in self.__dict__:
+            self.__dict__.pop("weightless").close()
 
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         options = ContextOptions(
@@ -269,8 +280,7 @@ class GgufSource(ModelSource):
         self.model.index.check_unchanged()
 
     def _load(self, loading: Loading) -> Backend:
-        if "weightless" in self.__dict__:
-            self.__dict__.pop("weightless").close()
+        self.end_planning()
         backend = (RecurrentLlamaBackend if self.model.is_recurrent else LlamaBackend)(
             self.model,
             max_context=loading.max_context,

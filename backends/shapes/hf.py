@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.checkpoint.architecture import language_config
 from backends.checkpoint.config import (
     config_faults,
     context_limit,
     declared,
     is_attention,
-    kv_values_per_token,
+    kv_heads,
     load_config,
 )
 from backends.checkpoint.kinds import refuse_score_head
@@ -62,17 +63,19 @@ _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward|moe|expert|fc\d|fc_(in|out)",
 _OUTPUTS = {"o_proj", "out_proj", "dense", "c_proj", "wo", "out"}
 
 
-def hf_shape(directory: Path) -> ModelShape:
+def hf_shape(directory: Path, formats: KvFormats = OWN_FORMATS) -> ModelShape:
     """Read config.json and the headers of any weights; a directory without weights is enough.
+
+    formats: number formats of the KV cache.
 
     Raises CheckpointError and UnsupportedModel for a model that cannot be read or built.
     """
     config = load_config(directory)
     with config_faults(directory):
-        return _shape_of_config(config, directory)
+        return _shape_of_config(config, directory, formats)
 
 
-def _shape_of_config(config: PreTrainedConfig, directory: Path) -> ModelShape:
+def _shape_of_config(config: PreTrainedConfig, directory: Path, formats: KvFormats) -> ModelShape:
     if any(directory.glob("*.safetensors")):
         index = WeightIndex.from_directory(directory)
         refuse_score_head(directory, index)
@@ -80,13 +83,13 @@ def _shape_of_config(config: PreTrainedConfig, directory: Path) -> ModelShape:
         packed = packed_tensors(index, config, dtype, directory)
         model = build_model(config, dtype)
         match = match_tensors(model, index, packed, directory)
-        return shape_of(model, directory, match, _packed_notes(packed))
+        return shape_of(model, directory, match, _packed_notes(packed), formats)
     dtype, note = _declared_dtype(config)
     notes = [note]
     if getattr(config, "quantization_config", None):
         notes.append("nothing is known of their quantisation: they are smaller than that")
     model = build_model(config, dtype)
-    return shape_of(model, directory, match_config(model), tuple(notes))
+    return shape_of(model, directory, match_config(model), tuple(notes), formats)
 
 
 def shape_of(
@@ -94,6 +97,7 @@ def shape_of(
     directory: Path,
     match: TensorMatch,
     notes: tuple[str, ...] = (),
+    formats: KvFormats = OWN_FORMATS,
 ) -> ModelShape:
     """Return the shape of a model on the meta device; tensors not in `match` use its dtype."""
     config, dtype = language_config(model.config), model.dtype
@@ -101,7 +105,8 @@ def shape_of(
     name, modules = decoder_layers(model)
     states, more_notes = _states(model, modules)
     layers = tuple(
-        _layer(model, i, layer, f"{name}.{i}.", sizes, states[i]) for i, layer in enumerate(modules)
+        _layer(model, i, layer, f"{name}.{i}.", sizes, states[i], formats)
+        for i, layer in enumerate(modules)
     )
     notes += more_notes
     weight = model.get_output_embeddings().weight
@@ -189,6 +194,7 @@ def _layer(
     prefix: str,
     sizes: _Sizes,
     states: Sequence[StateShape],
+    formats: KvFormats,
 ) -> LayerShape:
     config = language_config(model.config)
     kind = _FORMATS[model.dtype]
@@ -197,7 +203,7 @@ def _layer(
     n_bytes = sum(sizes.n_bytes(prefix + name, tensor) for name, tensor in stored.items())
     attention = None
     if any(map(is_attention, layer.modules())):
-        attention = _attention(config, layer, layer_window(model, number), model.dtype)
+        attention = _attention(config, layer, layer_window(model, number), model.dtype, formats)
     return LayerShape(matrices, attention, n_bytes, tuple(states))
 
 
@@ -245,10 +251,14 @@ def _role(name: str) -> str:
 
 
 def _attention(
-    config: PreTrainedConfig, layer: nn.Module, window: int | None, dtype: torch.dtype
+    config: PreTrainedConfig,
+    layer: nn.Module,
+    window: int | None,
+    dtype: torch.dtype,
+    formats: KvFormats,
 ) -> AttentionShape:
     n_heads = int(config.num_attention_heads)
-    n_values = kv_values_per_token(config, layer)
+    cached = kv_heads(config, layer)
     if declared(config, "kv_lora_rank"):
         key_length = int(config.qk_nope_head_dim + config.qk_rope_head_dim)
         n_kv_heads, value_length = n_heads, int(config.v_head_dim)
@@ -256,13 +266,13 @@ def _attention(
         head_dims = (getattr(module, "head_dim", None) for module in layer.modules())
         head_dim = next(filter(None, head_dims), None) or declared(config, "head_dim")
         key_length = value_length = int(head_dim or config.hidden_size // n_heads)
-        n_kv_heads = n_values // (2 * key_length)
+        n_kv_heads = sum(heads.n_values for heads in cached) // (2 * key_length)
     return AttentionShape(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         key_length=key_length,
         value_length=value_length,
-        kv_bytes_per_token=n_values * dtype.itemsize,
+        kv_bytes_per_token=sum(formats.token_bytes(cached, dtype)),
         kv_format=_FORMATS[dtype],
         window=window,
     )

@@ -40,7 +40,7 @@ from specdec.cli.errors import run_app
 NOTHING = "nothing"
 PARTS: dict[str, tuple[str, ...]] = {
     NOTHING: (),
-    "saved acceptance statistics": ("specdec.engine.saved_statistics.load_cached",),
+    "saved acceptance statistics": ("specdec.planning.saved_statistics.load_cached",),
     "opportunistic layers": (
         "specdec.policy.opportunistic_layers.OpportunisticLayers.pin_after_prefill",
         "specdec.policy.opportunistic_layers.OpportunisticLayers.pin_after_decode",

@@ -12,6 +12,7 @@ from bench.commands.curve import curve_command
 from bench.commands.demo import demo_command
 from bench.commands.experts import experts_command
 from bench.commands.peers import peers_command
+from bench.commands.perplexity import perplexity_command
 from bench.commands.policy import policy_command
 from bench.commands.report import report_command
 from bench.commands.speedup import speedup_command
@@ -46,6 +47,7 @@ app.command("curve", cls=Command)(with_options(curve_command))
 app.command("demo", cls=Command)(with_options(demo_command))
 app.command("experts", cls=Command)(with_options(experts_command))
 app.command("peers", cls=Command)(with_options(peers_command))
+app.command("perplexity", cls=Command)(with_options(perplexity_command))
 app.command("policy", cls=Command)(with_options(policy_command))
 app.command("sweep", cls=Command)(with_options(sweep_command))
 app.command("throughput", cls=Command)(with_options(throughput_command))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from typing_extensions import Unpack
 
-from backends.contract.backend import UnsupportedModel
 from backends.contract.source import CACHE_TYPES, BackendOptions
 from backends.shapes.shape import ModelShape
 from offload.units import parse_bytes
@@ -70,19 +69,17 @@ def analyze(
 def read_shape(path: Path, options: BackendOptions) -> ModelShape:
     """Read the shape of a checkpoint directory or GGUF file; import only its format's libraries."""
     if is_gguf(path):
+        from backends.gguf.hparams import refuse_cache_type
         from backends.shapes.gguf import gguf_shape
 
+        refuse_cache_type(options.cache_type_k, options.cache_type_v)
         default = CACHE_TYPES[0]
         return gguf_shape(path, options.cache_type_k or default, options.cache_type_v or default)
-    if options.cache_type_k or options.cache_type_v:
-        raise UnsupportedModel(
-            "cache types are for GGUF models: the KV cache of a Hugging Face checkpoint has the "
-            "dtype of its weights"
-        )
     import backends.hf  # noqa: F401  # first: it bounds how long torch's threads spin
+    from backends.attention.stored_rows import kv_formats
     from backends.shapes.hf import hf_shape
 
-    return hf_shape(path)
+    return hf_shape(path, kv_formats(options.cache_type_k, options.cache_type_v))
 
 
 def _check(phase: str | None, n_tokens: int | None) -> None:

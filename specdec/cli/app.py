@@ -71,12 +71,13 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit(0)
 
 
-def _take_defaults(context: typer.Context, path: Path | None) -> None:
+def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
     name_variables(context.command)
     file = path or own_file()
     if file is not None:
         context.default_map = read_defaults(file, context.command)
         context.meta[DEFAULTS_FILE] = file
+    return path
 
 
 @app.callback(invoke_without_command=True)

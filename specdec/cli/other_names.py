@@ -127,7 +127,10 @@ _TABLE: tuple[Skipped | Refused, ...] = (
         "a model runs on one device; `specdec batch --ray auto` uses several machines",
     ),
     _refuse("--speculative-config", "give -md MODEL, and --num-draft-tokens N for a limit"),
-    _refuse("--kv-cache-dtype", "the KV cache of a GGUF target has -ctk TYPE and -ctv TYPE"),
+    _refuse(
+        "--kv-cache-dtype",
+        "the KV cache of the target has -ctk TYPE and -ctv TYPE, as in -ctk fp8 -ctv fp8",
+    ),
     _refuse(
         "--prompt-cache --prompt-cache-file",
         "KV of prompts is kept in a folder: --prompt-cache-dir DIR",

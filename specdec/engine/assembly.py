@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from backends.contract.backend import Backend
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
 from specdec.drafters.model import level_width
@@ -15,36 +14,31 @@ from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.metrics.recorder import Totals
+from specdec.planning.loaded import LoadedModels
 from specdec.planning.memory.parts import DRAFTING_PARTS
-from specdec.planning.run_plan import RunPlan
-from specdec.policy.cost_model import CostModel
 from specdec.policy.kv_price import KvPrice
 from specdec.policy.opportunistic_layers import OpportunisticLayers
 from specdec.policy.waiting_notes import WaitingNotes
-from specdec.run_options import RunOptions
 
 
 def assemble(
     engine: Engine,
-    plan: RunPlan,
-    options: RunOptions,
-    target: Backend,
-    draft: Backend | None,
-    prefix_cache: PrefixCache,
-    draft_prefix_cache: PrefixCache | None,
+    models: LoadedModels,
     worker: DraftWorker,
     totals: Totals,
-    cost: CostModel,
     folder: PromptCacheFolder | None,
 ) -> None:
     """Give the engine its scheduler, speculation and opportunistic layer cache.
 
+    An engine that had others goes on with its sequences, all of which wait.
+
     Args:
-        prefix_cache, draft_prefix_cache: KV of the target's and the draft's sequences.
         totals: counters that all parts share.
-        cost: seconds of a target pass, as planned and measured.
         folder: prefixes on storage; None: there are none.
     """
+    plan, options, target, draft = models.plan, models.options, models.target, models.draft
+    prefix_cache, draft_prefix_cache = models.prefix_cache, models.draft_prefix_cache
+    cost, previous = models.pair_statistics.cost, engine.scheduler
     max_nodes = options.max_target_tokens(plan.n_draft_tokens)
     parts = dict(plan.parts)
     engine.opportunistic_layers = OpportunisticLayers(
@@ -68,7 +62,11 @@ def assemble(
         totals=totals,
     )
     free_memory = engine.opportunistic_layers.free_memory
-    files = KvFiles(target, free_memory=free_memory)
+    if previous is None:
+        files = KvFiles(target, free_memory=free_memory)
+    else:
+        files = previous.kv.files
+        files.use(target, free_memory)
     max_num_seqs = options.max_num_seqs
     # KV beyond one context is for sequences that run: cached, it would displace layers.
     max_cached = options.min_kv_tokens(plan.ctx_size)
@@ -78,6 +76,7 @@ def assemble(
         target, prefix_cache, files, cost, totals, max_num_seqs, max_cached, price, notes
     )
     if folder is not None:
+        folder.set_models(models.planned.target, models.planned.draft)
         folder.attach(prefix_cache, draft_prefix_cache, plan, free_memory)
         engine.save_prefixes = partial(_save_prefixes, kv, draft_prefix_cache)
     engine.scheduler = Scheduler(
@@ -88,6 +87,8 @@ def assemble(
         max_num_nodes=max_nodes,
         max_prefill_tokens=plan.ctx_size,
     )
+    if previous is not None:
+        engine.scheduler.take_over(previous)
 
 
 def _save_prefixes(kv: KVCacheManager, draft_prefix_cache: PrefixCache | None) -> None:

@@ -22,6 +22,9 @@ class Owner(Protocol):
     def prepare(self, sequence: Sequence) -> None:
         """Prepare a sequence; called in the engine's thread."""
 
+    def renew(self, sequence: Sequence) -> None:
+        """Prepare a sequence to go on with other models; called in the engine's thread."""
+
     def note_finished(self, request: Request) -> None:
         """Record the statistics of a finished request; called in the engine's thread."""
 
@@ -64,6 +67,8 @@ class Engine(EngineThread):
         """Requests of the current step."""
         self.save_prefixes: Callable[[], None] = lambda: None
         """Write the KV of newly finished sequences to storage, where that is requested."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Look after the process between two steps."""
         self._num_cancels = 0
         """Number of calls of `cancel_pass` so far."""
         super().__init__()
@@ -73,6 +78,7 @@ class Engine(EngineThread):
             self.drain_inbox(must_wait=not self._running)
             if self._running and not self.is_closing:
                 self.run_step()
+                self.after_step()
 
     def run_step(self) -> None:
         """Run one step if any sequence can be scheduled, and finish requests that have ended."""
@@ -178,6 +184,26 @@ class Engine(EngineThread):
                 running.request.is_cancelled = True
         if self._running:
             self._finish_requests()
+
+    # --- other models, between steps ------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[Request]:
+        """The running requests."""
+        return [running.request for running in self._running]
+
+    def suspend(self) -> None:
+        """Let all sequences wait without KV, before the models are closed."""
+        assert self.scheduler is not None, "the models are loaded"
+        self.save_prefixes()
+        self.scheduler.preempt_all()
+
+    def resume(self) -> None:
+        """Let the sequences go on with other models, as they were before."""
+        for running in self._running:
+            running.request.is_replanned = True
+            for sequence in running.sequences:
+                running.owner.renew(sequence)
 
     # --- messages, from any thread -------------------------------------------------------------
 

@@ -75,6 +75,11 @@ class EngineThread(ABC):
         error: a fault of the engine itself; None at a normal end.
         """
 
+    def end_by(self, error: BaseException) -> None:
+        """End all running requests with an error, and the thread: there are no models any more."""
+        self._is_closing = True
+        self.abort(error)
+
     @abstractmethod
     def cancel_pass(self) -> None:
         """End a running forward pass soon; any thread may call it."""

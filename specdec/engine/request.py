@@ -42,6 +42,7 @@ class Request:
         stats: statistics, once it has finished.
         progress: of its prompt; None until it is scheduled.
         use_before: the target's traffic before it began.
+        is_replanned: whether the models were loaded by another plan meanwhile.
         drafting_index: index of the sequence that a caller's own drafter serves.
     """
 
@@ -67,6 +68,7 @@ class Request:
         self.progress: PromptProgress | None = None
         self.use_before: TransferStats | None = None
         self.recorder = StatsRecorder(len(prompt_ids))
+        self.is_replanned = False
         self.drafting_index = 0
         self._num_starts = count()  # its `next` is atomic
         self._finished = threading.Event()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from backends.contract.backend import Backend
+from backends.contract.backend import TransferStats
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
 from specdec.engine.request import Request
@@ -18,18 +17,16 @@ from specdec.run_options import CUDA
 def stats_of(
     request: Request,
     plan: RunPlan,
-    backends: Sequence[Backend],
+    use: TransferStats,
     flops: ModelFlops | None,
     of_all: EngineStats,
 ) -> GenerationStats:
     """Return the statistics of a request so far.
 
-    backends: the target first.
+    use: traffic of the target's weights since it was loaded.
     of_all: statistics of the engine.
     """
-    use = backends[0].transfer_stats
     before = request.use_before or use
-    kv_bytes = sum(backend.kv_bytes for backend in backends)
     recorded = request.recorder.stats()
     return replace(
         recorded,
@@ -43,9 +40,11 @@ def stats_of(
         vram_budget_bytes=plan.vram_budget_bytes,
         peak_memory_bytes=process_memory().peak_rss_bytes,
         memory_budget_bytes=plan.budget_bytes,
-        kv_bytes=kv_bytes,
-        pinned_bytes=sum(backend.pinned_bytes for backend in backends),
-        kv_used_fraction=ratio(of_all.kv_used_bytes, kv_bytes),
+        kv_bytes=of_all.kv_bytes,
+        cache_type_k=plan.cache_types[0],
+        cache_type_v=plan.cache_types[1],
+        pinned_bytes=of_all.pinned_bytes,
+        kv_used_fraction=ratio(of_all.kv_used_bytes, of_all.kv_bytes),
         kv_shared_bytes=of_all.kv_shared_bytes,
         state_bytes=of_all.state_bytes,
         model_flops=0 if flops is None else _decoded_flops(request, flops, recorded),

@@ -115,6 +115,17 @@ class Scheduler:
             sequence.arrival = next(self._arrivals)
             self.waiting.append(sequence)
 
+    def preempt_all(self) -> None:
+        """Preempt all sequences, before the models are closed; cached KV is dropped."""
+        for sequence in list(self.running):
+            self.kv.preempt(sequence)
+            self.waiting.append(sequence)
+        self.kv.cache.clear()
+
+    def take_over(self, previous: Scheduler) -> None:
+        """Schedule the sequences of another scheduler, all of which wait."""
+        self.waiting, self._arrivals = previous.waiting, previous._arrivals
+
     @property
     def running(self) -> SequenceOf[Sequence]:
         """Sequences that have KV."""

@@ -80,7 +80,7 @@ class Sequence:
 
     def start(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
         """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
-        self.drafter, self.policy, self._verifier = drafter, policy, verifier
+        self.drafter, self.policy, self.verifier = drafter, policy, verifier
 
     # --- queries of the scheduler --------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Sequence:
         recorder = self.request.recorder
         with own_errors(self.request):
             logits = scores.logits
-            acceptance = self._verifier.verify(tree, logits, self.token_ids, self.num_left)
+            acceptance = self.verifier.verify(tree, logits, self.token_ids, self.num_left)
             self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
             with recorder.drafting():
                 self.drafter.observe(acceptance, tree)

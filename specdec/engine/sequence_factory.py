@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.drafters.assembly import Drafters
+from specdec.drafters.base import Drafter
 from specdec.engine.beam_sequence import BeamSequence, check_beams
 from specdec.engine.outputs import sequence_seed
 from specdec.engine.request import Request
@@ -94,17 +95,31 @@ class SequenceFactory:
         request, sampler = sequence.request, sequence.sampler
         key = np.array([sampler.seed, _CHAIN_STREAM], dtype=np.uint64)
         rng = np.random.Generator(np.random.Philox(key=key))
-        drafter = request.drafter
-        if drafter is None:
-            drafter = self.drafters.for_sequence(sampler, request.spec, rng)
-        else:
-            drafter.reset()
+        verifier = Verifier(sampler, request.spec, rng)
         if self.trace_recorder is not None:
             sequence.trace = self.trace_recorder.new_sequence()
-        policy = DraftPolicy(
-            request.spec,
+        sequence.start(self._drafter(sequence, rng), self._policy(sequence), verifier)
+
+    def renew(self, sequence: Sequence) -> None:
+        """Give it a drafter and a policy of the models that are loaded now."""
+        if isinstance(sequence, BeamSequence):
+            return
+        verifier = sequence.verifier
+        assert verifier.rng is not None, "`prepare` has made it"
+        sequence.start(self._drafter(sequence, verifier.rng), self._policy(sequence), verifier)
+
+    def _drafter(self, sequence: Sequence, rng: np.random.Generator) -> Drafter:
+        """Return the sequence's drafter; rng: draws for the chain rules."""
+        request = sequence.request
+        if request.drafter is None:
+            return self.drafters.for_sequence(sequence.sampler, request.spec, rng)
+        request.drafter.reset()
+        return request.drafter
+
+    def _policy(self, sequence: Sequence) -> DraftPolicy:
+        return DraftPolicy(
+            sequence.request.spec,
             self.pair_statistics,
             self.max_context,
-            temperature=sampler.params.temperature,
+            temperature=sequence.sampler.params.temperature,
         )
-        sequence.start(drafter, policy, Verifier(sampler, request.spec, rng))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -12,28 +13,28 @@ from dataclasses import replace
 from typing import Any
 
 from backends.contract.backend import Backend
-from backends.contract.prefix_cache import PrefixCache
 from offload.process.disk_cache import forget_measurements
 from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
+from specdec.engine.budget import change_budget, reload, watching_limit
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
 from specdec.engine.prompt_cache import PromptCacheFolder
 from specdec.engine.request import Request
 from specdec.engine.request_stats import stats_of
-from specdec.engine.saved_statistics import SavedStatistics
 from specdec.engine.sequence import Sequence
 from specdec.engine.sequence_factory import SequenceFactory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
-from specdec.planning.load import load_draft, load_target
+from specdec.planning.loaded import LoadedModels
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import PlannedModels, plan_models
+from specdec.planning.run_plan import RunPlan
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
@@ -68,6 +69,7 @@ class Session:
         self._ends_of_turns: dict[ChatFormat, int | None] = {}
         self._grammars = GrammarCompiler(self._grammar_tokenizer)
         self._model_flops: tuple[ModelFlops | None] | None = None  # not computed yet
+        self._stats_lock = threading.RLock()  # held while backends are asked
         self._prompt_cache: PromptCacheFolder | None = None
         if options.prompt_cache_dir is not None:
             max_bytes = parse_bytes(options.prompt_cache_size)
@@ -102,59 +104,39 @@ class Session:
             if prepare is not None:
                 prepare(options)
             planned = plan_models(options, budget)
-            self.plan, self.options = planned.plan, planned.options
             self.tokenizer = planned.target.tokenizer
             self.eos_token_ids = planned.target.eos_token_ids
             self._chat_eos_token_ids = planned.target.chat_eos_token_ids
             self.model_context = planned.target.source.max_context
-            if self._prompt_cache is not None:
-                self._prompt_cache.set_models(planned.target, planned.draft)
-            saved_statistics = SavedStatistics(planned)
-            stack.callback(saved_statistics.save)  # last, when the memory is free again
-            self.target: Backend = stack.enter_context(load_target(planned, self.options, note))
-            self.draft, self.draft_window = load_draft(planned, self.options, self.target)
-            if self.draft is not None:
-                stack.enter_context(self.draft)
+            self.models = LoadedModels()
+            stack.callback(self.models.close)
+            self.models.load(planned, note)
             self._target_path = planned.target.source.path.absolute()
-            self.pair_statistics = saved_statistics.pair_statistics
             self._trace_recorder = self._new_recorder(planned, stack)
-            self._make_scheduler(stack)
+            self.totals, self._worker = Totals(), DraftWorker()
+            stack.callback(self._worker.close)  # before the draft, which it uses
+            self._assemble()
             stack.callback(_note_last_stats, weakref.ref(self))
             engine.at_end.push(stack.pop_all())
+        engine.after_step = watching_limit(weakref.ref(self))
 
-    def _make_scheduler(self, stack: ExitStack) -> None:
-        target, draft, parallel = self.target, self.draft, self.options.max_num_seqs
-        self.prefix_cache = _prefix_cache(target, parallel)
-        self.draft_prefix_cache = None if draft is None else _prefix_cache(draft, parallel)
-        self.totals, worker = Totals(), DraftWorker()
-        stack.callback(worker.close)  # before the draft, which it uses
-        prefix_cache = (self.prefix_cache, self.draft_prefix_cache)
-        plan, totals, cost = self.plan, self.totals, self.pair_statistics.cost
-        assemble(
-            self.engine,
-            plan,
-            self.options,
-            target,
-            draft,
-            *prefix_cache,
-            worker,
-            totals,
-            cost,
-            self._prompt_cache,
-        )
+    def _assemble(self) -> None:
+        """Let the engine and new sequences use the loaded models."""
+        models, plan = self.models, self.models.plan
+        assemble(self.engine, models, self._worker, self.totals, self._prompt_cache)
+        max_context, parallel = models.target.max_context, models.options.max_num_seqs
+        draft = models.draft, models.draft_prefix_cache, models.draft_window
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
             eos_token_ids=self.eos_token_ids,
-            max_context=target.max_context,
+            max_context=max_context,
             model_context=self.model_context,
-            max_beams=self.options.max_target_tokens(self.plan.n_draft_tokens),
+            max_beams=models.options.max_target_tokens(plan.n_draft_tokens),
             begin_grammar=self._begin_grammar,
-            drafters=Drafters(
-                draft, self.draft_prefix_cache, self.draft_window, target.max_context, parallel
-            ),
-            plan=self.plan,
-            pair_statistics=self.pair_statistics,
+            drafters=Drafters(*draft, max_context, parallel),
+            plan=plan,
+            pair_statistics=models.pair_statistics,
             trace_recorder=self._trace_recorder,
         )
 
@@ -167,6 +149,50 @@ class Session:
         recorder = TraceRecorder(folder, self.n_tokens, fingerprint, max_bytes)
         stack.callback(recorder.close)
         return recorder
+
+    # --- the loaded models ---------------------------------------------------------------------
+
+    @property
+    def plan(self) -> RunPlan:
+        return self.models.plan
+
+    @property
+    def options(self) -> RunOptions:
+        return self.models.options
+
+    @property
+    def target(self) -> Backend:
+        return self.models.target
+
+    @property
+    def draft(self) -> Backend | None:
+        return self.models.draft
+
+    def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
+        """Change the memory budget between two steps; return the new plan.
+
+        Raises ConfigError, BudgetExceeded and other errors of `change_budget`.
+        """
+        self.check_open()
+        replace(self.options, memory_budget=memory_budget)  # checks it
+        budget = budget_of_run(memory_budget)
+        self.engine.call(lambda: self.change_budget(*budget))
+        return self.plan
+
+    def change_budget(self, total_bytes: int, source: str) -> None:
+        """Change the budget, in the engine's thread. Raises errors of `change_budget`."""
+        # Planning and loading take memory of their own.
+        self.target.set_pinned_bytes(0)
+        change_budget(self.engine, self.models, total_bytes, source, self._reload)
+
+    def _reload(self, planned: PlannedModels) -> None:
+        with self._stats_lock:
+            self._last_stats = self._stats()
+        try:
+            reload(self.engine, self.models, planned, self._worker, self._assemble)
+        finally:
+            if self.is_open:
+                self._last_stats = None
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
         """Use other pair statistics: modes of a benchmark must not share them."""
@@ -182,21 +208,25 @@ class Session:
 
     def start(self, request: Request, sequences: SequenceOf[Sequence]) -> None:
         """Hand a request to the engine; its clocks start here, not when it was created."""
-        request.use_before = self.target.transfer_stats
+        request.use_before = self.models.transfer_stats
         request.recorder = StatsRecorder(len(request.prompt_ids), totals=self.totals)
         self.engine.add(request, sequences, self)
 
     def prepare(self, sequence: Sequence) -> None:
         self._factory.prepare(sequence)
 
+    def renew(self, sequence: Sequence) -> None:
+        self._factory.renew(sequence)
+
     def note_finished(self, request: Request) -> None:
-        if not request.is_aborted:
+        if not request.is_aborted and not request.is_replanned:
             self._check_pass_times(request.recorder.stats().pass_times)
         request.stats = self.stats_of(request)
 
     def stats_of(self, request: Request) -> GenerationStats:
         """Return the statistics of a request so far."""
-        return stats_of(request, self.plan, self.backends, self.model_flops, self.stats)
+        use = self.models.transfer_stats
+        return stats_of(request, self.plan, use, self.model_flops, self.stats)
 
     def _check_pass_times(self, passes: SequenceOf[MeasuredPass]) -> None:
         """Let the next process measure the machine again if pass times contradict the plan."""
@@ -236,7 +266,7 @@ class Session:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """The target, and the draft if there is one."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
+        return self.models.backends
 
     @property
     def n_tokens(self) -> int:
@@ -276,7 +306,7 @@ class Session:
         """Drop the cached KV of finished sequences: the next prompt is computed in full."""
 
         def forget() -> None:
-            for prefix_cache in (self.prefix_cache, self.draft_prefix_cache):
+            for prefix_cache in (self.models.prefix_cache, self.models.draft_prefix_cache):
                 if prefix_cache is not None:
                     prefix_cache.clear()
 
@@ -285,10 +315,11 @@ class Session:
     @property
     def stats(self) -> EngineStats:
         """Statistics of all generations, from any thread; final ones after `close`."""
-        return self._last_stats if self._last_stats is not None else self._stats()
+        with self._stats_lock:
+            return self._last_stats if self._last_stats is not None else self._stats()
 
     def _stats(self) -> EngineStats:
-        use, scheduler = self.target.transfer_stats, self.engine.scheduler
+        use, scheduler = self.models.transfer_stats, self.engine.scheduler
         assert scheduler is not None, "the models are loaded"
         return replace(
             self.totals.stats(),
@@ -337,15 +368,12 @@ class Session:
             self.engine.close()
 
 
-def _prefix_cache(backend: Backend, max_num_seqs: int) -> PrefixCache:
-    return PrefixCache(backend, max_num_seqs if backend.limits_sequences else None)
-
-
 def _note_last_stats(session: weakref.ref[Session]) -> None:
     """Store the final statistics of all generations, for queries after `close`."""
     result = session()
     if result is not None:
-        result._last_stats = result._stats()
+        with result._stats_lock:
+            result._last_stats = result._last_stats or result._stats()
 
 
 def _kv_bytes(backend: Backend, n_positions: int) -> int:

@@ -70,6 +70,8 @@ class GenerationStats(RenamedFields):
     peak_memory_bytes: int = 0
     memory_budget_bytes: int = 0
     kv_bytes: int = 0  # allocated for KV caches
+    cache_type_k: str = ""  # number format of the target's keys
+    cache_type_v: str = ""  # and of its values
     kv_used_fraction: float = 0.0  # of kv_bytes, by all sequences, at the end
     kv_shared_bytes: int = 0  # saved by sharing between sequences, at the end
     state_bytes: int = 0  # of recurrent layers' states, of all sequences, at the end
@@ -275,9 +277,11 @@ LARGEST = (
 )
 AVERAGED = ("queue_seconds", "time_to_first_token", "kv_used_fraction")
 TRUE_FOR_ALL = ("is_lossless", "is_exact")
+SAME_FOR_ALL = ("cache_type_k", "cache_type_v")
+"""Fields that generations of one run have in common; empty where they differ."""
 BY_DEPTH = ("tried_by_depth", "accepted_by_depth")
 """Fields summed depth by depth."""
-_NOT_SUMMED = LARGEST + AVERAGED + TRUE_FOR_ALL + BY_DEPTH
+_NOT_SUMMED = LARGEST + AVERAGED + TRUE_FOR_ALL + SAME_FOR_ALL + BY_DEPTH
 SUMMED = tuple(name for name in _FIELDS if name not in _NOT_SUMMED)
 
 

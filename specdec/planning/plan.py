@@ -42,6 +42,41 @@ _MIN_REPORTED_SHARE = 1.05
 
 
 @dataclass(frozen=True)
+class Planning:
+    """Opened models and this machine's figures: all that a plan of a run needs beside a budget."""
+
+    options: RunOptions
+    """As asked for, a draft that a plan leaves out included."""
+    pair: OpenedPair
+    measurements: Measurements
+    base_bytes: int
+    """Memory of the process before anything was loaded."""
+    gpu: Gpu | None
+
+    def plan(self, total_bytes: int, budget_source: str) -> PlannedModels:
+        """Return the models as planned for a budget. Raises BudgetExceeded."""
+        pair, options = self.pair, for_recurrent(self.options, self.pair.target.source, total_bytes)
+        try:
+            plan = make_plan(
+                options,
+                pair,
+                self.measurements,
+                total_bytes,
+                budget_source,
+                self.base_bytes,
+                self.gpu,
+            )
+        finally:
+            for source in pair.sources:
+                if source is not None:
+                    source.end_planning()
+        if pair.draft is not None and plan.draft_placement is None:
+            options, pair = options.without_draft(), OpenedPair(pair.target, None)
+        to_load = placement(pair, self.gpu, plan.draft_device)
+        return PlannedModels(plan, options, to_load.target, to_load.draft, self)
+
+
+@dataclass(frozen=True)
 class PlannedModels:
     """A plan and its opened models (without weights). A draft that the plan leaves out is None, and
     removed from the options."""
@@ -50,6 +85,8 @@ class PlannedModels:
     options: RunOptions
     target: OpenedModel
     draft: OpenedModel | None
+    planning: Planning
+    """Planning of the same run for other budgets."""
 
 
 def plan_run(
@@ -65,7 +102,12 @@ def plan_run(
     draft = named_draft(name, draft_model, takes_heads=takes_heads)
     asked = RunOptions(name, None if draft is None else planned_name(draft), **options)
     free_large_blocks_at_once()
-    return _plan_sources(asked, open_to_plan(asked), *budget_of_run(asked.memory_budget))[0]
+    if asked.device == CPU:
+        check_no_gpu_options(asked)
+    total_bytes, source = budget_of_run(asked.memory_budget)
+    pair = open_to_plan(asked)
+    measurements, gpu = _measure(asked, pair, total_bytes)
+    return make_plan(asked, pair, measurements, total_bytes, source, measure_base(), gpu)
 
 
 def plan_models(
@@ -82,28 +124,19 @@ def plan_models(
         check_no_gpu_options(options)
     total_bytes, source = budget or budget_of_run(options.memory_budget)
     pair = open_pair(options)
-    plan, options, gpu = _plan_sources(options, pair, total_bytes, source)
-    if pair.draft is not None and plan.draft_placement is None:
-        options, pair = options.without_draft(), OpenedPair(pair.target, None)
-    to_load = placement(pair, gpu, plan.draft_device)
-    return PlannedModels(plan, options, to_load.target, to_load.draft)
+    measurements, gpu = _measure(options, pair, total_bytes)
+    planning = Planning(options, pair, measurements, measure_base(), gpu)
+    return planning.plan(total_bytes, source)
 
 
-def _plan_sources(
-    options: RunOptions, pair: Sources, total_bytes: int, budget_source: str
-) -> tuple[RunPlan, RunOptions, Gpu | None]:
-    """Return (plan, options that suit recurrent layers, GPU of the run)."""
-    if options.device == CPU:
-        check_no_gpu_options(options)
-    options = for_recurrent(options, pair.sources[0], total_bytes)
-    gpu = find_gpu(options, pair)
+def _measure(
+    options: RunOptions, pair: Sources, total_bytes: int
+) -> tuple[Measurements, Gpu | None]:
+    """Return this machine's figures and the GPU of the run."""
+    gpu = find_gpu(for_recurrent(options, pair.sources[0], total_bytes), pair)
     if gpu is None:
-        measurements = measure_figures(pair, total_bytes)
-    else:
-        measurements = measure_with_gpu(pair, gpu)
-    base_bytes = measure_base()
-    plan = make_plan(options, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
-    return plan, options, gpu
+        return measure_figures(pair, total_bytes), None
+    return measure_with_gpu(pair, gpu), gpu
 
 
 def measure_figures(pair: Sources, total_bytes: int) -> Measurements:
@@ -180,6 +213,7 @@ def make_plan(
         chosen=chosen,
         alternatives=tuple(search.alternatives),
         exactness=exactness,
+        cache_types=target.cache_types,
         uses_mmap=options.load_mode == "mmap",
         accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
         warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)

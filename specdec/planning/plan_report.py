@@ -18,6 +18,7 @@ _WHY_NOT_THE_FASTEST = (
     "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, a "
     "fixed draft is kept, and KV of further sequences holds layers while they do not run"
 )
+_WHOLE_CACHE_TYPES = ("f32", "f16", "bf16")
 _HEADINGS = ("weighed", "GB/pass", "s, 1 token", "s, tree", "tokens/s")
 
 
@@ -51,6 +52,16 @@ def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
     overhead = overhead_bytes(budget)
     share = overhead / budget.total_bytes
     return [*lines, f"neither weights nor KV cache: {format_bytes(overhead)}, {share:.0%} of it"]
+
+
+def cache_type_lines(cache_types: tuple[str, str]) -> list[str]:
+    """Return a line on a KV cache that rounds keys or values to fewer than 16 bits, or none."""
+    if set(cache_types) <= {"", *_WHOLE_CACHE_TYPES}:
+        return []
+    keys, values = cache_types
+    return [
+        f"KV cache: keys in {keys}, values in {values}; output is that of plain decoding with them"
+    ]
 
 
 def exactness_line(exactness: Exactness) -> str:

@@ -14,6 +14,7 @@ from specdec.metrics.renamed import RenamedFields, with_old_names
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
+    cache_type_lines,
     enough,
     exactness_line,
     expert_line,
@@ -38,6 +39,8 @@ class RunPlan(RenamedFields):
     """All memory plans that were predicted, the chosen one among them."""
     exactness: Exactness = EXACT_OFF
     """Exactness of the target on its device."""
+    cache_types: tuple[str, str] = ("", "")
+    """Number formats of the keys and values in the target's KV cache."""
     uses_mmap: bool = False
     """Whether the target's weights are left to the page cache and not counted."""
     accept_threshold: float | None = None
@@ -177,6 +180,8 @@ class RunPlan(RenamedFields):
             **self._expert_dict(),
             "ctx_size": self.ctx_size,
             "kv_tokens": self.kv_tokens,
+            "cache_type_k": self.cache_types[0],
+            "cache_type_v": self.cache_types[1],
             "uses_mmap": self.uses_mmap,
             "n_layers": len(placement.layers),
             "n_streamed_layers": placement.n_streamed_layers,
@@ -243,6 +248,7 @@ class RunPlan(RenamedFields):
         lines = memory_table(memory_plan.budget, "memory budget", self.budget_source)
         if vram is not None:
             lines += memory_table(vram, "VRAM budget", self.vram_source)
+        lines += cache_type_lines(self.cache_types)
         if self.uses_mmap:
             lines.append("the target's weights are read through the page cache and not counted")
         else:

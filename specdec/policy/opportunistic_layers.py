@@ -64,6 +64,14 @@ class OpportunisticLayers:
         self._draft_level_tokens = draft_level_tokens
         self._bytes_per_token = activation_bytes_per_token(activation_bytes, max_num_tokens)
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Use another budget from now on: of a smaller one, release what exceeds it at once."""
+        growth_bytes = budget_bytes - self._whole_bytes
+        self._whole_bytes, self._budget_bytes = budget_bytes, self._budget_bytes + growth_bytes
+        if growth_bytes < 0 and self._target.pinned_bytes:
+            self._target.set_pinned_bytes(max(0, self._target.pinned_bytes + growth_bytes))
+            recent_peak_rss()  # of the larger budget: the next step measures its own
+
     def release_for_prefill(self, num_cached_tokens: int, num_seqs: int = 1) -> None:
         """Release layers before a pass with prefill chunks, which may take the planned maximum.
 

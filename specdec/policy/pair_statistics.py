@@ -134,6 +134,14 @@ class PairStatistics:
                     self._acceptance_statistics[key] = AcceptanceStatistics(make)
         return self._acceptance_statistics[key]
 
+    def learn_on(self, previous: PairStatistics) -> None:
+        """Begin with the acceptance of the same pair under another plan, unless it is known. The
+        choices between drafting and plain decoding depend on the plan's speeds."""
+        learnt: dict[str, Any] = previous.state_dict()["acceptance"]
+        for key, state_dict in learnt.items():
+            if isinstance(state_dict, dict):  # files may have anything
+                self._saved.setdefault(key, {**state_dict, "choices": {}})
+
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-serialisable state, for `pair_statistics_of` in another process."""
         acceptance_statistics = {

@@ -30,7 +30,7 @@ class Verifier:
     def __init__(
         self, sampler: Sampler, spec: SpecConfig, rng: np.random.Generator | None = None
     ) -> None:
-        self._sampler, self._rng = sampler, rng
+        self._sampler, self.rng = sampler, rng
         self._accept_threshold = spec.accept_threshold
         if spec.acceptance == "match":
             self._rule: ChainRule = self._match
@@ -76,12 +76,12 @@ class Verifier:
         context_ids: Sequence[int],
         max_tokens: int,
     ) -> Acceptance:
-        assert self._rng is not None, "the chain rules draw random numbers"
+        assert self.rng is not None, "the chain rules draw random numbers"
 
         def target_probs(node: int) -> NDArray[np.float64]:
             return self._sampler.probs(_prefix(context_ids, tree, node), logits[node])
 
-        return walk(tree, target_probs, self._rng, max_tokens, self._sampler.stop_tokens)
+        return walk(tree, target_probs, self.rng, max_tokens, self._sampler.stop_tokens)
 
 
 def _prefix(context_ids: Sequence[int], tree: DraftTree, node: int) -> list[int]:

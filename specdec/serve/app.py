@@ -16,6 +16,7 @@ from specdec import __version__
 from specdec.serve.admission import READY
 from specdec.serve.api.ollama_models import add_ollama_models
 from specdec.serve.api.tokens import Properties, properties
+from specdec.serve.budget import Budget
 from specdec.serve.errors import ApiError, broken
 from specdec.serve.middleware import OPEN_PATH, LimitMiddleware
 from specdec.serve.openapi import ERRORS, Responses, gives, with_models
@@ -45,7 +46,12 @@ RequestLog = Callable[[str, int, float], None]
 
 
 def make_app(
-    service: Service, key: str | None, *, is_debug: bool = False, log: RequestLog | None = None
+    service: Service,
+    budget: Budget,
+    key: str | None,
+    *,
+    is_debug: bool = False,
+    log: RequestLog | None = None,
 ) -> ASGIApp:
     """Return the application, behind its middleware."""
     app = FastAPI(
@@ -58,7 +64,7 @@ def make_app(
     )
     _add_status(app, service)
     _add_models(app, service)
-    Routes(app, service).add_all()
+    Routes(app, service, budget).add_all()
     add_ollama_models(app, service)
     _add_page(app)
     _add_errors(app)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from specdec.serve import responses
-from specdec.serve.api import messages_answer, ollama_answer, responses_answer, tokens
+from specdec.serve.api import budget, messages_answer, ollama_answer, responses_answer, tokens
 from specdec.serve.api.base import RequestModel
 from specdec.serve.errors import AnthropicError, OllamaError
 from specdec.serve.options import ServeOptions
@@ -36,6 +36,7 @@ _RESPONSES = (
     tokens.DetokenizeResponse,
     tokens.TemplateResponse,
     tokens.Properties,
+    budget.BudgetResponse,
     AnthropicError,
     OllamaError,
 )

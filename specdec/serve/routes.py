@@ -12,6 +12,7 @@ from specdec.api import LLM
 from specdec.serve.api import messages, ollama, responses, tokens
 from specdec.serve.api.answer import Answer
 from specdec.serve.api.base import RequestModel
+from specdec.serve.api.budget import BudgetRequest, BudgetResponse
 from specdec.serve.api.chat import ChatRequest
 from specdec.serve.api.completions import CompletionRequest
 from specdec.serve.api.messages_answer import AnthropicResponse, MessagesAnswer, TokenCount
@@ -25,6 +26,7 @@ from specdec.serve.api.ollama_answer import (
 from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer
 from specdec.serve.api.reading import read_request
 from specdec.serve.api.responses_answer import ResponseObject, ResponsesAnswer
+from specdec.serve.budget import Budget
 from specdec.serve.endpoint import Endpoint
 from specdec.serve.errors import (
     ANTHROPIC_PATHS,
@@ -50,8 +52,8 @@ Translate = Callable[[Any], ChatRequest | CompletionRequest]
 class Routes:
     """Adds routes to an application."""
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: FastAPI, service: Service, budget: Budget) -> None:
+        self._app, self._service, self._budget = app, service, budget
 
     def add_all(self) -> None:
         self._add_openai()
@@ -59,6 +61,7 @@ class Routes:
         self._add_anthropic()
         self._add_ollama()
         self._add_tokens()
+        self._add_budget()
 
     def _add_openai(self) -> None:
         chat = self._endpoint(ChatRequest, lambda body: body, ChatAnswer)
@@ -112,6 +115,26 @@ class Routes:
             tokens.TemplateRequest,
             tokens.TemplateResponse,
             tokens.apply_template,
+        )
+
+    def _add_budget(self) -> None:
+        async def present() -> Response:
+            """Return figures of the present memory budget."""
+            return JsonResponse(self._budget.present)
+
+        async def change(request: Request) -> Response:
+            """Change the memory budget, between two passes."""
+            check_content_type(request)
+            return JsonResponse(await self._budget.change(request))
+
+        path, answers = "/v1/budget", gives(BudgetResponse, "Figures of the plan")
+        self._app.add_api_route(path, present, methods=["GET"], responses=answers)
+        self._app.add_api_route(
+            path,
+            change,
+            methods=["POST"],
+            responses=answers,
+            openapi_extra=takes(BudgetRequest),
         )
 
     def _endpoint(

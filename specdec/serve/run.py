@@ -17,6 +17,7 @@ import uvicorn
 from offload.errors import SpecdecError
 from specdec.serve.admission import DRAINING
 from specdec.serve.app import make_app
+from specdec.serve.budget import Budget, ReadBudget
 from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
 from specdec.serve.process.child import Start
@@ -87,6 +88,7 @@ class Serving:
         names: names that clients know the model by.
         start: starts the engine's process.
         say: prints a line for whoever runs the server.
+        read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
         logs_requests: whether each request is a line, too.
     """
 
@@ -97,12 +99,13 @@ class Serving:
         start: Start,
         say: Callable[[str], None],
         *,
+        read_budget: ReadBudget | None = None,
         is_debug: bool = False,
         logs_requests: bool = False,
     ) -> None:
         self._options, self._names, self._start = options, names, start
         self._name = names[0]
-        self._print = say
+        self._print, self._read_budget = say, read_budget
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
         self._code: int | None = None  # of an engine that could not load the model
@@ -130,7 +133,8 @@ class Serving:
     async def _serve(self, listener: socket.socket) -> None:
         self._service = Service(self._options, self._names)
         log = self._log if self._logs_requests else None
-        app = make_app(self._service, self._key, is_debug=self._is_debug, log=log)
+        self._budget = Budget(self._service, self._say)
+        app = make_app(self._service, self._budget, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))
         idle.connections = self._server.server_state.connections
@@ -139,6 +143,8 @@ class Serving:
         await asyncio.sleep(0)  # uvicorn has set its handlers of signals by then; ours replace them
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
+        if self._read_budget is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._read_budget)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._say(f"loading {self._name}; {self._url}/health tells when it is there")
@@ -161,6 +167,7 @@ class Serving:
     def open(self, engine: EngineClient) -> None:
         """Serve with this engine from now on."""
         self._service.open(engine)
+        self._budgeting = self._loop.create_task(self._budget.restore())
         self._say(f"ready: {self._name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
 
@@ -183,6 +190,9 @@ class Serving:
                 sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
         self._draining = self._loop.create_task(self._drain())
+
+    def _on_hangup(self, read: ReadBudget) -> None:
+        self._budgeting = self._loop.create_task(self._budget.read_again(read))
 
     async def _drain(self) -> None:
         limiter = self._service.limiter

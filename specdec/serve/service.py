@@ -79,6 +79,8 @@ class Service:
 
     def lose(self, *, is_final: bool) -> None:
         """Admit none: the engine has ended. is_final: no other one is started."""
+        if self._engine is not None:
+            self._model = self._engine.model  # as it was planned last
         self._engine = None
         if self.limiter.state != DRAINING:
             self.limiter.state = FAILED if is_final else RESTARTING
@@ -101,9 +103,10 @@ class Service:
     @property
     def model(self) -> ServedModel:
         """The loaded model, also while it is loaded again; raises ApiError before."""
-        if self._model is None:
+        model = self._model if self._engine is None else self._engine.model
+        if model is None:
             raise loading()
-        return self._model
+        return model
 
     @property
     def is_loading(self) -> bool:

@@ -66,7 +66,7 @@ def always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def cost_by_tokens(llm: LLM) -> None:
     """Make the cost of a prefix its number of tokens: planned ones depend on the machine."""
     kv = llm.session.engine.scheduler.kv  # type: ignore[union-attr]
-    for cache in (kv.cache, llm.session.draft_prefix_cache):
+    for cache in (kv.cache, llm.session.models.draft_prefix_cache):
         if cache is not None:
             cache.seconds = float
 

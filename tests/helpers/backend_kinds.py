@@ -35,6 +35,8 @@ class Kind:
 
     name: str
     folder: Path
+    cache_type: str | None = None
+    """Number format of keys and values in the KV cache; the backend's choice when None."""
 
     @property
     def is_gguf(self) -> bool:
@@ -69,7 +71,8 @@ class Kind:
         return save_tiny_checkpoint(family, path, 0, **sizes)
 
     def source(self, family: str = "llama", *, is_exact: bool = True, **sizes: int) -> ModelSource:
-        options = BackendOptions(n_threads=1, is_exact=is_exact)
+        types = (self.cache_type, self.cache_type)
+        options = BackendOptions(1, *types, is_exact=is_exact)
         if self.is_gguf:
             from backends.llama.source import GgufSource
 
@@ -127,19 +130,24 @@ class Kind:
 
 
 def make_kind(name: str, folder: Path) -> Kind:
+    """name: a kind's, or with the cache type behind it: "torch-resident q8_0"."""
+    name, _, cache_type = name.partition(" ")
     if name.startswith("llama"):
         pytest.importorskip("llama_cpp")
         pytest.importorskip("gguf")
-    return Kind(name, folder)
+    return Kind(name, folder, cache_type or None)
 
 
 STREAMED = [
     "torch-streamed",
     "device",
+    "device q8_0",
     pytest.param("llama-streamed", marks=pytest.mark.gguf),
 ]
 NAMES = [
     "torch-resident",
+    "torch-resident q8_0",
+    "torch-resident fp8",
     *STREAMED,
     pytest.param("llama-resident", marks=pytest.mark.gguf),
 ]

@@ -95,3 +95,16 @@ def test_threads_cannot_reserve_the_same_bytes() -> None:
     for thread in threads:
         thread.join()
     assert len(granted) == 1000 // 7
+
+
+def test_a_budget_of_another_size_has_the_same_parts() -> None:
+    budget = MemoryBudget(1000, base_bytes=100, headroom_bytes=50)
+    budget.reserve("KV cache", 300)
+    budget.reserve("KV cache", 200)
+    for total_bytes in (650, 5000):
+        other = budget.with_total(total_bytes)
+        assert other.table()[:-1] == budget.table()[:-1]
+        assert other.available_bytes == total_bytes - 650
+    with pytest.raises(BudgetExceeded):
+        budget.with_total(649)
+    assert budget.available_bytes == 350

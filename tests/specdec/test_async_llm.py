@@ -11,6 +11,8 @@ import pytest
 from tiny_pair import save_model
 
 import specdec
+from offload.budget import BudgetExceeded
+from offload.units import MIB
 from specdec import LLM, AsyncLLM
 from specdec.checks import ConfigError
 from specdec.engine.engine_thread import ModelClosed
@@ -47,6 +49,25 @@ def test_chunks_add_up_to_the_result(llm: LLM) -> None:
         assert all(chunk.logprobs is None for chunk in chunks)
 
     run(work())
+
+
+def test_the_memory_budget_changes_beside_a_stream(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, **LONG).token_ids
+    before = llm.plan.budget_bytes
+
+    async def work() -> None:
+        model = AsyncLLM(llm)
+        stream = model.stream(PROMPT, **LONG)
+        await stream.started()
+        plan = await model.set_memory_budget(before - 100 * MIB)
+        assert plan.budget_bytes == llm.plan.budget_bytes == before - 100 * MIB
+        assert [chunk async for chunk in stream]
+        assert stream.result.token_ids == expected
+        with pytest.raises(BudgetExceeded):
+            await model.set_memory_budget("50MiB")
+
+    run(work())
+    llm.set_memory_budget(before)
 
 
 def test_progress_of_a_long_prompt(llm: LLM) -> None:

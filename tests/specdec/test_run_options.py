@@ -116,7 +116,7 @@ def test_keywords_make_the_same_options_again() -> None:
         ({"num_beams": 0}, "num_beams is 0, must be an integer at least 1 and at most 1024"),
         ({"load_mode": "fast"}, "load_mode is 'fast', must be one of auto, stream, ram, mmap"),
         ({"device": "tpu"}, "device is 'tpu', must be one of cpu, cuda, auto"),
-        ({"cache_type_v": "f8"}, "cache_type_v is 'f8', must be one of f16, bf16, q8_0, q4_0"),
+        ({"cache_type_v": "f8"}, "cache_type_v is 'f8', must be one of f16, bf16, q8_0, q4_0, fp8"),
         ({"memory_budget": 0}, "memory_budget is 0, must be positive: try 2GiB, or auto"),
         ({"vram_budget": "0GB"}, "vram_budget is 0GB, must be positive: try 8GiB, or auto"),
         ({"spec_type": 5}, "spec_type is 5, must be Sequence"),

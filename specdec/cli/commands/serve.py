@@ -15,6 +15,7 @@ from specdec.cli import options
 from specdec.cli.enforce import child_environment
 from specdec.cli.errors import wants_debug
 from specdec.cli.groups import ServedLoad, Serving, with_named_draft, with_options
+from specdec.cli.input.settings import budget_reader
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import SHOWN, say
@@ -48,7 +49,8 @@ def serve(
     start = starter([sys.executable, "-m", "specdec", *argv], child_environment())
     names = _names(server, load)
     shows = {"is_debug": wants_debug(argv), "logs_requests": SHOWN.plan}
-    ended = run(server, names, start, say, **shows).run()
+    read_budget = budget_reader(context)
+    ended = run(server, names, start, say, read_budget=read_budget, **shows).run()
     if ended.load_error:
         raise typer.Exit(ended.load_error)
     if ended.signal == signal.SIGINT:

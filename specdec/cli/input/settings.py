@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.options import OptionError
 from specdec.opening import open_now
+from specdec.run_options import AUTO
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,6 +63,24 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
             if key in options
         }
     return defaults
+
+
+def budget_reader(context: Any) -> Callable[[], str] | None:
+    """Return a function that reads the memory budget of a running command from the settings file
+    that --config names; None if it names none. It raises OptionError, also where the file's is not
+    in effect."""
+    file, name = context.find_root().params["config"], "memory_budget"
+    if file is None:
+        return None
+    is_given = context.get_parameter_source(name).name in ("COMMANDLINE", "ENVIRONMENT")
+
+    def read() -> str:
+        if is_given:
+            raise OptionError(f"--memory-budget was given, and takes precedence over {file}")
+        defaults = read_defaults(file, context.find_root().command)[context.info_name]
+        return str(defaults.get(name, AUTO))
+
+    return read
 
 
 def own_file() -> Path | None:

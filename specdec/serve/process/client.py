@@ -7,6 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.serve.process.messages import (
     Generate,
     Loaded,
     Output,
+    Planned,
     ServedModel,
     Taken,
     frame,
@@ -140,6 +142,8 @@ class EngineClient:
             case Loaded(model):
                 self.model = model
                 self._on_loaded()
+            case Planned(plan) if self.model is not None:
+                self.model = replace(self.model, plan=plan)
             case Output(id, value) if id in self.requests:
                 self.has_answered = True
                 self.requests[id].put(value)

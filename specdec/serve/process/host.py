@@ -18,6 +18,7 @@ from specdec.async_llm import AsyncLLM
 from specdec.grammar.constraint import Constraint
 from specdec.grammar.trial import check_cost, end_trials
 from specdec.metrics.stats import EngineStats
+from specdec.planning.run_plan import RunPlan
 from specdec.serve.errors import ApiError, draining
 from specdec.serve.jobs import Job, request_constraint, request_job
 from specdec.serve.options import ServeOptions
@@ -33,6 +34,7 @@ from specdec.serve.process.messages import (
     Loaded,
     MessageSocket,
     Output,
+    Planned,
     ServedModel,
     ServerGone,
     Taken,
@@ -58,10 +60,11 @@ class EngineHost:
         # An invalid schema may take seconds to be refused: only requests with a schema wait for it.
         self._trials = ThreadPoolExecutor(1, "specdec-trial")
         self._is_over = False
+        self._sent_plan: RunPlan | None = None
 
     def start(self) -> None:
-        """Begin to give signs of life; the server alone gets the terminal's Ctrl-C and SIGTERM."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Begin to give signs of life; the server alone gets the terminal's signals and SIGTERM."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         # Its warnings quote clients' schemas.
         logging.getLogger("specdec.grammar").setLevel(logging.ERROR)
@@ -75,6 +78,7 @@ class EngineHost:
         self.llm = AsyncLLM(llm)
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=self._receive, name="specdec-receive", daemon=True).start()
+        self._sent_plan = llm.plan
         self.socket.send(Loaded(served_model(llm)))
         await self._end.wait()
         self.end_trials()
@@ -106,8 +110,17 @@ class EngineHost:
         return self.llm is not None and self.llm.llm.session.is_closed
 
     def send_beat(self) -> None:
+        if self.llm is not None:
+            self._send_plan(self.llm.llm)
         stats = EngineStats() if self.llm is None else self.llm.llm.stats
         self.socket.send(Beat(stats, process_memory().rss_bytes))
+
+    def _send_plan(self, llm: LLM) -> None:
+        """Send the plan if it is another one than the server has. Any thread may call it."""
+        plan, sent = llm.plan, self._sent_plan
+        if sent is not None and plan is not sent:
+            self._sent_plan = plan
+            self.socket.send(Planned(plan.to_dict()))
 
     def _receive(self) -> None:
         try:
@@ -160,6 +173,7 @@ class EngineHost:
             result = await made_in(
                 self._encoder, lambda: message.function(unpickled(message.form), llm)
             )
+            self._send_plan(llm)
             self.socket.send(Output(message.id, result))
 
     async def job(self, form: bytes, llm: LLM) -> Job:

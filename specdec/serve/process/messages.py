@@ -99,6 +99,13 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """The model runs by another plan: its memory budget has changed."""
+
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Output:
     """Part of a request's output: its JobHead first, then events; `Whole` for one that does not
     stream; for `Compute` the result. A value of None only tells that a pass has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from alone import own
 from checkpoints import FAMILIES, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
+from backends.attention.stored_rows import kv_formats
 from backends.contract.source import BackendOptions
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
@@ -60,16 +62,18 @@ def _saved(family: str, shape: dict[str, object], dtype: torch.dtype, folder: Pa
 
 
 @pytest.mark.slow_except(1)
+@pytest.mark.parametrize("cache_type", [None, "q8_0", "fp8"])
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_planned_bytes_cover_what_a_prompt_takes(
-    family: str, dtype: torch.dtype, tmp_path: Path
+    family: str, dtype: torch.dtype, cache_type: str | None, tmp_path: Path
 ) -> None:
     model = load_hf_model(_saved(family, SHAPES[family], dtype, tmp_path))
+    model = replace(model, kv_formats=kv_formats(cache_type, cache_type))
     planned = activation_bytes(model, N_TOKENS, 1)
     with TorchBackend.kept_in_memory(model, max_context=4096) as backend:
         needed = peak_bytes(backend, [5 + i % 80 for i in range(N_TOKENS)])
-    print(family, dtype, "RATIO", planned / needed, planned, needed)
+    print(family, dtype, cache_type, "RATIO", planned / needed, planned, needed)
     assert needed <= planned
     assert planned <= MAX_OVER * needed
 

@@ -5,6 +5,7 @@ The table (tests/helpers/all_families.py) is that of docs/models.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from family_checks import (
 )
 from tiny_configs import save_tiny_family
 
+from backends.attention.batch import BLOCK_SIZE
+from backends.attention.stored_rows import kv_formats
 from backends.contract.backend import PREFIX
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
@@ -63,10 +66,12 @@ def one_by_one(backend: TorchBackend, token_ids: list[int], n_first: int) -> lis
     return rows[-(len(token_ids) - len(PROMPT) + 1) :]
 
 
-def check_family(family: str, path: Path) -> None:
+def check_family(family: str, path: Path, cache_type: str | None = None) -> None:
+    """The logits are transformers' with the model's own cache type."""
     auto = save_tiny_family(family, path)
     reference = auto.from_pretrained(path, dtype=torch.float32).eval()
-    with streamed(load_hf_model(path)) as backend:
+    model = replace(load_hf_model(path), kv_formats=kv_formats(cache_type, cache_type))
+    with streamed(model) as backend:
         sequence = backend.new_sequence()
         prompt = sequence.prefill(PROMPT)
         first = sequence.next_node_id
@@ -76,19 +81,22 @@ def check_family(family: str, path: Path) -> None:
             rows = np.stack([prompt, *(nodes[n] for n in path_nodes(leaf))])
             tokens = [*PROMPT, *path_tokens(leaf)]
             expected = expected_logits(reference, tokens)
-            assert np.abs(rows - expected).max() <= TOLERANCE * scale(expected)
+            is_close = np.abs(rows - expected).max() <= TOLERANCE * scale(expected)
+            assert is_close == (cache_type is None)
             # The prompt in passes of one token for one path: it is the same for all of them.
             n_first = 1 if leaf == TREE_LEAVES[0] else len(PROMPT)
             assert np.array_equal(rows, one_by_one(backend, tokens, n_first))
+        assert backend._pool.block_bytes == BLOCK_SIZE * model.kv_bytes_per_token
     assert hf_shape(path).vocab_size == backend.vocab_size
 
 
 @pytest.mark.slow_except(10)
+@pytest.mark.parametrize("cache_type", [None, "q8_0"])
 @pytest.mark.parametrize("family", EXACT)
 def test_it_has_transformers_logits_and_the_bits_of_one_token_per_pass(
-    family: str, tmp_path: Path
+    family: str, cache_type: str | None, tmp_path: Path
 ) -> None:
-    check_family(family, tmp_path)
+    check_family(family, tmp_path, cache_type)
 
 
 @pytest.mark.usefixtures("_torch_threads")

@@ -19,6 +19,8 @@ BEFORE_A_MODEL = [
     (f"curve {NO_PROMPTS}", "/nonexistent.jsonl: No such file"),
     (f"timeline --trace trace.json {NO_PROMPTS}", "/nonexistent.jsonl: No such file"),
     ("timeline", "nowhere to draw"),
+    ("perplexity --text /nonexistent.txt", "--text /nonexistent.txt: No such file"),
+    (f"perplexity --text {__file__} --cache-types own,f8", "'f8' is none of own, f16"),
     ("timeline -o /nonexistent/run.png", "no such folder"),
     ("timeline --trace /nonexistent/run.json", "no such folder"),
     ("timeline -o run.png --steps -1", "--steps"),

@@ -111,7 +111,7 @@ def test_a_window_as_long_as_the_sequence_changes_nothing(target: Path, draft: P
     results = []
     for window in (None, 250):
         with specdec.load(target, draft, draft_window=window, **OPTIONS) as llm:
-            assert llm.session.draft_window.n_recent in (None, 250)
+            assert llm.session.models.draft_window.n_recent in (None, 250)
             results.append(llm.generate("def f(x):", **LONG))
     counts = {(r.token_ids, r.stats.accepted_tokens, r.stats.drafted_tokens) for r in results}
     assert len(counts) == 1

@@ -30,16 +30,22 @@ def directories(tmp_path_factory) -> tuple[Path, Path]:
     return target, save_assistant(folder / "head", vocab_size=VOCAB)
 
 
+@pytest.fixture(scope="module", params=[None, "q8_0", "fp8"])
+def types(request):
+    """Number formats of the target's KV cache, which the head reads."""
+    return {"cache_type_k": request.param, "cache_type_v": request.param}
+
+
 @pytest.fixture(scope="module")
-def plain(directories):
-    with specdec.load(directories[0], spec_type="none", **LOAD) as llm:
+def plain(directories, types):
+    with specdec.load(directories[0], spec_type="none", **LOAD, **types) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def with_head(directories):
+def with_head(directories, types):
     target, head = directories
-    options = {"spec_type": "draft", "num_draft_tokens": 24, **LOAD}
+    options = {"spec_type": "draft", "num_draft_tokens": 24, **LOAD, **types}
     with specdec.load(target, draft_model=head, **options) as llm:
         yield llm
 
@@ -59,6 +65,7 @@ def test_text_is_the_targets(plain, with_head, temperature, width):
         assert n_steps < len(PROMPTS) * ASKED["max_tokens"]
 
 
+@pytest.mark.parametrize("types", [None], indirect=True, scope="module")
 def test_chains_of_a_run_are_transformers(directories, with_head, monkeypatch):
     """In every step of a run, after rejections as well as at its start."""
     proposed = []

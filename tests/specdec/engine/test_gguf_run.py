@@ -14,6 +14,7 @@ from gguf_models import save_tiny_gguf
 import specdec
 from offload.budget import BudgetExceeded
 from offload.units import KIB, MIB
+from specdec.analysis.analyze import analyze
 from specdec.sampling.params import SamplingParams
 
 pytest.importorskip("llama_cpp")
@@ -165,9 +166,10 @@ def test_a_refused_budget_names_the_caches_that_would_do_with_less(
         plan(budget.replace(" ", ""), cache_type)  # it is enough
 
 
-def test_cache_types_are_for_gguf():
-    with pytest.raises(specdec.SpecdecError, match="cache types are for GGUF models"):
-        specdec.plan_run("pair:target", cache_type_k="q8_0")
+def test_a_cache_type_of_checkpoints_is_refused(grown):
+    for call in (specdec.plan_run, analyze):
+        with pytest.raises(specdec.SpecdecError, match="of a GGUF model cannot be fp8"):
+            call(grown, cache_type_v="fp8")
 
 
 def test_a_tree_wider_than_llama_cpp_can_follow_is_refused(grown):

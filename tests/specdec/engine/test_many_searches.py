@@ -39,7 +39,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, ...
 def check_nothing_left(llm: LLM) -> None:
     assert not llm.session.engine._running
     assert not llm.session.engine.scheduler.running
-    assert not llm.session.prefix_cache._in_use
+    assert not llm.session.models.prefix_cache._in_use
 
 
 def test_searches_of_many_threads(llm: LLM) -> None:
@@ -62,7 +62,7 @@ def test_sequences_that_fill_the_cache_are_preempted_for_a_search_and_swapped_in
     with Stepping(llm) as steps:
         for stream in streams:
             steps.next(stream)
-        assert len(llm.session.prefix_cache._in_use) == 2
+        assert len(llm.session.models.prefix_cache._in_use) == 2
         search.start()
     assert [chunk.token_ids for chunk in search] == [beams]
     for stream, tokens in zip(streams, expected, strict=True):

@@ -114,7 +114,7 @@ def test_reading_has_to_be_quicker_than_computing(
     assert len(files_of(tmp_path)) == 1
     for seconds, is_loaded in ((1e-9, False), (1.0, True)):
         with load(target, tmp_path, **OPTIONS) as llm:
-            llm.session.prefix_cache.seconds = lambda n, each=seconds: n * each
+            llm.session.models.prefix_cache.seconds = lambda n, each=seconds: n * each
             llm.generate(LONG, **ASKED)
             assert (llm.stats.loaded_prefixes == 1) == is_loaded
 

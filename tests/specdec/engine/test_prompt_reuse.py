@@ -73,7 +73,9 @@ def test_any_history_of_prompts(
             for _ in range(data.draw(st.integers(0, 3))):
                 next(stream)
             stream.cancel()
-        cached = [list(sequence.committed_ids) for sequence in llm.session.prefix_cache.cached]
+        cached = [
+            list(sequence.committed_ids) for sequence in llm.session.models.prefix_cache.cached
+        ]
         n_reused = check(llm, fresh, prompt, speculative=speculative, **options)
         assert n_reused == max((common_length(pinned, prompt[:-1]) for pinned in cached), default=0)
 
@@ -115,7 +117,7 @@ def test_switched_off(models: tuple[LLM, LLM]) -> None:
 
 def check_caches(llm: LLM) -> None:
     """Check that cached prefixes can be continued."""
-    for sequences in (llm.session.prefix_cache, llm.session.draft_prefix_cache):
+    for sequences in (llm.session.models.prefix_cache, llm.session.models.draft_prefix_cache):
         for sequence in sequences.cached:  # type: ignore[union-attr]
             pinned = list(sequence.committed_ids)
             sequence.prefill([11])

@@ -9,7 +9,7 @@ from paused_generation import PROMPT
 
 import specdec
 from offload.process import disk_cache
-from specdec.engine import saved_statistics
+from specdec.planning import saved_statistics
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +22,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_written_once_when_the_model_is_closed(small_target: Path, folder: Path) -> None:
     with specdec.load(small_target, ctx_size=128) as llm:
         token_ids = llm.generate(PROMPT, max_tokens=24).token_ids
-        known = llm.session.pair_statistics.state_dict()
+        known = llm.session.models.pair_statistics.state_dict()
         assert not list(folder.iterdir())
     (file,) = folder.iterdir()
     file_of_the_first = file.read_bytes()
     with specdec.load(small_target, ctx_size=128) as llm:
-        actual = llm.session.pair_statistics.state_dict()
+        actual = llm.session.models.pair_statistics.state_dict()
         assert actual["acceptance"].keys() == known["acceptance"].keys()
         assert llm.generate(PROMPT, max_tokens=24).token_ids == token_ids
     assert file.read_bytes() != file_of_the_first

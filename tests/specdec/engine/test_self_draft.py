@@ -106,7 +106,7 @@ def test_with_a_short_window_the_output_is_the_same(model: Path) -> None:
         plain = llm.generate(PROMPT, max_tokens=60, ignore_eos=True, speculative=False)
         assert result.token_ids == plain.token_ids
         assert result.stats.drafted_tokens > 0
-        assert llm.session.draft_prefix_cache.cached[-1].n_committed <= 4 + 16 + 4
+        assert llm.session.models.draft_prefix_cache.cached[-1].n_committed <= 4 + 16 + 4
 
 
 def test_it_is_planned_without_weights(model: Path) -> None:

@@ -53,6 +53,20 @@ def test_cached_statistics_count_little_against_measurements() -> None:
     assert again.cost.seconds(17) > 2.3
 
 
+def test_another_plan_goes_on_from_the_acceptance_and_not_from_the_speeds() -> None:
+    pair_statistics, known = fresh(SCENARIO), fresh(SCENARIO, learnt(SCENARIO))
+    pair_statistics.learn_on(known)
+    actual, expected = (x.state_dict() for x in (pair_statistics, known))
+    assert actual["acceptance"].keys() == expected["acceptance"].keys() != set()
+    for key, state_dict in actual["acceptance"].items():
+        assert state_dict == {**expected["acceptance"][key], "choices": {}}
+    assert actual["passes"] == fresh(SCENARIO).state_dict()["passes"]
+    before = known.state_dict()
+    known.learn_on(fresh(SCENARIO))
+    known.learn_on(pair_statistics)
+    assert known.state_dict() == before
+
+
 def test_caching_a_prefix_twice_changes_nothing() -> None:
     state_dict = learnt(SCENARIO)
     assert (

@@ -14,6 +14,7 @@ pytest.importorskip("prometheus_client")
 
 from specdec.serve.admission import RequestBody
 from specdec.serve.app import make_app
+from specdec.serve.budget import Budget
 from specdec.serve.middleware import BODY, MAX_BODIES, LimitMiddleware
 from specdec.serve.options import ServeOptions
 from specdec.serve.service import Service
@@ -51,7 +52,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
         raise RuntimeError("the text of a prompt")
 
     monkeypatch.setattr(service.metrics, "text", fail)
-    start, *rest = get(make_app(service, None), "/metrics")
+    start, *rest = get(make_app(service, Budget(service, print), None), "/metrics")
     assert start["status"] == 500
     assert (b"content-type", b"application/json") in start["headers"]
     body = json.loads(b"".join(item.get("body", b"") for item in rest))
@@ -63,7 +64,8 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
 
 def test_head_is_answered_as_get() -> None:
     """Monitoring programs use it; the application's host drops the body."""
-    app = make_app(Service(ServeOptions(), ["m"]), None)
+    service = Service(ServeOptions(), ["m"])
+    app = make_app(service, Budget(service, print), None)
     for method in ("GET", "HEAD"):
         assert get(app, "/health", method)[0]["status"] == 503
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405

@@ -111,7 +111,7 @@ def test_prefill_chunks_follow_measured_passes(
 ) -> None:
     """The same measurements decide the size of trees and the preemption of sequences."""
     with load(tmp_path_factory, kv_tokens=400) as llm:
-        scheduler, cost = llm.session.engine.scheduler, llm.session.pair_statistics.cost
+        scheduler, cost = llm.session.engine.scheduler, llm.session.models.pair_statistics.cost
         assert scheduler.cost is scheduler.kv.cost is cost
         assert cost is not llm.plan.cost_model
         cost = CostModel(0.0, 0.05, 0.01)

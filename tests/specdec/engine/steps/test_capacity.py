@@ -51,7 +51,7 @@ def test_ended_sequences_are_dropped_before_a_running_one(
     preempted = kv_manager.preempt
 
     def noted(job: Any) -> None:
-        num_retained.append(len(llm.session.prefix_cache.cached))
+        num_retained.append(len(llm.session.models.prefix_cache.cached))
         preempted(job)
 
     monkeypatch.setattr(kv_manager, "preempt", noted)
@@ -90,7 +90,7 @@ def test_blocks_that_sequences_begin_in_one_pass_are_foreseen(
         new: list[tuple[int, int]] = []
 
         def noted(batch: Any) -> Any:
-            n_tokens = llm.session.prefix_cache.n_committed + sum(
+            n_tokens = llm.session.models.prefix_cache.n_committed + sum(
                 len(item.token_ids) for item in batch
             )
             foreseen, before = backend.kv_growth_bytes(n_tokens), backend.kv_bytes

@@ -147,7 +147,7 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     assert other.result.token_ids == expected
     assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
     assert not llm.session.engine._running
-    assert not llm.session.prefix_cache._in_use
+    assert not llm.session.models.prefix_cache._in_use
 
 
 def test_a_cancelled_sequence_whose_drafter_raises_at_its_end(llm: LLM) -> None:
@@ -157,7 +157,7 @@ def test_a_cancelled_sequence_whose_drafter_raises_at_its_end(llm: LLM) -> None:
         steps.cancel(failing)
     assert failing.result.finish_reason == "cancelled"
     assert not llm.session.engine._running
-    assert not llm.session.prefix_cache._in_use
+    assert not llm.session.models.prefix_cache._in_use
 
 
 def test_the_first_error_is_the_one_that_counts(llm: LLM) -> None:

@@ -87,8 +87,8 @@ def check_nothing_left(llm: LLM) -> None:
     assert not engine._running
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not llm.session.prefix_cache._in_use
-    assert not llm.session.draft_prefix_cache._in_use
+    assert not llm.session.models.prefix_cache._in_use
+    assert not llm.session.models.draft_prefix_cache._in_use
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_cancel_frees_rows_and_kv_by_the_next_pass(llm: LLM) -> None:
         steps.cancel(first)
         (sequence,) = first._sequences
         assert sequence.kv is None
-        assert len(llm.session.prefix_cache._in_use) == 1
+        assert len(llm.session.models.prefix_cache._in_use) == 1
         assert steps.rest(second)
     check_nothing_left(llm)
 

@@ -23,21 +23,28 @@ SLOW = CostModel(0.0, 0.0, 1.0)
 """Cost model of one second per token: a file is always quicker."""
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("gguf", marks=pytest.mark.gguf)])
-def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["torch", "torch q8_0", pytest.param("gguf", marks=pytest.mark.gguf)]
+)
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model and the types of its KV cache."""
     folder = tmp_path_factory.mktemp("model")
-    if request.param == "torch":
-        return save_model(folder, seed=0)
+    kind, _, cache_type = request.param.partition(" ")
+    types = dict.fromkeys(("cache_type_k", "cache_type_v"), cache_type or None)
+    if kind == "torch":
+        return save_model(folder, seed=0), types
     pytest.importorskip("llama_cpp")
-    return save_tiny_gguf("llama", folder / "m.gguf")
+    return save_tiny_gguf("llama", folder / "m.gguf"), types
 
 
 @pytest.fixture
-def llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+def llm(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LLM]:
     """A model with memory for all of the sequences only while they are short."""
-    with specdec.load(
-        model, ctx_size=192, kv_tokens=256, parallel=4, threads=1, num_draft_tokens=4
-    ) as loaded:
+    path, types = model
+    sizes = {"ctx_size": 192, "kv_tokens": 256, "parallel": 4, "threads": 1}
+    with specdec.load(path, num_draft_tokens=4, **sizes, **types) as loaded:
         kv_manager = loaded.session.engine.scheduler.kv
         monkeypatch.setattr(kv_manager, "cost", SLOW)
         monkeypatch.setattr(kv_manager.files, "_find_folder", lambda: tmp_path)
@@ -141,8 +148,8 @@ def test_a_file_has_to_be_worth_it(llm: LLM) -> None:
     assert not kv_manager._pays_off(9, num_shared=0, num_bytes=1000)
     assert kv_manager._pays_off(10, num_shared=0, num_bytes=1000)
     assert not kv_manager._pays_off(10, num_shared=0, num_bytes=10**7)
-    sequence = llm.session.prefix_cache.allocate([5, 6, 7])
+    sequence = llm.session.models.prefix_cache.allocate([5, 6, 7])
     sequence.prefill([5, 6, 7])
-    assert llm.session.prefix_cache.n_common([5, 6, 8, 9]) == 2
-    assert llm.session.prefix_cache.n_common([5, 6, 8, 9], sequence) == 0
-    llm.session.prefix_cache.drop(sequence)
+    assert llm.session.models.prefix_cache.n_common([5, 6, 8, 9]) == 2
+    assert llm.session.models.prefix_cache.n_common([5, 6, 8, 9], sequence) == 0
+    llm.session.models.prefix_cache.drop(sequence)

@@ -89,13 +89,13 @@ def test_calls_between_steps_come_next(llm: LLM, monkeypatch: pytest.MonkeyPatch
     llm.generate([80, 81], max_tokens=1)  # so that there is something to drop
     meanwhile = Meanwhile(llm.session.forget_prompt)
     steps: list[int] = []
-    clear = llm.session.prefix_cache.clear
+    clear = llm.session.models.prefix_cache.clear
 
     def noted() -> None:
         steps.append(meanwhile.n_calls)
         clear()
 
-    monkeypatch.setattr(llm.session.prefix_cache, "clear", noted)
+    monkeypatch.setattr(llm.session.models.prefix_cache, "clear", noted)
     meanwhile.read(llm)
     assert meanwhile.was_done_before_the_end
     assert steps[0] == 5

@@ -1,0 +1,167 @@
+"""Change of a run's memory budget between two steps; the text stays the same.
+
+Planned first: a budget that cannot hold the run is refused, and nothing changes. If what is loaded
+fits, only the opportunistic layers change. Otherwise all sequences are preempted, the models are
+closed and loaded by the new plan, and the sequences go on from their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from backends.contract.backend import BackendError
+from offload.errors import SpecdecError
+from offload.process.memory import MemoryLimit, memory_limit
+from offload.units import format_bytes
+from specdec.checks import ConfigError, FieldName
+from specdec.engine.draft_worker import DraftWorker
+from specdec.engine.engine import Engine
+from specdec.planning.loaded import LoadedModels
+from specdec.planning.new_budget import adjusted_plan
+from specdec.planning.plan import PlannedModels
+from specdec.planning.run_plan import RunPlan
+from specdec.run_options import CUDA
+
+logger = logging.getLogger(__name__)
+WATCH_SECONDS = 1.0
+"""Interval at which the limit of the process is read."""
+
+
+def change_budget(
+    engine: Engine,
+    models: LoadedModels,
+    total_bytes: int,
+    source: str,
+    load: Callable[[PlannedModels], None],
+) -> None:
+    """Change the budget of loaded models, in the engine's thread between two steps.
+
+    source: origin of the budget, for users. load: closes the models and loads them as planned.
+
+    Raises BudgetExceeded where it cannot hold the run, BackendError where a running beam search
+    would not fit, and ConfigError on a GPU; nothing has changed then.
+    """
+    if models.plan.device == CUDA:  # not tested there
+        raise ConfigError(
+            FieldName("memory_budget"), " of a run on a GPU stays as it is: load the models again"
+        )
+    planned = models.planned.planning.plan(total_bytes, source)
+    adjusted = adjusted_plan(models.plan, planned)
+    if adjusted is None:
+        check_beams(engine, planned)
+        load(planned)
+    else:
+        models.planned = replace(models.planned, plan=adjusted)
+        engine.opportunistic_layers.set_budget(total_bytes)
+
+
+def reload(
+    engine: Engine,
+    models: LoadedModels,
+    planned: PlannedModels,
+    worker: DraftWorker,
+    assemble: Callable[[], None],
+) -> None:
+    """Load models by another plan, or by the present one where that fails; running sequences go on.
+
+    worker: a thread that uses the draft. assemble: lets the engine and new sequences use them.
+
+    Raises the error of loading. If neither plan can be loaded, the engine ends.
+    """
+    present, failure = models.planned, None
+    engine.suspend()
+    worker.close()
+    models.close()
+    try:
+        models.load(planned)
+    except BaseException as error:
+        failure = error
+        try:
+            models.load(present)
+        except BaseException:
+            engine.end_by(error)
+            raise
+    assemble()
+    engine.resume()
+    if failure is not None:
+        raise failure
+
+
+def check_beams(engine: Engine, planned: PlannedModels) -> None:
+    """Raise BackendError where the new plan has no memory for the beams of a running search."""
+    limit = planned.options.max_target_tokens(planned.plan.n_draft_tokens)
+    num_beams = max((request.params.num_beams for request in engine.requests), default=1)
+    if num_beams > limit:
+        raise BackendError(
+            f"a running search has {num_beams} beams, and a memory budget of "
+            f"{format_bytes(planned.plan.budget_bytes)} is planned for passes of {limit} tokens: "
+            f"wait until it has ended, or load with num_beams={num_beams} (--num-beams)"
+        )
+
+
+class LimitWatch:
+    """Watch over the memory limit of this process, which others may lower while it runs.
+
+    change: takes a budget in bytes and its origin; raises SpecdecError where it is refused.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[int, str], None],
+        read_limit: Callable[[], MemoryLimit] = memory_limit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._change, self._read_limit, self._clock = change, read_limit, clock
+        self._last_read = clock()
+        self._refused_bytes: int | None = None
+
+    def check(self, budget_bytes: int) -> None:
+        """Lower the budget to a limit that has become smaller; call it after every step."""
+        if self._clock() - self._last_read < WATCH_SECONDS:
+            return
+        self._last_read, limit = self._clock(), self._read_limit()
+        if limit.n_bytes >= budget_bytes or limit.n_bytes == self._refused_bytes:
+            return
+        limited = f"the limit of this process ({limit.source}) is {format_bytes(limit.n_bytes)} now"
+        try:
+            self._change(limit.n_bytes, limit.source)
+        except SpecdecError as error:
+            self._refused_bytes = limit.n_bytes
+            logger.warning("%s, below the memory budget, which stays as it is: %s", limited, error)
+        else:
+            was = format_bytes(budget_bytes)
+            logger.warning("%s: the memory budget follows it, from %s", limited, was)
+
+
+class Budgeted(Protocol):
+    """A session, as far as the watch over its limit needs it."""
+
+    @property
+    def plan(self) -> RunPlan: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def change_budget(self, total_bytes: int, source: str) -> None: ...
+
+
+def watching_limit(session: weakref.ref[Budgeted]) -> Callable[[], None]:
+    """Return a function, to be called after every step, that lets a session's budget follow a
+    memory limit that has become smaller."""
+
+    def change(total_bytes: int, source: str) -> None:
+        if (changed := session()) is not None:
+            changed.change_budget(total_bytes, source)
+
+    watch = LimitWatch(change)
+
+    def check() -> None:
+        if (watched := session()) is not None and watched.is_open:
+            watch.check(watched.plan.budget_bytes)
+
+    return check

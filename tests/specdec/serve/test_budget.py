@@ -1,0 +1,149 @@
+"""The memory budget of a running server: /v1/budget, SIGHUP, and an engine that is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import engine_of
+from serving import COMPLETIONS, LONG, Server, begun, events
+
+from offload.units import MIB
+
+PATH = "/v1/budget"
+OPTIONS = ("--spec-type", "none", "-c", "512")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    write(file, "2GiB")
+    return file
+
+
+def write(config: Path, budget: str) -> None:
+    config.write_text(f'[serve]\nmemory-budget = "{budget}"\n')
+
+
+@pytest.fixture
+def configured(served_model: Path, config: Path) -> Iterator[Server]:
+    environment = {"SPECDEC_CONFIG": str(config)}
+    with Server(served_model, *OPTIONS, environment=environment) as started:
+        yield started.ready()
+
+
+def present(server: Server) -> Any:
+    status, text = server.get(PATH)
+    assert status == 200
+    return json.loads(text)
+
+
+def plan(server: Server) -> Any:
+    return json.loads(server.get("/v1/plan")[1])
+
+
+def wait_for_budget(server: Server, n_bytes: int) -> None:
+    end = time.monotonic() + 60
+    while True:
+        status, text = server.get(PATH)
+        if status == 200 and json.loads(text)["memory_budget_bytes"] == n_bytes:
+            return
+        assert time.monotonic() < end, text
+        time.sleep(0.05)
+
+
+def text_of(raw: Any, begin: bytes = b"") -> str:
+    with raw:
+        while b"[DONE]" not in begin:
+            begin += raw.recv(65536)
+    lines = begin.decode().replace("\r\n", "\n").splitlines()
+    stream = "\n".join(line for line in lines if line.startswith("data:"))
+    return "".join(event["choices"][0]["text"] for event in events(stream) if event["choices"])
+
+
+def test_a_client_changes_it_in_the_midst_of_a_text(configured: Server) -> None:
+    _, whole = configured.post(COMPLETIONS, LONG)
+    raw = begun(configured)
+    status, answer = configured.post(PATH, {"memory_budget": "1500MiB"})
+    assert (status, answer["memory_budget_bytes"]) == (200, 1500 * MIB)
+    assert answer == present(configured)
+    assert plan(configured)["memory_budget_bytes"] == 1500 * MIB
+    assert whole["choices"][0]["text"].endswith(text_of(raw))
+    assert configured.metric("specdec_memory_budget_bytes") == 1500 * MIB
+    configured.wait_for(r"the memory budget is 1\.46 GiB now")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"memory_budget": "50MiB"}, "the smallest budget that works is"),
+        ({"memory_budget": "1000000GiB"}, "is above the limit of this process"),
+        ({"memory_budget": "3.5"}, "has no unit"),
+        ({"memory_budget": 0}, "must be positive"),
+        ({"memory_budget": None}, "memory_budget"),
+        ({}, "memory_budget"),
+        ({"memory_budget": "2GiB", "memory_budgets": 1}, "memory_budget"),
+    ],
+)
+def test_a_refused_budget_is_the_clients_error(server: Server, body: Any, message: str) -> None:
+    before = present(server)
+    status, answer = server.post(PATH, body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert answer["error"]["param"].startswith("memory_budget")
+    assert present(server) == before
+
+
+def test_sighup_reads_the_config_again(configured: Server, config: Path) -> None:
+    raw = begun(configured)
+    write(config, "1400MiB")
+    configured.process.send_signal(signal.SIGHUP)
+    wait_for_budget(configured, 1400 * MIB)
+    text_of(raw)
+    write(config, "10MiB")
+    configured.process.send_signal(signal.SIGHUP)
+    configured.wait_for("the memory budget stays as it is: this run needs")
+    config.write_text("[serve]\nmemory-budgets = 1\n")
+    configured.process.send_signal(signal.SIGHUP)
+    configured.wait_for("the memory budget stays as it is: .* does not have an option")
+    assert present(configured)["memory_budget_bytes"] == 1400 * MIB
+
+
+def test_a_given_option_takes_precedence_at_sighup(served_model: Path, config: Path) -> None:
+    environment = {"SPECDEC_CONFIG": str(config)}
+    argv = (*OPTIONS, "--memory-budget", "1GiB")
+    with Server(served_model, *argv, environment=environment) as server:
+        server.ready()
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("stays as it is: --memory-budget was given, and takes precedence over")
+        assert present(server)["memory_budget_bytes"] == 1024 * MIB
+
+
+def test_sighup_ends_a_server_with_no_config_but_the_users_own(
+    served_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "specdec").mkdir()
+    write(tmp_path / "specdec" / "config.toml", "2GiB")
+    environment = {"XDG_CONFIG_HOME": str(tmp_path)}
+    with Server(served_model, *OPTIONS, environment=environment) as server:
+        server.ready()
+        assert server.end(signal.SIGHUP) in (-signal.SIGHUP, 128 + signal.SIGHUP)
+
+
+def test_an_engine_that_is_replaced_gets_the_present_budget(configured: Server) -> None:
+    configured.post(PATH, {"memory_budget": "1300MiB"})
+    configured.post(COMPLETIONS, {**LONG, "max_tokens": 1})
+    os.kill(engine_of(configured), signal.SIGKILL)
+    configured.wait_for("it is started again")
+    wait_for_budget(configured, 1300 * MIB)
+    end = time.monotonic() + 60
+    while len([line for line in configured.lines if "the memory budget is" in line]) < 2:
+        assert time.monotonic() < end, configured.lines
+        time.sleep(0.05)
+    assert plan(configured)["memory_budget_bytes"] == 1300 * MIB
