@@ -126,7 +126,7 @@ class PagedExperts:
             MemoryError: memory for them cannot be had.
             SpecdecError: this was closed, or the experts exceed its memory.
         """
-        prefetched_layer, prefetched = self._settle(check) or (None, frozenset())
+        prefetched_layer, prefetched = self._end_earlier(check) or (None, frozenset())
         self._count_mappings()
         if layer != prefetched_layer:
             self._directory.access(layer)
@@ -154,18 +154,18 @@ class PagedExperts:
 
         Raises as `fetch` does; errors of its reads are raised by the next call.
         """
-        self._settle(check)
+        self._end_earlier(check)
         own = self._capacity.layers[layer]
         assert own is not None, "a layer without experts has nothing to fetch"
-        room = self._capacity.n_slots - sum(map(len, in_use.values()))
-        experts = range(len(own.tensors))[: max(0, room)]
+        n_free = self._capacity.n_slots - sum(map(len, in_use.values()))
+        experts = range(len(own.tensors))[: max(0, n_free)]
         self._directory.access(layer)
         missing = [e for e in experts if not self._directory.has(layer, e)]
         with self._admission(layer) as admitted:
             self._begin(self._admit(layer, missing, {**in_use, layer: experts}, admitted))
             self._prefetched = layer, frozenset(missing)
 
-    def _settle(self, check: Check | None) -> tuple[int, frozenset[int]] | None:
+    def _end_earlier(self, check: Check | None) -> tuple[int, frozenset[int]] | None:
         """End what earlier calls left: given up reads and a prefetch, which is returned."""
         self._readers.check_open()
         self._forget_left(check)

@@ -147,9 +147,9 @@ def test_a_mixture_s_tokens_cost_arithmetic_alone_once_all_experts_are_read() ->
     assert [cost.planned_seconds(n) for n in few] == pytest.approx([0.2 + 0.3 * n for n in few])
     assert [cost.planned_seconds(n) for n in many] == pytest.approx([6 + 0.02 * n for n in many])
     for seconds in (3.0, 7.0, 12.0, 100.0):
-        most = cost.max_num_tokens(seconds)
-        assert cost.planned_seconds(most) <= seconds * 1.0001
-        assert cost.planned_seconds(most + 1) > seconds
+        num_tokens = cost.max_num_tokens(seconds)
+        assert cost.planned_seconds(num_tokens) <= seconds * 1.0001
+        assert cost.planned_seconds(num_tokens + 1) > seconds
     assert CostModel(1.0, 0.2, 0.3).num_tokens_of_all_experts == 1
     assert CostModel(0.0, 0.2, 0.01, all_experts=(0.2, 0.01)).num_tokens_of_all_experts == 1
 
