@@ -54,7 +54,7 @@ class TrainOptions:
         "Highest learning rate.",
         TRAINING,
         above=0.0,
-        shown_default="0.25 / the draft's width; twice that for a new head",
+        shown_default="0.25 / the draft's width; five times that for a new head",
     )
     intermediate_size: int | None = option(
         None,
