@@ -34,7 +34,7 @@ class SpecConfig:
     spec_type: tuple[str, ...] = SPEC_TYPES  # () = plain decoding
     num_draft_tokens: int | None = option(  # nodes of a tree, its root not counted
         None,
-        "Draft tokens per pass; auto: decided in every step from measured times.",
+        "Draft tokens per pass; auto decides at each step, from measured times.",
         SPECULATION,
         metavar="N|auto",
         at_least=0,
@@ -58,7 +58,7 @@ class SpecConfig:
     )
     acceptance: str = option(
         "match",
-        "Rule by which the target accepts; the last two are for one sampled chain.",
+        "Rule for accepting draft tokens; the last two are for a single sampled chain.",
         SPECULATION,
         choices=ACCEPTANCE_RULES,
     )
@@ -73,7 +73,7 @@ class SpecConfig:
     )
     draft_ahead: str = option(  # drawn chains are never drafted ahead
         "auto",
-        "Draft in parallel to the target's pass; auto does where the target streams.",
+        "Draft during the target's pass; auto does so where the target streams.",
         SPECULATION,
         choices=DRAFT_AHEAD_MODES,
     )

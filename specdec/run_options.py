@@ -112,15 +112,15 @@ class RunOptions:
     )
     parse_special: bool = option(
         False,
-        "Take control tokens written out in messages as such, not as text: who writes them can "
+        "Parse control tokens that are written out in messages; whoever writes a message can then "
         "forge turns.",
         MODELS,
         shown_default="off",
     )
     exact: str = option(
         AUTO,
-        "Make the output plain decoding's to the bit, with any draft, tree and budget: auto where "
-        "this machine can, on refuses where it cannot.",
+        "Make the output identical to plain decoding's, whatever the draft and the budget: auto "
+        "does so where this machine can, on refuses to run where it cannot.",
         MODELS,
         choices=(AUTO, ON, OFF),
     )
@@ -132,7 +132,7 @@ class RunOptions:
     )
     device: str = option(
         CPU,
-        "Where the target is computed; auto takes the GPU if there is one for it.",
+        "Where the target is computed; auto takes a GPU if there is one.",
         MEMORY,
         choices=DEVICES,
     )
@@ -149,7 +149,7 @@ class RunOptions:
     )
     parallel: int | None = option(
         None,
-        "Maximum sequences that are computed together.",
+        "Maximum number of sequences computed together.",
         MEMORY,
         short="-np",
         at_least=1,
@@ -158,8 +158,8 @@ class RunOptions:
     )
     kv_tokens: int | None = option(
         None,
-        "Capacity of the KV caches, in tokens of all sequences together; auto takes what pays, as "
-        "unused KV memory holds layers.",
+        "Capacity of the KV caches, in tokens of all sequences together; auto takes what "
+        "pays off, because unused KV memory holds layers.",
         MEMORY,
         metavar="auto|N",
         at_least=1,
@@ -208,8 +208,8 @@ class RunOptions:
     )
     prompt_cache_dir: Path | str | None = option(
         None,
-        "Leave the KV of prompts and answers in this folder, and go on from there where reading is "
-        "quicker than computing.",
+        "Folder to keep the KV of prompts and answers in; later prompts load it from there where "
+        "that is quicker than computing it.",
         MEMORY,
         metavar="DIR",
         shown_default="none",
@@ -237,8 +237,8 @@ class RunOptions:
     )
     record_traces: Path | str | None = option(
         None,
-        "Leave traces of the run in this folder, to train a draft with: prompts, output and the "
-        "target's likeliest tokens.",
+        "Folder to record traces in, to train a draft with: prompts, output and the target's "
+        "likeliest tokens.",
         SPECULATION,
         metavar="DIR",
         shown_default="none",

@@ -161,6 +161,10 @@ class ModelSource(ABC):
     def non_layer_bytes(self) -> int:
         """Bytes of embeddings, norms and head, and of tensors that must be copied to be used."""
 
+    def load_decoders(self) -> None:  # noqa: B027  # most formats need none
+        """Load what decodes packed weights on the CPU, so that its own memory is measured before a
+        memory plan is made. Raises UnsupportedModel where a library is missing."""
+
     def streaming_overhead_bytes(self, n_slots: int) -> int:
         """Return the maximum bytes that a ring of `n_slots` takes beside its slots."""
         return 0

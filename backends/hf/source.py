@@ -111,12 +111,14 @@ class HfSource(ModelSource):
         copies = model.converted_bytes + self._decode_buffer_bytes
         return resident_footprint(self._resident_records) + copies
 
-    @property
-    def _decode_buffer_bytes(self) -> int:
-        """Bytes for decoding on the CPU. Loads what decodes, so that its own memory is measured
-        before a memory plan is made."""
+    def load_decoders(self) -> None:
         packed = self.model.packed_modules
         load_decoders({module.tensors[0].record.scheme for module in packed})
+
+    @property
+    def _decode_buffer_bytes(self) -> int:
+        """Bytes for decoding on the CPU."""
+        self.load_decoders()
         return self.model.decode_buffer_bytes(self._n_threads)
 
     @property

@@ -190,6 +190,7 @@ class StreamedLayers:
         self._schedule_now = schedule
         self._n_asked, self._error, self._batch = 0, None, batch
         self._advance(0, self._streamed[0] if self._streamed else None)
+        self._prefetch_experts(0, batch, {})
         self.read_embeddings(batch.token_ids)
         with QUICK_HANDOVER:
             code = self._context.decode(batch)
@@ -268,7 +269,21 @@ class StreamedLayers:
                 f"{layer}: use --load-mode mmap"
             )
         ids[batch.first_filler(len(ids)) :] = ids[:1]
-        self._experts.fetch(layer, np.unique(ids).tolist(), self._check_stop)
+        in_use = np.unique(ids).tolist()
+        self._experts.fetch(layer, in_use, self._check_stop)
+        self._prefetch_experts(layer + 1, batch, {layer: in_use})
+
+    def _prefetch_experts(
+        self, layer: int, batch: Batch, in_use: Mapping[int, Collection[int]]
+    ) -> None:
+        """Begin to read the experts of the next layer from `layer` on that has some, where as many
+        tokens as a prompt's are likely to ask for all of them."""
+        if self._experts is None or self._expert_plan is None:
+            return
+        later = enumerate(self._expert_plan.layers[layer:], start=layer)
+        number, own = next(((i, x) for i, x in later if x is not None), (layer, None))
+        if own is not None and own.n_hit(batch.n_tokens) >= len(own.tensors):
+            self._experts.prefetch(number, in_use, self._check_stop)
 
     def _leave_layer(self, layer: int) -> bool:
         """Go from a layer to the next streamed one; return whether the pass is to continue."""

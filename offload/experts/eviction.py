@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -85,6 +85,9 @@ class ExpertIndex:
         self._slots.n_missed[is_here] += 1
         self._slots.n_visits[is_here] += 1
 
+    def has(self, layer: int, expert: int) -> bool:
+        return (layer, expert) in self._slot_of
+
     def find(self, layer: int, expert: int) -> int | None:
         """Return the expert's slot, and mark it as used; None if it is not cached."""
         slot = self._slot_of.get((layer, expert))
@@ -97,7 +100,7 @@ class ExpertIndex:
 
         cached: experts of this layer that must stay. None if they occupy all slots.
         """
-        if not self._free and self.evict(layer, cached) is None:
+        if not self._free and self.evict({layer: cached}) is None:
             return None
         slot = self._free.pop()
         self._slot_of[layer, expert] = slot
@@ -113,19 +116,21 @@ class ExpertIndex:
 
     def _use(self, layer: int, expert: int, slot: int) -> None:
         access = self._visits[layer]
-        score, before = self._uses.get((layer, expert), (0.0, access))
-        score = 1.0 + score * _RETAINED ** (access - before)
+        score, before = self._uses.get((layer, expert), (0.0, -1))
+        if access != before:  # one that was prefetched for this access is used once
+            score = 1.0 + score * _RETAINED ** (access - before)
         self._uses[layer, expert] = score, access
         slots = self._slots
         slots.score[slot], slots.used_at[slot] = score, self._now
         slots.n_missed[slot], slots.n_visits[slot] = 0, access
 
-    def evict(self, layer: int, cached: Collection[int]) -> tuple[int, int] | None:
+    def evict(self, cached: Mapping[int, Collection[int]]) -> tuple[int, int] | None:
         """Free the slot of the expert with the lowest score; return (its layer, the expert), or
-        None if all of them must stay: `cached` of this layer."""
+        None if all of them must stay: `cached`, by layer."""
         slots = self._slots
-        is_retained = (slots.layer == layer) & np.isin(slots.expert, list(cached))
-        may_go = (slots.layer >= 0) & ~is_retained
+        may_go = slots.layer >= 0
+        for layer, experts in cached.items():
+            may_go &= (slots.layer != layer) | ~np.isin(slots.expert, list(experts))
         if not may_go.any():
             return None
         score = np.where(may_go, self._rule(slots), np.inf)

@@ -6,12 +6,15 @@ other. Pages of cached experts are in memory, all others are address space witho
 computing with an expert that was not fetched is a crash, never a wrong result.
 
     experts.fetch(layer, ids)     all of them are at their addresses until the next call
+    experts.prefetch(layer, {})   all of a layer are read meanwhile: the tokens of a prompt ask for
+                                  nearly all
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +93,8 @@ class PagedExperts:
         self._was_full = False
         self._is_closed = False
         self._reads: list[Future[Failure]] = []
+        self._prefetched: tuple[int, frozenset[int]] | None = None
+        """Layer of a prefetch that no access has waited for, and its missing experts."""
         self._left: list[tuple[int, int]] = []
         """(layer, expert) of an access that was given up while it read them."""
         self._unneeded: list[Fetched] = []
@@ -121,21 +126,64 @@ class PagedExperts:
             MemoryError: memory for them cannot be had.
             SpecdecError: this was closed, or the experts exceed its memory.
         """
-        self._readers.check_open()
-        self._forget_left(check)
+        prefetched_layer, prefetched = self._end_earlier(check) or (None, frozenset())
         self._count_mappings()
-        self._directory.access(layer)
+        if layer != prefetched_layer:
+            self._directory.access(layer)
+            prefetched = frozenset()
         record_access(layer, experts)
         missing = [e for e in sorted(experts) if self._directory.find(layer, e) is None]
-        self._count(layer, len(experts), len(missing))
-        self._n_uncounted += len(missing)
+        n_missed = len(missing) + len(prefetched.intersection(experts))
+        self._count(layer, len(experts), n_missed)
+        self._n_uncounted += n_missed
         if not missing:
             return
-        admitted: list[int] = []
-        try:
-            self._begin(self._admit(layer, missing, experts, admitted))
+        with self._admission(layer) as admitted:
+            self._begin(self._admit(layer, missing, {layer: experts}, admitted))
             self._readers.stall_for(self._reads, layer, check)
             self._readers.check_unchanged()
+
+    @no_capacity_is_memory_error()
+    def prefetch(
+        self, layer: int, in_use: Mapping[int, Collection[int]], check: Check | None = None
+    ) -> None:
+        """Begin to fetch all experts of a layer that fit beside those in use, in the order of the
+        file. The next `fetch` waits for them.
+
+        in_use: experts that stay, by layer: those that products are computed with.
+
+        Raises as `fetch` does; errors of its reads are raised by the next call.
+        """
+        self._end_earlier(check)
+        own = self._capacity.layers[layer]
+        assert own is not None, "a layer without experts has nothing to fetch"
+        n_free = self._capacity.n_slots - sum(map(len, in_use.values()))
+        experts = range(len(own.tensors))[: max(0, n_free)]
+        self._directory.access(layer)
+        missing = [e for e in experts if not self._directory.has(layer, e)]
+        with self._admission(layer) as admitted:
+            self._begin(self._admit(layer, missing, {**in_use, layer: experts}, admitted))
+            self._prefetched = layer, frozenset(missing)
+
+    def _end_earlier(self, check: Check | None) -> tuple[int, frozenset[int]] | None:
+        """End what earlier calls left: given up reads and a prefetch, which is returned."""
+        self._readers.check_open()
+        self._forget_left(check)
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            layer, experts = prefetched
+            with self._admission(layer) as admitted:
+                admitted += experts
+                self._readers.stall_for(self._reads, layer, check)
+                self._readers.check_unchanged()
+        return prefetched
+
+    @contextmanager
+    def _admission(self, layer: int) -> Iterator[list[int]]:
+        """Yield a list for the experts that are admitted; forget them if the block fails."""
+        admitted: list[int] = []
+        try:
+            yield admitted
         except BaseException:
             # A read may never end (a dead network mount): the next access waits for it before its
             # pages are freed.
@@ -178,31 +226,36 @@ class PagedExperts:
             stats.n_hits_full += n_asked - n_missing
 
     def _admit(
-        self, layer: int, missing: Iterable[int], cached: Collection[int], admitted: list[int]
+        self,
+        layer: int,
+        missing: Iterable[int],
+        in_use: Mapping[int, Collection[int]],
+        admitted: list[int],
     ) -> list[Fetched]:
         """Give experts their pages, first those of evicted ones; return the pages to be read."""
         lacking: list[Fetched] = []
         for expert in missing:
-            self._directory.admit(layer, expert, cached)
+            self._directory.admit(layer, expert, in_use[layer])
             admitted.append(expert)
             lacking += [(r, run) for r in self._regions[layer] for run in r.use(expert)]
         self._n_used_bytes += sum(n_bytes_of(run) for _, run in lacking)
         try:
-            self._evict_surplus(layer, cached)
+            self._evict_surplus(layer, in_use)
             _move(self._unneeded if self._may_move else (), lacking)
         finally:
             self._give_up()
         return lacking
 
-    def _evict_surplus(self, layer: int, cached: Collection[int]) -> None:
+    def _evict_surplus(self, layer: int, in_use: Mapping[int, Collection[int]]) -> None:
         """Evict experts until the cache fits its limit; their pages stay in memory for now."""
         while self._n_used_bytes > self._max_bytes:
             self._was_full = True
-            victim = self._directory.evict(layer, cached)
+            victim = self._directory.evict(in_use)
             if victim is None:
-                needed = len(cached) * self._capacity.slot_bytes
+                n_experts = len(in_use[layer])
+                needed = n_experts * self._capacity.slot_bytes
                 raise SpecdecError(
-                    f"layer {layer} needs {len(cached)} experts at once, {format_bytes(needed)}, "
+                    f"layer {layer} needs {n_experts} experts at once, {format_bytes(needed)}, "
                     f"more than the {format_bytes(self._max_bytes)} for them: raise the memory "
                     f"budget by {format_bytes(needed - self._max_bytes)}"
                 )

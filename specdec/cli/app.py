@@ -20,6 +20,7 @@ from specdec.cli.commands import pack as cli_pack
 from specdec.cli.commands import recommend as cli_recommend
 from specdec.cli.commands import run as cli_run
 from specdec.cli.commands import serve as cli_serve
+from specdec.cli.commands import servers as cli_servers
 from specdec.cli.commands import train_draft as cli_train_draft
 from specdec.cli.errors import DEFAULTS_FILE, run_app
 from specdec.cli.help import Command, Group
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_GENERATE, _ADVISE, _MODELS = "Generate", "Before a run", "Models"
+_GENERATE, _ADVISE, _MODELS, _SERVERS = "Generate", "Before a run", "Models", "Servers"
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     _GENERATE: {
         "run": cli_run.run,
@@ -56,6 +57,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "pack": cli_pack.pack,
         "train-draft": cli_train_draft.train_draft,
     },
+    _SERVERS: {"ps": cli_servers.ps, "stop": cli_servers.stop},
 }
 for _panel, _of_panel in _COMMANDS.items():
     for _name, _function in _of_panel.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.pair import PAIR_NAMES
+from specdec.pair import PAIR_HEAD_NAMES, PAIR_NAMES
 
-_DRAFTS = ("auto", "mtp", "self:window=512")
+_DRAFTS = ("auto", "mtp", "self:window=512", *PAIR_HEAD_NAMES)
 
 
 def complete_model(incomplete: str, *, is_draft: bool) -> list[str]:

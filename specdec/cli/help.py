@@ -70,6 +70,8 @@ EXAMPLES = {
     "models": ("specdec models", "specdec models --fits TARGET"),
     "pull": ("specdec pull user/repo", "specdec pull user/repo:Q4_K_M"),
     "rm": ("specdec rm user/repo",),
+    "ps": ("specdec ps", "specdec ps --json"),
+    "stop": ("specdec stop", "specdec stop smollm2", "specdec stop --all"),
     "profile": ("specdec profile TARGET --json > laptop.json",),
     "pack": ("specdec pack MODEL -o packed",),
     "train-draft": ("specdec train-draft TARGET --from DRAFT --text notes -o my-draft",),
@@ -205,7 +207,7 @@ def _group_lines(group: Any, ctx: Any) -> Iterator[str]:
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)
         panels.setdefault(command.rich_help_panel or "Commands", []).append(
-            (name, _sentence(command.help))
+            (name, _CLAUSE_END.split(_sentence(command.help).rstrip("."))[0])
         )
     for panel, rows in panels.items():
         yield from ["", f"{panel}:"]

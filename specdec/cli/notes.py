@@ -77,7 +77,7 @@ def note_embedded(model: str | Path) -> None:
     if str(model).startswith(PAIR_PREFIX):
         say_hint(
             f"{model} is for demonstrations and tests: it continues Python source and answers no "
-            "questions; for those take -m smollm2"
+            "questions; for answers use -m smollm2"
         )
 
 

@@ -69,7 +69,7 @@ Quiet = Annotated[
         "--quiet",
         callback=_set_quiet,
         expose_value=False,
-        help="No progress, hints and line of metrics on stderr; other notes and errors stay.",
+        help="Print no progress, hints or metrics on stderr; other notes and errors remain.",
     ),
 ]
 Verbose = Annotated[

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.dialogue.schemas import ArgumentTypes
+from specdec.sampling.reasoning_budget import ReasoningMarks
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,14 @@ class ToolFormat:
 class ChannelMarks:
     """Marks of headers, see `channels.py`.
 
-    skipping: header of an answer without reasoning.
+    reasoning: header of a reasoning. skipping: header of an answer without one.
     tags_calls: whether calls have tags inside of their message; else all of it is the arguments.
     """
 
     start: str
     message: str
     ends: tuple[str, ...]
+    reasoning: str
     skipping: str
     channel: str = "<|channel|>"
     tags_calls: bool = False
@@ -141,6 +143,16 @@ class ThinkingFormat:
     ignored: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     channels: ChannelMarks | None = None
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """Texts around the reasoning."""
+        form = self.channels
+        if form is None:
+            return ReasoningMarks(self.opens, self.closes, self.closes[0])
+        return ReasoningMarks(
+            (form.reasoning,), form.ends, f"{form.ends[0]}{form.start}{form.skipping}"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from specdec.dialogue.messages import adapted
 from specdec.dialogue.recognition import thinking_format, tool_format
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.traits import PLAIN_TRAITS, TemplateTraits, traits_of
+from specdec.sampling.reasoning_budget import ReasoningBudget
 from specdec.text.chat_format import DEFAULT_OPTIONS, TemplateOptions
 from specdec.text.contract import ChatTokenizer
 from specdec.text.conversation import render_conversation
@@ -122,6 +123,21 @@ class Dialogue:
                 begins_in = "text"
         return DialoguePrompt(ids, self._form(tools, begins_in, answer))
 
+    def reasoning_budget(self, prompt: DialoguePrompt, max_tokens: int) -> ReasoningBudget | None:
+        """Return a processor that ends the reasoning after so many tokens; None for a model whose
+        reasoning has no known marks."""
+        if self.thinking is None:
+            return None
+        marks = self.thinking.reasoning_marks
+        return ReasoningBudget(
+            max_tokens,
+            marks,
+            self._tokenizer.encode(marks.ending, add_special_tokens=False, is_start=False),
+            len(prompt.ids),
+            prompt.form.begins_in == "reasoning",
+            self._written,
+        )
+
     def _form(
         self, tools: Sequence[Mapping[str, Any]], begins_in: Begin, answer: AnswerOptions
     ) -> OutputFormat:
@@ -157,10 +173,14 @@ class Dialogue:
 
     def _tail(self, ids: Sequence[int]) -> str:
         """Return the text of the last tokens, with control tokens written out."""
+        return self._written(ids[-_TAIL_TOKENS:])
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with control tokens written out."""
         names = {token.token_id: name for name, token in self._tokenizer.added_tokens.items()}
         parts: list[str] = []
         run: list[int] = []
-        for token_id in ids[-_TAIL_TOKENS:]:
+        for token_id in ids:
             if token_id in names:
                 parts += [self._tokenizer.decode(run) if run else "", names[token_id]]
                 run = []

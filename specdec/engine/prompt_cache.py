@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class PromptCacheFolder:
         max_bytes: maximum bytes of all files in it, those of other models included.
 
     Raises:
-        PromptCacheError: it is no folder, or cannot be made.
+        PromptCacheError: it is no folder, or cannot be made or written to.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
@@ -55,6 +56,14 @@ class PromptCacheFolder:
             raise PromptCacheError(
                 f"the prompt cache folder {self._folder} cannot be made: {error.strerror}: name "
                 "another one"
+            ) from error
+        try:
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            raise PromptCacheError(
+                f"the prompt cache folder {self._folder} cannot be written to: {error.strerror}: "
+                "name another one"
             ) from error
 
     def set_models(self, target: OpenedModel, draft: OpenedModel | None) -> None:

@@ -35,8 +35,8 @@ MAX_PREFILL_SECONDS = 10.0
 """Maximum duration of a pass over prompts alone: a prompt that is cancelled, or whose pass fails,
 keeps the passes before ..."""
 MIN_PREFILL_RATIO = 4
-"""... but each reads the model, so it may last this multiple of a pass of one token: the arithmetic
-of so many tokens hides the read."""
+"""... but each reads the model, so it may last this multiple of a pass of one token, or of as many
+as use all experts of a mixture: the arithmetic of so many tokens hides the read."""
 
 
 class PrefillChunk(NamedTuple):
@@ -178,7 +178,8 @@ class Scheduler:
 
     def _max_prompt_tokens(self) -> int:
         """Return the maximum tokens of a pass over prompts alone."""
-        seconds = max(MAX_PREFILL_SECONDS, MIN_PREFILL_RATIO * self.cost.seconds(1))
+        read_seconds = self.cost.seconds(self.cost.num_tokens_of_all_experts)
+        seconds = max(MAX_PREFILL_SECONDS, MIN_PREFILL_RATIO * read_seconds)
         return max(1, self.cost.max_num_tokens(seconds))
 
     def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:

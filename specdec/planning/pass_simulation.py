@@ -18,6 +18,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of tokens that passes are simulated with."""
 _GPU_SIZES = (*_SIZES, 256, 512, 1024)
 _FEW_TOKENS = 16
+_MANY_TOKENS = 512
 _ABOVE_THE_KNEE = 1.05
 """Ratio to one token's seconds from which a pass counts as bound by its tokens."""
 
@@ -60,11 +61,12 @@ class PassSimulation:
         Two pieces are as good for the policy as the simulated times themselves (docs/policy.md).
         """
         # Without moving layers no reads hide the tokens' arithmetic, and experts' reads are not
-        # hidden either, as every token needs some: a line through a few tokens is enough.
+        # hidden either, as every token needs some: a line through a few tokens is enough, and one
+        # through many for passes that use all experts.
         if not self.placement.n_moving_layers or self.placement.experts is not None:
             few = self.seconds(_FEW_TOKENS)
             resident = _line(1, self.seconds(1), _FEW_TOKENS, few)
-            return CostModel(0.0, *resident, self.compute.block_size)
+            return CostModel(0.0, *resident, self.compute.block_size, self._all_experts(*resident))
         sizes = _GPU_SIZES if self.placement.is_on_device else _SIZES
         seconds = {n: self.seconds(n) for n in sizes}
         floor = seconds[1]
@@ -75,6 +77,23 @@ class PassSimulation:
         line = seconds if above else {n: self._compute_seconds(n) for n in (low, high)}
         fitted = _line(low, line[low], high, line[high])
         return CostModel(floor, *fitted, self.compute.block_size)
+
+    def _all_experts(
+        self, fixed_seconds: float, seconds_per_token: float
+    ) -> tuple[float, float] | None:
+        """Return the line from the reads of all missing experts to a pass of many tokens.
+
+        None where that is no longer than a pass of few tokens, whose line is given: most experts
+        are in memory.
+        """
+        experts = self.placement.experts
+        if experts is None:
+            return None
+        n_bytes = sum(experts.read_bytes(i, _MANY_TOKENS) for i in range(len(experts.layers)))
+        read_seconds = n_bytes / self.expert_bytes_per_second
+        slope = max((self.seconds(_MANY_TOKENS) - read_seconds) / _MANY_TOKENS, 1e-12)
+        few = fixed_seconds + _FEW_TOKENS * seconds_per_token
+        return (read_seconds, slope) if read_seconds + _FEW_TOKENS * slope > few else None
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
         placement, per_byte = self.placement, self.compute.per_byte

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +39,11 @@ class CostModel:
     """Seconds of a forward pass by its number of tokens.
 
     The plan is a line of two pieces: max(read_seconds, fixed_seconds + seconds_per_token *
-    num_tokens). Measured passes correct it by a factor for each size: a weighted mean of
-    log(measured / planned) over passes of every size. Weights fall with age and, steeply, with the
-    distance in log2(num_tokens): a pass of another size counts only where this one was not seen for
-    long.
+    num_tokens). A mixture has a third one: from some number of tokens on, all experts are read, and
+    further tokens cost arithmetic alone. Measured passes correct it by a factor for each size: a
+    weighted mean of log(measured / planned) over passes of every size. Weights fall with age and,
+    steeply, with the distance in log2(num_tokens): a pass of another size counts only where this
+    one was not seen for long.
 
     Args:
         read_seconds: planned for a pass whose arithmetic is hidden by its reads.
@@ -49,12 +51,14 @@ class CostModel:
             only passes of many tokens are slowed by them.
         seconds_per_token: arithmetic of each token.
         block_size: see ModelCompute.
+        all_experts: (fixed seconds, seconds per token) of passes that use all experts.
     """
 
     read_seconds: float
     fixed_seconds: float
     seconds_per_token: float
     block_size: int | None = None
+    all_experts: tuple[float, float] | None = None
     # [knot, (weight, weighted sum of log(measured / planned))]
     _sums: NDArray[np.float64] = field(init=False, repr=False)
     _factors: NDArray[np.float64] = field(init=False, repr=False)  # log of it, [knot]
@@ -66,7 +70,15 @@ class CostModel:
 
     def planned_seconds(self, num_tokens: int) -> float:
         """Return the planned seconds, without measurements."""
-        return max(self.read_seconds, self.fixed_seconds + self.seconds_per_token * num_tokens)
+        return float(self._planned(np.float64(num_tokens)))
+
+    def _planned(self, num_tokens: Any) -> Any:
+        """Return the planned seconds of each number of tokens."""
+        seconds = self.fixed_seconds + self.seconds_per_token * num_tokens
+        if self.all_experts is not None:
+            fixed_seconds, seconds_per_token = self.all_experts
+            seconds = np.minimum(seconds, fixed_seconds + seconds_per_token * num_tokens)
+        return np.maximum(self.read_seconds, seconds)
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds of a pass of `num_tokens` tokens."""
@@ -83,10 +95,9 @@ class CostModel:
         n is max_num_tokens, or MAX_MEASURED_TOKENS if that is less.
         """
         if self._table is None:
-            planned = np.maximum(
-                self.read_seconds, self.fixed_seconds + self.seconds_per_token * _SIZES
+            self._table = self._planned(_SIZES) * np.exp(
+                np.interp(_LOG_SIZES, _KNOTS, self._factors)
             )
-            self._table = planned * np.exp(np.interp(_LOG_SIZES, _KNOTS, self._factors))
         return self._table[:max_num_tokens]
 
     def max_num_tokens(self, seconds: float) -> int:
@@ -96,8 +107,20 @@ class CostModel:
             return int(within[-1]) + 1 if len(within) else 0
         # Larger passes are not measured: their factor is that of the largest measured size.
         planned = seconds * _ROUNDING / math.exp(self._factors[-1])
-        num_tokens = int((planned - self.fixed_seconds) / self.seconds_per_token)
+        lines = [(self.fixed_seconds, self.seconds_per_token), self.all_experts]
+        num_tokens = max(int((planned - line[0]) / line[1]) for line in lines if line is not None)
         return max(MAX_MEASURED_TOKENS, num_tokens)
+
+    @property
+    def num_tokens_of_all_experts(self) -> int:
+        """Minimum tokens of a pass that uses all experts; 1 for models without any."""
+        if self.all_experts is None:
+            return 1
+        fixed_seconds, seconds_per_token = self.all_experts
+        slope = self.seconds_per_token - seconds_per_token
+        if slope <= 0.0:  # experts cost less than their arithmetic: all are in memory
+            return 1
+        return max(1, math.ceil((fixed_seconds - self.fixed_seconds) / slope))
 
     @property
     def is_streamed(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.sampling import processors
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.processors import Ids, Processor, SamplingError, Scores
+from specdec.sampling.processors import Ids, NumpyProcessor, Processor, SamplingError, Scores
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PipelineContext:
 class LogitsPipeline:
     """The active processors of a SamplingParams.
 
-    extra: the caller's own transformers LogitsProcessors, applied where
+    extra: the caller's own transformers LogitsProcessors or NumpyProcessors, applied where
     `generate(logits_processor=...)` applies them: before the warpers. They are called once per
     position that is verified, with its prefix, and must not keep state between calls.
     """
@@ -60,7 +60,7 @@ class LogitsPipeline:
         context = PipelineContext(params, prompt_length, params.resolve_eos(eos_token_ids))
         self._steps = [
             *_active(_BEFORE_WARPERS, context),
-            *(_adapted(processor) for processor in extra),
+            *(item if isinstance(item, NumpyProcessor) else _adapted(item) for item in extra),
             *_active({} if params.is_greedy else _WARPERS, context),
             *_active(_AFTER_WARPERS, context),
         ]

@@ -9,6 +9,7 @@ top-p must fall on the same side as in `generate`. Neither torch nor transformer
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,6 +22,13 @@ Ids = NDArray[np.int64]  # [n]
 Processor = Callable[[Ids, Scores], Scores]
 
 NEG_INF = np.float32(-np.inf)
+
+
+class NumpyProcessor(ABC):
+    """A processor that is an object; others of callers are transformers' LogitsProcessors."""
+
+    @abstractmethod
+    def __call__(self, prefix: Ids, scores: Scores) -> Scores: ...
 
 
 class SamplingError(SpecdecError):

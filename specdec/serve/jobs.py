@@ -8,9 +8,10 @@ from typing import Any
 
 from specdec.api import LLM
 from specdec.dialogue.formats import OutputFormat
-from specdec.dialogue.prompt import AnswerOptions, Dialogue
+from specdec.dialogue.prompt import AnswerOptions, Dialogue, DialoguePrompt
 from specdec.grammar.constraint import Constraint
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.processors import NumpyProcessor
 from specdec.serve.api.base import Sampling
 from specdec.serve.api.chat import ChatRequest, ConversationFields
 from specdec.serve.api.completions import CompletionRequest
@@ -71,6 +72,8 @@ class Job:
     priority: int = 0
     n_copies: int = 1
     form: OutputFormat | None = None
+    processors: tuple[NumpyProcessor, ...] = ()
+    """Logits processors of its prompts."""
     echoed: tuple[str, ...] = ()
     """Texts of the prompts, if the answer repeats them."""
     includes_stop: bool = False
@@ -141,7 +144,8 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     except ValueError as error:
         raise bad_request(str(error), "top_logprobs") from error
     params = params.replace(**constraint_fields(body, tools if is_forced else ()))
-    prompt = Dialogue(llm.tokenizer).encode(
+    dialogue = Dialogue(llm.tokenizer)
+    prompt = dialogue.encode(
         template_messages(body),
         offered_tool_fields(body),
         template_options(body),
@@ -159,8 +163,17 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
         params,
         limits,
         form=prompt.form,
+        processors=() if params.constraint else _reasoning_limit(body, dialogue, prompt),
         tells_reasoning=body.include_reasoning is not False,
     )
+
+
+def _reasoning_limit(
+    body: ChatRequest, dialogue: Dialogue, prompt: DialoguePrompt
+) -> tuple[NumpyProcessor, ...]:
+    n = body.reasoning_budget or 0
+    budget = dialogue.reasoning_budget(prompt, n) if n > 0 else None
+    return () if budget is None else (budget,)
 
 
 def chat_constraint(body: ChatRequest) -> Constraint | None:

@@ -68,6 +68,12 @@ class ServeOptions:
         SERVER,
         shown_default="none",
     )
+    log_file: Path | None = option(
+        None,
+        "File to append the server's lines and one line per request to.",
+        SERVER,
+        shown_default="none",
+    )
     max_body: str = option("1MiB", "Longest request.", LIMITS)
     max_headers: int = option(100, "Maximum number of headers of a request.", LIMITS, at_least=1)
     max_choices: int = option(
@@ -97,13 +103,13 @@ class ServeOptions:
     )
     request_timeout: float = option(
         600.0,
-        "Seconds that may pass without anything new of a request, waiting included.",
+        "Seconds that a request may go without progress, waiting included.",
         LIMITS,
         above=0.0,
     )
     engine_timeout: float = option(
         120.0,
-        "Seconds without a sign of life after which the engine is started again.",
+        "Seconds without a sign of life before the engine is restarted.",
         LIMITS,
         at_least=4.0,
     )

@@ -22,6 +22,8 @@ from specdec.serve.router.budget import Budget, ReadBudget
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import ModelOptions, Share, Starter
+from specdec.serve.running.log_file import open_log
+from specdec.serve.running.records import OwnRecord
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
@@ -89,7 +91,7 @@ class Serving:
         starter: returns the function that starts a model's engine.
         say: prints a line for whoever runs the server.
         read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
-        logs_requests: whether each request is a line, too.
+        logs_requests: whether each request is a line, too. In a log file it always is.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class Serving:
         self._options, self._print, self._read_budget = options, say, read_budget
         self._runners = [self._runner(model, starter, len(models) > 1) for model in models]
         self._capacity = capacity
+        self._write_log = None if options.log_file is None else open_log(options.log_file)
+        self._record: OwnRecord | None = None
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
         self._load_error = 0  # of an engine that could not load the only model
@@ -124,7 +128,10 @@ class Serving:
     def run(self) -> HowEnded:
         """Serve until a signal comes. Raises ServeError."""
         with _listening(self._options) as listener:
-            asyncio.run(self._serve(listener))
+            try:
+                asyncio.run(self._serve(listener))
+            finally:
+                self._remove_record()
         if self._signal:
             return HowEnded(signal=self._signal)
         return HowEnded(load_error=self._load_error)
@@ -133,19 +140,39 @@ class Serving:
         """Print a line. A closed pipe or a full disk must not keep the server from ending."""
         with suppress(OSError):
             self._print(line)
+        if self._write_log is not None:
+            self._write_log(line)
+
+    def _keep_record(self, router: ModelRouter) -> None:
+        try:
+            self._record = OwnRecord(router.names, self._url)
+        except (OSError, SpecdecError) as error:
+            self._say(f"note: `specdec ps` does not list this server: {error}")
+        else:
+            if self._capacity is not None:
+                self._record.set_budget(self._capacity.host_bytes)
+
+    def _remove_record(self) -> None:
+        if self._record is not None:
+            self._record.remove()
 
     def _log(self, path: str, status: int, seconds: float) -> None:
         """Print a line about a request, without anything of its content; none about those that
         the page and programs repeat to see the server's state."""
-        if path not in _REPEATED:
-            self._say(f"{path} {status or 'was left by its client'}, {seconds:.2f} s")
+        if path in _REPEATED:
+            return
+        line = f"{path} {status or 'left by its client'}, {seconds:.2f} s"
+        if self._logs_requests:
+            self._say(line)
+        elif self._write_log is not None:
+            self._write_log(line)
 
     async def _serve(self, listener: socket.socket) -> None:
         router = ModelRouter(self._runners, self._capacity, is_strict=self._options.strict_model)
         self._service = Service(self._options, router)
-        log = self._log if self._logs_requests else None
         self._budget = Budget(self._service, self._say)
-        app = make_app(self._service, self._budget, self._key, is_debug=self._is_debug, log=log)
+        service, budget, log = self._service, self._budget, self._log
+        app = make_app(service, budget, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
         self._server = uvicorn.Server(_config(app, idle))
         idle.connections = self._server.server_state.connections
@@ -158,6 +185,7 @@ class Serving:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._read_budget)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._keep_record(router)
         self._begin(router)
         try:
             await serving
@@ -168,7 +196,7 @@ class Serving:
         """Load the models of the start."""
         health = f"{self._url}/health tells"
         if router.only is not None:
-            self._say(f"loading {router.only.name}; {health} when it is there")
+            self._say(f"loading {router.only.name}; {health} when it is ready")
         else:
             self._say(f"ready: {', '.join(r.name for r in self._runners)} at {self._url}/v1")
             self._say(f"{health} which are loaded; chat page: {self._url}")
@@ -180,6 +208,8 @@ class Serving:
         if len(self._runners) > 1:
             self._say(f"{runner.name} is loaded")
             return
+        if self._record is not None and self._capacity is None:
+            self._record.set_budget(int(runner.model.plan["memory_budget_bytes"]))
         self._say(f"ready: {runner.name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
 
@@ -198,6 +228,7 @@ class Serving:
         is_loading = not any(runner.has_been_loaded for runner in self._runners)
         is_loading = is_loading and not self._service.limiter.num_requests
         if is_second or is_loading:  # nothing to wait for, or abort at a second signal
+            self._remove_record()
             with suppress(OSError):
                 sys.stderr.flush()
             os._exit(128 + number if is_second or number == signal.SIGINT else 0)
@@ -211,7 +242,8 @@ class Serving:
         limiter.is_draining = True
         if limiter.num_requests:
             self._say(
-                f"ending; {limiter.num_requests} requests have {self._options.drain_timeout:g} s"
+                f"shutting down; running requests ({limiter.num_requests}) have "
+                f"{self._options.drain_timeout:g} s to end"
             )
         if not await limiter.wait_until_empty(self._options.drain_timeout):
             self._service.cancel_all()

@@ -190,7 +190,8 @@ class Service:
             limit = self.options.request_timeout
             raise ApiError(
                 408,
-                f"nothing came of the request for {limit:g} s: ask for less, or when fewer wait",
+                f"the request made no progress for {limit:g} s: ask for less, or when the server "
+                "is less busy",
                 # OpenAI's clients retry after 408, and the request would time out again.
                 headers={"X-Should-Retry": "false"},
             ) from error

@@ -95,5 +95,6 @@ class MtpDraft(RepeatedHead):
             tensors[stored] = parameter.detach().to("cpu", self.dtype).contiguous()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = {**self._config.to_dict(), "architectures": [MTP_CLASS]}
+        config.pop("_name_or_path", None)  # a folder of this machine
         text = json.dumps(config, indent=2, default=str) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")

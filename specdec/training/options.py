@@ -32,7 +32,7 @@ class TrainOptions:
     traces: Path | None = None
     max_tokens: int = option(
         200_000,
-        "Use so much of the text, whole files in a random order.",
+        "Use this much of the text: whole files, in random order.",
         DATA,
         at_least=1024,
     )
@@ -54,7 +54,7 @@ class TrainOptions:
         "Highest learning rate.",
         TRAINING,
         above=0.0,
-        shown_default="0.25 / the draft's width; twice that for a new head",
+        shown_default="0.25 / the draft's width; five times that for a new head",
     )
     intermediate_size: int | None = option(
         None,

@@ -36,8 +36,9 @@ _LOGITS_COPIES = 4
 _TRAINED_BYTES = 4 * 4
 """Bytes of a trained weight: itself, its gradient, and two moments of AdamW, in float32."""
 _RATE_PER_WIDTH = 0.25
-_NEW_RATE = 2.0
-"""Learning rate of new weights, in multiples of that of trained ones."""
+_NEW_RATE = 5.0
+"""Learning rate of new weights, in multiples of that of trained ones: an MTP head of pair:target
+agrees after 3 minutes of one core with 0.424 at 2, with 0.455 at 5."""
 
 
 class ProgressBar(Protocol):

@@ -40,7 +40,7 @@ def analyze(
     on: options.OnDevice = None,
     json: options.Json = False,
 ) -> None:
-    """Show what a pass multiplies and moves, what binds it, and how many tokens are free."""
+    """Show a pass's FLOPs and bytes, its bottleneck, and how many more tokens cost no time."""
     check_local_name(load.model)
     from specdec.analysis.analyze import analyze as analyze_model
 

@@ -92,7 +92,7 @@ def batch(
     verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
-    """Answer a file of prompts. The same command again goes on where it was broken off."""
+    """Answer a file of prompts. The same command again resumes an interrupted batch."""
     from specdec.batch.journal import ORDERS
     from specdec.batch.lines import check_input
     from specdec.batch.request import Rules
@@ -101,14 +101,14 @@ def batch(
     if order not in ORDERS:
         raise options.OptionError(f"--order is {order!r}, must be one of {', '.join(ORDERS)}")
     if workers is not None and ray is None:
-        raise options.OptionError("--workers is given without --ray: it is about its workers")
+        raise options.OptionError("--workers needs --ray: it sets the number of workers")
     if enforce and ray is not None:
         raise options.OptionError(
-            "--enforce limits one process, --ray starts others: leave one out"
+            "--enforce limits this process only, and --ray starts others: leave one out"
         )
     if load.record_traces is not None and ray is not None:
         raise options.OptionError(
-            "--record-traces writes one folder, --ray has many writers: leave one out"
+            "--record-traces takes one writer, and --ray has many workers: leave one out"
         )
     if enforce:
         run_again_enforced(context, load.memory_budget)

@@ -18,8 +18,7 @@ Rank = Annotated[
     bool,
     typer.Option(
         "--rank",
-        help="Measure which of several drafts (-md A -md B) serves best, with the options of a "
-        "run that are given.",
+        help="Measure which of several drafts (-md A -md B) is best for a run with these options.",
     ),
 ]
 Prompts = Annotated[
@@ -48,7 +47,7 @@ def check(
     enforce: options.Enforce = False,
     json: options.Json = False,
 ) -> None:
-    """Check that a target and a draft go together, token by token, or rank several drafts."""
+    """Check that a draft has the target's vocabulary, or rank several drafts."""
     if not rank:
         if prompts is not None:
             raise options.OptionError("--prompts is for measuring drafts: add --rank")

@@ -51,6 +51,7 @@ def plan(
 ) -> None:
     """Show the memory plan, the alternatives, and the predicted speed."""
     check_models(load)
+    import specdec.api  # noqa: F401  # the memory of a run's own modules counts in its plan
     from specdec.planning.plan import plan_run
     from specdec.planning.what_if.machines import Machines as SeveralMachines
     from specdec.planning.what_if.other_device import plan_on
@@ -85,7 +86,7 @@ def profile(
     refresh: Refresh = False,
     json: options.Json = False,
 ) -> None:
-    """Show how fast this machine's storage and arithmetic are; the JSON is a device for --on."""
+    """Measure this machine's storage and arithmetic; --json prints a device for --on."""
     from backends.timing.cached import forget_curves
     from offload.ring.bandwidth import is_in_disk_cache, measure_storage
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
@@ -139,5 +140,5 @@ def _gpu_metrics(gpu: ThisGpu) -> dict[str, float]:
 
 
 def demo(arguments: DemoArguments = None) -> None:
-    """Grow a target to twice its budget and run it, plain against speculative."""
+    """Compare plain and speculative decoding of a target of twice its memory budget."""
     run_benchmark("bench", ["demo", *(arguments or ())])

@@ -47,7 +47,8 @@ def models(
         write_text(f"{item.name:{width}}  {size:>11}  {item.kind}, {item.keeper}\n")
     if not local:
         write_text(
-            "none; -m takes a directory, a GGUF file or a hub id, and pair:target is built in\n"
+            "no models here yet: -m takes a folder, a GGUF file or a hub id, "
+            "and smollm2 is a small model to try\n"
         )
 
 
@@ -70,7 +71,7 @@ def rm(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Remove a model from the Hugging Face hub's cache; other programs' models are theirs."""
+    """Remove a model from the Hugging Face cache; models of other programs are left alone."""
     from specdec.models.cached import cached_model
 
     cached = cached_model(model)
@@ -88,5 +89,7 @@ def _is_confirmed(question: str) -> bool:
         return typer.confirm(question, err=True)
     except typer.Abort as stop:
         if isinstance(stop.__context__, EOFError):  # else it was Ctrl-C
-            raise options.OptionError("nobody answers: pass --yes to remove it") from None
+            raise options.OptionError(
+                "there is no terminal to ask at: pass --yes to remove it"
+            ) from None
         raise

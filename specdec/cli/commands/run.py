@@ -83,7 +83,7 @@ def run(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Answer a prompt, or several one after the other; a model without a template continues it."""
+    """Answer one prompt or several; a model without a chat template continues the text."""
     check_prompt_options(prompt or [], file or [])
     is_chat = _is_chat(load, chat=chat, raw=raw, system=system)
     keywords = dict(sampling)
@@ -172,7 +172,7 @@ def with_beams(load: RunOptions, num_beams: int, beam_span: int) -> RunOptions:
     """Return the options with memory for beams and without drafting."""
     if num_beams == 1:
         if beam_span != DEFAULT_BEAM_SPAN:
-            raise options.OptionError("--beam-span is given without --num-beams: it is about beams")
+            raise options.OptionError("--beam-span has no effect without --num-beams: add it")
         return load
     given = {
         "--draft-model": load.draft_model is not None,

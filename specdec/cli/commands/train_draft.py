@@ -77,8 +77,8 @@ def train_draft(
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> None:
-    """Align a draft with its target on your own text. The same command again goes on after
-    Ctrl-C."""
+    """Align a draft with its target on your own text. The same command again resumes an
+    interrupted training."""
     given = TrainOptions(target, out, draft, kind, tuple(text or ()), traces, **training)
     for name in (target.model, *(() if draft is None else (draft,))):
         check_local_name(name)

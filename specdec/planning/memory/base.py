@@ -7,6 +7,7 @@ import mmap
 
 import psutil
 
+from backends.contract.source import ModelSource
 from offload.process.allocator import give_back_freed
 from offload.process.memory import companion_bytes, memory_limit, process_memory
 from offload.units import format_exactly, parse_bytes
@@ -14,8 +15,14 @@ from specdec.checks import ConfigError
 from specdec.run_options import AUTO
 
 
-def measure_base() -> int:
-    """Return the process's resident bytes, after freeing what building the models left behind."""
+def measure_base(*sources: ModelSource | None) -> int:
+    """Return the process's resident bytes, after freeing what building the models left behind.
+
+    sources: models whose decoders of packed weights are loaded first, as every run needs them.
+    """
+    for source in sources:
+        if source is not None:
+            source.load_decoders()
     gc.collect()
     give_back_freed()
     return process_memory().rss_bytes

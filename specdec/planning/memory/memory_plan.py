@@ -40,8 +40,10 @@ HEADROOM_BYTES = 192 * MIB
 """Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
 SMALL_TREE = 8
 """Draft tokens that every automatic plan reserves memory for."""
-_SMALLEST_STEP_BYTES = 16 * MIB
-"""Granularity and margin of the smallest budget, as the process's base memory varies a little."""
+BASE_JITTER_BYTES = 8 * MIB
+"""Headroom that a run gives up for a budget that is short of its needs by so much: the base memory
+of two processes with the same imports differs, so the one that planned may have needed less."""
+_MIN_ADVISED_SAVING_BYTES = 16 * MIB
 _MIN_ADVISED_CTX = 256
 VRAM_HEADROOM_BYTES = 256 * MIB
 """Workspaces of matrix products, and the allocator's rounding."""
@@ -195,10 +197,11 @@ class MemoryPlanner:
         parts, smallest = self._parts(self._ctx_size, shape), self._smallest_of(shape)
         vram = self._divide_vram(parts, shape)
         needed = self._needed(parts, shape, vram)
-        if needed > total_bytes:
+        if needed > total_bytes + BASE_JITTER_BYTES:
             advice = self._advice(needed, shape, vram) + self._advice_on_draft(shape, MEMORY)
             raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
-        budget = MemoryBudget(total_bytes, self._base_bytes, HEADROOM_BYTES)
+        headroom_bytes = HEADROOM_BYTES - max(needed - total_bytes, 0)
+        budget = MemoryBudget(total_bytes, self._base_bytes, headroom_bytes)
         _reserve(budget, None, parts)
         draft_plan = self._place_draft(budget, vram, shape)
         device_bytes = 0 if vram is None else vram.available_bytes
@@ -341,7 +344,7 @@ class MemoryPlanner:
         fewer = self.options.max_num_seqs // 2
         if fewer and self._target.source.state_bytes(1, 0):
             changes.append((with_change(self._ctx_size, parallel=fewer), f"--parallel {fewer}"))
-        useful = [(n, flags) for n, flags in changes if needed - n >= _SMALLEST_STEP_BYTES]
+        useful = [(n, flags) for n, flags in changes if needed - n >= _MIN_ADVISED_SAVING_BYTES]
         return "".join(f"; with {flags} it is {format_up(n)}" for n, flags in useful)
 
     def _advice_on_draft(self, shape: Shape, ledger: str) -> str:
@@ -365,7 +368,5 @@ def _reserve(
 
 
 def _rounded(n_bytes: int) -> int:
-    """Round up to whole steps and add one as a margin; 0 stays 0."""
-    if not n_bytes:
-        return 0
-    return (-(-n_bytes // _SMALLEST_STEP_BYTES) + 1) * _SMALLEST_STEP_BYTES
+    """Round up to whole MiB, as errors and plans name the smallest budget."""
+    return -(-n_bytes // MIB) * MIB

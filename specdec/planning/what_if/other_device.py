@@ -108,8 +108,8 @@ def plan_on(
         whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
         total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
+    base_bytes = measure_base(*pair.sources)  # before anything is timed, as in a run
     measurements = measurements_of(device, machine, pair, gpu, total_bytes)
-    base_bytes = measure_base()
 
     def plan_for(
         changed: Measurements = measurements,

@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.contract.exactness import EXACT_OFF
 from backends.gguf.exactness import ExactRun
-from backends.gguf.outline import Q4_K_M, Q8_0, gguf_outline_bytes, write_gguf_outline
+from backends.gguf.outline import Q8_0, gguf_outline_bytes, write_gguf_outline
 from backends.timing.measure import matrix_formats
 from offload.budget import BudgetExceeded
 from offload.formats.outline import mark_outlines
@@ -91,33 +91,33 @@ class _Planned:
         from backends.contract.source import BackendOptions
         from backends.llama.source import GgufSource
 
-        files = ((pair.target, pair.file_type), (pair.draft, Q8_0))
+        files = [(pair.target, pair.file_type)]
+        files += [(pair.draft, Q8_0)] if pair.draft is not None else []
         paths = []
         for name, file_type in files:
             path = self._folder / f"{name}-{file_type}.gguf"
             if not path.exists():
                 write_gguf_outline(path, SIZES[name], file_type)
             paths.append(path)
-        target, draft = (GgufSource(path, BackendOptions(), _RUN) for path in paths)
-        return SourcePair((target, draft))
+        target, *drafts = (GgufSource(path, BackendOptions(), _RUN) for path in paths)
+        return SourcePair((target, drafts[0] if drafts else None))
 
     def _plan(self, pair: KnownPair, source: SourcePair, n_bytes: int) -> Recommendation | None:
         target, draft = source.sources
-        assert draft is not None, "all pairs have one"
         device = self._completed(source)
-        options = RunOptions(target.path, draft.path)
+        options = RunOptions(target.path, None if draft is None else draft.path)
         try:
             measurements = measurements_of(device, self._machine(source), source, None, n_bytes)
             plan = make_plan(options, source, measurements, n_bytes, "as asked", self._base_bytes)
         except BudgetExceeded:
             return None
-        n_target, n_draft = (item.path.stat().st_size for item in (target, draft))
-        has_draft = plan.draft_placement is not None
+        has_draft = draft is not None and plan.draft_placement is not None
+        files = [target, draft] if has_draft else [target]
         return Recommendation(
             target=pair.target,
             file_type=pair.file_type,
             draft=pair.draft if has_draft else None,
-            download_bytes=n_target + (n_draft if has_draft else 0),
+            download_bytes=sum(item.path.stat().st_size for item in files if item is not None),
             streamed_bytes=_streamed_bytes(plan),
             tokens_per_second=plan.predicted_tokens_per_second,
             smallest_bytes=plan.smallest_budget_bytes,
@@ -166,34 +166,38 @@ def _row(item: Recommendation) -> tuple[str, ...]:
 
 
 def markdown_table() -> str:
-    """Return the table of README.md: the pairs in Q4_K_M, with a column for each memory size."""
-    pairs = [pair for pair in PAIRS if pair.file_type == Q4_K_M]
+    """Return the table of README.md, with a column for each memory size."""
+    pairs = _shown_pairs()
     by_size = {size: [_speeds(name, size) for name in TABLE_DEVICES] for size in TABLE_GIB}
     sizes = " | ".join(f"{size} GB" for size in TABLE_GIB)
     rows = [
-        f"| model, Q4_K_M | draft, Q8_0 | disk | {sizes} |",
+        f"| model | draft, Q8_0 | disk | {sizes} |",
         "|---|---|---|" + "---|" * len(TABLE_GIB),
     ]
     for pair in pairs:
-        n_bytes = sum(
-            gguf_outline_bytes(SIZES[name], file_type)
-            for name, file_type in ((pair.target, Q4_K_M), (pair.draft, Q8_0))
-        )
+        n_bytes = gguf_outline_bytes(SIZES[pair.target], pair.file_type)
+        n_bytes += 0 if pair.draft is None else gguf_outline_bytes(SIZES[pair.draft], Q8_0)
         cells = [
             " / ".join(speeds.get(pair, "-") for speeds in by_size[size]) for size in TABLE_GIB
         ]
         rows.append(
-            f"| {pair.target} | {pair.draft} | {n_bytes / 1e9:.1f} GB | {' | '.join(cells)} |"
+            f"| {pair.target}, {pair.file_type} | {pair.draft or 'n-grams'} | "
+            f"{n_bytes / 1e9:.1f} GB | {' | '.join(cells)} |"
         )
     return "\n".join(rows) + "\n"
 
 
+def _shown_pairs() -> list[KnownPair]:
+    """Return each target in its smaller file type."""
+    return [pair for pair in PAIRS if pair.file_type != Q8_0]
+
+
 def _speeds(device_name: str, memory_gib: int) -> dict[KnownPair, str]:
     """Return tokens per second as text; with a star where the plan leaves the draft out."""
-    planned = _Planned(device_name, [pair for pair in PAIRS if pair.file_type == Q4_K_M])
+    planned = _Planned(device_name, _shown_pairs())
     items = planned.fitting(int(memory_gib * BUDGET_SHARE * GIB))
     return {
-        pair: f"{item.tokens_per_second:.1f}" + ("" if item.draft else STAR)
+        pair: f"{item.tokens_per_second:.1f}" + ("" if item.draft or not pair.draft else STAR)
         for pair in planned.pairs
         for item in items
         if (item.target, item.file_type) == (pair.target, pair.file_type)

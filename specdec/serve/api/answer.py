@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.serve.events import Choice, End, Event, Failure, Finish, Progress, Step, Usage
 from specdec.serve.jobs import JobHead
-from specdec.serve.responses import ResponseModel
+from specdec.serve.responses import PromptProgress, ResponseModel
 
 Frames = Iterator[ResponseModel]
 
@@ -37,9 +37,9 @@ class Answer(ABC):
     @abstractmethod
     def step(self, step: Step) -> Frames: ...
 
-    def progress(self, progress: Progress) -> Frames:
-        """Yield the prompt's progress, if the request asked for it and the API has it."""
-        return iter(())
+    @abstractmethod
+    def progress(self, progress: PromptProgress) -> Frames:
+        """Yield the prompt's progress, which the request asked for."""
 
     @abstractmethod
     def finish(self, finish: Finish) -> Frames: ...
@@ -56,8 +56,15 @@ class Answer(ABC):
         match event:
             case Step():
                 yield from self.step(event)
-            case Progress():
-                yield from self.progress(event)
+            case Progress() if self.job.tells_progress:
+                yield from self.progress(
+                    PromptProgress(
+                        total=event.total,
+                        cache=event.cache,
+                        processed=event.processed,
+                        time_ms=1000 * event.seconds,
+                    )
+                )
             case Finish():
                 yield from self.finish(event)
             case End(usage):

@@ -62,8 +62,9 @@ HINTS = frozenset(
 EXTENSIONS = frozenset(
     "top_k min_p typical_p repetition_penalty repeat_penalty repeat_last_n presence_penalty "
     "frequency_penalty seed logit_bias min_tokens stop stop_token_ids ignore_eos priority "
-    "cache_prompt chat_template_kwargs enable_thinking thinking_budget_tokens grammar json_schema "
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
+    "cache_prompt return_progress chat_template_kwargs enable_thinking thinking_budget_tokens "
+    "thinking_token_budget grammar json_schema structured_outputs guided_json guided_regex "
+    "guided_choice guided_grammar".split()
 )
 """Fields of chats that requests of the other APIs may have, too."""
 

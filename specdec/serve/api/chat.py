@@ -127,5 +127,12 @@ class ChatRequest(Sampling, ConversationFields):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     thinking_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     include_reasoning: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens that the reasoning may have, by llama.cpp's name or vLLM's; -1: no limit."""
+        given = self.thinking_budget_tokens
+        return self.thinking_token_budget if given is None else given

@@ -59,13 +59,7 @@ def _thinks(body: ConversationFields) -> bool | None:
     """Return whether the model shall think; None leaves it to the template."""
     if body.enable_thinking is not None:
         return body.enable_thinking
-    budget = getattr(body, "thinking_budget_tokens", None)
-    if budget is not None and budget > 0:
-        raise bad_request(
-            "thinking_budget_tokens is not supported: send 0 to switch thinking off, or lower "
-            "max_tokens",
-            "thinking_budget_tokens",
-        )
+    budget = getattr(body, "reasoning_budget", None)
     return False if budget == 0 or body.reasoning_effort == "none" else None
 
 

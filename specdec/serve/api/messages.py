@@ -65,7 +65,7 @@ class AnthropicToolChoice(Lenient):
 
 
 class Thinking(Lenient):
-    """Whether the model thinks. A budget is a hint, as at Anthropic."""
+    """Whether the model thinks, and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -120,6 +120,8 @@ def messages_chat(body: CountRequest) -> ChatRequest:
         "enable_thinking": None if body.thinking is None else body.thinking.type != "disabled",
         "reasoning_effort": None if config is None else config.effort,
     }
+    if body.thinking is not None and (body.thinking.budget_tokens or 0) > 0:
+        fields["thinking_budget_tokens"] = body.thinking.budget_tokens
     if choice is not None and choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     if form is not None:

@@ -24,7 +24,7 @@ from specdec.serve.events import (
     Usage,
 )
 from specdec.serve.jobs import JobHead
-from specdec.serve.responses import Count, ResponseModel
+from specdec.serve.responses import Count, PromptProgress, ResponseModel
 
 Fields = dict[str, Any]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -89,6 +89,10 @@ class MessagesAnswer(Answer):
         usage = Usage(self.job.num_prompt_tokens, 0, 0, 0, 0, 0, {})
         message = self._message([], None, usage).model_dump()
         yield MessagesEvent.of("message_start", message=message)
+
+    def progress(self, progress: PromptProgress) -> Frames:
+        """Yield a ping with the progress: clients skip pings."""
+        yield MessagesEvent.of("ping", prompt_progress=progress.model_dump())
 
     def step(self, step: Step) -> Frames:
         for delta in step.deltas:

@@ -116,6 +116,8 @@ def _fields(body: OllamaRequest) -> dict[str, Any]:
     for name, value in (body.options or {}).items():
         if name in _OPTIONS and value is not None:
             fields[_OPTIONS[name]] = value
+    if "return_progress" in body.extensions:
+        fields["return_progress"] = body.extensions["return_progress"]
     if isinstance(body.think, bool):
         fields["enable_thinking"] = body.think
     elif body.think is not None:

@@ -19,7 +19,7 @@ from specdec.serve.events import (
     Usage,
 )
 from specdec.serve.jobs import JobHead
-from specdec.serve.responses import ResponseModel, to_json
+from specdec.serve.responses import PromptProgress, ResponseModel, to_json
 
 _NANOSECONDS = 1_000_000  # in a millisecond
 
@@ -37,6 +37,7 @@ class OllamaResponse(ResponseModel):
     prompt_eval_duration: int = 0
     eval_count: int = 0
     eval_duration: int = 0
+    prompt_progress: PromptProgress | None = None
 
 
 class OllamaChatResponse(OllamaResponse):
@@ -106,6 +107,10 @@ class OllamaChatAnswer(Answer):
 
     def begin(self) -> Frames:
         return iter(())
+
+    def progress(self, progress: PromptProgress) -> Frames:
+        """Yield a line without text, with the progress beside it."""
+        yield self._line({"content": ""}, prompt_progress=progress)
 
     def step(self, step: Step) -> Frames:
         for delta in step.deltas:

@@ -21,7 +21,6 @@ from specdec.serve.api.answer import Answer, Frames
 from specdec.serve.events import (
     Choice,
     Finish,
-    Progress,
     Step,
     Usage,
 )
@@ -80,16 +79,10 @@ class OpenAiAnswer(Answer):
                 event.draft = responses.Draft(**step.draft)
             yield event
 
-    def progress(self, progress: Progress) -> Frames:
-        if self.job.tells_progress:
-            event = self._event(0, {**self._part([]), "logprobs": None, "finish_reason": None})
-            event.prompt_progress = responses.PromptProgress(
-                total=progress.total,
-                cache=progress.cache,
-                processed=progress.processed,
-                time_ms=1000 * progress.seconds,
-            )
-            yield event
+    def progress(self, progress: responses.PromptProgress) -> Frames:
+        event = self._event(0, {**self._part([]), "logprobs": None, "finish_reason": None})
+        event.prompt_progress = progress
+        yield event
 
     def finish(self, finish: Finish) -> Frames:
         end = {"logprobs": None, "finish_reason": finish.reason, **_note(finish)}

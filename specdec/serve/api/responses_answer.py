@@ -25,7 +25,7 @@ from specdec.serve.events import (
     Usage,
 )
 from specdec.serve.jobs import JobHead
-from specdec.serve.responses import Count, ResponseModel
+from specdec.serve.responses import Count, PromptProgress, ResponseModel
 
 Fields = dict[str, Any]
 
@@ -95,6 +95,11 @@ class ResponsesAnswer(Answer):
     def begin(self) -> Frames:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response().model_dump())
+
+    def progress(self, progress: PromptProgress) -> Frames:
+        """Yield the response as it is, once more, with the progress beside it."""
+        response, shown = self._response().model_dump(), progress.model_dump()
+        yield self._event("response.in_progress", response=response, prompt_progress=shown)
 
     def step(self, step: Step) -> Frames:
         self._logprobs += _of_tokens(step.logprobs)

@@ -67,7 +67,13 @@ class Generation:
     async def _generate(self, job: Job) -> None:
         llm = self._llm
         self._streams = [
-            llm.stream(ids, job.params, priority=job.priority, cache_prompt=job.caches_prompt)
+            llm.stream(
+                ids,
+                job.params,
+                logits_processors=job.processors,
+                priority=job.priority,
+                cache_prompt=job.caches_prompt,
+            )
             for ids in job.prompts
         ]
         self._tell_progress(job)

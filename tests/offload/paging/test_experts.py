@@ -115,6 +115,78 @@ def test_the_bytes_are_the_files_own_and_take_no_more_memory_than_planned(mixtur
     assert paged.stats.n_asked_full > 0
 
 
+@pytest.mark.parametrize("n_slots", [12, 14, 24])
+def test_prefetched_experts_are_there_beside_those_in_use(mixture, n_slots: int) -> None:
+    """Any order of prefetches and accesses, as passes that are cancelled cause."""
+    paged = PagedExperts(mixture.plan(n_slots), mixture.mappings)
+    rng, limit = np.random.default_rng(n_slots), mixture.plan(n_slots).n_bytes
+    try:
+        for _ in range(40):
+            layer = int(rng.integers(N_LAYERS))
+            experts = rng.choice(N_EXPERTS, int(rng.integers(1, N_EXPERTS + 1)), replace=False)
+            paged.fetch(layer, experts.tolist())
+            if rng.random() < 0.7:
+                paged.prefetch((layer + 1) % N_LAYERS, {layer: experts.tolist()})
+            mixture.check(layer, experts.tolist())
+            assert mixture.n_bytes_there() <= limit
+    finally:
+        paged.close()
+
+
+def test_a_prefetch_is_read_once_and_counts_as_missed(mixture, paged) -> None:
+    paged.fetch(0, [3])
+    paged.prefetch(1, {0: [3]})
+    paged.fetch(1, range(N_EXPERTS))
+    mixture.check(1, list(range(N_EXPERTS)))
+    assert there(mixture) == [(0, 3), *((1, e) for e in range(N_EXPERTS))]
+    assert paged.stats.bytes_read == mixture.n_bytes_there()
+    assert (paged.stats.n_asked, paged.stats.n_hits) == (1 + N_EXPERTS, 0)
+
+
+def test_a_prefetch_takes_what_memory_is_left(mixture, paged) -> None:
+    paged.fetch(0, range(10))
+    paged.prefetch(1, {0: range(10)})
+    paged.fetch(2, [0])  # waits for it
+    assert {layer for layer, _ in there(mixture)} >= {1, 2}
+    assert [e for layer, e in there(mixture) if layer == 1] == [0, 1, 2, 3]
+
+
+def test_an_error_of_a_prefetch_is_the_next_access_s(mixture) -> None:
+    is_broken = False
+
+    def fault(call: int, length: int) -> None:
+        if is_broken:
+            raise OSError(5, "Input/output error")
+
+    paged = PagedExperts(mixture.plan(14), mixture.mappings, storage=FaultyReads(fault).storage)
+    try:
+        paged.fetch(0, [1, 4])
+        before, is_broken = mixture.n_bytes_there(), True
+        paged.prefetch(1, {0: [1, 4]})
+        with pytest.raises(StorageError, match="Input/output error"):
+            paged.fetch(1, [2])
+        is_broken = False
+        assert mixture.n_bytes_there() == before
+        paged.fetch(1, [2])
+        mixture.check(1, [2])
+        mixture.check(0, [1, 4])
+    finally:
+        paged.close()
+
+
+def test_a_prefetch_that_hangs_is_waited_for_and_given_up(mixture, hanging) -> None:
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    hanging.prefetch(0, {})
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            hanging.fetch(0, [1], end)
+    HangingFile.let_go.set()
+    hanging.fetch(1, [5])
+    assert there(mixture) == [(1, 5)]
+
+
 def test_what_was_not_asked_for_is_not_there(mixture, paged) -> None:
     paged.fetch(1, [2, 3, 7])
     assert there(mixture) == [(1, 2), (1, 3), (1, 7)]

@@ -152,6 +152,8 @@ def test_a_mistake_that_the_model_shows(
         ("run -p x -m {damaged} --prompt-cache-dir /etc/passwd",
          "the prompt cache /etc/passwd is not a folder: name another one"),
         ("run -p x -m {damaged} --prompt-cache-dir /dev/null/x", "/dev/null/x cannot be made"),
+        ("run -p x -m {damaged} --prompt-cache-dir /proc/self/task",
+         "/proc/self/task cannot be written to"),
         ("run -p x -m {damaged} --prompt-cache-size 3", "--prompt-cache-size: '3' has no unit"),
         ("recommend --memory-budget lots", "--memory-budget: 'lots' is not a byte count"),
         ("plan -m pair:target --memory-budget 900TiB", "is above the limit of this process"),

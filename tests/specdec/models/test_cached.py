@@ -197,7 +197,7 @@ def test_rm(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("n\n", 0, "me/draft is kept"),
         ("\n", 0, "me/draft is kept"),
-        ("", 2, "nobody answers: pass --yes"),
+        ("", 2, "there is no terminal to ask at: pass --yes"),
     ],
 )
 def test_rm_asks(

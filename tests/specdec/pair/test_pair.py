@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from specdec.pair import PAIR_GGUF_NAMES, PAIR_NAMES, pair_path
+from specdec.pair import PAIR_GGUF_NAMES, PAIR_HEAD_NAMES, PAIR_NAMES, pair_path
 
 
 @pytest.mark.parametrize("name", PAIR_NAMES)
 def test_the_pair_is_there_and_complete(name: str) -> None:
     files = {path.name for path in pair_path(name).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+
+
+def test_its_heads_are_there_and_take_4_mib_together() -> None:
+    n_bytes = 0
+    for name in PAIR_HEAD_NAMES:
+        files = {path.name for path in pair_path(name).iterdir()}
+        assert files == {"config.json", "model.safetensors", "README.md"}
+        n_bytes += (pair_path(name) / "model.safetensors").stat().st_size
+        assert "_name_or_path" not in (pair_path(name) / "config.json").read_text()
+    assert n_bytes <= 4 << 20
 
 
 def test_the_pair_is_small() -> None:
@@ -31,7 +41,7 @@ def test_they_share_one_tokenizer() -> None:
 
 @pytest.mark.parametrize("name", ["pair:", "pair:oracle", "target", "pair:moe.gguf"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"pair:draft, pair:moe, pair:hybrid, pair:target\.gguf"):
+    with pytest.raises(ValueError, match=r"pair:hybrid, pair:mtp, pair:dflash, pair:target\.gguf"):
         pair_path(name)
 
 
@@ -49,5 +59,6 @@ def test_a_wheel_holds_the_pair() -> None:
     root = Path(__file__).resolve().parents[3]
     pinned = {item.distribution_path for item in WheelBuilder(str(root)).recurse_included_files()}
     files = [name.removeprefix("pair:") for name in PAIR_GGUF_NAMES]
-    files += [f"{name.removeprefix('pair:')}/model.safetensors" for name in PAIR_NAMES]
+    folders = [name.removeprefix("pair:") for name in (*PAIR_NAMES, *PAIR_HEAD_NAMES)]
+    files += [f"{folder}/model.safetensors" for folder in folders]
     assert {f"specdec/pair/{file}" for file in files} <= pinned

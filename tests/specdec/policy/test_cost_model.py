@@ -138,3 +138,26 @@ def test_cached_statistics_hold_under_another_plan(
         cost.observe(num_tokens, passes[0][1])
         other.load_state_dict(cost.state_dict().tolist())
         assert other.seconds(num_tokens) == pytest.approx(passes[0][1])
+
+
+def test_a_mixture_s_tokens_cost_arithmetic_alone_once_all_experts_are_read() -> None:
+    cost = CostModel(0.0, 0.2, 0.3, all_experts=(6.0, 0.02))
+    assert cost.num_tokens_of_all_experts == 21
+    few, many = [1, 5, 20], [21, 64, 512]
+    assert [cost.planned_seconds(n) for n in few] == pytest.approx([0.2 + 0.3 * n for n in few])
+    assert [cost.planned_seconds(n) for n in many] == pytest.approx([6 + 0.02 * n for n in many])
+    for seconds in (3.0, 7.0, 12.0, 100.0):
+        num_tokens = cost.max_num_tokens(seconds)
+        assert cost.planned_seconds(num_tokens) <= seconds * 1.0001
+        assert cost.planned_seconds(num_tokens + 1) > seconds
+    assert CostModel(1.0, 0.2, 0.3).num_tokens_of_all_experts == 1
+    assert CostModel(0.0, 0.2, 0.01, all_experts=(0.2, 0.01)).num_tokens_of_all_experts == 1
+
+
+def test_a_slow_machine_makes_no_smaller_passes_of_a_mixture_s_prompts() -> None:
+    """Passes below all experts' tokens would read most of them again and again."""
+    cost = CostModel(0.0, 0.2, 0.3, all_experts=(6.0, 0.02))
+    for n in (1, 21, 64, 512):
+        cost.observe(n, 10.0 * cost.planned_seconds(n))
+    read_seconds = cost.seconds(cost.num_tokens_of_all_experts)
+    assert cost.max_num_tokens(4 * read_seconds) > 512

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server
+from serving import Server, ask
 
 pytest.importorskip("llguidance")
 
@@ -210,3 +211,61 @@ def test_names(served_model: Path) -> None:
         ]
         assert statuses == [200, 200, 404]
         assert started.post("/v1/messages", {**body, "model": "c"})[1]["type"] == "error"
+
+
+LONG_ASK = "A prompt of its own, of more than one block. " * 6
+
+
+def test_progress_beside_a_response(openai_client: Any) -> None:
+    options = {"model": "any", "input": "One: " + LONG_ASK, "max_output_tokens": 4}
+    with openai_client.responses.stream(**options, extra_body={"return_progress": True}) as stream:
+        events = list(stream)
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text
+    parts = [event.prompt_progress for event in events if hasattr(event, "prompt_progress")]
+    num_tokens = events[-1].response.usage.input_tokens
+    assert (parts[-1]["processed"], parts[-1]["total"]) == (num_tokens, num_tokens)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_progress_in_pings_of_messages(locked: Server, anthropic_client: Any) -> None:
+    talk = [{"role": "user", "content": "Two: " + LONG_ASK}]
+    options = {"model": "any", "max_tokens": 4, "messages": talk}
+    more = {"return_progress": True}
+    with anthropic_client.messages.stream(**options, extra_body=more) as stream:
+        assert "".join(stream.text_stream) == stream.get_final_message().content[0].text
+    lines = progress_lines(locked, "/v1/messages", {**options, **more, "stream": True})
+    assert all(line["type"] == "ping" for line in lines)
+    assert lines[-1]["prompt_progress"]["processed"] == lines[-1]["prompt_progress"]["total"]
+    assert not progress_lines(locked, "/v1/messages", {**options, "stream": True})
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "Three: " + LONG_ASK}]}),
+        ("/api/generate", {"prompt": "Four: " + LONG_ASK}),
+        ("/api/generate", {"prompt": "Five: " + LONG_ASK, "raw": True}),
+    ],
+)
+def test_progress_in_lines_of_ollama(locked: Server, path: str, fields: dict[str, Any]) -> None:
+    body = {**fields, "options": {"num_predict": 4}}
+    lines = progress_lines(locked, path, {**body, "return_progress": True})
+    assert not any(line["done"] for line in lines)
+    assert not any(line.get("response") or line.get("message", {}).get("content") for line in lines)
+    assert lines[-1]["prompt_progress"]["processed"] == lines[-1]["prompt_progress"]["total"]
+    assert not progress_lines(locked, path, body)
+
+
+def progress_lines(server: Server, path: str, body: Any) -> list[dict[str, Any]]:
+    """Return the objects of a stream that have a progress."""
+    request = urllib.request.Request(
+        server.url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    status, text = ask(request)
+    assert status == 200, text
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    values = [json.loads(line) for line in lines if line.startswith("{")]
+    return [value for value in values if "prompt_progress" in value]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
+
+from serving import Server
+from tiny_pair import save_model
 
 from specdec.async_llm import AsyncChunk
 from specdec.dialogue.formats import OutputFormat
@@ -273,3 +277,22 @@ def test_a_failure_has_the_shape_of_its_api() -> None:
     assert (last[ResponsesAnswer]["type"], last[ResponsesAnswer]["message"]) == ("error", "no")
     assert last[MessagesAnswer]["error"] == {"type": "invalid_request_error", "message": "no"}
     assert last[OllamaChatAnswer] == {"error": "no"}
+
+
+def test_a_budget_ends_the_reasoning(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=0)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    (model / "chat_template.jinja").write_text(template)
+    body = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 48, "temperature": 0}
+    anthropic = {"type": "enabled", "budget_tokens": 8}
+    with Server(model, "--spec-type", "none", "-c", "256") as server:
+        server.ready()
+        for fields in ({"thinking_budget_tokens": 8}, {"thinking_token_budget": 8}):
+            _, answer = server.post("/v1/chat/completions", {**body, **fields, "ignore_eos": True})
+            assert answer["choices"][0]["message"]["content"]
+            n_reasoning = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert 8 < n_reasoning < 32, "some of the tag's tokens, and the rest of a character"
+        _, answer = server.post("/v1/messages", {**body, "thinking": anthropic, "ignore_eos": True})
+        assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+        _, answer = server.post("/v1/chat/completions", {**body, "ignore_eos": True})
+        assert answer["choices"][0]["message"]["content"] == ""

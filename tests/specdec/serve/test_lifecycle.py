@@ -112,7 +112,7 @@ def test_a_second_signal_does_not_wait(served_model: Path) -> None:
         begun(server.ready(), max_tokens=16000),
     ):
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("ending")
+        server.wait_for("shutting down")
         assert server.end() == 128 + signal.SIGTERM
 
 
@@ -207,3 +207,9 @@ def test_without_its_libraries_the_extra_is_named(served_model: Path) -> None:
     )
     assert done.returncode == 2
     assert "pip install 'specdec-stream[serve]'" in done.stderr
+
+
+def test_a_prompt_cache_that_cannot_be_written_to_is_told_at_the_start(served_model: Path) -> None:
+    with Server(served_model, "--prompt-cache-dir", "/proc/self/task") as server:
+        assert server.process.wait(120) == 2, server.lines
+        assert "/proc/self/task cannot be written to" in server.lines[-1], server.lines

@@ -252,7 +252,7 @@ def test_a_request_may_take_longer_than_its_silence() -> None:
             await asyncio.sleep(0.05)
 
     *_, error, end = asyncio.run(frames(service, feed))
-    assert b"nothing came of the request for 0.2 s" in error
+    assert b"the request made no progress for 0.2 s" in error
     assert end == b"data: [DONE]\n\n"
 
 

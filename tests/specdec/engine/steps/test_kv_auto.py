@@ -60,7 +60,6 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Me
     with pytest.MonkeyPatch.context() as patch:
         force_streaming(patch)
         memory = Memory()
-        patch.setattr(opportunistic_layers, "RESERVE_BYTES", 0)
         patch.setattr(opportunistic_layers, "MIN_RELEASED_BYTES", 1)
         patch.setattr(opportunistic_layers, "recent_peak_rss", memory.peak)
         patch.setattr(KvPrice, "pays", lambda *_: True)  # this model's KV is as large as its layers
@@ -71,6 +70,8 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Me
             llm.generate(WORDS[0][:20], params(2))
             pool: Any = llm.target
             memory.budget_bytes = (pool._pool.n_blocks - 15) * pool._pool.block_bytes
+            # Of a block that sequences share in part, each gets a copy with its next token.
+            patch.setattr(opportunistic_layers, "RESERVE_BYTES", 4 * pool._pool.block_bytes)
             layers._budget_bytes = layers._whole_bytes = memory.budget_bytes
             layers._activation_bytes = layers._draft_bytes = 0
             layers._bytes_per_token = 0.0

@@ -56,9 +56,22 @@ def test_the_table_has_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(advice, "TABLE_GIB", (8, 64))
     head, _, *rows = advice.markdown_table().splitlines()
     assert head.endswith("| 8 GB | 64 GB |")
-    assert [row.split(" | ")[0] for row in rows] == ["| Qwen3-4B", "| Llama-3.3-70B"]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| Qwen3-4B, Q4_K_M",
+        "| Llama-3.3-70B, Q4_K_M",
+    ]
+
+
+def test_a_model_without_a_draft_drafts_from_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "PAIRS", (KnownPair("gpt-oss-20b", "MXFP4", None),))
+    (item,) = recommend(12 * GIB)
+    assert (item.draft, item.streamed_bytes) == (None, 0)
+    (row,) = advice.markdown_table().splitlines()[2:]
+    assert row.startswith("| gpt-oss-20b, MXFP4 | n-grams | 12.1 GB |")
+    assert advice.STAR not in row
 
 
 def test_drafts_have_the_vocabulary_of_their_targets() -> None:
     for pair in PAIRS:
-        assert SIZES[pair.draft].vocab_size == SIZES[pair.target].vocab_size
+        if pair.draft is not None:
+            assert SIZES[pair.draft].vocab_size == SIZES[pair.target].vocab_size

@@ -1,0 +1,1 @@
+"""Running servers, as their operator sees them: records of them, and their log files."""
