@@ -100,11 +100,15 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_run(values: dict[str, Any]) -> RunOptions:
-    return with_named_draft(_as_given(values))
+    return with_named_draft(as_given(values))
 
 
-def _as_given(values: dict[str, Any]) -> RunOptions:
+def as_given(values: dict[str, Any]) -> RunOptions:
     return RunOptions(**_given(values))  # errors are reported before models are opened
+
+
+def _as_named(values: dict[str, Any]) -> RunOptions | None:
+    return None if values["model"] is None else as_given(values)
 
 
 def with_named_draft(options: RunOptions) -> RunOptions:
@@ -136,12 +140,14 @@ def _given_sampling(values: dict[str, Any]) -> dict[str, Any]:
 class Group:
     """Fields of a configuration as options; a command gets the result of `build`.
 
+    optional: names of required fields that may be left out.
     `build` raises SpecdecError for a user error, before anything is started.
     """
 
     kind: type[Any]
     names: tuple[str, ...]
     build: Callable[[dict[str, Any]], Any]
+    optional: tuple[str, ...] = ()
 
     def typed(self, values: dict[str, Any]) -> dict[str, str]:
         """Return each field's name in errors: its option, and the file that its text is from."""
@@ -156,7 +162,7 @@ class Group:
         for name in self.names:
             typed = _WRITTEN[name][0] if name in _WRITTEN else _first_type(hints[name])
             default = Parameter.empty if defaults[name] is MISSING else defaults[name]
-            if self.kind is SamplingParams:
+            if self.kind is SamplingParams or name in self.optional:
                 default = None  # only given options override other defaults
             typed = typed | None if default is None else typed
             option = typer_option(self.kind, name)
@@ -199,7 +205,7 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
     return tuple(name for name, panel in result if panel in panels and name not in leave_out)
 
 
-_CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
+CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _TRACES = ("record_traces", "max_traces")
 _PROMPT_CACHE = ("prompt_cache_dir", "prompt_cache_size")
 _OF_GENERATIONS = (*_PROMPT_CACHE, "chat_template", "parse_special", *_TRACES)
@@ -216,10 +222,11 @@ PlannedLoad = Annotated[RunOptions, Group(RunOptions, LOAD, _planned_run)]
 """Load, of models that may be on the hub."""
 BatchLoad = Annotated[RunOptions, Group(RunOptions, (*LOAD, *_TRACES), _one_run)]
 """Load, with the recording of traces."""
-ChatLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _one_run)]
+ChatLoad = Annotated[RunOptions, Group(RunOptions, CHAT, _one_run)]
 """Load, with options of chat templates, the prompt cache and traces."""
-ServedLoad = Annotated[RunOptions, Group(RunOptions, _CHAT, _as_given)]
-"""ChatLoad, of which the engine's process chooses the draft: see `with_named_draft`."""
+ServedLoad = Annotated[RunOptions | None, Group(RunOptions, CHAT, _as_named, ("model",))]
+"""ChatLoad, of which the engine's process chooses the draft: see `with_named_draft`. None where no
+model is named."""
 LoadEachDraft = Annotated[list[RunOptions], Group(RunOptions, LOAD, _run_for_each_draft)]
 """One RunOptions per draft model that is named, or one without a draft."""
 TrainTarget = Annotated[RunOptions, Group(RunOptions, tuple(_TEACHER), _one_run)]

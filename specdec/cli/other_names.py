@@ -21,6 +21,8 @@ _RENAMED_TO = {
     "--ctx-size": "--max-model-len --num-ctx",
     "--parallel": "--max-num-seqs",
     "--alias": "-a --served-model-name",
+    "--preset": "--models-preset",
+    "--keep-alive": "--sleep-idle-seconds",
     "--system": "-sys --system-prompt",
     "--stop": "-r --reverse-prompt",
     "--chat-template": "--chat-template-file",
@@ -113,7 +115,8 @@ _TABLE: tuple[Skipped | Refused, ...] = (
         "--memory-budget decides what is in memory",
         VALUE,
     ),
-    _skip("--keep-alive --keepalive", "the server keeps its model until it ends", VALUE),
+    _skip("--keepalive", "a command keeps its model until it ends; serve has --keep-alive", VALUE),
+    _skip("--models-max", "as many models are loaded as --memory-budget holds", VALUE),
     _skip("--numa --prio --poll", "the kernel places threads; --threads sets how many", VALUE),
     _refuse(
         "-ngl --gpu-layers --n-gpu-layers -ngld --gpu-layers-draft",

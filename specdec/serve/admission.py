@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from specdec.serve.errors import ApiError, draining, engine_failed, engine_lost, loading
-from specdec.serve.responses import State
-
-STARTING: State = "starting"
-READY: State = "ready"
-DRAINING: State = "draining"
-RESTARTING: State = "restarting"
-"""State after the engine's process ended, until it is loaded again."""
-FAILED: State = "failed"
-"""State after it ended too often in a row: it is not started again."""
-FAILING: State = "failing"
-"""State after a request that could not read the model's files; further ones are admitted."""
+from specdec.serve.errors import ApiError, draining
 
 
 class AdmissionLimiter:
     """Limit of the requests that run or wait. Used in the event loop's thread only."""
 
     def __init__(self, max_requests: int) -> None:
-        self.state: State = STARTING
+        self.is_draining = False
         self.num_requests = 0
         self._max_requests = max_requests
         self._is_empty = asyncio.Event()
@@ -30,14 +19,8 @@ class AdmissionLimiter:
 
     def acquire(self) -> RequestSlot:
         """Return the slot of a new request; raise ApiError if it cannot be admitted."""
-        if self.state == STARTING:
-            raise loading()
-        if self.state == DRAINING:
+        if self.is_draining:
             raise draining()
-        if self.state == RESTARTING:
-            raise engine_lost()
-        if self.state == FAILED:
-            raise engine_failed()
         if self.num_requests >= self._max_requests:
             raise ApiError(
                 429,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,18 +14,29 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from specdec import __version__
-from specdec.serve.admission import READY
+from specdec.serve.api.budget import BudgetRequest, BudgetResponse
 from specdec.serve.api.ollama_models import add_ollama_models
 from specdec.serve.api.tokens import Properties, properties
-from specdec.serve.budget import Budget
 from specdec.serve.errors import ApiError, broken
 from specdec.serve.middleware import OPEN_PATH, LimitMiddleware
-from specdec.serve.openapi import ERRORS, Responses, gives, with_models
-from specdec.serve.responses import Health, JsonResponse, ModelCard, ModelList
-from specdec.serve.routes import Routes, no_such_model
+from specdec.serve.openapi import ERRORS, Responses, gives, takes, with_models
+from specdec.serve.responses import Health, JsonResponse, ModelCard, ModelList, ModelStatus
+from specdec.serve.router.budget import Budget
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.states import (
+    FAILED,
+    FAILING,
+    READY,
+    RESTARTING,
+    STARTING,
+    UNLOADING,
+    WAITING,
+)
+from specdec.serve.routes import Routes, check_content_type
 from specdec.serve.service import Service
 
 _HEALTH = gives(Health, "Ready") | gives(Health, "Not ready", 503)
+_BUDGET = gives(BudgetResponse, "Figures of the plan")
 _PLAN: Responses = {200: {"description": "The plan, as `specdec plan --json` prints it"}}
 
 _FOLDER = Path(__file__).parent / "page"
@@ -63,8 +75,9 @@ def make_app(
         redirect_slashes=False,  # a redirect would go where the Host header says
     )
     _add_status(app, service)
+    _add_budget(app, budget)
     _add_models(app, service)
-    Routes(app, service, budget).add_all()
+    Routes(app, service).add_all()
     add_ollama_models(app, service)
     _add_page(app)
     _add_errors(app)
@@ -92,46 +105,85 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get(OPEN_PATH, responses=_HEALTH)
     async def health() -> Response:
         """Return the state: starting, ready, restarting, failing, failed or draining."""
-        state = service.limiter.state
-        return JsonResponse(Health(status=state), 200 if state == READY else 503)
+        state = service.state
+        made = Health(status=state)
+        if service.router.only is None:
+            made.models = {runner.name: runner.state for runner in service.router.runners}
+        return JsonResponse(made, 200 if state == "ready" else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        await service.refresh()
+        await service.router.refresh()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/plan", responses=_PLAN)
-    async def plan() -> Response:
+    async def plan(model: str | None = None) -> Response:
         """Return the memory plan and the predicted speed."""
-        return JsonResponse(service.model.plan)
+        return JsonResponse(service.router.find(model).model.plan)
 
     @app.get("/props", responses=gives(Properties, "The properties"))
-    async def props() -> Response:
+    async def props(model: str | None = None) -> Response:
         """Return llama.cpp's properties of a server."""
-        return JsonResponse(properties(service.name, service.model))
+        runner = service.router.find(model)
+        return JsonResponse(properties(runner.name, runner.model))
+
+
+def _add_budget(app: FastAPI, budget: Budget) -> None:
+    @app.get("/v1/budget", responses=_BUDGET)
+    async def present(model: str | None = None) -> Response:
+        """Return figures of the present memory budget."""
+        return JsonResponse(budget.present(model))
+
+    @app.post("/v1/budget", responses=_BUDGET, openapi_extra=takes(BudgetRequest))
+    async def change(request: Request, model: str | None = None) -> Response:
+        """Change the memory budget of a loaded model, between two passes."""
+        check_content_type(request)
+        return JsonResponse(await budget.change(request, model))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card(name: str) -> ModelCard:
-        return ModelCard(
-            id=name,
-            object="model",
-            created=service.created,
-            owned_by="specdec",
-            max_model_len=service.model.max_context,
-            has_chat_template=service.model.has_chat_template,
-        )
-
-    @app.get("/v1/models", responses=gives(ModelList, "The only model, by each of its names"))
+    @app.get("/v1/models", responses=gives(ModelList, "The models, by each of their names"))
     async def models() -> Response:
-        return JsonResponse(ModelList(object="list", data=[card(name) for name in service.names]))
+        cards = [
+            _card(service, runner, name)
+            for runner in service.router.runners
+            for name in runner.names
+        ]
+        return JsonResponse(ModelList(object="list", data=cards))
 
     @app.get("/v1/models/{name:path}", responses=gives(ModelCard, "The model"))
     async def model(name: str) -> Response:
-        if name not in service.names:
-            raise no_such_model(service)
-        return JsonResponse(card(name))
+        return JsonResponse(_card(service, service.router.named(name), name))
+
+
+def _card(service: Service, runner: ModelRunner, name: str) -> ModelCard:
+    facts: dict[str, Any] = {"max_model_len": runner.options.ctx_size}
+    is_only = service.router.only is not None
+    if is_only or runner.has_been_loaded:
+        facts |= {
+            "max_model_len": runner.model.max_context,
+            "has_chat_template": runner.model.has_chat_template,
+        }
+    if not is_only:
+        facts["status"] = _status(runner)
+    return ModelCard(
+        id=name,
+        object="model",
+        created=service.created,
+        owned_by="specdec",
+        **facts,
+    )
+
+
+def _status(runner: ModelRunner) -> ModelStatus:
+    value = "unloaded"
+    if runner.state in (READY, FAILING, UNLOADING):
+        value = "loaded"
+    elif runner.state in (STARTING, RESTARTING, WAITING):
+        value = "loading"
+    is_failed = runner.state == FAILED or (value == "unloaded" and runner.load_error is not None)
+    return ModelStatus.model_validate({"value": value, **({"failed": True} if is_failed else {})})
 
 
 def _add_page(app: FastAPI) -> None:

@@ -11,12 +11,28 @@ from specdec.serve.jobs import JobHead
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A body that was read.
+
+    form: the chat or completion that it asks for. repeated: fields that the answer repeats.
+    model: the name that it has. keep_alive: seconds that the model stays loaded after it, if it
+    says so. streams: whether the answer is a stream.
+    """
+
+    form: Any
+    repeated: Any = None
+    model: str | None = None
+    keep_alive: float | None = None
+    streams: bool = False
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """Parsing and answering of the requests of a route. Clients get the errors that it raises.
 
-    read: returns (the chat or completion that a body asks for, fields that the answer repeats).
-    answer: takes the head of the job that the engine made of it, and these fields.
+    answer: takes the model's name, the head of the job that the engine made of a request, and the
+    request's repeated fields.
     """
 
-    read: Callable[[bytearray], tuple[Any, Any]]
-    answer: Callable[[JobHead, Any], Answer]
+    read: Callable[[bytearray], Reading]
+    answer: Callable[[str, JobHead, Any], Answer]

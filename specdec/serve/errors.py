@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from specdec.serve.responses import ErrorDetail, ErrorResponse, JsonResponse, ResponseModel
@@ -117,6 +118,28 @@ def broken() -> ApiError:
 
 def loading() -> ApiError:
     return ApiError(503, "the model is being loaded: ask again", headers={"Retry-After": "5"})
+
+
+def not_loaded(name: str) -> ApiError:
+    return ApiError(
+        503, f"the model {name} is not loaded: send it a request first", code="model_not_loaded"
+    )
+
+
+def load_failed(name: str) -> ApiError:
+    return ApiError(
+        503,
+        f"the model {name} could not be loaded; the server's log says why",
+        code="model_load_failed",
+    )
+
+
+def no_such_model(near: Sequence[str], names: Sequence[str]) -> ApiError:
+    """Return the error of an unknown name. near: names like it; names: all names."""
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(names)}"
+    return ApiError(
+        404, f"there is no such model here: {hint}", param="model", code="model_not_found"
+    )
 
 
 def engine_lost() -> ApiError:

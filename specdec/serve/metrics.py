@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +21,10 @@ from offload.process.memory import process_memory
 from specdec.metrics.renamed import OLD_NAMES
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
-from specdec.serve.process.messages import Beat
 from specdec.serve.responses import State
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.states import ModelState
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
@@ -71,56 +73,94 @@ def _old_help(field: str) -> str:
 
 
 class _EngineCollector(Collector):
-    """The engine's statistics, read at each scrape."""
+    """Statistics of the engines, read at each scrape; with several models each has the label
+    `model`, while it is loaded."""
 
-    def __init__(self, ask: Callable[[], Beat | None]) -> None:
-        self._ask = ask
+    def __init__(self, router: ModelRouter) -> None:
+        self._router = router
 
     def collect(self) -> Iterator[Metric]:
-        beat = self._ask()
-        stats = EngineStats() if beat is None else beat.stats
-        for field, (name, help) in _COUNTED.items():
-            yield CounterMetricFamily(f"specdec_{name}", help, getattr(stats, field))
-        for field, (name, help) in _NOW.items():
-            yield GaugeMetricFamily(f"specdec_{name}", help, getattr(stats, field))
-        for field in _COUNTED.keys() & OLD_NAMES.keys():
-            yield CounterMetricFamily(_old_name(field), _old_help(field), getattr(stats, field))
-        for field in _NOW.keys() & OLD_NAMES.keys():
-            yield GaugeMetricFamily(_old_name(field), _old_help(field), getattr(stats, field))
+        all_stats: dict[tuple[str, ...], EngineStats] = {}
+        if self._router.only is None:
+            for runner in self._router.runners:
+                if runner.beat is not None:
+                    all_stats[runner.name,] = runner.beat.stats
+        else:
+            beat = self._router.only.beat
+            all_stats[()] = EngineStats() if beat is None else beat.stats
+        labels = [] if self._router.only is not None else ["model"]
+        for kind, name, help, field in _families():
+            family = kind(name, help, labels=labels)
+            for values, stats in all_stats.items():
+                family.add_metric(list(values), getattr(stats, field))
+            yield family
         by_depth = CounterMetricFamily(
             "specdec_spec_decode_num_accepted_tokens_per_pos",
             "Steps that accepted a draft token of this depth.",
-            labels=["position"],
+            labels=[*labels, "position"],
         )
-        for depth, n_accepted in enumerate(stats.accepted_by_depth):
-            by_depth.add_metric([str(depth)], n_accepted)
+        for values, stats in all_stats.items():
+            for depth, n_accepted in enumerate(stats.accepted_by_depth):
+                by_depth.add_metric([*values, str(depth)], n_accepted)
         yield by_depth
 
 
-def _resident_bytes(beat: Beat | None) -> int:
-    return 0 if beat is None else beat.resident_bytes
+def _families() -> Iterator[tuple[Any, str, str, str]]:
+    """Yield (kind, name, help, field of EngineStats) of each family."""
+    for fields, kind in ((_COUNTED, CounterMetricFamily), (_NOW, GaugeMetricFamily)):
+        for field, (name, help) in fields.items():
+            yield kind, f"specdec_{name}", help, field
+    for fields, kind in ((_COUNTED, CounterMetricFamily), (_NOW, GaugeMetricFamily)):
+        for field in fields.keys() & OLD_NAMES.keys():
+            yield kind, _old_name(field), _old_help(field), field
+
+
+class _ModelCollector(Collector):
+    """States and restarts of the models."""
+
+    def __init__(self, router: ModelRouter) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        help = "Times that the engine's process ended and was started again."
+        is_only = self._router.only is not None
+        restarts = CounterMetricFamily(
+            "specdec_engine_restarts", help, labels=[] if is_only else ["model"]
+        )
+        states = GaugeMetricFamily(
+            "specdec_model_state", "1 for the model's state.", labels=["model", "state"]
+        )
+        for runner in self._router.runners:
+            restarts.add_metric([] if is_only else [runner.name], runner.num_restarts)
+            for state in get_args(ModelState):
+                states.add_metric([runner.name, state], float(runner.state == state))
+        yield restarts
+        yield states
+
+
+def _resident_bytes(router: ModelRouter) -> int:
+    return sum(runner.beat.resident_bytes for runner in router.runners if runner.beat is not None)
 
 
 class Metrics:
     """All metrics of a server.
 
     Args:
-        ask: returns the engine's last sign of life, with its statistics; None without an engine.
+        state: returns the server's state.
     """
 
-    def __init__(self, limiter: AdmissionLimiter, ask: Callable[[], Beat | None]) -> None:
+    def __init__(
+        self, limiter: AdmissionLimiter, router: ModelRouter, state: Callable[[], State]
+    ) -> None:
         disable_created_metrics()  # when each counter began is known: with the server
-        self._limiter = limiter
+        self._state, self._has_label = state, router.only is None
         self._registry = registry = CollectorRegistry()
-        registry.register(_EngineCollector(ask))
-        self.engine_restarts = Counter(
-            "specdec_engine_restarts",
-            "Times that the engine's process ended and was started again.",
-            registry=registry,
-        )
+        registry.register(_EngineCollector(router))
+        registry.register(_ModelCollector(router))
         self._first_token = Histogram(
             "specdec_time_to_first_token_seconds",
             "Seconds to the first token, queueing included.",
+            ["model"] if self._has_label else [],
             buckets=_SECONDS,
             registry=registry,
         )
@@ -136,20 +176,22 @@ class Metrics:
         inside = Gauge("specdec_requests_inside", "Requests that run or wait.", registry=registry)
         inside.set_function(lambda: limiter.num_requests)
         memory = Gauge(
-            "specdec_resident_bytes", "Memory of the engine and the server.", registry=registry
+            "specdec_resident_bytes", "Memory of the engines and the server.", registry=registry
         )
-        memory.set_function(lambda: process_memory().rss_bytes + _resident_bytes(ask()))
-        state = Gauge("specdec_state", "1 for the server's state.", ["state"], registry=registry)
+        memory.set_function(lambda: process_memory().rss_bytes + _resident_bytes(router))
+        states = Gauge("specdec_state", "1 for the server's state.", ["state"], registry=registry)
         for name in get_args(State):
-            state.labels(name).set_function(partial(self._is_in, name))
+            states.labels(name).set_function(partial(self._is_in, name))
 
     def _is_in(self, state: str) -> float:
-        return float(self._limiter.state == state)
+        return float(self._state() == state)
 
-    def add_sequence(self, stats: GenerationStats) -> None:
+    def add_sequence(self, runner: ModelRunner, stats: GenerationStats) -> None:
         """Count one prompt's sequences, finished or not."""
         if stats.generated_tokens:
-            self._first_token.observe(stats.time_to_first_token)
+            labels = {"model": runner.name} if self._has_label else {}
+            seconds = self._first_token.labels(**labels) if labels else self._first_token
+            seconds.observe(stats.time_to_first_token)
 
     def add_request(self, path: str, status: int, seconds: float) -> None:
         """Count a request. path: a route's, never what a client sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.opening import open_now
 from specdec.option import LIMITS, SERVER, check_options, option
+from specdec.serve.router.keep_alive import EXAMPLES, parse_keep_alive
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
 _MAX_KEY_BYTES = 4096
+_PRESET_KEEP_ALIVE_SECONDS = 300.0  # Ollama's
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,21 @@ class ServeOptions:
     )
     strict_model: bool = option(
         False, "Refuse requests that name another model; else any name is answered.", SERVER
+    )
+    preset: Path | None = option(
+        None,
+        "TOML file with a section for each of several models, loaded on demand within one "
+        "--memory-budget.",
+        SERVER,
+        metavar="FILE",
+        shown_default="none",
+    )
+    keep_alive: str | None = option(
+        None,
+        "Time without a request after which a model is unloaded: 5m, seconds, or -1 for never.",
+        SERVER,
+        metavar="TIME",
+        shown_default="5m with --preset, else -1",
     )
     cors_origin: str | None = option(
         None,
@@ -107,11 +125,19 @@ class ServeOptions:
         """Raise ConfigError for invalid values or combinations."""
         for name in ("host", "max_body"):
             check_type(name, getattr(self, name), str)
-        for name in ("api_key", "alias", "cors_origin"):
+        for name in ("api_key", "alias", "keep_alive", "cors_origin"):
             check_type(name, getattr(self, name), str, type(None))
         check_options(self)
         if self.max_body_bytes == 0:
             raise ConfigError(FieldName("max_body"), " is 0, must be positive: try 1MiB")
+        if self.preset is not None and self.alias is not None:
+            raise ConfigError(
+                FieldName("alias"),
+                " names one model, but ",
+                FieldName("preset"),
+                " has several: give each its alias there",
+            )
+        self.keep_alive_seconds  # noqa: B018  # raises ConfigError
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError(
                 "give either ",
@@ -127,6 +153,18 @@ class ServeOptions:
             return parse_bytes(self.max_body)
         except UnitError as error:
             raise ConfigError(FieldName("max_body"), f": {error}") from error
+
+    @property
+    def keep_alive_seconds(self) -> float:
+        """Seconds that a model stays loaded without a request; may be infinite."""
+        if self.keep_alive is None:
+            return math.inf if self.preset is None else _PRESET_KEEP_ALIVE_SECONDS
+        try:
+            return parse_keep_alive(self.keep_alive)
+        except ValueError as error:
+            raise ConfigError(
+                FieldName("keep_alive"), f" is {self.keep_alive!r}, must be {EXAMPLES}"
+            ) from error
 
     @property
     def aliases(self) -> tuple[str, ...]:

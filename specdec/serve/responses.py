@@ -55,16 +55,29 @@ class ErrorResponse(ResponseModel):
 
 
 class Health(ResponseModel):
+    """models: the state of each of several models."""
+
     status: State
+    models: dict[str, str] = {}
+
+
+class ModelStatus(ResponseModel):
+    """llama.cpp's status of one of several models."""
+
+    value: Literal["unloaded", "loading", "loaded"]
+    failed: bool = False
 
 
 class ModelCard(ResponseModel):
+    """has_chat_template: known once the model has been loaded."""
+
     id: str
     object: Literal["model"]
     created: Count
     owned_by: str
     max_model_len: Count
-    has_chat_template: bool
+    has_chat_template: bool = False
+    status: ModelStatus = ModelStatus(value="loaded")
 
 
 class ModelList(ResponseModel):

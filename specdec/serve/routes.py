@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from specdec.api import LLM
+from specdec.serve.answering import answer_to
 from specdec.serve.api import messages, ollama, responses, tokens
 from specdec.serve.api.answer import Answer
 from specdec.serve.api.base import RequestModel
-from specdec.serve.api.budget import BudgetRequest, BudgetResponse
 from specdec.serve.api.chat import ChatRequest
 from specdec.serve.api.completions import CompletionRequest
 from specdec.serve.api.messages_answer import AnthropicResponse, MessagesAnswer, TokenCount
@@ -26,13 +27,11 @@ from specdec.serve.api.ollama_answer import (
 from specdec.serve.api.openai_answers import ChatAnswer, CompletionAnswer
 from specdec.serve.api.reading import read_request
 from specdec.serve.api.responses_answer import ResponseObject, ResponsesAnswer
-from specdec.serve.budget import Budget
-from specdec.serve.endpoint import Endpoint
+from specdec.serve.endpoint import Endpoint, Reading
 from specdec.serve.errors import (
     ANTHROPIC_PATHS,
     OLLAMA_PATHS,
     AnthropicError,
-    ApiError,
     OllamaError,
     bad_request,
 )
@@ -40,20 +39,21 @@ from specdec.serve.jobs import JobHead, conversation_ids, offered_tool_fields
 from specdec.serve.middleware import BODY
 from specdec.serve.openapi import Responses, errors_of, gives, takes
 from specdec.serve.responses import ChatCompletion, Completion, JsonResponse, ResponseModel
+from specdec.serve.router.keep_alive import EXAMPLES, parse_keep_alive
 from specdec.serve.service import Service
 
 _TEXT = "The text, or with stream its events"
 _R = TypeVar("_R", bound=RequestModel)
 AnswerType = Callable[[str, JobHead, Any], Answer]
-Shortcut = Callable[[Any], ResponseModel | None]
+Shortcut = Callable[[Any], OllamaChatResponse | OllamaGenerateResponse | None]
 Translate = Callable[[Any], ChatRequest | CompletionRequest]
 
 
 class Routes:
     """Adds routes to an application."""
 
-    def __init__(self, app: FastAPI, service: Service, budget: Budget) -> None:
-        self._app, self._service, self._budget = app, service, budget
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        self._app, self._service = app, service
 
     def add_all(self) -> None:
         self._add_openai()
@@ -61,7 +61,6 @@ class Routes:
         self._add_anthropic()
         self._add_ollama()
         self._add_tokens()
-        self._add_budget()
 
     def _add_openai(self) -> None:
         chat = self._endpoint(ChatRequest, lambda body: body, ChatAnswer)
@@ -117,41 +116,22 @@ class Routes:
             tokens.apply_template,
         )
 
-    def _add_budget(self) -> None:
-        async def present() -> Response:
-            """Return figures of the present memory budget."""
-            return JsonResponse(self._budget.present)
-
-        async def change(request: Request) -> Response:
-            """Change the memory budget, between two passes."""
-            check_content_type(request)
-            return JsonResponse(await self._budget.change(request))
-
-        path, answers = "/v1/budget", gives(BudgetResponse, "Figures of the plan")
-        self._app.add_api_route(path, present, methods=["GET"], responses=answers)
-        self._app.add_api_route(
-            path,
-            change,
-            methods=["POST"],
-            responses=answers,
-            openapi_extra=takes(BudgetRequest),
-        )
-
     def _endpoint(
         self, form: type[RequestModel], translate: Translate, answer: AnswerType
     ) -> Endpoint:
-        def read(body: bytearray) -> tuple[Any, Any]:
+        def read(body: bytearray) -> Reading:
             given = self._read(body, form)
+            chat = translate(given)
+            repeated = None
             if isinstance(given, responses.ResponsesRequest):
-                return translate(given), responses.repeated_fields(given)
-            return translate(given), None
+                repeated = responses.repeated_fields(given)
+            return replace(reading_of(given, chat), repeated=repeated, streams=bool(chat.stream))
 
-        name = self._service.name
-        return Endpoint(read, lambda head, repeated: answer(name, head, repeated))
+        return Endpoint(read, answer)
 
     def _read(self, body: bytearray, form: type[_R]) -> _R:
         request = read_request(body, form)
-        check_model(getattr(request, "model", None), self._service)
+        self._service.router.find(getattr(request, "model", None))  # an unknown one is refused
         return request
 
     def _add(
@@ -163,15 +143,16 @@ class Routes:
         stream_type: str = "text/event-stream",
         shortcut: Shortcut | None = None,
     ) -> None:
-        """Add a route. shortcut: returns the answer to a request that needs no model."""
+        """Add a route. shortcut: returns the answer to a request that only loads the model."""
 
         async def answer(request: Request) -> Response:
             check_content_type(request)
             if shortcut is not None:
-                made = shortcut(self._read(request.scope[BODY].content, form))
+                given = self._read(request.scope[BODY].content, form)
+                made = shortcut(given)
                 if made is not None:
-                    return JsonResponse(made)
-            return await self._service.answer(request, endpoint)
+                    return JsonResponse(await self._loaded(made, given, request))
+            return await answer_to(self._service, request, endpoint)
 
         self._app.add_api_route(
             path,
@@ -181,6 +162,21 @@ class Routes:
             openapi_extra=takes(form),
             operation_id=path.strip("/"),
         )
+
+    async def _loaded(
+        self, made: OllamaChatResponse | OllamaGenerateResponse, given: Any, request: Request
+    ) -> ResponseModel:
+        """Load the model of Ollama's request, or unload it if that says `keep_alive: 0`."""
+        reading = reading_of(given)
+        runner = self._service.router.find(reading.model)
+        if runner.options.is_kept:
+            return made
+        if reading.keep_alive == 0.0:
+            self._service.router.unload(runner)
+            made.done_reason = "unload"
+        else:
+            await self._service.load(reading, request)
+        return made
 
     def _add_computed(
         self,
@@ -195,7 +191,7 @@ class Routes:
         async def answer(request: Request) -> Response:
             check_content_type(request)
             result = await self._service.compute(
-                request, lambda body: self._read(body, form), compute
+                request, lambda body: reading_of(self._read(body, form)), compute
             )
             return JsonResponse(result)
 
@@ -221,7 +217,7 @@ def _errors(path: str) -> Responses:
     return errors_of(OllamaError) if path.startswith(OLLAMA_PATHS) else {}
 
 
-def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:
+def _loaded_chat(body: ollama.OllamaChatRequest) -> OllamaChatResponse | None:
     """Return the answer to Ollama's request to load the model, which has no messages."""
     if body.messages:
         return None
@@ -231,7 +227,7 @@ def _loaded_chat(body: ollama.OllamaChatRequest) -> ResponseModel | None:
     )
 
 
-def _loaded_text(body: ollama.OllamaGenerateRequest) -> ResponseModel | None:
+def _loaded_text(body: ollama.OllamaGenerateRequest) -> OllamaGenerateResponse | None:
     """See `_loaded_chat`."""
     if body.prompt:
         return None
@@ -254,17 +250,12 @@ def check_content_type(request: Request) -> None:
         raise bad_request("send a JSON object, with Content-Type: application/json")
 
 
-def check_model(name: str | None, service: Service) -> None:
-    """Raise ApiError for another model's name, if the server is strict about it."""
-    if service.options.strict_model and name not in (None, *service.names):
-        raise no_such_model(service)
-
-
-def no_such_model(service: Service) -> ApiError:
-    names = ", ".join(service.names)
-    return ApiError(
-        404,
-        f"there is no such model here, only {names} (--alias gives it another name)",
-        param="model",
-        code="model_not_found",
-    )
+def reading_of(given: Any, form: Any = None) -> Reading:
+    """Return the reading of a request, of which the engine gets `form`. Raises ApiError."""
+    keep_alive = getattr(given, "keep_alive", None)
+    try:
+        seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
+    except ValueError as error:
+        raise bad_request(f"keep_alive must be {EXAMPLES}", "keep_alive") from error
+    model = getattr(given, "model", None)
+    return Reading(given if form is None else form, model=model, keep_alive=seconds)

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from offload.errors import SpecdecError
-from specdec.serve.admission import DRAINING
 from specdec.serve.app import make_app
-from specdec.serve.budget import Budget, ReadBudget
 from specdec.serve.middleware import MAX_HEAD_BYTES
 from specdec.serve.options import ServeOptions
-from specdec.serve.process.child import Start
-from specdec.serve.process.client import EngineClient
-from specdec.serve.process.supervisor import Supervisor
+from specdec.serve.router.budget import Budget, ReadBudget
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.share import ModelOptions, Share, Starter
 from specdec.serve.running.log_file import open_log
 from specdec.serve.running.records import OwnRecord
 from specdec.serve.service import Service
@@ -87,8 +86,9 @@ class Serving:
     """One run of the server.
 
     Args:
-        names: names that clients know the model by.
-        start: starts the engine's process.
+        models: the models; one alone is loaded at once, and its name is any.
+        capacity: memory of all engines together; None with one model.
+        starter: returns the function that starts a model's engine.
         say: prints a line for whoever runs the server.
         read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
         logs_requests: whether each request is a line, too. In a log file it always is.
@@ -97,23 +97,33 @@ class Serving:
     def __init__(
         self,
         options: ServeOptions,
-        names: Sequence[str],
-        start: Start,
+        models: Sequence[ModelOptions],
+        capacity: Share | None,
+        starter: Starter,
         say: Callable[[str], None],
         *,
         read_budget: ReadBudget | None = None,
         is_debug: bool = False,
         logs_requests: bool = False,
     ) -> None:
-        self._options, self._names, self._start = options, names, start
-        self._name = names[0]
-        self._print, self._read_budget = say, read_budget
+        self._options, self._print, self._read_budget = options, say, read_budget
+        self._runners = [self._runner(model, starter, len(models) > 1) for model in models]
+        self._capacity = capacity
         self._write_log = None if options.log_file is None else open_log(options.log_file)
         self._record: OwnRecord | None = None
         self._is_debug, self._logs_requests = is_debug, logs_requests
         self._key = options.key()
-        self._code: int | None = None  # of an engine that could not load the model
+        self._load_error = 0  # of an engine that could not load the only model
         self._signal = 0
+
+    def _runner(self, model: ModelOptions, starter: Starter, has_others: bool) -> ModelRunner:
+        def say(line: str) -> None:
+            self._say(f"{model.name}: {line}" if has_others else line)
+
+        runner = ModelRunner(model, starter, say, self._options.engine_timeout)
+        runner.on_open, runner.on_load_error = self._opened, self._not_loaded
+        runner.on_fault = self._stop
+        return runner
 
     def run(self) -> HowEnded:
         """Serve until a signal comes. Raises ServeError."""
@@ -122,9 +132,9 @@ class Serving:
                 asyncio.run(self._serve(listener))
             finally:
                 self._remove_record()
-        if self._code is None or self._signal:
+        if self._signal:
             return HowEnded(signal=self._signal)
-        return HowEnded(load_error=self._code)
+        return HowEnded(load_error=self._load_error)
 
     def _say(self, line: str) -> None:
         """Print a line. A closed pipe or a full disk must not keep the server from ending."""
@@ -133,11 +143,14 @@ class Serving:
         if self._write_log is not None:
             self._write_log(line)
 
-    def _keep_record(self) -> None:
+    def _keep_record(self, router: ModelRouter) -> None:
         try:
-            self._record = OwnRecord(self._names, self._url)
+            self._record = OwnRecord(router.names, self._url)
         except (OSError, SpecdecError) as error:
             self._say(f"note: `specdec ps` does not list this server: {error}")
+        else:
+            if self._capacity is not None:
+                self._record.set_budget(self._capacity.host_bytes)
 
     def _remove_record(self) -> None:
         if self._record is not None:
@@ -155,7 +168,8 @@ class Serving:
             self._write_log(line)
 
     async def _serve(self, listener: socket.socket) -> None:
-        self._service = Service(self._options, self._names)
+        router = ModelRouter(self._runners, self._capacity, is_strict=self._options.strict_model)
+        self._service = Service(self._options, router)
         self._budget = Budget(self._service, self._say)
         service, budget, log = self._service, self._budget, self._log
         app = make_app(service, budget, self._key, is_debug=self._is_debug, log=log)
@@ -171,38 +185,38 @@ class Serving:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._read_budget)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._keep_record()
-        self._say(f"loading {self._name}; {self._url}/health tells when it is ready")
-        limit = self._options.engine_timeout
-        self._supervisor = Supervisor(self._start, self, self._say, limit)
-        supervising = self._loop.create_task(self._supervise())
-        await serving
-        self._supervisor.end()
-        await supervising
-
-    async def _supervise(self) -> None:
+        self._keep_record(router)
+        self._begin(router)
         try:
-            self._code = await self._supervisor.run()
-        except BaseException:
-            self._stop()
-            raise
-        if self._code is not None:
-            self._stop()
+            await serving
+        finally:
+            await router.end()
 
-    def open(self, engine: EngineClient) -> None:
-        """Serve with this engine from now on."""
-        self._service.open(engine)
-        self._budgeting = self._loop.create_task(self._budget.restore())
-        if self._record is not None:
-            self._record.set_budget(int(self._service.model.plan["memory_budget_bytes"]))
-        self._say(f"ready: {self._name} at {self._url}/v1")
+    def _begin(self, router: ModelRouter) -> None:
+        """Load the models of the start."""
+        health = f"{self._url}/health tells"
+        if router.only is not None:
+            self._say(f"loading {router.only.name}; {health} when it is ready")
+        else:
+            self._say(f"ready: {', '.join(r.name for r in self._runners)} at {self._url}/v1")
+            self._say(f"{health} which are loaded; chat page: {self._url}")
+        for runner in self._runners:
+            if runner.options.on_startup:
+                router.load(runner)
+
+    def _opened(self, runner: ModelRunner) -> None:
+        if len(self._runners) > 1:
+            self._say(f"{runner.name} is loaded")
+            return
+        if self._record is not None and self._capacity is None:
+            self._record.set_budget(int(runner.model.plan["memory_budget_bytes"]))
+        self._say(f"ready: {runner.name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
 
-    def lose(self, *, is_final: bool) -> None:
-        """Serve nothing until the next engine is loaded."""
-        self._service.lose(is_final=is_final)
-        if not is_final:
-            self._service.metrics.engine_restarts.inc()
+    def _not_loaded(self, runner: ModelRunner) -> None:
+        if len(self._runners) == 1 and not runner.has_been_loaded:
+            self._load_error = runner.load_error or 0
+            self._stop()
 
     def _stop(self) -> None:
         self._server.should_exit = True
@@ -211,7 +225,8 @@ class Serving:
 
     def _on_signal(self, number: int) -> None:
         is_second, self._signal = bool(self._signal), number
-        is_loading = self._service.is_loading
+        is_loading = not any(runner.has_been_loaded for runner in self._runners)
+        is_loading = is_loading and not self._service.limiter.num_requests
         if is_second or is_loading:  # nothing to wait for, or abort at a second signal
             self._remove_record()
             with suppress(OSError):
@@ -224,7 +239,7 @@ class Serving:
 
     async def _drain(self) -> None:
         limiter = self._service.limiter
-        limiter.state = DRAINING
+        limiter.is_draining = True
         if limiter.num_requests:
             self._say(
                 f"shutting down; running requests ({limiter.num_requests}) have "

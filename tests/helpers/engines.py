@@ -15,9 +15,14 @@ from typing import Any
 from serving import Server
 
 from specdec.metrics.stats import EngineStats
+from specdec.run_options import RunOptions
+from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Beat, Loaded, MessageSocket, ServedModel, ServerGone
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.share import ModelOptions, Starter
 
-MODEL = ServedModel({}, 64, 1, False, False, "", "", "")
+MODEL = ServedModel({"memory_budget_bytes": 1}, 64, 1, False, False, "", "", "")
 
 
 def children(pid: int) -> list[int]:
@@ -84,6 +89,17 @@ class PlayedEngine:
         self.is_killed.set()
 
 
+def router_of_one(*, is_loaded: bool = True) -> ModelRouter:
+    """Return a router of one model "m", whose engine takes requests and does nothing."""
+    options = ModelOptions(("m",), RunOptions("m"))
+    runner = ModelRunner(options, model_starter(lambda engine: 0), print, 4.0)
+    if is_loaded:
+        client = EngineClient(lambda: None)
+        client.model = MODEL
+        runner.open(client)
+    return ModelRouter([runner])
+
+
 def played(*plays: Callable[[PlayedEngine], int]) -> Callable[..., Any]:
     """Return a function that starts one engine after the other; the last one again and again."""
     rest = list(plays)
@@ -92,3 +108,9 @@ def played(*plays: Callable[[PlayedEngine], int]) -> Callable[..., Any]:
         return PlayedEngine(rest.pop(0) if len(rest) > 1 else rest[0], theirs)
 
     return start
+
+
+def model_starter(*plays: Callable[[PlayedEngine], int]) -> Starter:
+    """Return a function that returns `played`, for any options of a model."""
+    start = played(*plays)
+    return lambda options: start

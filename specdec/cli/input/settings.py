@@ -30,7 +30,7 @@ _ELSEWHERE = frozenset({"help", "version", "debug", "config", "prompt", "file", 
 def name_variables(command: Any) -> None:
     """Give every option of every command its variable: --memory-budget SPECDEC_MEMORY_BUDGET."""
     for sub in command.commands.values():
-        for name, option in _options(sub):
+        for name, option in options_by_name(sub):
             option.envvar = PREFIX + name.upper()
             option.show_envvar = False  # the rule is documented once
 
@@ -40,13 +40,8 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
 
     Raises OptionError for an option that no command has.
     """
-    try:
-        with open_now(path) as file:
-            values = tomllib.loads(file.read().decode("utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"{path} cannot be read as TOML: {reason}") from error
-    known = {name: dict(_options(sub)) for name, sub in command.commands.items()}
+    values = read_toml(path)
+    known = {name: dict(options_by_name(sub)) for name, sub in command.commands.items()}
     for_all = {key: item for key, item in values.items() if key not in known}
     every = {option for options in known.values() for option in options}
     _check(for_all, every, f"{path}: no command has")
@@ -56,13 +51,23 @@ def read_defaults(path: Path, command: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(own, dict):
             raise OptionError(f"{path}: {name} is a command, write [{name}] for its options")
         _check(own, set(options), f"{path}: specdec {name} does not have")
-        given = {_field(key): item for key, item in {**for_all, **own}.items()}
+        given = {field_name(key): item for key, item in {**for_all, **own}.items()}
         defaults[name] = {
-            options[key].name: _as_typed(item, options[key], f"{path}: {key}")
+            options[key].name: as_typed(item, options[key], f"{path}: {key}")
             for key, item in given.items()
             if key in options
         }
     return defaults
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file. Raises OptionError."""
+    try:
+        with open_now(path) as file:
+            return tomllib.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{path} cannot be read as TOML: {reason}") from error
 
 
 def budget_reader(context: Any) -> Callable[[], str] | None:
@@ -93,27 +98,27 @@ def own_file() -> Path | None:
         return None
 
 
-def _options(command: Any) -> Iterator[tuple[str, Any]]:
+def options_by_name(command: Any) -> Iterator[tuple[str, Any]]:
     """Yield the options of a command that may come from elsewhere, by their long names."""
     for param in command.params:
-        names = [_field(text[2:]) for text in param.opts if text.startswith("--")]
+        names = [field_name(text[2:]) for text in param.opts if text.startswith("--")]
         if names and not _ELSEWHERE.intersection((param.name, *names)):
             yield names[0], param
 
 
-def _field(name: str) -> str:
+def field_name(name: str) -> str:
     return name.replace("-", "_")
 
 
 def _check(values: Mapping[str, Any], known: set[str], problem: str) -> None:
     for key, value in values.items():
-        if _field(key) not in known:
+        if field_name(key) not in known:
             raise OptionError(f"{problem} an option --{key.replace('_', '-')}")
         if isinstance(value, dict):
             raise OptionError(f"{problem} a section [{key}]")
 
 
-def _as_typed(value: Any, option: Any, whose: str) -> Any:
+def as_typed(value: Any, option: Any, whose: str) -> Any:
     """Return a value as it would be typed on the command line, where it is converted.
 
     Raises OptionError for a list if the option takes one value.

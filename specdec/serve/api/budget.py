@@ -41,10 +41,10 @@ def budget_answer(plan: Mapping[str, Any]) -> BudgetResponse:
     return BudgetResponse(**{name: plan[name] for name in BudgetResponse.model_fields})
 
 
-def set_budget(body: BudgetRequest, llm: LLM) -> BudgetResponse:
+def set_budget(memory_budget: str | int, llm: LLM) -> BudgetResponse:
     """Change the budget, and return the new plan's figures. Raises ApiError, ModelClosed."""
     try:
-        return budget_answer(llm.set_memory_budget(body.memory_budget).to_dict())
+        return budget_answer(llm.set_memory_budget(memory_budget).to_dict())
     except ModelClosed:
         raise
     except SpecdecError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,7 +23,8 @@ from specdec.serve.errors import OllamaError
 from specdec.serve.middleware import BODY
 from specdec.serve.openapi import errors_of, gives, takes
 from specdec.serve.responses import JsonResponse
-from specdec.serve.routes import check_content_type, check_model
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.routes import check_content_type
 from specdec.serve.service import Service
 
 _NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
@@ -30,17 +32,20 @@ _ERRORS = errors_of(OllamaError)
 
 
 def add_ollama_models(app: FastAPI, service: Service) -> None:
-    def models(**more: Any) -> OllamaModels:
-        return OllamaModels(models=[_model(service, name, **more) for name in service.names])
+    def models(*runners: ModelRunner, **more: Any) -> list[OllamaModel]:
+        return [_model(service, item, name, **more) for item in runners for name in item.names]
 
-    @app.get("/api/tags", responses=_ERRORS | gives(OllamaModels, "The model, by its names"))
+    @app.get("/api/tags", responses=_ERRORS | gives(OllamaModels, "The models, by their names"))
     async def tags() -> Response:
-        return JsonResponse(models())
+        return JsonResponse(OllamaModels(models=models(*service.router.runners)))
 
-    @app.get("/api/ps", responses=_ERRORS | gives(OllamaModels, "The loaded model"))
+    @app.get("/api/ps", responses=_ERRORS | gives(OllamaModels, "The loaded models"))
     async def ps() -> Response:
-        length = service.model.max_context
-        return JsonResponse(models(expires_at=_NEVER, context_length=length))
+        runners = service.router.runners
+        if service.router.only is None:
+            runners = tuple(runner for runner in runners if runner.beat is not None)
+        loaded = [item for runner in runners for item in models(runner, **_loaded(runner))]
+        return JsonResponse(OllamaModels(models=loaded))
 
     @app.get("/api/version", responses=_ERRORS | gives(OllamaVersion, "The version"))
     async def version() -> Response:
@@ -52,8 +57,18 @@ def add_ollama_models(app: FastAPI, service: Service) -> None:
     async def show(request: Request) -> Response:
         check_content_type(request)
         body = read_request(request.scope[BODY].content, ShowRequest)
-        check_model(body.model or body.name, service)
-        return JsonResponse(_shown(service))
+        return JsonResponse(_shown(service, service.router.find(body.model or body.name)))
+
+
+def _loaded(runner: ModelRunner) -> dict[str, Any]:
+    """Return the fields of a loaded model."""
+    fields: dict[str, Any] = {"context_length": runner.model.max_context}
+    is_kept = math.isinf(runner.keep_alive)
+    fields["expires_at"] = _NEVER if is_kept else as_time(runner.expires_at)
+    share = runner.options.share
+    if share is not None:
+        fields |= {"size": share.host_bytes + share.vram_bytes, "size_vram": share.vram_bytes}
+    return fields
 
 
 def _details() -> dict[str, Any]:
@@ -67,30 +82,33 @@ def _details() -> dict[str, Any]:
     }
 
 
-def _model(service: Service, name: str, **more: Any) -> OllamaModel:
+def _model(service: Service, runner: ModelRunner, name: str, **more: Any) -> OllamaModel:
     return OllamaModel(
         name=name,
         model=name,
         modified_at=as_time(service.created),
-        size=0,
-        digest=hashlib.sha256(service.name.encode()).hexdigest(),
+        digest=hashlib.sha256(runner.name.encode()).hexdigest(),
         details=_details(),
-        **more,
+        **{"size": 0, **more},
     )
 
 
-def _shown(service: Service) -> OllamaShow:
-    model = service.model
+def _shown(service: Service, runner: ModelRunner) -> OllamaShow:
+    if service.router.only is None and not runner.has_been_loaded:
+        template, tools, length = "", [], runner.options.ctx_size
+    else:
+        template, length = runner.model.chat_template, runner.model.max_context
+        tools = ["tools"] if runner.model.knows_tools else []
     return OllamaShow(
         modelfile="",
         parameters="",
-        template=model.chat_template,
+        template=template,
         details=_details(),
         model_info={
             "general.architecture": "specdec",
-            "general.basename": service.name,
-            "specdec.context_length": model.max_context,
+            "general.basename": runner.name,
+            "specdec.context_length": length,
         },
-        capabilities=["completion", *(["tools"] if model.knows_tools else [])],
+        capabilities=["completion", *tools],
         modified_at=as_time(service.created),
     )

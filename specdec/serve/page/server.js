@@ -30,15 +30,26 @@ async function getJson(path) {
   return answer.json();
 }
 
+// Shows a choice if there are several models, whose cards have a status.
+function chosenModel(cards) {
+  const choice = $("models");
+  choice.hidden = !cards[0].status;
+  $("model").hidden = !choice.hidden;
+  if (!choice.options.length) choice.append(...cards.map((card) => new Option(card.id)));
+  choice.onchange = showModel;
+  return choice.hidden ? cards[0] : cards.find((card) => card.id === choice.value);
+}
+
 async function showModel() {
-  const model = (await getJson("/v1/models")).data[0];
+  const model = chosenModel((await getJson("/v1/models")).data);
   $("model").textContent = model.id;
   document.title = `${model.id} – specdec`;
   $("note").hidden = model.has_chat_template !== false;
   $("note").textContent =
     "This model has no chat template: it is given a plain transcript, and may not answer as an " +
     "instruct model does.";
-  showPlan(await getJson("/v1/plan"));
+  // A model that has not been loaded yet has no plan to show.
+  await getJson(`/v1/plan?model=${encodeURIComponent(model.id)}`).then(showPlan, () => {});
 }
 
 async function currentStatus() {
@@ -78,7 +89,7 @@ export async function* ask(body, signal) {
   const reply = await fetch("/v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
+    body: JSON.stringify($("models").hidden ? body : { ...body, model: $("models").value }),
     signal,
   }).catch(unreachable);
   if (!reply.ok) throw new Error((await reply.json()).error.message);

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from offload.process.cgroup import tied_argv
 
 ENGINE_VARIABLE = "SPECDEC_ENGINE"
 """Environment variable that makes `specdec serve` the engine of a server: the number of its socket,
 and the resident bytes of the server's process."""
+TASK_VARIABLE = "SPECDEC_ENGINE_TASK"
+"""Environment variable with the engine's task, pickled: RunOptions to load, or models to plan."""
 
 
 class Process(Protocol):
@@ -46,6 +50,25 @@ def starter(argv: Sequence[str], environment: Mapping[str, str]) -> Start:
 
 def engine_marker(theirs: socket.socket, resident_bytes: int) -> dict[str, str]:
     return {ENGINE_VARIABLE: f"{theirs.fileno()}:{resident_bytes}"}
+
+
+def with_task(start: Start, task: Any, *, shares_budget: bool = False) -> Start:
+    """Return a function that starts a process which finds `task` there: see `take_task`.
+
+    shares_budget: whether the server's memory is counted outside of this process's budget.
+    """
+    data = b64encode(pickle.dumps(task)).decode("ascii")
+
+    def started(theirs: socket.socket, more: Mapping[str, str]) -> Process:
+        marker = engine_marker(theirs, 0) if shares_budget else {}
+        return start(theirs, {**more, **marker, TASK_VARIABLE: data})
+
+    return started
+
+
+def take_task() -> Any:
+    """Return what the server's process gave us to do. Our own children do not see it."""
+    return pickle.loads(b64decode(os.environ.pop(TASK_VARIABLE)))  # noqa: S301  # of our parent
 
 
 def take_marker() -> tuple[int, int] | None:

@@ -52,6 +52,7 @@ class Supervisor:
         self._start, self._users, self._say = start, users, say
         self._timeout_seconds = timeout_seconds
         self._client: EngineClient | None = None
+        self._process: Process | None = None
         self._ended = asyncio.Event()
         self._num_quick_ends = 0
         self.num_restarts = 0
@@ -108,12 +109,14 @@ class Supervisor:
                 ours.close()
                 self._lose(client)
                 return f"cannot be started: {error.strerror or error}", 1
+        self._process = process
         watching = asyncio.create_task(self._watch(client, process))
         await client.run(ours)
         self._lose(client)  # at once: a core dump takes its time
         # Its memory is free once it has ended.
         loop = asyncio.get_running_loop()
         code: int = await loop.run_in_executor(None, process.wait)
+        self._process = None
         watching.cancel()
         reason = watching.result() if watching.done() and not watching.cancelled() else None
         return reason or described_exit(code), code
@@ -143,7 +146,10 @@ class Supervisor:
                 return f"{what} for {self._timeout_seconds:g} s and was killed"
 
     def end(self) -> None:
-        """End the engine without waiting; `run` returns once it is gone."""
+        """End the engine without waiting; `run` returns once it is gone. One that still loads its
+        model is killed: it would only notice afterwards."""
         self._ended.set()
         if self._client is not None:
             self._client.end()
+            if self._client.model is None and self._process is not None:
+                self._process.kill()

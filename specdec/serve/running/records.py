@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from offload.process.disk_cache import cache_folder
 
-_MAX_BYTES = 4096
+_MAX_BYTES = 64 << 10  # of the names of many models
 _HEALTH_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 
@@ -32,8 +32,8 @@ _POLL_SECONDS = 0.05
 class ServerRecord:
     """One server.
 
-    names: of its model, for clients. budget_bytes: None until the model is loaded. started_at:
-    seconds since 1970.
+    names: of its models, for clients. budget_bytes: of its model, and None until that is loaded; of
+    several models together. started_at: seconds since 1970.
     """
 
     pid: int

@@ -100,7 +100,7 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
     calls: list[bool] = []
 
     class Serving:
-        def __init__(self, *_: object, is_debug: bool, logs_requests: bool) -> None:
+        def __init__(self, *_: object, is_debug: bool, **options: object) -> None:
             calls.append(is_debug)
 
         def run(self) -> HowEnded:

@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from engines import router_of_one
+
 from specdec.serve.admission import RequestBody
 from specdec.serve.app import make_app
-from specdec.serve.budget import Budget
 from specdec.serve.middleware import BODY, MAX_BODIES, LimitMiddleware
 from specdec.serve.options import ServeOptions
+from specdec.serve.router.budget import Budget
 from specdec.serve.service import Service
 
 
@@ -46,7 +48,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It used to be plain text, on which JSON clients fail."""
-    service = Service(ServeOptions(), ["m"])
+    service = Service(ServeOptions(), router_of_one(is_loaded=False))
 
     def fail() -> bytes:
         raise RuntimeError("the text of a prompt")
@@ -64,7 +66,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
 
 def test_head_is_answered_as_get() -> None:
     """Monitoring programs use it; the application's host drops the body."""
-    service = Service(ServeOptions(), ["m"])
+    service = Service(ServeOptions(), router_of_one(is_loaded=False))
     app = make_app(service, Budget(service, print), None)
     for method in ("GET", "HEAD"):
         assert get(app, "/health", method)[0]["status"] == 503

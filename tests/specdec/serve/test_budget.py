@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine_of
+from engines import children, engine_of
+from presets import PresetServer, preset
 from serving import COMPLETIONS, LONG, Server, begun, events
 
 from offload.units import MIB
@@ -38,8 +39,8 @@ def configured(served_model: Path, config: Path) -> Iterator[Server]:
         yield started.ready()
 
 
-def present(server: Server) -> Any:
-    status, text = server.get(PATH)
+def present(server: Server, query: str = "") -> Any:
+    status, text = server.get(PATH + query)
     assert status == 200
     return json.loads(text)
 
@@ -147,3 +148,44 @@ def test_an_engine_that_is_replaced_gets_the_present_budget(configured: Server) 
         assert time.monotonic() < end, configured.lines
         time.sleep(0.05)
     assert plan(configured)["memory_budget_bytes"] == 1300 * MIB
+
+
+def test_models_of_a_preset_divide_the_servers_budget(served_model: Path, tmp_path: Path) -> None:
+    model = json.dumps(str(served_model))
+    common = 'spec-type = "none"\nctx-size = 256\n'
+    section = f'model = {model}\nmemory-budget = "900MiB"\n'
+    path = preset(tmp_path, f"{common}[a]\n{section}[b]\n{section}")
+    with PresetServer(path, "--memory-budget", "3GiB") as server:
+        server.ready()
+        status, text = server.get(PATH)
+        assert (status, json.loads(text)["error"]["param"]) == (400, "model")
+        status, answer = server.post(PATH, {"memory_budget": "1GiB"})
+        assert (status, answer["error"]["message"]) == (400, "name a model: one of a, b")
+        status, answer = server.post(f"{PATH}?model=a", {"memory_budget": "1GiB"})
+        assert (status, answer["error"]["code"]) == (503, "model_not_loaded")
+
+        assert server.post(COMPLETIONS, {**LONG, "max_tokens": 2, "model": "a"})[0] == 200
+        (engine,) = children(server.process.pid)
+        assert server.post(COMPLETIONS, {**LONG, "max_tokens": 2, "model": "b"})[0] == 200
+        status, answer = server.post(f"{PATH}?model=a", {"memory_budget": "1GiB"})
+        assert (status, answer["memory_budget_bytes"]) == (200, 1024 * MIB)
+        assert json.loads(server.get(f"{PATH}?model=a")[1]) == answer
+        server.wait_for(r"a: the memory budget is 1\.00 GiB now")
+
+        status, rest = server.post(f"{PATH}?model=b", {"memory_budget": "auto"})
+        assert status == 200
+        assert 1536 * MIB < rest["memory_budget_bytes"] < 2048 * MIB, "what a and the server leave"
+        for budget in ("1025MiB", 1025 * MIB):
+            status, answer = server.post(f"{PATH}?model=a", {"memory_budget": budget})
+            assert (status, answer["error"]["param"]) == (400, "memory_budget")
+            message = answer["error"]["message"]
+            assert "of 1.00 GiB for a is above the 1073741824B (1.00 GiB) that the other" in message
+
+        os.kill(engine, signal.SIGKILL)
+        server.wait_for("a: .*it is started again")
+        end = time.monotonic() + 60
+        while server.post(COMPLETIONS, {**LONG, "max_tokens": 2, "model": "a"})[0] != 200:
+            assert time.monotonic() < end
+        assert present(server, "?model=a")["memory_budget_bytes"] == 1024 * MIB
+        assert present(server, "?model=b") == rest
+        assert server.end(signal.SIGHUP) in (-signal.SIGHUP, 128 + signal.SIGHUP)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from engines import router_of_one
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.metrics.stats import EngineStats, GenerationStats
@@ -24,14 +26,19 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def test_engine_metrics_are_read_and_not_counted_again() -> None:
-    reported = [Beat(EngineStats(), 0)]
-    metrics = Metrics(AdmissionLimiter(4), lambda: reported[0])
+    router = router_of_one()
+    (runner,) = router.runners
+    engine = runner.opened()
+    assert engine is not None
+    metrics = Metrics(AdmissionLimiter(4), router, lambda: "ready")
     assert samples(metrics)["specdec_passes_total"] == 0
     stats = EngineStats(
         passes=3, drafted_tokens=7, kv_shared_bytes=4096, preempted=2, accepted_by_depth=(5, 1)
     )
-    reported[0] = Beat(stats, 1 << 40)
-    metrics.add_sequence(GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7))
+    engine.beat = Beat(stats, 1 << 40)
+    metrics.add_sequence(
+        runner, GenerationStats(generated_tokens=9, passes=9, time_to_first_token=0.7)
+    )
     actual = samples(metrics)
     assert actual["specdec_passes_total"] == 3
     assert actual["specdec_resident_bytes"] > 1 << 40, "the server's own memory counts, too"

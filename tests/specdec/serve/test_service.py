@@ -15,29 +15,37 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from engines import PlayedEngine, model_starter, router_of_one
+
 from specdec.async_llm import AsyncChunk
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
-from specdec.serve import service as services
-from specdec.serve.admission import FAILING, READY, BodyLimiter, RequestBody
+from specdec.serve import answering
+from specdec.serve.admission import BodyLimiter, RequestBody
+from specdec.serve.answering import RunningRequest, answer_to
 from specdec.serve.api.completions import CompletionRequest
 from specdec.serve.api.openai_answers import CompletionAnswer
-from specdec.serve.endpoint import Endpoint
+from specdec.serve.endpoint import Endpoint, Reading
 from specdec.serve.errors import ApiError
 from specdec.serve.events import Step
 from specdec.serve.jobs import Job, JobHead, completion_job
 from specdec.serve.middleware import BODY
 from specdec.serve.options import ServeOptions
 from specdec.serve.process import host as hosts
-from specdec.serve.process.client import EngineClient, EngineRequest, StorageFailure
+from specdec.serve.process.client import EngineRequest, StorageFailure
 from specdec.serve.process.generation import Generation
 from specdec.serve.process.host import EngineHost
-from specdec.serve.process.messages import WINDOW, pickled
+from specdec.serve.process.messages import WINDOW, Ended, Failed, Output, pickled
 from specdec.serve.process.translation import Log
-from specdec.serve.service import Service, _Run
+from specdec.serve.router.router import ModelRouter
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.router.share import ModelOptions, Share
+from specdec.serve.router.states import FAILING, READY
+from specdec.serve.service import Service
 
 
 def body(content: bytes = b"") -> RequestBody:
@@ -47,14 +55,12 @@ def body(content: bytes = b"") -> RequestBody:
 
 
 def endpoint(read: Any) -> Endpoint:
-    return Endpoint(read, lambda head, repeated: CompletionAnswer("m", head))
+    return Endpoint(read, lambda name, head, repeated: CompletionAnswer(name, head))
 
 
 def opened(limits: ServeOptions | None = None) -> Service:
     """Return a service whose engine takes requests and does nothing."""
-    service = Service(limits or ServeOptions(), ["m"])
-    service.open(EngineClient(lambda: None))
-    return service
+    return Service(limits or ServeOptions(), router_of_one())
 
 
 def host() -> EngineHost:
@@ -84,10 +90,10 @@ def test_clients_that_go_away_while_prompts_are_read_are_not_waited_for() -> Non
         def read(content: object) -> Any:
             asked.append(number)
             may_end.wait(60)
-            return None, None
+            return Reading(None)
 
         client: Any = Client(is_gone=True)
-        return (await service.answer(client, endpoint(read))).status_code
+        return (await answer_to(service, client, endpoint(read))).status_code
 
     async def work() -> None:
         statuses = await asyncio.gather(*map(ask, range(3)))
@@ -156,15 +162,17 @@ def test_the_end_does_not_wait_for_trials_of_schemas(monkeypatch: pytest.MonkeyP
 
 def test_a_failed_read_is_reported_until_an_answer_comes() -> None:
     service = opened()
+    runner = service.router.only
     for error, state in ((ApiError, READY), (StorageFailure, FAILING)):
-        with pytest.raises(ApiError, match="the model failed"), service.translated():
+        failed = pytest.raises(ApiError, match="the model failed")
+        with failed, service.translated(lambda: runner):
             raise error(500, "the model failed")
-        assert service.limiter.state == state
+        assert service.state == state
         assert f'specdec_state{{state="{state}"}} 1.0' in service.metrics.text().decode()
     service.limiter.acquire().release()
-    with service.translated():
+    with service.translated(lambda: runner):
         pass
-    assert service.limiter.state == READY
+    assert service.state == READY
 
 
 def test_a_body_is_dropped_once_the_engine_has_read_it() -> None:
@@ -173,14 +181,15 @@ def test_a_body_is_dropped_once_the_engine_has_read_it() -> None:
 
     async def work() -> None:
         client: Any = Client()
-        run = _Run(service, client)
-        beginning = asyncio.create_task(run._begin(endpoint(lambda content: (None, "repeated"))))
+        run = RunningRequest(service, client)
+        read = await run._read(endpoint(lambda content: Reading(None, "repeated")))
+        beginning = asyncio.create_task(run._begin(*read))
         while not service._requests:
             await asyncio.sleep(0.01)
         assert client.scope[BODY].content == b"{}"
         (asked,) = service._requests
         asked.put(JobHead())
-        assert await beginning == (JobHead(), "repeated")
+        assert (await beginning, read[0].reading.repeated) == (JobHead(), "repeated")
         assert not client.scope[BODY].content
 
     asyncio.run(asyncio.wait_for(work(), 30))
@@ -226,7 +235,7 @@ def test_a_clients_form_is_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def frames(service: Service, feed: Any) -> list[bytes]:
     """Return what a stream sends, of an engine that `feed` plays on its request."""
-    run = _Run(service, Client())  # type: ignore[arg-type]
+    run = RunningRequest(service, Client())  # type: ignore[arg-type]
     asked = run._asked = EngineRequest(lambda: None, lambda num: None)
     feeding = asyncio.create_task(feed(asked))
     sent = [data async for data in run._event_bytes(CompletionAnswer("m", JobHead()))]
@@ -252,7 +261,7 @@ def test_a_silent_engine_ends_a_request() -> None:
 
     async def work() -> None:
         asked = asyncio.create_task(
-            service.answer(Client(), endpoint(lambda content: (None, None)))  # type: ignore
+            answer_to(service, Client(), endpoint(lambda content: Reading(None)))  # type: ignore
         )
         with pytest.raises(ApiError) as error:
             await asked
@@ -269,7 +278,7 @@ def test_a_silent_engine_ends_a_request() -> None:
 
 def test_a_ping_comes_where_no_byte_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without text used to count as bytes: a proxy cuts such a stream."""
-    monkeypatch.setattr(services, "_PING_SECONDS", 0.1)
+    monkeypatch.setattr(answering, "PING_SECONDS", 0.1)
 
     async def feed(asked: EngineRequest) -> None:
         for _ in range(10):
@@ -279,6 +288,46 @@ def test_a_ping_comes_where_no_byte_did(monkeypatch: pytest.MonkeyPatch) -> None
 
     sent = asyncio.run(frames(opened(), feed))
     assert 2 <= sent.count(CompletionAnswer.ping) <= 4
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_stream_whose_model_is_loaded_first_gets_pings(
+    monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    monkeypatch.setattr(answering, "PING_SECONDS", 0.05)
+
+    def loads(engine: PlayedEngine) -> int:
+        engine.is_killed.wait(0.3)
+        if not is_loaded:
+            return 2
+        engine.load()
+        request = engine.socket.receive()
+        engine.socket.send(Output(request.id, JobHead(streams_output=True)))
+        engine.socket.send(Failed(request.id, ApiError(500, "the end")))
+        engine.socket.send(Ended(request.id))
+        return 0
+
+    options = ModelOptions(("m",), RunOptions("m"), Share(1), on_startup=False)
+    router = ModelRouter([ModelRunner(options, model_starter(loads), print, 4.0)], Share(1))
+    service = Service(ServeOptions(), router)
+
+    async def work() -> list[bytes]:
+        stream = endpoint(lambda content: Reading(None, model="m", streams=True))
+        response: Any = await answer_to(service, Client(), stream)  # type: ignore[arg-type]
+        assert (response.status_code, response.media_type) == (200, "text/event-stream")
+        sent = [data async for data in response.body_iterator]
+        response._on_end()
+        while service.limiter.num_requests:
+            await asyncio.sleep(0.01)
+        assert router.runners[0].is_idle
+        await router.end()
+        return sent
+
+    *pings, error, end = asyncio.run(asyncio.wait_for(work(), 30))
+    assert set(pings) == {CompletionAnswer.ping}
+    assert len(pings) >= 2
+    assert (b"the end" if is_loaded else b"model_load_failed") in error
+    assert end == CompletionAnswer.closing
 
 
 def test_a_client_that_reads_slowly_holds_few_values_in_the_server() -> None:

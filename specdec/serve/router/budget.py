@@ -1,0 +1,96 @@
+"""Memory budgets of loaded models, as clients and SIGHUP change them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from offload.errors import SpecdecError
+from offload.units import UnitError, format_bytes, format_exactly, parse_bytes
+from specdec.run_options import AUTO
+from specdec.serve.api.budget import BudgetRequest, BudgetResponse, budget_answer, set_budget
+from specdec.serve.api.reading import read_request
+from specdec.serve.errors import ApiError, bad_request
+from specdec.serve.middleware import BODY
+from specdec.serve.process.messages import pickled
+from specdec.serve.router.runner import ModelRunner
+from specdec.serve.service import Service
+
+ReadBudget = Callable[[], str]
+"""Returns the budget that the config file has now. Raises SpecdecError."""
+
+
+class Budget:
+    """The memory budgets of a service's models.
+
+    say: takes a line for the server's operator.
+    """
+
+    def __init__(self, service: Service, say: Callable[[str], None]) -> None:
+        self._service, self._router, self._say = service, service.router, say
+        self._changes: set[asyncio.Task[BudgetResponse]] = set()
+
+    def present(self, name: str | None) -> BudgetResponse:
+        """Return figures of a model's present plan. name: None names the only one.
+
+        Raises ApiError while there is none.
+        """
+        return budget_answer(self._router.find(name).model.plan)
+
+    async def change(self, request: Request, name: str | None) -> BudgetResponse:
+        """Change the budget of a loaded model for a client. Raises ApiError."""
+        runner, body = self._router.find(name), request.scope[BODY]
+
+        async def work() -> BudgetResponse:
+            form = await self._service.parsed(lambda: read_request(body.content, BudgetRequest))
+            change = asyncio.ensure_future(self._change(runner, form.memory_budget))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
+            return await asyncio.shield(change)  # noted to its end, also if the client leaves
+
+        return await self._service.awaited(request, work(), lambda: runner)
+
+    async def read_again(self, read: ReadBudget) -> None:
+        """Take the budget of the only model from the config file."""
+        try:
+            await self._change(self._router.find(None), read())
+        except (ApiError, SpecdecError) as error:
+            self._say(f"the memory budget stays as it is: {error}")
+
+    async def _change(self, runner: ModelRunner, memory_budget: str | int) -> BudgetResponse:
+        async with self._router.sharing:
+            requested = self._allowed(runner, memory_budget)
+            engine = runner.engine
+            runner.begin(None)
+            try:
+                request = engine.compute(set_budget, pickled(requested))
+                answer: BudgetResponse = await request.next()
+            finally:
+                runner.end()
+            runner.keep_budget(requested, answer.memory_budget_bytes)
+        return answer
+
+    def _allowed(self, runner: ModelRunner, memory_budget: str | int) -> str | int:
+        """Return the budget to ask an engine for: auto is what the other loaded models leave.
+
+        Raises ApiError where it is more than that.
+        """
+        free_bytes = self._router.free_bytes(runner)
+        if free_bytes is None:
+            return memory_budget
+        if memory_budget == AUTO:
+            return free_bytes
+        try:
+            n_bytes = parse_bytes(memory_budget)
+        except UnitError as error:
+            raise bad_request(str(error), "memory_budget") from error
+        if n_bytes > free_bytes:
+            raise bad_request(
+                f"the memory budget of {format_bytes(n_bytes)} for {runner.name} is above the "
+                f"{format_exactly(free_bytes)} that the other loaded models leave: give at most "
+                "that, or unload one",
+                "memory_budget",
+            )
+        return n_bytes
