@@ -170,7 +170,7 @@ class Serving:
     async def _serve(self, listener: socket.socket) -> None:
         router = ModelRouter(self._runners, self._capacity, is_strict=self._options.strict_model)
         self._service = Service(self._options, router)
-        self._budget = Budget(self._service, self._say)
+        self._budget = Budget(self._service, self._say, self._record_budget)
         service, budget, log = self._service, self._budget, self._log
         app = make_app(service, budget, self._key, is_debug=self._is_debug, log=log)
         idle = IdleConnections(self._options)
@@ -208,10 +208,14 @@ class Serving:
         if len(self._runners) > 1:
             self._say(f"{runner.name} is loaded")
             return
-        if self._record is not None and self._capacity is None:
-            self._record.set_budget(int(runner.model.plan["memory_budget_bytes"]))
+        self._record_budget(runner)
         self._say(f"ready: {runner.name} at {self._url}/v1")
         self._say(f"chat page: {self._url}")
+
+    def _record_budget(self, runner: ModelRunner) -> None:
+        """Let `specdec ps` tell the budget of the only model."""
+        if self._record is not None and self._capacity is None:
+            self._record.set_budget(int(runner.model.plan["memory_budget_bytes"]))
 
     def _not_loaded(self, runner: ModelRunner) -> None:
         if len(self._runners) == 1 and not runner.has_been_loaded:

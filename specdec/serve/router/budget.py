@@ -25,11 +25,19 @@ ReadBudget = Callable[[], str]
 class Budget:
     """The memory budgets of a service's models.
 
-    say: takes a line for the server's operator.
+    Args:
+        say: takes a line for the server's operator.
+        on_change: called with the model whose budget was changed.
     """
 
-    def __init__(self, service: Service, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        say: Callable[[str], None],
+        on_change: Callable[[ModelRunner], None],
+    ) -> None:
         self._service, self._router, self._say = service, service.router, say
+        self._on_change = on_change
         self._changes: set[asyncio.Task[BudgetResponse]] = set()
 
     def present(self, name: str | None) -> BudgetResponse:
@@ -70,6 +78,7 @@ class Budget:
             finally:
                 runner.end()
             runner.keep_budget(requested, answer.memory_budget_bytes)
+            self._on_change(runner)
         return answer
 
     def _allowed(self, runner: ModelRunner, memory_budget: str | int) -> str | int:

@@ -53,6 +53,8 @@ def test_a_server_is_listed_until_it_ends(
         head, row = capsys.readouterr().out.splitlines()
         assert head.split() == ["PID", "MODEL", "ADDRESS", "BUDGET", "UP", "STATE"]
         assert row.split()[:5] == [str(server.process.pid), "a,b", server.url, "1.00", "GiB"]
+        assert server.post("/v1/budget", {"memory_budget": "900MiB"})[0] == 200
+        assert listed(capsys)[0]["budget_bytes"] == 900 << 20
         assert main(["stop", "b"]) == 0
         assert capsys.readouterr().out == f"stopped a ({server.process.pid})\n"
         assert server.process.wait(60) == 0
