@@ -71,13 +71,10 @@ class TargetHead(Trainable):
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """Return layers of a target, spread evenly up to its last one, whose outputs a new head takes.
 
-    There are fewer than `count` of them where the target has fewer layers. One alone is the last,
-    which says most of the next tokens.
+    There are fewer than `count` of them where the target has fewer layers.
     """
     first, last = int(num_layers >= _MIN_SKIPPED_LAYERS), num_layers - 1
-    if count == 1:
-        return (last,)
-    steps = count - 1
+    steps = max(1, count - 1)
     return tuple(sorted({first + (last - first) * i // steps for i in range(count)}))
 
 
