@@ -282,7 +282,9 @@ class StreamedLayers:
             return
         later = enumerate(self._expert_plan.layers[layer:], start=layer)
         number, own = next(((i, x) for i, x in later if x is not None), (layer, None))
-        if own is not None and own.n_hit(batch.n_tokens) >= len(own.tensors):
+        is_last = number == len(self._layers) - 1  # only tokens with logits are computed there
+        num_tokens = len(batch.requested) if is_last else batch.n_tokens - batch.n_fillers
+        if own is not None and num_tokens and own.n_hit(num_tokens) >= len(own.tensors):
             self._experts.prefetch(number, in_use, self._check_stop)
 
     def _leave_layer(self, layer: int) -> bool:

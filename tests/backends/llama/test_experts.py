@@ -103,6 +103,24 @@ def test_nothing_is_read_for_padding_rows(rows, models, paging):
     assert len(asked[1][-1][1]) <= 4
 
 
+def test_experts_are_prefetched_for_a_prompt_alone(models, paging, monkeypatch):
+    """Neither padding rows nor a prompt's last layer, which has one row, ask for all experts."""
+    prefetch, layers = PagedExperts.prefetch, []
+
+    def noted(self, layer, *args):
+        layers.append(layer)
+        prefetch(self, layer, *args)
+
+    monkeypatch.setattr(PagedExperts, "prefetch", noted)
+    exact = Exactness(True, min_batch_tokens=8)
+    model = models("qwen3moe", **SHAPE)
+    with streamed_experts(model, exactness=exact, cache_type_k="bf16") as backend:
+        own(backend).prefill(PROMPT)
+        assert layers == [0, 1]
+        own(backend).extend([7], [PREFIX])
+        assert layers == [0, 1]
+
+
 @pytest.mark.slow
 def test_the_more_memory_the_less_is_read(models, paging):
     model = models("qwen3moe", **SHAPE)
