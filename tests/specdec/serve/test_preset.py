@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,32 @@ def test_a_model_that_never_fits_is_refused_at_the_start(
             time.sleep(0.01)
 
 
+# --- a preset of one model --------------------------------------------------------------------
+
+
+def test_the_only_model_of_a_preset_is_loaded_on_demand(served_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(served_model, model)
+    text = f"{COMMON}[tiny]\nmodel = {json.dumps(str(model))}\n"
+    with PresetServer(preset(tmp_path, text), "--memory-budget", "1.2GiB") as server:
+        server.ready()
+        assert not any("loading tiny" in line for line in server.lines)
+        assert states(server) == {"tiny": "unloaded"}
+        (card,) = json.loads(server.get("/v1/models")[1])["data"]
+        assert (card["id"], card["status"]["value"]) == ("tiny", "unloaded")
+        assert server.get("/api/ps") == (200, '{"models":[]}')
+        model.rename(tmp_path / "elsewhere")
+        status, answer = server.post(COMPLETIONS, {**SHORT, "model": "tiny"})
+        assert (status, answer["error"]["code"]) == (503, "model_load_failed")
+        assert states(server) == {"tiny": "unloaded"}
+        (tmp_path / "elsewhere").rename(model)
+        assert server.post(COMPLETIONS, {**SHORT, "model": "tiny"})[0] == 200
+        server.wait_for("tiny is loaded")
+        (item,) = json.loads(server.get("/api/ps")[1])["models"]
+        assert item["name"] == "tiny"
+        assert server.end() == 0
+
+
 # --- one model --------------------------------------------------------------------------------
 
 
@@ -174,5 +201,6 @@ def test_the_only_model_may_be_unloaded_when_idle(served_model: Path) -> None:
         while children(server.process.pid):
             assert time.monotonic() < end
         assert server.get("/health")[0] == 200, "it takes requests"
+        assert server.get("/api/ps") == (200, '{"models":[]}')
         assert server.post(COMPLETIONS, {**SHORT, "keep_alive": 0})[0] == 200
         assert server.end() == 0
