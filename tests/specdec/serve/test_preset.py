@@ -15,6 +15,9 @@ from engines import children, wait_until_gone
 from presets import PresetServer, preset
 from serving import COMPLETIONS, SHORT, Server, events
 
+from offload.process.limited import FAILED, Limits, Outcome
+from specdec.cli.app import main
+
 COMMON = 'spec-type = "none"\nctx-size = 256\nparallel = 2\n'
 
 
@@ -161,6 +164,19 @@ def test_a_model_that_never_fits_is_refused_at_the_start(
         while not any(re.search(message, line) for line in server.lines):
             assert time.monotonic() < end, server.lines
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("typed", "size"), [((), 3), (("--memory-budget", "2GiB"), 2)])
+def test_the_files_budget_is_enforced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: tuple[str, ...], size: int
+) -> None:
+    def limited(command: list[str], limits: Limits, env: dict[str, str]) -> Outcome:
+        assert limits == Limits(size << 30)
+        return Outcome(FAILED, 7, 1.0, 0, 0, 0)
+
+    monkeypatch.setattr("specdec.cli.enforce.run_limited", limited)
+    path = preset(tmp_path, "memory-budget = '3GiB'\n[a]\n")
+    assert main(["serve", "--preset", str(path), "--enforce", *typed]) == 7
 
 
 # --- a preset of one model --------------------------------------------------------------------
