@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -81,9 +81,15 @@ def test_a_record_whose_process_number_is_anothers_is_removed(cache: Path) -> No
     record = ServerRecord(os.getpid(), socket.gethostname(), ("m",), "http://[::1]:1", None, 1.0)
     (cache / "left.json").write_text(json.dumps(asdict(record)))
     (cache / "begins.json").write_text("")
+    elsewhere = replace(record, host="another-machine")
+    (cache / "elsewhere.json").write_text(json.dumps(asdict(elsewhere)))
     (cache / "foreign.json").write_text('{"names": 1}')
     assert running_servers() == []
-    assert {item.name for item in cache.iterdir()} == {"begins.json", "foreign.json"}
+    assert {item.name for item in cache.iterdir()} == {
+        "begins.json",
+        "elsewhere.json",
+        "foreign.json",
+    }
 
 
 def test_stop_names_what_it_may_stop(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
