@@ -86,8 +86,8 @@ class Serving:
     """One run of the server.
 
     Args:
-        models: the models; one alone is loaded at once, and its name is any.
-        capacity: memory of all engines together; None with one model.
+        models: the models of a preset, or one alone.
+        capacity: memory of all engines together; None for one model that is loaded at once.
         starter: returns the function that starts a model's engine.
         say: prints a line for whoever runs the server.
         read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
@@ -205,7 +205,7 @@ class Serving:
                 router.load(runner)
 
     def _opened(self, runner: ModelRunner) -> None:
-        if len(self._runners) > 1:
+        if self._capacity is not None:
             self._say(f"{runner.name} is loaded")
             return
         self._record_budget(runner)
@@ -218,7 +218,7 @@ class Serving:
             self._record.set_budget(int(runner.model.plan["memory_budget_bytes"]))
 
     def _not_loaded(self, runner: ModelRunner) -> None:
-        if len(self._runners) == 1 and not runner.has_been_loaded:
+        if self._capacity is None and not runner.has_been_loaded:
             self._load_error = runner.load_error or 0
             self._stop()
 

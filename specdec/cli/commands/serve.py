@@ -52,7 +52,8 @@ def serve(
     server.key()  # before anything is started
     preset = _preset(context, load, server)
     if enforce:
-        run_again_enforced(context, context.params["memory_budget"])
+        own_budget = context.params["memory_budget"]
+        run_again_enforced(context, own_budget if preset is None else preset.memory_budget)
     run = _import_server()
     argv = context.obj.argv
     # The engine is the same command: so it reads the same options and settings.

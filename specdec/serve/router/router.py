@@ -18,8 +18,9 @@ _MAX_NAME = 200
 class ModelRouter:
     """All models of a server; used in the event loop's thread.
 
-    capacity: memory of all engines together; None for a server of one model, which is loaded at
-    its start. is_strict: whether a server of one model answers to no other name.
+    capacity: memory of all engines together, also where a preset has one model; None for a server
+    of one model, which is loaded at its start. is_strict: whether one model answers to no other
+    name.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class ModelRouter:
 
     @property
     def only(self) -> ModelRunner | None:
-        """The model of a server that has one; None with several."""
-        return self.runners[0] if len(self.runners) == 1 else None
+        """The model of a server that loads one at its start; None with a preset."""
+        return self.runners[0] if len(self.runners) == 1 and self.capacity is None else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ class ModelRouter:
         """Return the model that a request names. Raises ApiError."""
         if name in self._by_name:
             return self._by_name[name]
-        if not self._is_strict or (name is None and self.only is not None):
+        if not self._is_strict or (name is None and len(self.runners) == 1):
             return self.runners[0]
         if name is None:
             raise bad_request(f"name a model: one of {', '.join(self.names)}", "model")

@@ -70,6 +70,7 @@ class ModelRunner:
         self._last_engine: EngineClient | None = None  # it may have ended
         self._supervisor: Supervisor | None = None
         self._running: asyncio.Task[None] | None = None
+        self._fault: Exception | None = None  # of ours
         self._timer: asyncio.TimerHandle | None = None
         self._changed: asyncio.Future[None] | None = None
         self._has_no_requests = asyncio.Event()
@@ -209,10 +210,10 @@ class ModelRunner:
     async def _run(self, supervisor: Supervisor) -> None:
         try:
             self.load_error = await supervisor.run()
-        except Exception:
+        except Exception as error:
+            self._fault = error
             self.to(FAILED)
             self.on_fault()
-            raise
         finally:
             self._engine = self._running = None
             is_broken = self.load_error is not None
@@ -249,6 +250,8 @@ class ModelRunner:
         """Wait until it has no process. Raises what is a fault of ours."""
         while self._running is not None:
             await asyncio.shield(self._running)
+        if self._fault is not None:
+            raise self._fault
 
     def open(self, engine: EngineClient) -> None:
         """See `supervisor.Users`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from specdec.checks import ConfigError, FieldName
 
 class _LogFile(WatchedFileHandler):
     """Appends lines with their time; opens the file anew once it was renamed or removed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; ignore a file that cannot be opened anew, as without its folder."""
+        with suppress(OSError):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a full disk: it must not end the server, nor fill its stderr."""

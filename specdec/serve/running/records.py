@@ -117,11 +117,13 @@ def wait_until_ended(servers: Sequence[ServerRecord], seconds: float) -> bool:
 
 
 def _read(path: Path) -> ServerRecord | None:
-    """Return a running server's record; None, and no file, if it has ended."""
+    """Return a running server's record, or another machine's; None, and no file, once ended."""
     try:
         with open(path, "rb+") as file:
             content = json.loads(file.read(_MAX_BYTES))
             record = ServerRecord(**{**content, "names": tuple(content["names"])})
+            if not record.is_here:  # a shared folder may not show the locks of other machines
+                return record
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from command_line import expect_error
 from engines import children, wait_until_gone
 from presets import PresetServer, preset
 from serving import COMPLETIONS, SHORT, Server, events
+
+from offload.process.limited import FAILED, Limits, Outcome
+from specdec.cli.app import main
 
 COMMON = 'spec-type = "none"\nctx-size = 256\nparallel = 2\n'
 
@@ -162,6 +166,45 @@ def test_a_model_that_never_fits_is_refused_at_the_start(
             time.sleep(0.01)
 
 
+@pytest.mark.parametrize(("typed", "size"), [((), 3), (("--memory-budget", "2GiB"), 2)])
+def test_the_files_budget_is_enforced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: tuple[str, ...], size: int
+) -> None:
+    def limited(command: list[str], limits: Limits, env: dict[str, str]) -> Outcome:
+        assert limits == Limits(size << 30)
+        return Outcome(FAILED, 7, 1.0, 0, 0, 0)
+
+    monkeypatch.setattr("specdec.cli.enforce.run_limited", limited)
+    path = preset(tmp_path, "memory-budget = '3GiB'\n[a]\n")
+    assert main(["serve", "--preset", str(path), "--enforce", *typed]) == 7
+
+
+# --- a preset of one model --------------------------------------------------------------------
+
+
+def test_the_only_model_of_a_preset_is_loaded_on_demand(served_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(served_model, model)
+    text = f"{COMMON}[tiny]\nmodel = {json.dumps(str(model))}\n"
+    with PresetServer(preset(tmp_path, text), "--memory-budget", "1.2GiB") as server:
+        server.ready()
+        assert not any("loading tiny" in line for line in server.lines)
+        assert states(server) == {"tiny": "unloaded"}
+        (card,) = json.loads(server.get("/v1/models")[1])["data"]
+        assert (card["id"], card["status"]["value"]) == ("tiny", "unloaded")
+        assert server.get("/api/ps") == (200, '{"models":[]}')
+        model.rename(tmp_path / "elsewhere")
+        status, answer = server.post(COMPLETIONS, {**SHORT, "model": "tiny"})
+        assert (status, answer["error"]["code"]) == (503, "model_load_failed")
+        assert states(server) == {"tiny": "unloaded"}
+        (tmp_path / "elsewhere").rename(model)
+        assert server.post(COMPLETIONS, {**SHORT, "model": "tiny"})[0] == 200
+        server.wait_for("tiny is loaded")
+        (item,) = json.loads(server.get("/api/ps")[1])["models"]
+        assert item["name"] == "tiny"
+        assert server.end() == 0
+
+
 # --- one model --------------------------------------------------------------------------------
 
 
@@ -174,5 +217,6 @@ def test_the_only_model_may_be_unloaded_when_idle(served_model: Path) -> None:
         while children(server.process.pid):
             assert time.monotonic() < end
         assert server.get("/health")[0] == 200, "it takes requests"
+        assert server.get("/api/ps") == (200, '{"models":[]}')
         assert server.post(COMPLETIONS, {**SHORT, "keep_alive": 0})[0] == 200
         assert server.end() == 0

@@ -17,11 +17,13 @@ from engines import PlayedEngine, model_starter
 
 from specdec.run_options import RunOptions
 from specdec.serve.errors import ApiError
+from specdec.serve.options import ServeOptions
 from specdec.serve.process.messages import ServerGone
 from specdec.serve.router.keep_alive import parse_keep_alive
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import ModelOptions, Share
+from specdec.serve.run import Serving
 
 Play = Callable[[PlayedEngine], int]
 
@@ -169,6 +171,29 @@ def test_a_model_that_still_loads_ends_with_the_server() -> None:
     run(work, router({"a": 6}, 10, loads_for_long))
 
 
+def broken_starter(options: ModelOptions) -> Any:
+    raise RuntimeError("a fault of ours")
+
+
+def test_a_fault_of_ours_is_raised_at_the_end() -> None:
+    runner = ModelRunner(ModelOptions(("a",), RunOptions("a")), broken_starter, print, 4.0)
+
+    async def work(made: ModelRouter) -> None:
+        with pytest.raises(ApiError):
+            await made.acquire(runner)
+        assert states(made) == {"a": "failed"}
+
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        run(work, ModelRouter([runner], Share(1)))
+
+
+def test_a_fault_of_ours_ends_the_server_as_one() -> None:
+    models = [ModelOptions(("a",), RunOptions("a"))]
+    server = Serving(ServeOptions(port=0), models, None, broken_starter, print)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        server.run()
+
+
 def test_another_budget_is_another_share() -> None:
     async def work(made: ModelRouter) -> None:
         await use(made, "a")
@@ -224,13 +249,13 @@ def test_names() -> None:
         (0, 0),
         ("0", 0),
     ]
-    + [(value, math.inf) for value in (-1, "-1", "-5m", -0.5)],
+    + [(value, math.inf) for value in (-1, "-1", "-5m", -0.5, 1e12, "1e12", "876001h", math.inf)],
 )
 def test_times(text: Any, seconds: float) -> None:
     assert parse_keep_alive(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "5 m", "m", "nan", True, None, [], "5d"])
+@pytest.mark.parametrize("text", ["", "5 m", "m", "nan", True, None, [], "5d", 10**400])
 def test_what_is_no_time(text: Any) -> None:
     with pytest.raises(ValueError, match="."):
         parse_keep_alive(text)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from serving import COMPLETIONS, SHORT, SMALL, Server, begun
 
 from specdec.cli.app import main
 from specdec.cli.commands.servers import _age
+from specdec.serve.running.log_file import open_log
 from specdec.serve.running.records import OwnRecord, ServerRecord, running_servers
 
 LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
@@ -79,9 +81,15 @@ def test_a_record_whose_process_number_is_anothers_is_removed(cache: Path) -> No
     record = ServerRecord(os.getpid(), socket.gethostname(), ("m",), "http://[::1]:1", None, 1.0)
     (cache / "left.json").write_text(json.dumps(asdict(record)))
     (cache / "begins.json").write_text("")
+    elsewhere = replace(record, host="another-machine")
+    (cache / "elsewhere.json").write_text(json.dumps(asdict(elsewhere)))
     (cache / "foreign.json").write_text('{"names": 1}')
     assert running_servers() == []
-    assert {item.name for item in cache.iterdir()} == {"begins.json", "foreign.json"}
+    assert {item.name for item in cache.iterdir()} == {
+        "begins.json",
+        "elsewhere.json",
+        "foreign.json",
+    }
 
 
 def test_stop_names_what_it_may_stop(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +151,37 @@ def test_requests_and_states_are_in_the_log_file(served_model: Path, tmp_path: P
     assert re.fullmatch(rf"{LINE}other 404, \d+\.\d\d s", requests[1])
     (after,) = path.read_text().splitlines()
     assert re.fullmatch(request, after)
+
+
+def test_a_log_file_whose_folder_is_removed(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "logs", tmp_path / "moved"
+    folder.mkdir()
+    write = open_log(folder / "log")
+    write("first")
+    folder.rename(moved)
+    write("second")
+    write("third")
+    folder.mkdir()
+    write("fourth")
+    write("fifth")
+    (first,) = (moved / "log").read_text().splitlines()
+    assert re.fullmatch(LINE + "first", first)
+    lines = (folder / "log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["fourth", "fifth"]
+
+
+def test_a_server_without_its_log_files_folder_ends_at_sigterm(
+    served_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    path = str(folder / "log")
+    with Server(served_model, "-c", "32768", "--spec-type", "none", "--log-file", path) as server:
+        with begun(server.ready(), max_tokens=16000):
+            shutil.rmtree(folder)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("shutting down")  # a line for the log file
+        assert server.process.wait(60) == 0
 
 
 def test_a_log_file_that_cannot_be_written(
