@@ -54,7 +54,9 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
         raise RuntimeError("the text of a prompt")
 
     monkeypatch.setattr(service.metrics, "text", fail)
-    start, *rest = get(make_app(service, Budget(service, print), None), "/metrics")
+    start, *rest = get(
+        make_app(service, Budget(service, print, lambda runner: None), None), "/metrics"
+    )
     assert start["status"] == 500
     assert (b"content-type", b"application/json") in start["headers"]
     body = json.loads(b"".join(item.get("body", b"") for item in rest))
@@ -67,7 +69,7 @@ def test_an_error_of_ours_has_the_shape_of_all_errors(
 def test_head_is_answered_as_get() -> None:
     """Monitoring programs use it; the application's host drops the body."""
     service = Service(ServeOptions(), router_of_one(is_loaded=False))
-    app = make_app(service, Budget(service, print), None)
+    app = make_app(service, Budget(service, print, lambda runner: None), None)
     for method in ("GET", "HEAD"):
         assert get(app, "/health", method)[0]["status"] == 503
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405
