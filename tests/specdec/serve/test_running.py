@@ -151,7 +151,8 @@ def test_requests_and_states_are_in_the_log_file(served_model: Path, tmp_path: P
     assert re.fullmatch(rf"{LINE}other 404, \d+\.\d\d s", requests[1])
     # The signal may come while the last request still ends, which is told in lines of its own.
     after = [line for line in path.read_text().splitlines() if COMPLETIONS in line]
-    assert len(after) == 1 and re.fullmatch(request, after[0])
+    assert len(after) == 1
+    assert re.fullmatch(request, after[0])
 
 
 def test_a_log_file_whose_folder_is_removed(tmp_path: Path) -> None:
