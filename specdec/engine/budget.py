@@ -32,6 +32,10 @@ WATCH_SECONDS = 1.0
 """Interval at which the limit of the process is read."""
 
 
+class BeamsRunning(BackendError):
+    """A running beam search needs wider passes than the new budget is planned for."""
+
+
 def change_budget(
     engine: Engine,
     models: LoadedModels,
@@ -43,8 +47,8 @@ def change_budget(
 
     source: origin of the budget, for users. load: closes the models and loads them as planned.
 
-    Raises BudgetExceeded where it cannot hold the run, BackendError where a running beam search
-    would not fit, and ConfigError on a GPU; nothing has changed then.
+    Raises BudgetExceeded where it cannot hold the run, BeamsRunning where a running beam search
+    would not fit, and ConfigError on a GPU; nothing has changed then. Raises errors of `load`.
     """
     if models.plan.device == CUDA:  # not tested there
         raise ConfigError(
@@ -93,11 +97,11 @@ def reload(
 
 
 def check_beams(engine: Engine, planned: PlannedModels) -> None:
-    """Raise BackendError where the new plan has no memory for the beams of a running search."""
+    """Raise BeamsRunning where the new plan has no memory for the beams of a running search."""
     limit = planned.options.max_target_tokens(planned.plan.n_draft_tokens)
     num_beams = max((request.params.num_beams for request in engine.requests), default=1)
     if num_beams > limit:
-        raise BackendError(
+        raise BeamsRunning(
             f"a running search has {num_beams} beams, and a memory budget of "
             f"{format_bytes(planned.plan.budget_bytes)} is planned for passes of {limit} tokens: "
             f"wait until it has ended, or load with num_beams={num_beams} (--num-beams)"

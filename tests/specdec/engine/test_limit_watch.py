@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from backends.contract.backend import BackendError
 from offload.process.memory import MemoryLimit
 from offload.units import MIB
 from specdec.checks import ConfigError
-from specdec.engine.budget import WATCH_SECONDS, LimitWatch, check_beams
+from specdec.engine.budget import WATCH_SECONDS, BeamsRunning, LimitWatch, check_beams
 from specdec.run_options import RunOptions
 
 
@@ -80,5 +79,5 @@ def test_beams_that_the_new_plan_has_no_memory_for_are_refused() -> None:
     planned: Any = SimpleNamespace(plan=plan, options=RunOptions("t", parallel=2))
     check_beams(engine(), planned)
     check_beams(engine(1, 11), planned)
-    with pytest.raises(BackendError, match="has 12 beams, and a memory budget of 300.00 MiB is"):
+    with pytest.raises(BeamsRunning, match="has 12 beams, and a memory budget of 300.00 MiB is"):
         check_beams(engine(1, 12), planned)
