@@ -75,25 +75,36 @@ def reload(
 
     worker: a thread that uses the draft. assemble: lets the engine and new sequences use them.
 
-    Raises the error of loading. If neither plan can be loaded, the engine ends.
+    Raises the error of loading. If neither plan can be loaded and used, the engine ends.
     """
-    present, failure = models.planned, None
+    present = models.planned
     engine.suspend()
-    worker.close()
-    models.close()
+    try:
+        worker.close()
+        models.close()
+        failure = _load_either(models, planned, present)
+        assemble()
+        engine.resume()
+    except BaseException as error:
+        engine.end_by(error)
+        raise
+    if failure is not None:
+        raise failure
+
+
+def _load_either(
+    models: LoadedModels, planned: PlannedModels, present: PlannedModels
+) -> BaseException | None:
+    """Load models as planned, or as they were: return the error then. Raises it where both fail."""
     try:
         models.load(planned)
     except BaseException as error:
-        failure = error
         try:
             models.load(present)
-        except BaseException:
-            engine.end_by(error)
-            raise
-    assemble()
-    engine.resume()
-    if failure is not None:
-        raise failure
+        except BaseException as again:
+            raise error from again
+        return error
+    return None
 
 
 def check_beams(engine: Engine, planned: PlannedModels) -> None:
@@ -111,7 +122,8 @@ def check_beams(engine: Engine, planned: PlannedModels) -> None:
 class LimitWatch:
     """Watch over the memory limit of this process, which others may lower while it runs.
 
-    change: takes a budget in bytes and its origin; raises SpecdecError where it is refused.
+    change: takes a budget in bytes and its origin. Where it raises an error, the budget stays as it
+        is, and it is called again for another limit; after BeamsRunning also for the same one.
     """
 
     def __init__(
@@ -123,6 +135,7 @@ class LimitWatch:
         self._change, self._read_limit, self._clock = change, read_limit, clock
         self._last_read = clock()
         self._refused_bytes: int | None = None
+        self._last_failure: str | None = None
 
     def check(self, budget_bytes: int) -> None:
         """Lower the budget to a limit that has become smaller; call it after every step."""
@@ -134,12 +147,22 @@ class LimitWatch:
         limited = f"the limit of this process ({limit.source}) is {format_bytes(limit.n_bytes)} now"
         try:
             self._change(limit.n_bytes, limit.source)
-        except SpecdecError as error:
+        except BeamsRunning as error:  # until the search has ended
+            self._tell_failure(limited, error)
+        except Exception as error:  # loading may fail in libraries, and runs go on as they were
             self._refused_bytes = limit.n_bytes
-            logger.warning("%s, below the memory budget, which stays as it is: %s", limited, error)
+            self._tell_failure(limited, error)
         else:
             was = format_bytes(budget_bytes)
             logger.warning("%s: the memory budget follows it, from %s", limited, was)
+
+    def _tell_failure(self, limited: str, error: Exception) -> None:
+        """Log one line, unless the last one was the same."""
+        text = str(error) if isinstance(error, SpecdecError) else repr(error)
+        line = f"{limited}, below the memory budget, which stays as it is: {text}"
+        if line != self._last_failure:
+            self._last_failure = line
+            logger.warning("%s", line)
 
 
 class Budgeted(Protocol):
