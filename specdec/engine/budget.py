@@ -30,6 +30,8 @@ from specdec.run_options import CUDA
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 1.0
 """Interval at which the limit of the process is read."""
+RETRY_SECONDS = 10.0
+"""Interval after a refusal beside a beam search: to plan takes up to a second."""
 
 
 class BeamsRunning(BackendError):
@@ -133,21 +135,22 @@ class LimitWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._change, self._read_limit, self._clock = change, read_limit, clock
-        self._last_read = clock()
+        self._next_read = clock() + WATCH_SECONDS
         self._refused_bytes: int | None = None
         self._last_failure: str | None = None
 
     def check(self, budget_bytes: int) -> None:
         """Lower the budget to a limit that has become smaller; call it after every step."""
-        if self._clock() - self._last_read < WATCH_SECONDS:
+        if self._clock() < self._next_read:
             return
-        self._last_read, limit = self._clock(), self._read_limit()
+        self._next_read, limit = self._clock() + WATCH_SECONDS, self._read_limit()
         if limit.n_bytes >= budget_bytes or limit.n_bytes == self._refused_bytes:
             return
         limited = f"the limit of this process ({limit.source}) is {format_bytes(limit.n_bytes)} now"
         try:
             self._change(limit.n_bytes, limit.source)
         except BeamsRunning as error:  # until the search has ended
+            self._next_read = self._clock() + RETRY_SECONDS
             self._tell_failure(limited, error)
         except Exception as error:  # loading may fail in libraries, and runs go on as they were
             self._refused_bytes = limit.n_bytes

@@ -11,7 +11,13 @@ from offload.process.memory import MemoryLimit
 from offload.storage.direct_io import StorageError
 from offload.units import MIB
 from specdec.checks import ConfigError
-from specdec.engine.budget import WATCH_SECONDS, BeamsRunning, LimitWatch, check_beams
+from specdec.engine.budget import (
+    RETRY_SECONDS,
+    WATCH_SECONDS,
+    BeamsRunning,
+    LimitWatch,
+    check_beams,
+)
 from specdec.run_options import RunOptions
 
 
@@ -79,10 +85,10 @@ def test_a_limit_is_followed_once_a_beam_search_has_ended(caplog: pytest.LogCapt
     watched = Watched()
     watched.errors = [BeamsRunning("12 beams"), BeamsRunning("12 beams"), BeamsRunning("12 beams")]
     watched.limit_bytes = 300 * MIB
-    for _ in range(3):
+    for _ in range(21):
         watched.step()
-    assert watched.budget_bytes == 400 * MIB
-    watched.step()
+    assert (watched.budget_bytes, watched.num_changes) == (400 * MIB, 3)
+    watched.step(RETRY_SECONDS)
     assert watched.budget_bytes == 300 * MIB
     refused, followed = caplog.messages
     assert refused.endswith("below the memory budget, which stays as it is: 12 beams")
