@@ -56,10 +56,14 @@ def change_budget(
         raise ConfigError(
             FieldName("memory_budget"), " of a run on a GPU stays as it is: load the models again"
         )
-    planned = models.planned.planning.plan(total_bytes, source)
+    planning = models.planned.planning
+    if planning.takes_memory:
+        models.target.set_pinned_bytes(0)
+    planned = planning.plan(total_bytes, source)
     adjusted = adjusted_plan(models.plan, planned)
     if adjusted is None:
         check_beams(engine, planned)
+        models.target.set_pinned_bytes(0)  # preempted sequences may write their KV to files first
         load(planned)
     else:
         models.planned = replace(models.planned, plan=adjusted)
