@@ -141,6 +141,12 @@ class ModelSource(ABC):
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 
+    @property
+    def planning_takes_memory(self) -> bool:
+        """Whether planning reads parts of the model, such as its vocabulary, until
+        `end_planning`."""
+        return False
+
     def end_planning(self) -> None:  # noqa: B027 (optional)
         """Free memory that nothing but planning needs, until the next time."""
 

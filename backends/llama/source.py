@@ -197,6 +197,11 @@ class GgufSource(ModelSource):
         weakref.finalize(self, loaded.close)
         return loaded
 
+    @property
+    def planning_takes_memory(self) -> bool:
+        """See ModelSource: that of `weightless`."""
+        return True
+
     def end_planning(self) -> None:
         """See ModelSource."""
         if "weightless" in self.__dict__:

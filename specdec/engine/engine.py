@@ -202,8 +202,9 @@ class Engine(EngineThread):
         """Let the sequences go on with other models, as they were before."""
         for running in self._running:
             running.request.is_replanned = True
-            for sequence in running.sequences:
-                running.owner.renew(sequence)
+            with own_errors(running.request):
+                for sequence in running.sequences:
+                    running.owner.renew(sequence)
 
     # --- messages, from any thread -------------------------------------------------------------
 

@@ -181,8 +181,6 @@ class Session:
 
     def change_budget(self, total_bytes: int, source: str) -> None:
         """Change the budget, in the engine's thread. Raises errors of `change_budget`."""
-        # Planning and loading take memory of their own.
-        self.target.set_pinned_bytes(0)
         change_budget(self.engine, self.models, total_bytes, source, self._reload)
 
     def _reload(self, planned: PlannedModels) -> None:

@@ -53,6 +53,11 @@ class Planning:
     """Memory of the process before anything was loaded."""
     gpu: Gpu | None
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether `plan` takes memory that matters beside loaded models."""
+        return any(source.planning_takes_memory for source in self.pair.sources if source)
+
     def plan(self, total_bytes: int, budget_source: str) -> PlannedModels:
         """Return the models as planned for a budget. Raises BudgetExceeded."""
         pair, options = self.pair, for_recurrent(self.options, self.pair.target.source, total_bytes)

@@ -7,13 +7,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from offload.errors import SpecdecError
-from specdec.api import LLM, ModelClosed
+from offload.budget import BudgetExceeded
+from offload.units import UnitError
+from specdec.api import LLM
+from specdec.checks import ConfigError
+from specdec.engine.budget import BeamsRunning
 from specdec.serve.api.base import RequestModel
 from specdec.serve.errors import bad_request
 from specdec.serve.responses import Count, ResponseModel
 
 _MAX_CHARACTERS = 40
+_REFUSALS = (ConfigError, UnitError, BudgetExceeded, BeamsRunning)
+"""Errors of a budget that is not taken; nothing has changed then."""
 
 
 class BudgetRequest(RequestModel):
@@ -42,10 +47,12 @@ def budget_answer(plan: Mapping[str, Any]) -> BudgetResponse:
 
 
 def set_budget(memory_budget: str | int, llm: LLM) -> BudgetResponse:
-    """Change the budget, and return the new plan's figures. Raises ApiError, ModelClosed."""
+    """Change the budget, and return the new plan's figures.
+
+    Raises ApiError where the budget is refused, and errors of loading the models again.
+    """
     try:
-        return budget_answer(llm.set_memory_budget(memory_budget).to_dict())
-    except ModelClosed:
-        raise
-    except SpecdecError as error:
+        plan = llm.set_memory_budget(memory_budget)
+    except _REFUSALS as error:
         raise bad_request(str(error), "memory_budget") from error
+    return budget_answer(plan.to_dict())

@@ -119,6 +119,36 @@ def test_a_change_that_the_loaded_parts_fit_loads_nothing(llm: LLM) -> None:
     assert llm.target is target
 
 
+def test_opportunistic_layers_stay_until_a_smaller_budget_needs_their_memory(
+    tmp_path: Path,
+) -> None:
+    model = grow(tmp_path / "model")
+    smallest = specdec.plan_run(model, "pair:draft", **SIZES).smallest_budget_bytes
+    with specdec.load(model, "pair:draft", memory_budget=smallest + 250 * MIB, **SIZES) as llm:
+        pinned: list[int] = []
+        change, target = llm.session.change_budget, llm.target
+
+        def note(total_bytes: int, source: str) -> None:
+            pinned.append(target.pinned_bytes)
+            try:
+                change(total_bytes, source)
+            finally:
+                pinned.append(target.pinned_bytes)
+
+        llm.session.change_budget = note  # type: ignore[method-assign]
+        llm.generate(PROMPT, GREEDY)
+        budget = llm.plan.budget_bytes
+        with pytest.raises(BudgetExceeded):
+            llm.set_memory_budget("100MiB")
+        llm.set_memory_budget(budget + 4 * MIB)
+        llm.set_memory_budget(budget)
+        assert llm.target is target, "not loaded again"
+        before = pinned[0]
+        assert before > 0
+        assert pinned[:5] == [before] * 5
+        assert 0 < pinned[5] < before
+
+
 @pytest.mark.slow_except(1)
 def test_a_change_from_inside_of_a_step_is_refused(llm: LLM) -> None:
     def change(ids: Any, scores: Any) -> Any:

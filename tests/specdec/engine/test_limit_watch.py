@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from backends.contract.backend import BackendError
 from offload.process.memory import MemoryLimit
+from offload.storage.direct_io import StorageError
 from offload.units import MIB
 from specdec.checks import ConfigError
-from specdec.engine.budget import WATCH_SECONDS, LimitWatch, check_beams
+from specdec.engine.budget import (
+    RETRY_SECONDS,
+    WATCH_SECONDS,
+    BeamsRunning,
+    LimitWatch,
+    check_beams,
+)
 from specdec.run_options import RunOptions
 
 
@@ -21,6 +27,7 @@ class Watched:
     def __init__(self, smallest_bytes: int = 0) -> None:
         self.limit_bytes, self.budget_bytes, self.seconds = 500 * MIB, 400 * MIB, 0.0
         self.num_reads, self._smallest_bytes = 0, smallest_bytes
+        self.num_changes, self.errors = 0, list[Exception]()
         self._watch = LimitWatch(self._change, self._limit, lambda: self.seconds)
 
     def _limit(self) -> MemoryLimit:
@@ -29,6 +36,9 @@ class Watched:
 
     def _change(self, n_bytes: int, source: str) -> None:
         assert source == "cgroup v2 /box"
+        self.num_changes += 1
+        if self.errors:
+            raise self.errors.pop(0)
         if n_bytes < self._smallest_bytes:
             raise ConfigError("too small")
         self.budget_bytes = n_bytes
@@ -71,6 +81,40 @@ def test_a_limit_that_cannot_hold_the_run_is_told_once(caplog: pytest.LogCapture
     assert watched.budget_bytes == 360 * MIB
 
 
+def test_a_limit_is_followed_once_a_beam_search_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.errors = [BeamsRunning("12 beams"), BeamsRunning("12 beams"), BeamsRunning("12 beams")]
+    watched.limit_bytes = 300 * MIB
+    for _ in range(21):
+        watched.step()
+    assert (watched.budget_bytes, watched.num_changes) == (400 * MIB, 3)
+    watched.step(RETRY_SECONDS)
+    assert watched.budget_bytes == 300 * MIB
+    refused, followed = caplog.messages
+    assert refused.endswith("below the memory budget, which stays as it is: 12 beams")
+    assert followed.endswith("the memory budget follows it, from 400.00 MiB")
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("gone"), OSError(5, "gone"), RuntimeError("gone"), MemoryError("gone")]
+)
+def test_a_run_goes_on_if_loading_by_a_smaller_limit_fails(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    watched = Watched()
+    watched.errors = [error]
+    watched.limit_bytes = 300 * MIB
+    for _ in range(3):
+        watched.step()
+    assert (watched.budget_bytes, watched.num_changes) == (400 * MIB, 1), "loaded only once"
+    (line,) = caplog.messages
+    assert "below the memory budget, which stays as it is: " in line
+    assert "gone" in line
+    watched.limit_bytes = 350 * MIB
+    watched.step()
+    assert watched.budget_bytes == 350 * MIB
+
+
 def test_beams_that_the_new_plan_has_no_memory_for_are_refused() -> None:
     def engine(*num_beams: int) -> Any:
         requests = [SimpleNamespace(params=SimpleNamespace(num_beams=n)) for n in num_beams]
@@ -80,5 +124,5 @@ def test_beams_that_the_new_plan_has_no_memory_for_are_refused() -> None:
     planned: Any = SimpleNamespace(plan=plan, options=RunOptions("t", parallel=2))
     check_beams(engine(), planned)
     check_beams(engine(1, 11), planned)
-    with pytest.raises(BackendError, match="has 12 beams, and a memory budget of 300.00 MiB is"):
+    with pytest.raises(BeamsRunning, match="has 12 beams, and a memory budget of 300.00 MiB is"):
         check_beams(engine(1, 12), planned)

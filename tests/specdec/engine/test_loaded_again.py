@@ -14,7 +14,7 @@ from tiny_gguf_kinds import WITH_HEADS
 from tiny_pair import VOCAB, save_model, save_tokenizer
 
 import specdec
-from specdec.api import LLM
+from specdec.api import LLM, ModelClosed
 from specdec.sampling.params import SamplingParams
 
 PROMPT = [3, 17, 5, 3, 17, 5, 8, 21, 3, 17]
@@ -89,6 +89,18 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
 def test_streamed_checkpoints(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     force_streaming(monkeypatch)
     check(PAIRS[kind](tmp_path))
+
+
+def test_a_session_ends_if_what_was_loaded_cannot_be_used(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise MemoryError("no memory")
+
+    with specdec.load(save_model(tmp_path, seed=0), **OPTIONS) as llm:
+        llm.session._assemble = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError, match="no memory"):
+            llm.generate(PROMPT, ASKED, logits_processors=[Again(llm)])
+        with pytest.raises(ModelClosed):
+            llm.generate(PROMPT, ASKED)
 
 
 @pytest.mark.gguf

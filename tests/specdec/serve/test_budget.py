@@ -15,7 +15,16 @@ from engines import children, engine_of
 from presets import PresetServer, preset
 from serving import COMPLETIONS, LONG, Server, begun, events
 
-from offload.units import MIB
+from backends.contract.backend import BackendError
+from backends.ggml.library import LlamaError
+from offload.budget import BudgetExceeded
+from offload.storage.direct_io import StorageError
+from offload.units import MIB, UnitError
+from specdec.api import ModelClosed
+from specdec.engine.budget import BeamsRunning
+from specdec.serve.api.budget import set_budget
+from specdec.serve.errors import ApiError
+from specdec.serve.process.translation import Log, translated
 
 PATH = "/v1/budget"
 OPTIONS = ("--spec-type", "none", "-c", "512")
@@ -99,6 +108,45 @@ def test_a_refused_budget_is_the_clients_error(server: Server, body: Any, messag
     assert message in answer["error"]["message"]
     assert answer["error"]["param"].startswith("memory_budget")
     assert present(server) == before
+
+
+class Refusing:
+    """A model whose budget cannot be changed, for a reason."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def set_memory_budget(self, memory_budget: str | int) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (BudgetExceeded("KV", 3 * MIB, MIB, 9 * MIB), 400, "the smallest budget that works is 9 M"),
+        (UnitError("no unit"), 400, "no unit"),
+        (BeamsRunning("12 beams"), 400, "12 beams"),
+        (StorageError("gone"), 500, "the model failed; the server's log says why"),
+        (LlamaError("no context"), 500, "the model failed; the server's log says why"),
+        (BackendError("no memory"), 500, "the model failed; the server's log says why"),
+        (MemoryError(), 500, "an error inside the server; its log says where"),
+        (ModelClosed(), 503, "the server is shutting down: ask another one"),
+    ],
+)
+def test_a_failure_of_loading_again_is_the_servers_error(
+    error: Exception, status: int, message: str
+) -> None:
+    failures: list[tuple[ApiError, bool]] = []
+    lines: list[str] = []
+    llm: Any = Refusing(error)
+    with translated(lambda *failure: failures.append(failure), Log(lines.append)):
+        set_budget(64 * MIB, llm)
+    ((failure, is_storage),) = failures
+    assert failure.status == status
+    assert message in failure.message
+    assert failure.param == ("memory_budget" if status == 400 else None)
+    assert is_storage == isinstance(error, StorageError)
+    assert len(lines) == (status == 500)
 
 
 def test_sighup_reads_the_config_again(configured: Server, config: Path) -> None:

@@ -150,6 +150,26 @@ def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     assert not llm.session.models.prefix_cache._in_use
 
 
+def test_a_drafter_that_raises_when_the_models_are_loaded_again(llm: LLM) -> None:
+    expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
+    session = llm.session
+    failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing("reset", 1))
+    other = llm.stream(OTHER, max_tokens=N_TOKENS)
+    with Stepping(llm) as steps:
+        steps.next(failing)
+        steps.next(other)
+        session.engine.send(lambda: session._reload(session.models.planned))
+        steps.step()
+    with pytest.raises(ValueError, match="my reset"):
+        list(failing)
+    for _ in other:
+        pass
+    assert other.result.token_ids == expected
+    assert llm.generate(OTHER, max_tokens=N_TOKENS).token_ids == expected
+    assert not session.engine._running
+    assert not session.models.prefix_cache._in_use
+
+
 def test_a_cancelled_sequence_whose_drafter_raises_at_its_end(llm: LLM) -> None:
     failing = llm.stream(PROMPT, max_tokens=N_TOKENS, drafter=Failing("reset", 1))
     with Stepping(llm) as steps:
