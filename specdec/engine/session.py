@@ -176,8 +176,12 @@ class Session:
         self.check_open()
         replace(self.options, memory_budget=memory_budget)  # checks it
         budget = budget_of_run(memory_budget)
-        self.engine.call(lambda: self.change_budget(*budget))
-        return self.plan
+
+        def change() -> RunPlan:
+            self.change_budget(*budget)
+            return self.plan  # before another change
+
+        return self.engine.call(change)
 
     def change_budget(self, total_bytes: int, source: str) -> None:
         """Change the budget, in the engine's thread. Raises errors of `change_budget`."""
