@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from offload.budget import BudgetExceeded
 from offload.units import MIB
 from specdec.api import LLM
 from specdec.planning.run_plan import RunPlan
@@ -73,3 +77,14 @@ class Changes:
         for thread in self._threads:
             thread.join(60)
         assert not self._changes, "the text was too short"
+
+
+def smallest_budgets(llm: LLM) -> tuple[int, int]:
+    """Return the smallest budgets in bytes of a loaded run without its draft, and with it.
+
+    Another plan of this process would count memory that other tests left, or not.
+    """
+    with pytest.raises(BudgetExceeded) as refusal:
+        llm.set_memory_budget("8MiB")
+    sizes = re.findall(r"(?:works is|draft it is) (\d+) MiB", str(refusal.value))
+    return int(sizes[0]) * MIB, int(sizes[-1]) * MIB

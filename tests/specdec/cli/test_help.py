@@ -70,7 +70,7 @@ def test_examples_are_command_lines(name: str) -> None:
     [
         ("specdec run --exact ", {"auto", "on", "off"}),
         ("specdec run --acceptance re", {"rejection"}),
-        ("specdec run -md pair:d", {"pair:draft"}),
+        ("specdec run -md pair:d", {"pair:draft", "pair:dflash"}),
         ("specdec run --tem", {"--temperature"}),
         ("specdec ch", {"chat", "check"}),
     ],

@@ -175,7 +175,7 @@ def test_a_mistake_that_the_model_shows(
         ("run -p a -m pair:target -ctk q4_0", "in a GGUF file of the model"),
         ("run -p a -m pair:target --load-mode mmap", "for GGUF models"),
         ("plan -m pair:target --load-mode mmap", "for GGUF models"),
-        ("batch in.jsonl -m pair:target -o out.jsonl --workers 2", "is given without --ray"),
+        ("batch in.jsonl -m pair:target -o out.jsonl --workers 2", "--workers needs --ray"),
         ("batch in.jsonl -m pair:target -o out.jsonl --ray auto --enforce", "leave one out"),
         ("pack -m nowhere -o {damaged}/x", "no such model"),
         ("pack -m pair:target -o {damaged}", "is there already: name another folder"),

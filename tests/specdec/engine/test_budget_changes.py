@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budget_changes import Changes, grow
+from budget_changes import Changes, grow, smallest_budgets
 
 import specdec
 from offload.budget import BudgetExceeded
@@ -38,14 +38,19 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def smallest(pair: tuple[Path, str]) -> int:
-    return specdec.plan_run(*pair, **SIZES).smallest_budget_bytes
+def largest(pair: tuple[Path, str]) -> int:
+    return specdec.plan_run(*pair, **SIZES).smallest_budget_bytes + LARGEST * MIB
 
 
 @pytest.fixture
-def llm(pair: tuple[Path, str], smallest: int) -> Iterator[LLM]:
-    with specdec.load(*pair, memory_budget=smallest + LARGEST * MIB, **SIZES) as loaded_llm:
+def llm(pair: tuple[Path, str], largest: int) -> Iterator[LLM]:
+    with specdec.load(*pair, memory_budget=largest, **SIZES) as loaded_llm:
         yield loaded_llm
+
+
+@pytest.fixture
+def smallest(llm: LLM) -> int:
+    return smallest_budgets(llm)[-1]
 
 
 def changes_of(llm: LLM, smallest: int) -> Changes:
@@ -209,15 +214,14 @@ def test_a_session_ends_if_no_plan_can_be_loaded_any_more(
     ids=["block", "regex", "beams", "ngram"],
 )
 def test_all_kinds_of_generations_go_on(
-    pair: tuple[Path, str], smallest: int, more: dict[str, Any]
+    pair: tuple[Path, str], largest: int, more: dict[str, Any]
 ) -> None:
     options = dict(more)
     spec = options.pop("spec", {})
-    budget = smallest + LARGEST * MIB
-    with specdec.load(*pair, memory_budget=budget, **SIZES, num_beams=3, **spec) as llm:
+    with specdec.load(*pair, memory_budget=largest, **SIZES, num_beams=3, **spec) as llm:
         params = GREEDY.replace(seed=5, **options)
         expected = llm.generate(PROMPT, params).token_ids
-        changes = Changes(llm, smallest, (60, LARGEST), (5, 15))
+        changes = Changes(llm, smallest_budgets(llm)[-1], (60, LARGEST), (5, 15))
         actual = llm.generate(PROMPT, params, logits_processors=[changes])
         changes.finish()
         errors = [error for error in changes.outcomes if isinstance(error, Exception)]
@@ -236,8 +240,8 @@ def test_a_draft_leaves_and_comes_back(pair: tuple[Path, str]) -> None:
     with specdec.load(*pair, memory_budget=with_draft, **sizes) as llm:
         assert llm.draft is not None
         expected = llm.generate(PROMPT, SAMPLED).token_ids
-        smallest = plan.smallest_without_draft_bytes - 16 * MIB  # its margin
-        more_mib = (with_draft - smallest) // MIB
+        smallest, smallest_with_draft = smallest_budgets(llm)
+        more_mib = (smallest_with_draft - smallest) // MIB + 24
         changes = Changes(llm, smallest, (0, more_mib), (5, 15))
         actual = llm.generate(PROMPT, SAMPLED, logits_processors=[changes])
         changes.finish()
