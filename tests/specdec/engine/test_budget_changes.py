@@ -16,6 +16,7 @@ from offload.units import MIB
 from specdec.api import LLM, CalledFromInside, ModelClosed
 from specdec.checks import ConfigError
 from specdec.planning import loaded
+from specdec.policy import opportunistic_layers
 from specdec.sampling.params import SamplingParams
 
 PROMPT = "def add(a, b):\n    return a"
@@ -125,8 +126,10 @@ def test_a_change_that_the_loaded_parts_fit_loads_nothing(llm: LLM) -> None:
 
 
 def test_opportunistic_layers_stay_until_a_smaller_budget_needs_their_memory(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Memory that other tests of this process left would leave none for layers.
+    monkeypatch.setattr(opportunistic_layers, "recent_peak_rss", lambda: 300 * MIB)
     model = grow(tmp_path / "model")
     smallest = specdec.plan_run(model, "pair:draft", **SIZES).smallest_budget_bytes
     with specdec.load(model, "pair:draft", memory_budget=smallest + 250 * MIB, **SIZES) as llm:
