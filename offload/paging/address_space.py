@@ -24,7 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from offload.errors import SpecdecError
-from offload.storage.aligned import HUGE_PAGE_BYTES, PAGE_BYTES, page_down, page_up, populate
+from offload.storage.aligned import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    page_down,
+    page_up,
+    populate_in_parallel,
+)
 
 PROT_NONE = 0
 PROT_READ = 1
@@ -158,10 +164,10 @@ def commit(address: int, n_bytes: int, *, huge: bool = True) -> None:
 
     Raises:
         MemoryError: the memory cannot be had.
-        An exception of a signal handler that ran meanwhile: see `populate`.
+        An exception of a signal handler that ran meanwhile.
     """
     prepare(address, n_bytes, huge=huge)
-    populate(address, n_bytes)
+    populate_in_parallel(address, n_bytes)
     stop_huge_pages(address, n_bytes)
 
 

@@ -151,6 +151,8 @@ class Scheduler:
         num_left = min(self._max_prefill_tokens, self._max_prompt_tokens())
         if max_num_tokens is not None:
             num_left = min(num_left, max_num_tokens - _num_tokens(decode))
+        elif not decode:
+            num_left = _tokens_of_equal_passes(prefill, num_left)
         return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_scheduled_new)
 
     def _allocate_waiting(self) -> bool:
@@ -193,6 +195,14 @@ class Scheduler:
             return max(num_tokens + 1, min(self._max_prefill_tokens, MAX_MEASURED_TOKENS))
         seconds = max(MAX_PASS_RATIO * cost.seconds(num_tokens), MIN_PASS_LIMIT_SECONDS)
         return max(num_tokens + 1, cost.max_num_tokens(seconds))
+
+
+def _tokens_of_equal_passes(prefill: SequenceOf[Sequence], max_tokens: int) -> int:
+    """Return the tokens of each pass if these prompts take as few passes as possible, all equally
+    long: the arithmetic of a short last one would not hide its read of the model."""
+    num_uncomputed = sum(sequence.num_uncomputed for sequence in prefill)
+    num_passes = max(1, -(-num_uncomputed // max_tokens))
+    return -(-num_uncomputed // num_passes)
 
 
 def _num_tokens(decode: SequenceOf[Sequence]) -> int:

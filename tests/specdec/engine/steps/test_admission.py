@@ -54,6 +54,30 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_others(
         assert batches[0] == [len(LONG)]
 
 
+def test_a_prompt_alone_takes_passes_of_equal_length(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short last pass would wait for its read of the model."""
+    with load(tmp_path_factory, kv_tokens=400) as llm:
+        batches: list[list[int]] = []
+        run = llm.target.forward
+
+        def noted(batch: Any) -> Any:
+            batches.append([len(item.token_ids) for item in batch if item.parents is None])
+            return run(batch)
+
+        monkeypatch.setattr(llm.target, "forward", noted)
+        scheduler = llm.session.engine.scheduler
+        monkeypatch.setattr(scheduler, "cost", CostModel(0.0, 1.0, 0.3))
+        limit = scheduler._max_prompt_tokens()
+        assert len(LONG) / 3 < limit < len(LONG) / 2
+        llm.generate(LONG, params(0.0))
+        assert sum(sum(batch) for batch in batches[:3]) == len(LONG)
+        lengths = [batch[0] for batch in batches[:3]]
+        assert max(lengths) - min(lengths) <= 2
+        assert max(lengths) <= limit
+
+
 @pytest.mark.slow
 def test_its_draft_is_prefilled_in_chunks_beside_it(
     fresh: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
