@@ -7,8 +7,9 @@ Four things decide it:
   rows an expert gets depends on the other rows. A mixture runs without the kernels for many rows
   (backends/ggml/tiles.py).
 - Attention. llama.cpp sums over the cells of the cache in their order and skips those that a row
-  does not see, but not with a cache of f16, which has different kernels for one row and for many:
-  with a cache of bf16 there is one kernel.
+  does not see, but not with keys and values in f16, for which it has different kernels for one
+  row and for many: with keys in bf16 there is one kernel. Values in f16 take it half the time of
+  those in bf16, whose sums it makes in float32 (docs/benchmarks.md).
 - Cells. They must be in the order of positions: see cells.py.
 - Layouts. A model "in ram" is repacked for the processor, and repacked formats sum in another
   order (measured: Q4_0, Q4_K; Q8_0 kept its bits). An exact backend keeps the file's layout, so
@@ -52,8 +53,8 @@ _TYPE_IDS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _MAX_FILE_BLOCKS = 64
 _SLOW_TO_MAKE = ("IQ1", "IQ2", "IQ3")
 """Formats for which ggml needs seconds to build tables: their blocks come from the file."""
-_CHOICES = ("f16", "bf16")
-"""Types of the KV cache to try if the user names none."""
+_CHOICES = (("f16", "f16"), ("bf16", "f16"), ("bf16", "bf16"))
+"""Types of keys and values to try, as far as the user names none."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def find_exact_run(
 
     type_k, type_v: types of the KV cache that the user wants; None: chosen here.
     """
-    likely = ExactRun(Exactness(False), type_k or _CHOICES[0], type_v or _CHOICES[0])
+    likely = ExactRun(Exactness(False), type_k or _CHOICES[0][0], type_v or _CHOICES[0][1])
     if reason := _refusal(model):
         return _not_exact(likely, reason)
     run = likely
@@ -117,7 +118,7 @@ def _with_cache_types(
     requested: tuple[str | None, str | None],
 ) -> ExactRun:
     for choice in _CHOICES:
-        type_k, type_v = (name or choice for name in requested)
+        type_k, type_v = (name or own for name, own in zip(requested, choice, strict=True))
         min_rows = [checks.attention(kind) for kind in _attentions(model, type_k, type_v)]
         if None not in min_rows:
             min_count = max([num_tokens, *(n for n in min_rows if n is not None)])
