@@ -30,10 +30,10 @@ from specdec.engine.session import Session
 from specdec.engine.stream import GenerationStream
 from specdec.grammar.state import GrammarError
 from specdec.metrics.stats import EngineStats
-from specdec.models.drafts import named_draft
 from specdec.planning.load import check_spec
+from specdec.planning.plan import with_named_draft
 from specdec.planning.run_plan import RunPlan
-from specdec.run_options import CPU, LoadKeywords, RunOptions
+from specdec.run_options import LoadKeywords, RunOptions
 from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.processors import SamplingError
@@ -100,8 +100,8 @@ def load(
     Args:
         model: directory, GGUF file, hub id or `pair:target`; layers stream where they do not fit.
         draft_model: a small model with the same vocabulary, of either format; "mtp" is the
-            target's own MTP head; "auto" takes that, or a model on this machine (`auto_draft` of
-            specdec/models/drafts.py).
+            target's own MTP head; "auto" takes what should be fastest of that, of heads and models
+            on this machine, and of n-grams (specdec/planning/draft_ranking.py).
         progress: called with (bytes done, bytes in total) by threads that read weights, some of
             which go on while the first prompt is computed.
         options: memory, device, drafting: the fields of `specdec.run_options.RunOptions`, see
@@ -112,9 +112,7 @@ def load(
     """
     refuse_unknown(options, RunOptions, "load()")
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # an ABC
-    takes_heads = options.get("device", CPU) == CPU
-    draft = named_draft(model, draft_model, takes_heads=takes_heads)
-    return LLM(RunOptions(model, draft, **options), progress)
+    return LLM(with_named_draft(RunOptions(model, draft_model, **options)), progress)
 
 
 class LLM:

@@ -98,7 +98,8 @@ class RunOptions:
         None,
         "Draft model with the same vocabulary, or a draft head (EAGLE-3, DFlash, Gemma 4's "
         "assistant) made for the target, named in the same ways; pair:draft; mtp is the target's "
-        "own MTP head; auto takes that, or a model on this machine.",
+        "own MTP head; auto takes what should be fastest of that, of heads and models on this "
+        "machine, and of n-grams.",
         MODELS,
         short="-md",
         shown_default=False,

@@ -79,7 +79,7 @@ def _of_checkpoint(
         own = " take a GGUF file that has the head in it (-md mtp), or" if kind == MTP else ""
         raise UnsupportedModel(
             f"{path} is {NAMES[kind]}, which drafts for checkpoints alone, and {target.path} "
-            f"is a GGUF model:{own} name a draft model"
+            f"is a GGUF model:{own} name an EAGLE-3 or DFlash head, or a draft model"
         )
     if kind == ASSISTANT:
         from backends.heads.assistant import AssistantSource

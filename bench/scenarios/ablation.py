@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.scenarios.settings import DOES_NOT_PAY, SCENARIOS, SIX, best_fixed, speeds
 from specdec.config import SpecConfig
-from specdec.policy import calibration, cost_model, modes, shared_step, tree_shape
+from specdec.policy import calibration, cost_model, draft_policy, modes, shared_step, tree_shape
 from specdec.policy.calibration import Calibration
 from specdec.policy.cost_model import CostModel
 from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
@@ -65,6 +65,10 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     ],
     "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
     "the plan's weight of four steps (of half a step)": [(modes, "_PLAN_WEIGHT", 0.5)],
+    "n-grams' tokens left out of the draft's account": [
+        (draft_policy, "_accepted_without_draft", lambda *_: 0),
+        (draft_policy, "_is_proposed_without_draft", lambda _: False),
+    ],
     "parallel drafting": [(CostModel, "is_streamed", property(lambda _: False))],
 }
 

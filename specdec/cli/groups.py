@@ -20,7 +20,7 @@ from specdec.cli.input.prompts import read_text
 from specdec.cli.naming import as_options, naming_variables, option_name, with_variables
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
-from specdec.models.drafts import named_draft
+from specdec.models.drafts import AUTO_DRAFT
 from specdec.models.outlines import planned_name
 from specdec.option import (
     BEAMS,
@@ -32,7 +32,7 @@ from specdec.option import (
     SPECULATION,
     options_of,
 )
-from specdec.run_options import CPU, RunOptions
+from specdec.run_options import RunOptions
 from specdec.sampling.params import SamplingParams
 from specdec.serve.options import ServeOptions
 from specdec.training.options import DATA, TRAINING, TrainOptions
@@ -113,15 +113,18 @@ def _as_named(values: dict[str, Any]) -> RunOptions | None:
 
 def with_named_draft(options: RunOptions) -> RunOptions:
     """Return the options with the draft that -md auto chooses, and say why."""
-    draft = named_draft(options.model, options.draft_model, takes_heads=options.device == CPU)
-    return replace(options, draft_model=draft)
+    if options.draft_model != AUTO_DRAFT:
+        return options
+    from specdec.planning import plan
+
+    return plan.with_named_draft(options)
 
 
 def _planned_run(values: dict[str, Any]) -> RunOptions:
     """As `_one_run`, with headers in place of models that are not on this disk."""
     asked = RunOptions(**_given(values))
     asked = replace(asked, model=str(planned_name(asked.model)))
-    draft = named_draft(asked.model, asked.draft_model, takes_heads=asked.device == CPU)
+    draft = with_named_draft(asked).draft_model
     return replace(asked, draft_model=draft and str(planned_name(draft)))
 
 

@@ -1,96 +1,107 @@
-"""The draft that -md auto takes: the target's own head, or a draft model on this machine."""
+"""Drafts that a target could have here: its own head, heads and models on this machine, n-grams."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from backends.heads.kinds import ASSISTANT, DFLASH, EAGLE3, head_kind, may_fit
+from backends.heads.kinds import MTP, NAMES, head_kind, may_fit
 from backends.heads.opened import has_mtp_head
 from offload.errors import SpecdecError
 from offload.units import format_bytes
 from specdec.models.downloads import draft_to_download
+from specdec.models.eval_results import EvalResults, read_eval_results
 from specdec.models.local_models import LocalModel, local_heads, local_models
 from specdec.models.names import MTP_HEAD, resolve_model
 from specdec.models.opened import read_vocabulary
-from specdec.models.weight_files import weight_files
-from specdec.pair import PAIR_PREFIX
+from specdec.models.weight_files import weight_files, weights_fingerprint
+from specdec.pair import PAIR_HEAD_NAMES, PAIR_PREFIX
 from specdec.text.vocabulary import compare_vocabularies
 
 logger = logging.getLogger(__name__)
-_AUTO = "auto"
+AUTO_DRAFT = "auto"
+MODEL, NGRAM = "model", "ngram"
+"""Kinds of candidates that are no heads."""
 _LARGEST_SHARE = 0.25
 """Maximum size of a draft as a share of the target's bytes: usual pairs are 1B for 8B and 7B for
 70B. A larger one takes memory that layers of the target would have."""
+_MAX_MODELS = 3
+"""Models, the largest, that are compared: planning with each takes time."""
 
 
-class AutoDraft(NamedTuple):
-    """A choice of -md auto. name: None for n-grams alone."""
+class DraftCandidate(NamedTuple):
+    """A draft that -md auto may take.
+
+    name: value of -md; None for n-grams alone.
+    kind: MODEL, NGRAM, or a key of `backends.heads.kinds.NAMES`.
+    description: reason that it is a candidate, for the user.
+    results: measured with this target when it was trained.
+    """
 
     name: str | None
-    reason: str
+    kind: str
+    description: str
+    results: EvalResults | None = None
 
 
-def named_draft(
-    target: str | Path, draft: str | Path | None, *, takes_heads: bool = True
-) -> str | Path | None:
-    """Return the draft's name as given; for "auto" that of `auto_draft`, and say why."""
-    if draft != _AUTO:
-        return draft
-    choice = auto_draft(str(target), takes_heads=takes_heads)
-    named = "n-grams draft" if choice.name is None else f"the draft is {choice.name}"
-    logger.warning(f"{named}: {choice.reason}")
-    return choice.name
-
-
-def auto_draft(target: str, *, takes_heads: bool = True) -> AutoDraft:
-    """Choose the draft of a target: a head on this machine (DFlash, then Gemma 4's assistant), its
-    own MTP head, or an EAGLE-3 head on this machine; else the largest model on this machine that
-    has its vocabulary and at most a quarter of its bytes; else n-grams.
-
-    A head fits its target better than another model does, and is read with it. DFlash needs one
-    pass for a tree, and its trees bring the most tokens.
+def draft_candidates(target: str, *, takes_heads: bool = True) -> list[DraftCandidate]:
+    """Return the drafts that a target could have, n-grams alone first.
 
     takes_heads: whether the target runs on the CPU, where heads run.
     """
     path = resolve_model(target)
-    heads = _heads_for(path) if takes_heads else {}
-    if DFLASH in heads:
-        return AutoDraft(heads[DFLASH], f"a DFlash head here that has the sizes of {target}")
-    if ASSISTANT in heads:
-        return AutoDraft(heads[ASSISTANT], f"an assistant here that has the sizes of {target}")
-    if takes_heads and has_mtp_head(path):
-        return AutoDraft(MTP_HEAD, f"{target} has an MTP head of its own")
-    if EAGLE3 in heads:
-        return AutoDraft(heads[EAGLE3], f"an EAGLE-3 head here that has the sizes of {target}")
+    result = [*_heads_for(target, path)] if takes_heads else []
+    result += _models_for(target, path)
+    lacking = "" if result else f"no head or small model is here; {draft_to_download(path)}"
+    return [DraftCandidate(None, NGRAM, lacking), *result]
+
+
+def _heads_for(target: str, path: Path) -> Iterator[DraftCandidate]:
+    """Yield the target's own head, and the first head of each kind among files of their own."""
+    if has_mtp_head(path):
+        yield DraftCandidate(MTP_HEAD, MTP, f"{target} has an MTP head of its own")
+    fingerprint = cache(lambda: weights_fingerprint(path))
+    kinds = set()
+    for head in local_heads():
+        head_path = resolve_model(head.name)
+        kind = head_kind(head_path)
+        # MTP heads in folders run beside checkpoints alone.
+        is_fitting = may_fit(head_path, path) and not (kind == MTP and path.is_file())
+        if kind is not None and kind not in kinds and is_fitting:
+            kinds.add(kind)
+            results = read_eval_results(head_path)
+            if results is not None and results.target_fingerprint != fingerprint():
+                results = None
+            reason = f"{NAMES[kind]} here that has the sizes of {target}"
+            yield DraftCandidate(head.name, kind, reason, results)
+    for name in PAIR_HEAD_NAMES:
+        head_path = resolve_model(name)
+        kind, results = head_kind(head_path), read_eval_results(head_path)
+        if kind is None or results is None or not may_fit(head_path, path):
+            continue
+        if results.target_fingerprint == fingerprint():
+            yield DraftCandidate(name, kind, f"{NAMES[kind]} made for {target}", results)
+
+
+def _models_for(target: str, path: Path) -> list[DraftCandidate]:
+    """Return the largest models here with the target's vocabulary and at most a quarter of its
+    bytes."""
     n_bytes = sum(file.stat().st_size for file in weight_files(path))
     drafts = drafts_for(target, local_models())
     small = [draft for draft in drafts if draft.n_bytes <= _LARGEST_SHARE * n_bytes]
-    if small:
-        draft = max(small, key=lambda draft: draft.n_bytes)
-        return AutoDraft(
-            draft.name,
-            f"{target} has no head to use, and this one ({format_bytes(draft.n_bytes)}) is the "
-            f"largest of {len(small)} here with its vocabulary and at most a quarter of its size",
-        )
-    return AutoDraft(
-        None,
-        f"{target} has no head to use, and no model here has its vocabulary and at most a "
-        f"quarter of its size; {draft_to_download(path)}",
-    )
+    small.sort(key=lambda draft: draft.n_bytes, reverse=True)
+    return [_model(draft, path) for draft in small[:_MAX_MODELS]]
 
 
-def _heads_for(target: Path) -> dict[str, str]:
-    """Return the name of a head in files of its own for each kind that has one for a target."""
-    names: dict[str, str] = {}
-    for head in local_heads():
-        path = resolve_model(head.name)
-        kind = head_kind(path)
-        if kind is not None and may_fit(path, target):
-            names.setdefault(kind, head.name)
-    return names
+def _model(draft: LocalModel, target: Path) -> DraftCandidate:
+    results = read_eval_results(resolve_model(draft.name))
+    if results is not None and results.target_fingerprint != weights_fingerprint(target):
+        results = None
+    size = format_bytes(draft.n_bytes)
+    return DraftCandidate(draft.name, MODEL, f"a model of its vocabulary ({size})", results)
 
 
 def drafts_for(target: str, models: Iterable[LocalModel]) -> list[LocalModel]:

@@ -74,7 +74,8 @@ def gpu_for(
         )
     if draft is not None and draft.hidden_state_bytes:
         raise UnsupportedModel(
-            "a draft head runs beside a target on the CPU only: use --device cpu, or a draft model"
+            f"{draft.path} is a draft head, which runs beside a target on the CPU only: use "
+            "--device cpu, or name a draft model"
         )
     gpu_draft = None
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):

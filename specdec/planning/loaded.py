@@ -66,7 +66,9 @@ class LoadedModels:
         """Load the models as planned; what was opened is closed if a later part fails."""
         options = planned.options
         with ExitStack() as stack:
-            saved_statistics = SavedStatistics(planned)
+            opened = (planned.target, planned.draft)
+            sources = [model.source for model in opened if model is not None]
+            saved_statistics = SavedStatistics(planned.plan, sources)
             stack.callback(saved_statistics.save)  # last, when the memory is free again
             target: Backend = stack.enter_context(load_target(planned, options, progress))
             draft, draft_window = load_draft(planned, options, target)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
+from backends.heads.kinds import head_kind
 from backends.heads.opened import mtp_source, open_head
 from specdec.checks import ConfigError, FieldName
 from specdec.models.heads import refuse_head
@@ -36,10 +37,11 @@ def open_to_plan(options: RunOptions) -> Sources:
     """
     draft_model = options.draft_model and planned_name(options.draft_model)
     options = replace(options, model=planned_name(options.model), draft_model=draft_model)
-    names = [name for name in (options.model, options.draft) if name and has_own_files(name)]
-    if all(has_tokenizer(resolve_model(name)) for name in names):
+    named = [name for name in (options.model, options.draft) if name and has_own_files(name)]
+    models = [path for path in map(resolve_model, named) if head_kind(path) is None]
+    if all(map(has_tokenizer, models)):
         return open_pair(options)
-    if len(names) > 1:
+    if len(models) > 1:
         logger.warning("no tokenizers here: whether the draft has the target's is not known")
     return open_sources(options)
 

@@ -17,11 +17,12 @@ from offload.process.allocator import free_large_blocks_at_once
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
-from specdec.models.drafts import named_draft
+from specdec.models.drafts import AUTO_DRAFT, draft_candidates
 from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, Sources
 from specdec.models.outlines import planned_name
 from specdec.planning.candidate_cost import measure_draft
+from specdec.planning.draft_ranking import PlannedCandidate, ranked_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.kv_capacity import with_kv_capacity
 from specdec.planning.memory.base import budget_of_run, measure_base
@@ -102,17 +103,40 @@ def plan_run(
     Raises BudgetExceeded, ModelNotFound, CheckpointError, UnsupportedModel, VocabularyMismatch.
     """
     refuse_unknown(options, RunOptions, "plan_run()")
-    takes_heads = options.get("device", CPU) == CPU
-    name = planned_name(model)
-    draft = named_draft(name, draft_model, takes_heads=takes_heads)
-    asked = RunOptions(name, None if draft is None else planned_name(draft), **options)
+    asked = with_named_draft(RunOptions(planned_name(model), draft_model, **options))
+    if asked.draft_model is not None:
+        asked = replace(asked, draft_model=planned_name(asked.draft_model))
+    return _plan_asked(asked).plan
+
+
+def with_named_draft(options: RunOptions) -> RunOptions:
+    """Return the options with the draft that -md auto chooses, and say why."""
+    if options.draft_model != AUTO_DRAFT:
+        return options
+    if options.draft is None:  # it would not be used
+        return replace(options, draft_model=None)
+    takes_heads = options.device == CPU
+    candidates = draft_candidates(str(options.model), takes_heads=takes_heads)
+    choice = ranked_draft(options, candidates, _plan_asked)
+    logger.warning(choice.line)
+    return replace(options, draft_model=choice.name)
+
+
+def _plan_asked(asked: RunOptions) -> PlannedCandidate:
+    """Plan a run of models that may be on the hub. Raises what `plan_run` raises."""
     free_large_blocks_at_once()
     if asked.device == CPU:
         check_no_gpu_options(asked)
     total_bytes, source = budget_of_run(asked.memory_budget)
     pair = open_to_plan(asked)
     measurements, gpu, base_bytes = _measure(asked, pair, total_bytes)
-    return make_plan(asked, pair, measurements, total_bytes, source, base_bytes, gpu)
+    try:
+        plan = make_plan(asked, pair, measurements, total_bytes, source, base_bytes, gpu)
+    finally:
+        for model in pair.sources:
+            if model is not None:
+                model.end_planning()
+    return PlannedCandidate(plan, pair.sources, measurements)
 
 
 def plan_models(

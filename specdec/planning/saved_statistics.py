@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 
 from backends.contract.cached_checks import processor
+from backends.contract.source import ModelSource
 from offload.process.disk_cache import cache_folder, load_cached, save_cached
-from specdec.planning.plan import PlannedModels
+from specdec.planning.run_plan import RunPlan
 from specdec.policy.pair_statistics import pair_statistics_of
 
 _CLASSES_PER_DOUBLING = 4
@@ -20,16 +22,17 @@ _CLASSES_PER_DOUBLING = 4
 
 
 class SavedStatistics:
-    """The statistics of a loaded pair, and the file that caches them."""
+    """The statistics of a pair as planned, and the file that caches them.
 
-    def __init__(self, planned: PlannedModels) -> None:
-        plan = planned.plan
-        models = [model for model in (planned.target, planned.draft) if model is not None]
+    sources: the target, and the draft if the plan has one.
+    """
+
+    def __init__(self, plan: RunPlan, sources: Sequence[ModelSource]) -> None:
         placements = [p for p in (plan.placement, plan.draft_placement) if p is not None]
         key = (
             processor(),
             os.cpu_count(),
-            [model.source.fingerprint() for model in models],
+            [source.fingerprint() for source in sources],
             [
                 round(_CLASSES_PER_DOUBLING * math.log2(1 + n_bytes))
                 for placement in placements

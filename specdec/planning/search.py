@@ -252,10 +252,12 @@ def predict(
     measurements: Measurements,
     spec: SpecConfig,
     num_capacity: int | None = None,
+    gain: float | None = None,
 ) -> Alternative:
     """Predict the speed of a memory plan with the best tree that its capacity allows.
 
     num_capacity: capacity to assume instead of the plan's own, in draft tokens.
+    gain: accepted tokens of a tree, in multiples of the assumed ones of a draft model.
     """
     speeds = measurements.storage_bytes_per_second, measurements.copy_bytes_per_second
     target = PassSimulation(
@@ -268,7 +270,11 @@ def predict(
     sizes = [n for n in _TREES if n <= num_capacity] if spec.num_draft_tokens is None else []
     if sizes and draft is None:
         sizes = [0, *sizes]  # n-grams draft only where the text repeats itself
-    trees = [_predict_tree(memory_plan, target, draft, n, spec) for n in sizes or [num_capacity]]
+    if gain is None:
+        gain = ASSUMED_NGRAM_SHARE if draft is None else 1.0
+    trees = [
+        _predict_tree(memory_plan, target, draft, n, spec, gain) for n in sizes or [num_capacity]
+    ]
     return max(trees, key=lambda tree: tree.tokens_per_second)
 
 
@@ -278,6 +284,7 @@ def _predict_tree(
     draft: PassSimulation | None,
     n_drafted: int,
     spec: SpecConfig,
+    gain: float,
 ) -> Alternative:
     block_size = None if draft is None else draft.compute.block_size
     run = 0.0 if draft is None else draft.seconds(run_tokens(n_drafted, block_size))
@@ -287,9 +294,7 @@ def _predict_tree(
         depth = min(depth, likely_levels(n_drafted, spec.width), (block_size or depth + 1) - 1)
     drafting = runs_of_levels(depth, block_size) * run
     seconds = _step_seconds(target, draft, 1 + n_drafted, drafting)
-    tokens = expected_tokens(n_drafted, depth)
-    if draft is None:
-        tokens = 1 + ASSUMED_NGRAM_SHARE * (tokens - 1)
+    tokens = min(1 + gain * (expected_tokens(n_drafted, depth) - 1), 1 + depth)
     return Alternative(
         memory_plan, target, draft, n_drafted, depth, drafting, tokens, tokens / seconds
     )

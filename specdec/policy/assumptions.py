@@ -17,8 +17,9 @@ ASSUMED_LEVEL_ACCEPTANCE = 0.85
 _OBSERVED_TOKENS_PER_PASS = ((0, 1.0), (4, 2.35), (8, 2.78), (16, 3.23), (64, 3.64), (128, 3.77))
 ASSUMED_TOKENS_PER_PASS = (*_OBSERVED_TOKENS_PER_PASS, (256, 3.85), (512, 3.90), (1024, 3.93))
 """Pairs (draft tokens of the tree, tokens per pass), greedy, of a pair of models whose draft ranks
-the target's token first in 0.64 of all positions; interpolated over the logarithm of the size.
-Beyond 128 not observed: a doubling gains two thirds of what the one before it did."""
+the target's token first in OBSERVED_AGREEMENT of all positions; interpolated over the logarithm of
+the size. Beyond 128 not observed: a doubling gains two thirds of what the one before it did."""
+OBSERVED_AGREEMENT = 0.64
 ASSUMED_NGRAM_SHARE = 0.25
 """Share of a tree's gain where n-grams alone draft: most sequences repeat themselves seldom."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec.config import SpecConfig
@@ -20,7 +20,7 @@ from specdec.policy.modes import DraftChoice, Outcome
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.policy.tree_shape import TreeShape
 from specdec.verification.acceptance import Acceptance
-from specdec.verification.tree import DraftTree
+from specdec.verification.tree import DRAFT_SOURCE, DraftTree
 
 MAX_AUTO_NODES = 128
 """Maximum nodes of a tree by default: further nodes are hardly ever accepted, and their logits take
@@ -169,10 +169,14 @@ class DraftPolicy:
         """
         return self.is_chain or self.config.num_draft_tokens is not None
 
-    def learn(self, acceptance: Acceptance, tree: DraftTree, seconds: float) -> Outcome | None:
-        """Learn from one sequence's part of a step, whose share of the pass took `seconds`.
+    def learn(
+        self, acceptance: Acceptance, tree: DraftTree, root_seconds: float, node_seconds: float
+    ) -> Outcome | None:
+        """Learn from one sequence's part of a step.
 
         Return the outcome for its choice; None if it is no evidence.
+
+        root_seconds, node_seconds: time in the pass of its root, and of each of its draft tokens.
         """
         this, acceptance_statistics = self.step, self.acceptance_statistics
         emitted = acceptance.emitted(tree)
@@ -183,7 +187,14 @@ class DraftPolicy:
         if not this.is_typical or self.config.num_draft_tokens is not None:
             return None
         self._note_plain()
-        return Outcome(len(emitted), this.draft_seconds + seconds, this.catch_up_seconds)
+        seconds = root_seconds + node_seconds * tree.n_drafted
+        return Outcome(
+            len(emitted),
+            this.draft_seconds + seconds,
+            this.catch_up_seconds,
+            _accepted_without_draft(tree, emitted),
+            node_seconds * sum(map(_is_proposed_without_draft, tree.sources[1:])),
+        )
 
     @property
     def choice(self) -> DraftChoice:
@@ -207,6 +218,20 @@ class DraftPolicy:
     def _note_plain(self) -> None:
         num_seqs = self.step.num_seqs
         self.choice.plain_seconds = self.pair_statistics.cost.seconds(num_seqs) / num_seqs
+
+
+def _is_proposed_without_draft(sources: Sequence[str]) -> bool:
+    return any(source != DRAFT_SOURCE for source in sources)
+
+
+def _accepted_without_draft(tree: DraftTree, emitted: Sequence[int]) -> int:
+    """Return the length of the accepted path in the tree of the other drafters alone."""
+    n_accepted = 0
+    for node in tree.follow(emitted)[1:]:
+        if not _is_proposed_without_draft(tree.sources[node]):
+            break
+        n_accepted += 1
+    return n_accepted
 
 
 def _temperature_class(temperature: float) -> float:

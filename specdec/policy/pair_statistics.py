@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
 from specdec.policy.cost_model import CostModel, run_seconds
@@ -21,10 +21,12 @@ from specdec.policy.moving_average import (
     saved_numbers,
 )
 
-_VERSION = 6
+_VERSION = 7
 """Version of the saved statistics; files of other versions are ignored."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""
+_MIN_SAVED_STEPS = 8.0
+"""Minimum weight of saved steps with the draft; half of them are the plan's estimate at most."""
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start, because planned costs and draft probabilities are guesses: nodes of the first tree,
 and maximum growth over trees that were worth verifying lately (bench/scenarios: 0.99 of the speed
@@ -87,6 +89,16 @@ class AcceptanceStatistics:
         self._max_retained = float(saved_numbers(state_dict["max_retained"], ()))
 
 
+class Speedup(NamedTuple):
+    """Decoding with the draft, as measured in earlier processes.
+
+    relative: tokens per second in multiples of plain decoding's.
+    """
+
+    tokens_per_pass: float
+    relative: float
+
+
 class PairStatistics:
     """Costs, and statistics for each mode of choosing tokens; the plan's values at first.
 
@@ -141,6 +153,24 @@ class PairStatistics:
         for key, state_dict in learnt.items():
             if isinstance(state_dict, dict):  # files may have anything
                 self._saved.setdefault(key, {**state_dict, "choices": {}})
+
+    def saved_speedup(self) -> Speedup | None:
+        """Return the speedup of single sequences in the mode of choosing tokens with the most
+        steps, from other processes' statistics alone; None where few steps are known."""
+        best: list[float] = [_MIN_SAVED_STEPS]
+        plain = best
+        for saved in self._saved.values():
+            try:
+                choice = saved["choices"]["1"]
+                draft = saved_numbers(choice["draft"], (3,)).tolist()
+                if draft[0] >= best[0] and min(draft) > 0.0:
+                    best, plain = draft, saved_numbers(choice["plain"], (2,)).tolist()
+            except _BROKEN:
+                continue
+        if best is plain or min(plain) <= 0.0:
+            return None
+        weight, tokens, seconds = best
+        return Speedup(tokens / weight, tokens / seconds * plain[1] / plain[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-serialisable state, for `pair_statistics_of` in another process."""

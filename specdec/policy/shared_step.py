@@ -118,8 +118,8 @@ def observe_together(
     minimum = min(seconds, cost.seconds(num_seqs)) if n_more else seconds
     outcomes: dict[tuple[int, bool], list[tuple[DraftPolicy, Outcome]]] = {}
     for policy, acceptance, tree in zip(policies, acceptances, trees, strict=True):
-        extra = (seconds - minimum) * tree.n_drafted / n_more if n_more else 0.0
-        outcome = policy.learn(acceptance, tree, minimum / num_seqs + extra)
+        node_seconds = (seconds - minimum) / n_more if n_more else 0.0
+        outcome = policy.learn(acceptance, tree, minimum / num_seqs, node_seconds)
         if outcome is not None:
             key = id(policy.choice), policy.step.uses_draft
             outcomes.setdefault(key, []).append((policy, outcome))

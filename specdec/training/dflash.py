@@ -38,8 +38,11 @@ _TOKENS_PER_BLOCK = 16
 _MEASURED_BLOCKS = 32
 """Blocks of a window in one pass when they are measured."""
 _NUM_LAYERS = 2
+_MIN_STATES = 3
 _MAX_STATES = 5
 _LAYERS_PER_STATE = 4
+"""A head takes the states of one of so many layers of the target, from _MIN_STATES to _MAX_STATES
+of them: published ones take five, of the second layer to the last but two of 36 (Qwen3-8B)."""
 
 
 class DFlashDraft(TargetHead):
@@ -85,7 +88,7 @@ class DFlashDraft(TargetHead):
     def _new_config(self, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
         target = self._target.config
         n_layers = len(self._target.layers)
-        n_states = max(1, min(_MAX_STATES, n_layers // _LAYERS_PER_STATE))
+        n_states = max(_MIN_STATES, min(_MAX_STATES, n_layers // _LAYERS_PER_STATE))
         config: PreTrainedConfig = Qwen3Config(
             **layer_sizes(self._target, intermediate_size),
             num_hidden_layers=num_layers,

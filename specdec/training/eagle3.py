@@ -40,9 +40,7 @@ class Eagle3Draft(RepeatedHead):
     ) -> None:
         super().__init__(directory, vocab_size)
         target = self._target
-        # Not the last one, if there are enough: llama.cpp does not show its output.
-        n_layers = max(len(target.layers) - 1, min(len(target.layers), _NUM_STATES))
-        self.hidden_layers = spread_layers(n_layers, _NUM_STATES)
+        self.hidden_layers = spread_layers(len(target.layers), _NUM_STATES)
         if len(self.hidden_layers) < _NUM_STATES:
             raise TrainError(
                 f"{directory} has {len(target.layers)} layers, and an EAGLE-3 head takes the "

@@ -69,11 +69,15 @@ class TargetHead(Trainable):
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Return layers of a target, spread evenly up to its last one, whose outputs a new head takes.
+    """Return layers of a target, from an early one to the last but one, whose outputs a new head
+    takes.
 
-    There are fewer than `count` of them where the target has fewer layers.
+    The last layer is taken only where there are too few others: llama.cpp does not show its output,
+    and programs differ in whether the final norm belongs to it. A target with fewer layers than
+    `count` has all of them taken.
     """
-    first, last = int(num_layers >= _MIN_SKIPPED_LAYERS), num_layers - 1
+    last = max(num_layers - 1, min(num_layers, count)) - 1
+    first = int(last >= _MIN_SKIPPED_LAYERS - 1)
     steps = max(1, count - 1)
     return tuple(sorted({first + (last - first) * i // steps for i in range(count)}))
 

@@ -11,6 +11,7 @@ import torch
 
 from backends.contract.source import ModelSource
 from offload.units import format_bytes
+from specdec.models.eval_results import EvalResults, write_eval_results
 from specdec.models.names import resolve_model
 from specdec.models.opened import OpenedModel, open_model
 from specdec.models.weight_files import weights_fingerprint
@@ -26,7 +27,7 @@ from specdec.training.kinds import check_draft, make_trainable
 from specdec.training.measure import Quality
 from specdec.training.options import TrainError, TrainOptions
 from specdec.training.teacher import MAX_PASS_TOKENS, Teacher, open_teacher
-from specdec.training.trainable import Trainable
+from specdec.training.trainable import MAX_CHAIN, Trainable
 from specdec.training.trainer import Result, Schedule, Trainer
 
 MAX_BATCH_TOKENS = 2048
@@ -127,7 +128,13 @@ def train_draft(options: TrainOptions, progress: ProgressBar | None = None) -> T
         schedule, device = _schedule(options, draft, data), _device(options)
         result = Trainer(draft, data, schedule, destination.checkpoint, device).run(bar.trained)
         _refuse_worse(result, destination)
-        destination.complete(draft.save)
+        results = _eval_results(options, target_path, result.after)
+
+        def save(folder: Path) -> None:
+            draft.save(folder)
+            write_eval_results(folder, results)
+
+        destination.complete(save)
     return TrainReport(
         destination.folder,
         result.before,
@@ -213,6 +220,20 @@ def _settings(options: TrainOptions, target: Path, lesson: Lesson) -> dict[str, 
         "learning_rate": options.learning_rate,
         "seed": options.seed,
     }
+
+
+def _eval_results(options: TrainOptions, target: Path, quality: Quality) -> EvalResults:
+    """Return what is written beside the weights. Names are without the folders of this machine."""
+    text = options.text if options.traces is None else (options.traces,)
+    return EvalResults(
+        quality.agreement,
+        quality.tokens_per_pass,
+        MAX_CHAIN,
+        quality.n_tokens,
+        tuple(path.expanduser().absolute().name for path in text),
+        str(options.target.model) if options.target.model != str(target) else target.name,
+        weights_fingerprint(target),
+    )
 
 
 def _device(options: TrainOptions) -> torch.device:

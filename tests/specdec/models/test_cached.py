@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tiny_pair import save_model, save_tokenizer
 import specdec
 from specdec.cli.app import main
 from specdec.models.downloads import draft_to_download
-from specdec.models.drafts import auto_draft, drafts_for
+from specdec.models.drafts import draft_candidates, drafts_for
 from specdec.models.local_models import local_models
 from specdec.models.names import MTP_HEAD, resolve_model
 
@@ -35,6 +36,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return cache
+
+
+def drafts(target: object, *, takes_heads: bool = True) -> list[str | None]:
+    """Return the names of a target's candidates, n-grams (None) among them."""
+    return [item.name for item in draft_candidates(str(target), takes_heads=takes_heads)]
 
 
 def add(hub: Path, name: str, model: Path) -> None:
@@ -52,10 +58,13 @@ def add(hub: Path, name: str, model: Path) -> None:
 def test_the_embedded_draft_drafts_for_the_embedded_target(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert auto_draft("pair:target").name == "pair:draft"
+    assert drafts("pair:target") == [None, "pair:mtp", "pair:dflash", "pair:draft"]
+    assert drafts("pair:target", takes_heads=False) == [None, "pair:draft"]
     arguments = ["run", "-m", "pair:target", "-md", "auto", "-p", "def f():", "-n", "2"]
     assert main(arguments) == 0
-    assert "the draft is pair:draft: pair:target has no head to use" in capsys.readouterr().err
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "expected" in line]
+    assert re.search(r"note: (the draft is pair:\w+|n-grams draft): .*; [0-9.e+]+ tokens/s", line)
+    assert all(name in line for name in ("pair:mtp", "pair:dflash", "pair:draft", "n-grams"))
 
 
 def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: Path) -> None:
@@ -78,7 +87,7 @@ def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     add(hub, "me/other", save_model(hub.parent / "tiny", seed=1))
     fitting = drafts_for("pair:target", local_models())
     assert [item.name for item in fitting] == ["pair:draft", "me/draft", "me/same"]
-    assert auto_draft("pair:target").name in ("pair:draft", "me/draft")  # of equal size
+    assert drafts("pair:target", takes_heads=False) == [None, "pair:draft", "me/draft"]
 
 
 def test_a_target_without_a_draft(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,8 +101,9 @@ def test_a_target_without_a_draft(hub: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_targets_own_head_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert auto_draft("pair:hybrid").name == MTP_HEAD
-    assert main(["run", "-m", "pair:hybrid", "-md", "auto", "-p", "def f():", "-n", "2"]) == 0
+    assert drafts("pair:hybrid") == [None, MTP_HEAD]
+    arguments = ["run", "-m", "pair:hybrid", "-md", "auto", "--spec-type", "draft"]
+    assert main([*arguments, "-p", "def f():", "-n", "2"]) == 0
     assert "the draft is mtp: pair:hybrid has an MTP head of its own" in capsys.readouterr().err
 
 
@@ -103,9 +113,9 @@ def test_a_head_on_this_machine_is_taken(hub: Path) -> None:
     sizes = {"hidden_size": 32, "vocab_size": 259, "num_hidden_layers": N_LAYERS}
     fitting = save_model(hub.parent / "fitting", seed=1, **sizes)
     other = save_model(hub.parent / "wider", seed=1, **sizes | {"hidden_size": 64})
-    assert auto_draft(str(fitting)).name == "me/head"
-    assert auto_draft(str(fitting), takes_heads=False).name is None
-    assert auto_draft(str(other)).name is None
+    assert drafts(fitting) == [None, "me/head"]
+    assert drafts(fitting, takes_heads=False) == [None]
+    assert drafts(other) == [None]
     with specdec.load(fitting, "auto") as llm:
         assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 
@@ -116,10 +126,11 @@ def test_an_assistant_on_this_machine_is_taken(hub: Path) -> None:
     fitting = save_tiny_checkpoint("gemma4", hub.parent / "fitting", **sizes)
     save_tokenizer(fitting)
     other = save_model(hub.parent / "llama", seed=1, hidden_size=32, vocab_size=259)
-    assert auto_draft(str(fitting)).name == "me/assistant"
-    assert "an assistant here" in auto_draft(str(fitting)).reason
-    assert auto_draft(str(fitting), takes_heads=False).name is None
-    assert auto_draft(str(other)).name is None
+    assert drafts(fitting) == [None, "me/assistant"]
+    *_, item = draft_candidates(str(fitting))
+    assert item.description == f"a Gemma 4 assistant here that has the sizes of {fitting}"
+    assert drafts(fitting, takes_heads=False) == [None]
+    assert drafts(other) == [None]
     with specdec.load(fitting, "auto") as llm:
         assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 
@@ -130,22 +141,22 @@ def test_a_head_on_this_machine_is_taken_for_a_gguf_target(hub: Path) -> None:
     folder = hub.parent / "checkpoint"
     save_tiny_checkpoint("llama", folder, num_hidden_layers=N_LAYERS, hidden_size=32)
     target = save_checkpoint_gguf(folder, hub.parent / "target.gguf")
-    assert auto_draft(str(target)).name is None
+    assert drafts(target) == [None]
     in_folder = hub.parent / "head"
     in_folder.mkdir()
     save_gguf_head(new_head(), in_folder / "head.gguf")
     add(hub, "me/eagle", in_folder)
-    choice = auto_draft(str(target))
+    *_, choice = draft_candidates(str(target))
     assert choice.name == "me/eagle:head.gguf"
-    assert choice.reason.startswith("an EAGLE-3 head here")
+    assert choice.description.startswith("an EAGLE-3 head here")
     add(hub, "me/wide", save_dflash_head(hub.parent / "wide", num_target_layers=3, hidden_size=64))
-    assert auto_draft(str(target)).name == choice.name
+    assert drafts(target) == [None, choice.name]
     options = {"num_target_layers": N_LAYERS, "target_layer_ids": [1, 3]}
     add(hub, "me/flash", save_dflash_head(hub.parent / "flash", **options))
-    assert auto_draft(str(target)).name == "me/flash"
-    assert auto_draft(str(target), takes_heads=False).name is None
+    assert drafts(target) == [None, choice.name, "me/flash"]
+    assert drafts(target, takes_heads=False) == [None]
     several = save_tiny_architecture("gemma3n", hub.parent / "several.gguf")
-    assert auto_draft(str(several)).name is None
+    assert drafts(several) == [None]
     with specdec.load(target, "auto", ctx_size=64, threads=1) as llm:
         assert llm.generate([5, 6, 7], max_tokens=3).token_ids
 

@@ -21,7 +21,12 @@ def test_its_heads_are_there_and_take_4_mib_together() -> None:
     n_bytes = 0
     for name in PAIR_HEAD_NAMES:
         files = {path.name for path in pair_path(name).iterdir()}
-        assert files == {"config.json", "model.safetensors", "README.md"}
+        assert files == {
+            "config.json",
+            "eval_results.json",
+            "model.safetensors",
+            "README.md",
+        }
         n_bytes += (pair_path(name) / "model.safetensors").stat().st_size
         assert "_name_or_path" not in (pair_path(name) / "config.json").read_text()
     assert n_bytes <= 4 << 20

@@ -112,7 +112,7 @@ def test_a_target_that_drafts_for_itself_does_so_where_it_is():
 def test_a_draft_head_needs_its_target_on_the_cpu():
     own, head = PaperModel("t", 4, MIB, can_use_gpu=True), PaperModel("h", 1, MIB)
     head.hidden_state_bytes = 64
-    with pytest.raises(UnsupportedModel, match="on the CPU only: use device='cpu'"):
+    with pytest.raises(UnsupportedModel, match="a draft head, .* CPU only: use device='cpu', or"):
         find_gpu(options(device="cuda", draft="mtp"), pair(own, head))
 
 

@@ -170,3 +170,32 @@ def test_gains_of_n_grams_do_not_count_against_the_draft() -> None:
     for _ in range(12):
         note(choice, choice.next_uses_draft(0.1), 8, 1.0)
     assert choice.is_draft_better
+
+
+# --- a draft beside n-grams -----------------------------------------------------------------------
+
+
+def test_a_useless_draft_is_not_credited_with_tokens_of_n_grams() -> None:
+    """n-grams give nine tokens in every pass, the draft none, for a tenth of a pass."""
+    choice = DraftChoice((4.0, 1.6), 1.0)
+    n_used = 0
+    for _ in range(400):
+        uses_draft = choice.next_uses_draft(0.1)
+        n_used += uses_draft
+        seconds = 1.3 + 0.1 * uses_draft
+        choice.record(uses_draft, Outcome(10, seconds, ngram_tokens=9, ngram_seconds=0.3))
+    assert not choice.is_draft_better
+    assert n_used < 100
+
+
+def test_a_draft_that_adds_tokens_to_those_of_n_grams_stays() -> None:
+    """Lucky passages of n-grams, where the draft adds nothing, alternate with others."""
+    choice = DraftChoice((4.0, 1.6), 1.0)
+    n_used = 0
+    for step in range(400):
+        uses_draft, is_lucky = choice.next_uses_draft(0.1), step % 20 < 6
+        n_used += uses_draft
+        ngram_tokens = 9 if is_lucky else 0
+        tokens = 10 if is_lucky else (3 if uses_draft else 1)
+        choice.record(uses_draft, Outcome(tokens, 1.0 + 0.4 * uses_draft, 0.0, ngram_tokens, 0.0))
+    assert n_used > 350

@@ -185,6 +185,21 @@ def test_a_head_learns_a_text_by_heart(target, in_float32, monkeypatch, kind) ->
         assert agrees[step, :, 1 : N_TOKENS - 1 - step].float().mean() > 0.9
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (6, [1, 2, 4]), (20, [1, 5, 9, 13, 18])],
+)
+def test_a_dflash_head_takes_layers_from_an_early_to_a_late_one(
+    tmp_path, num_layers, expected
+) -> None:
+    target = save_model(tmp_path / "target", seed=1, num_hidden_layers=num_layers)
+    draft = DFlashDraft(target, VOCAB)
+    draft.save(tmp_path / "head")
+    config = json.loads((tmp_path / "head/config.json").read_text(encoding="utf-8"))
+    assert config["dflash_config"]["target_layer_ids"] == expected
+    assert len(draft.hidden_layers) == len(expected)
+
+
 def test_eagle3_takes_three_states(tmp_path) -> None:
     target = save_model(tmp_path / "target", seed=1, num_hidden_layers=2)
     with pytest.raises(specdec.SpecdecError, match="has 2 layers, and an EAGLE-3 head takes"):

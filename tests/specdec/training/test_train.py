@@ -9,6 +9,8 @@ import torch
 from training import train_options, weights_of
 
 import specdec
+from specdec.models.eval_results import read_eval_results
+from specdec.models.weight_files import weights_fingerprint
 from specdec.training.options import TrainError
 from specdec.training.train import NoProgress, train_draft
 from specdec.training.trainer import Schedule
@@ -38,6 +40,14 @@ def test_agreement_rises_and_the_draft_is_used(target, draft, text, tmp_path) ->
     assert 1 <= report.before.tokens_per_pass <= 9
     assert report.after.n_tokens + report.train_tokens > 5000
     assert not (tmp_path / "out" / "training").exists()
+    results = read_eval_results(tmp_path / "out")
+    assert results is not None
+    measured = report.after
+    assert results.agreement == measured.agreement
+    assert results.tokens_per_pass == measured.tokens_per_pass
+    assert (results.num_draft_tokens, results.num_tokens) == (8, measured.n_tokens)
+    assert results.text == (text.name,)
+    assert results.target_fingerprint == weights_fingerprint(target)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((draft / "config.json").read_text())
     dtypes = {tensor.dtype for tensor in weights_of(tmp_path / "out").values()}
