@@ -173,14 +173,14 @@ def _unless_f16(kind):
 def test_values_are_in_bf16_if_those_in_f16_depend_on_the_pass(
     requested, types, models, monkeypatch
 ):
-    def run(self, kind):
+    def min_rows(self, kind):
         is_bf16 = kind.type_v == exactness._TYPE_IDS["BF16"]
         return 1 if is_bf16 and (requested != (None, None) or kind.type_k == kind.type_v) else None
 
-    monkeypatch.setattr(exactness._Checks, "attention", run)
-    found = run_of(models("llama"), *requested)
-    assert found.exactness.is_exact
-    assert (found.type_k, found.type_v) == types
+    monkeypatch.setattr(exactness._Checks, "attention", min_rows)
+    run = run_of(models("llama"), *requested)
+    assert run.exactness.is_exact
+    assert (run.type_k, run.type_v) == types
 
 
 def test_here_values_stay_in_f16(models):
