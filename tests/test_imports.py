@@ -37,6 +37,7 @@ SUBPACKAGES = {
         "cli.commands",
         "cli",
         "serve batch training",
+        "cluster",
         "__init__",  # names the public API, and imports each name on its first use
         "async_llm",
         "api",

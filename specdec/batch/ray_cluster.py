@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from offload.distribution import install_command
-from offload.units import MIB
 from specdec import __version__
 from specdec.batch.answering import Answered
 from specdec.batch.lines import BatchError, Line
 from specdec.batch.ray_worker import Ended, Failed, Reported, Requested, Worker
 from specdec.batch.request import Rules
 from specdec.batch.run import Answerer
+from specdec.cluster.connection import connected, first_line, last_line
+from specdec.cluster.machines import Machine, machines_of, with_absolute_paths
 from specdec.metrics.stats import EngineStats, sum_of
 from specdec.run_options import RunOptions
 
-AUTO = "auto"
 MAX_DEATHS = 3
 """Deaths in a row, without an answer in between, after which a worker is not started again."""
-_OBJECT_STORE_BYTES = 80 * MIB
-"""Object store size, near Ray's minimum: lines are small, and its default is 1/3 of the memory."""
-_CONNECT_SECONDS = 5.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -44,8 +36,7 @@ logger = logging.getLogger(__name__)
 class Place:
     """Location of one worker, and the lines that it has in hand."""
 
-    node_id: str
-    machine: str
+    machine: Machine
     n_cpus: int
     actor: Any = None
     in_hand: dict[int, Line] = field(default_factory=dict)
@@ -62,23 +53,18 @@ def open_cluster(
     """Start workers on the machines of a Ray cluster and yield their answerer.
 
     Args:
-        address: cluster address; AUTO: the one that runs on this machine, else a temporary one of
-            this machine alone.
+        address: see `connected`.
         n_workers: number of workers; None: one on each machine. More of them share the machines.
 
-    Raises BatchError if there is no Ray, or no cluster.
+    Raises ClusterError if there is no Ray, or no cluster.
     """
-    ray = _import_ray()
-    draft = None if load.draft_model is None else _absolute(load.draft_model)
-    load = replace(load, model=_absolute(load.model), draft_model=draft)
-    _connect(ray, address)
-    cluster = Cluster(ray, load, rules)
-    try:
-        cluster.places = _places(ray, n_workers)
-        yield cluster.answer
-    finally:
-        cluster.close()
-        ray.shutdown()
+    with connected(address) as ray:
+        cluster = Cluster(ray, with_absolute_paths(load), rules)
+        try:
+            cluster.places = _places(ray, n_workers)
+            yield cluster.answer
+        finally:
+            cluster.close()
 
 
 class Cluster:
@@ -116,7 +102,7 @@ class Cluster:
                 self._idle.append(place)
                 self._wake()
             elif isinstance(said, Failed):
-                raise BatchError(f"on {place.machine}: {said.message}")
+                raise BatchError(f"on {place.machine.name}: {said.message}")
         return sum_of((*self._stats_of_dead, *(place.stats for place in self.places)))
 
     def _next_said(self) -> tuple[Place, object]:
@@ -131,8 +117,8 @@ class Cluster:
         except self._ray.exceptions.RayActorError as error:
             if "creation task" in str(error):
                 raise BatchError(
-                    f"on {place.machine} no worker can begin: {_last_line(str(error))}; install "
-                    f"specdec {__version__} for the Python that runs Ray there"
+                    f"on {place.machine.name} no worker can begin: {last_line(str(error))}; "
+                    f"install specdec {__version__} for the Python that runs Ray there"
                 ) from error
             self._bury(place, str(error))
             return place, None
@@ -144,7 +130,7 @@ class Cluster:
         self._stats_of_dead.append(place.stats)
         place.in_hand, place.stats = {}, EngineStats()
         place.n_deaths += 1
-        problem = f"a worker on {place.machine} ended ({_first_line(reason)})"
+        problem = f"a worker on {place.machine.name} ended ({first_line(reason)})"
         if place.n_deaths < MAX_DEATHS:
             logger.warning("%s: its %d lines are given out again", problem, len(lost))
             self._start(place)
@@ -169,11 +155,8 @@ class Cluster:
 
     def _start(self, place: Place) -> None:
         """Start a worker process on its machine, or elsewhere (soft) if that is gone."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         self._kill(place)
-        where = NodeAffinitySchedulingStrategy(place.node_id, soft=True)
-        options = {"num_cpus": place.n_cpus, "scheduling_strategy": where, "max_restarts": 0}
+        options = place.machine.actor_options(place.n_cpus, is_soft=True)
         place.actor = self._worker.options(**options).remote(*self._arguments)
         self._ask(place, place.actor.start)
 
@@ -191,93 +174,10 @@ class Cluster:
             self._kill(place)
 
 
-def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise BatchError(f"--ray needs Ray: {install_command('ray')}") from error
-    return ray
-
-
-def _connect(ray: Any, address: str) -> None:
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    if address == AUTO and _running_cluster() is None:
-        address = "local"
-        quiet |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-    elif address != AUTO:
-        _check_address(address)
-    try:
-        ray.init(address=address, **quiet)
-    except ConnectionError as error:
-        raise BatchError(
-            f"Ray cannot join what listens at {address}: it takes the cluster's version of Ray, "
-            "and RAY_AUTH_MODE=token where `ray start` said that it wants tokens"
-        ) from error
-    except (RuntimeError, ValueError) as error:  # of another version of Ray or Python, say
-        raise BatchError(f"Ray at {address}: {_first_line(str(error))}") from error
-
-
-def _running_cluster() -> str | None:
-    """Return the address of the cluster that this machine belongs to.
-
-    A cluster that ended without `ray stop` is ignored: Ray would retry for minutes.
-    """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if not address:
-        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-        noted = Path(folder, "ray", "ray_current_cluster")
-        address = noted.read_text().strip() if noted.is_file() else ""
-    return address if address and _answers(address) else None
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError, ValueError):
-        return False
-    return True
-
-
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not (port.isascii() and port.isdigit() and len(port) < 6):
-        raise BatchError(f"--ray is {address!r}, must be auto, or HOST:PORT as `ray start` told it")
-    if not _answers(address):
-        raise BatchError(
-            f"nobody answers at {address}: start a cluster with `ray start --head`, or use --ray "
-            "auto"
-        )
-
-
 def _places(ray: Any, n_workers: int | None) -> list[Place]:
     """Return one place per worker, machine by machine; workers of one machine share its CPUs."""
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    if not nodes:
-        raise BatchError("the Ray cluster has no machine with a processor: see `ray status`")
-    n_workers = n_workers or len(nodes)
-    n_on_each = math.ceil(n_workers / len(nodes))
-    chosen = (nodes[index % len(nodes)] for index in range(n_workers))
-    return [
-        Place(
-            node["NodeID"],
-            node["NodeManagerHostname"],
-            max(1, int(node["Resources"]["CPU"]) // n_on_each),
-        )
-        for node in chosen
-    ]
-
-
-def _absolute(model: str | Path) -> str | Path:
-    """Return an absolute path, for workers have another working directory; names stay."""
-    return Path(model).absolute() if Path(model).exists() else model
-
-
-def _last_line(text: str) -> str:
-    return _first_line(text.strip().splitlines()[-1])
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "no reason is known")
+    machines = machines_of(ray)
+    n_workers = n_workers or len(machines)
+    n_on_each = math.ceil(n_workers / len(machines))
+    chosen = (machines[index % len(machines)] for index in range(n_workers))
+    return [Place(machine, max(1, machine.n_cpus // n_on_each)) for machine in chosen]

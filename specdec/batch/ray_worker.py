@@ -14,8 +14,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from offload.errors import SpecdecError
-from specdec import __version__
-from specdec.batch.lines import BatchError, Line
+from specdec.batch.lines import Line
+from specdec.cluster.machines import check_same
 from specdec.metrics.stats import EngineStats
 from specdec.run_options import RunOptions
 
@@ -98,31 +98,13 @@ class Worker:
             self._said.put(error)
 
     def _open(self) -> LLM:
-        if self._version != __version__:
-            raise BatchError(
-                f"this machine has specdec {__version__}, the batch was begun by {self._version}: "
-                "install the same version"
-            )
-        self._check_weights()
+        rules = self._rules
+        check_same(self._version, self._load.model, rules.weights, rules.model)
         if self._llm is None:
             from specdec.api import load
 
             self._llm = load(**self._load.keywords())
         return self._llm
-
-    def _check_weights(self) -> None:
-        expected = self._rules.weights
-        if expected is None:
-            return
-        from specdec.models.names import resolve_model
-        from specdec.models.weight_files import weights_fingerprint
-
-        fingerprint = weights_fingerprint(resolve_model(self._load.model))
-        if fingerprint != expected:
-            raise BatchError(
-                f"{self._rules.model} has the weights {fingerprint} on this machine, the batch was "
-                f"begun with {expected}: copy the model here"
-            )
 
     def _lines(self) -> Iterator[Line]:
         while True:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -138,11 +137,12 @@ def batch(
 
 def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
     """Return the weights' fingerprint; None for a hub model that only other machines may have."""
-    from specdec.models.names import is_hub_id, resolve_model
+    from specdec.cluster.machines import shared_fingerprint
+    from specdec.models.names import resolve_model
     from specdec.models.weight_files import weights_fingerprint
 
-    if is_elsewhere and is_hub_id(load.model):
-        return None
+    if is_elsewhere:
+        return shared_fingerprint(load.model)
     return weights_fingerprint(resolve_model(load.model))
 
 
@@ -157,15 +157,10 @@ def _answerer(
 def _on_ray(
     load: RunOptions, rules: Rules, address: str, n_workers: int | None
 ) -> Iterator[Answerer]:
-    """Open a Ray cluster; its prints about workers are dropped, for stdout is for results."""
     from specdec.batch.ray_cluster import open_cluster
 
     check_models(load)
-    with (
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-        open_cluster(address, n_workers, load, rules) as answer,
-    ):
+    with open_cluster(address, n_workers, load, rules) as answer:
         yield answer
 
 

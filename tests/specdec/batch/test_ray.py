@@ -21,10 +21,10 @@ from crashed_batches import LOG_BYTES, partial_bytes
 from tiny_pair import save_model
 
 from specdec.batch.lines import Line
-from specdec.batch.ray_cluster import _running_cluster
 from specdec.batch.ray_worker import Ended, Failed, Reported, Requested, Worker
 from specdec.batch.request import Rules
 from specdec.cli.app import main
+from specdec.cluster.connection import running_cluster
 from specdec.run_options import RunOptions
 
 VERSION = __import__("specdec").__version__
@@ -65,7 +65,7 @@ def test_a_worker_that_cannot_answer_says_why(model: Path) -> None:
     assert "was begun by 0.0.1: install the same version" in other.message
     other = Worker(RunOptions(model), replace(RULES, weights="0123"), VERSION).start()
     assert isinstance(other, Failed)
-    assert "the batch was begun with 0123: copy the model here" in other.message
+    assert "the command was begun with 0123: copy the model here" in other.message
 
 
 # --- options ----------------------------------------------------------------------------------
@@ -103,15 +103,15 @@ def test_a_cluster_that_ended_is_not_waited_for(
     """Ray's note of the address stays after the cluster was killed."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert _running_cluster() is None
+    assert running_cluster() is None
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert _running_cluster() == address
-    assert _running_cluster() is None
+        assert running_cluster() == address
+    assert running_cluster() is None
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    assert _running_cluster() is None
+    assert running_cluster() is None
 
 
 # --- a cluster --------------------------------------------------------------------------------
