@@ -127,7 +127,11 @@ _TABLE: tuple[Skipped | Refused, ...] = (
     _refuse(
         "-sm --split-mode -ts --tensor-split -mg --main-gpu -tp --tensor-parallel-size "
         "-pp --pipeline-parallel-size",
-        "a model runs on one device; `specdec batch --ray auto` uses several machines",
+        "a model runs on one device; `batch` and `serve --ray auto` use several machines",
+    ),
+    _refuse(
+        "-dp --data-parallel-size",
+        "several machines have an engine each: `specdec serve --ray auto --replicas N`",
     ),
     _refuse("--speculative-config", "give -md MODEL, and --num-draft-tokens N for a limit"),
     _refuse(

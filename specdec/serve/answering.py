@@ -68,7 +68,7 @@ class RunningRequest:
         pickled, runner = await unless_gone(receive, self._read(endpoint))
         beginning = asyncio.ensure_future(self._begin(pickled, runner))
         try:
-            if pickled.reading.streams and runner.opened() is None:
+            if pickled.reading.streams and not runner.is_open:
                 # The model is loaded first, which may take minutes.
                 await unless_gone(receive, _settled(beginning, PING_SECONDS))
                 if not beginning.done():
@@ -95,7 +95,8 @@ class RunningRequest:
 
     async def _begin(self, pickled: _Pickled, runner: ModelRunner) -> JobHead:
         """Hand the request to the engine; return the job that it became there."""
-        acquiring = self._service.router.acquire(runner, pickled.reading.keep_alive)
+        reading = pickled.reading
+        acquiring = self._service.router.acquire(runner, reading.keep_alive, reading.prefixes)
         engine = await asyncio.wait_for(acquiring, self._limit)
         self.runner = runner
         if self._is_over:  # the client left as the model was ready

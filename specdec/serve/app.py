@@ -109,6 +109,8 @@ def _add_status(app: FastAPI, service: Service) -> None:
         made = Health(status=state)
         if service.router.only is None:
             made.models = {runner.name: runner.state for runner in service.router.runners}
+        elif len(service.router.only.replicas) > 1:
+            made.replicas = [replica.state for replica in service.router.only.replicas]
         return JsonResponse(made, 200 if state == "ready" else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -126,7 +128,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def props(model: str | None = None) -> Response:
         """Return llama.cpp's properties of a server."""
         runner = service.router.find(model)
-        return JsonResponse(properties(runner.name, runner.model))
+        return JsonResponse(properties(runner.name, runner.model, len(runner.replicas)))
 
 
 def _add_budget(app: FastAPI, budget: Budget) -> None:
@@ -165,6 +167,8 @@ def _card(service: Service, runner: ModelRunner, name: str) -> ModelCard:
             "max_model_len": runner.model.max_context,
             "has_chat_template": runner.model.has_chat_template,
         }
+    if len(runner.replicas) > 1:
+        facts["replicas"] = len(runner.replicas.open_engines)
     if not is_only:
         facts["status"] = _status(runner)
     return ModelCard(

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.serve.api.answer import Answer
 from specdec.serve.jobs import JobHead
+from specdec.serve.router.prefixes import Prefix
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Reading:
 
     form: the chat or completion that it asks for. repeated: fields that the answer repeats.
     model: the name that it has. keep_alive: seconds that the model stays loaded after it, if it
-    says so. streams: whether the answer is a stream.
+    says so. streams: whether the answer is a stream. prefixes: of the prompt, where the model has
+    replicas.
     """
 
     form: Any
@@ -24,6 +26,7 @@ class Reading:
     model: str | None = None
     keep_alive: float | None = None
     streams: bool = False
+    prefixes: tuple[Prefix, ...] = ()
 
 
 @dataclass(frozen=True)

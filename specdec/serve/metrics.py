@@ -22,9 +22,10 @@ from specdec.metrics.renamed import OLD_NAMES
 from specdec.metrics.stats import EngineStats, GenerationStats
 from specdec.serve.admission import AdmissionLimiter
 from specdec.serve.responses import State
+from specdec.serve.router.replicas import Replica
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
-from specdec.serve.router.states import ModelState
+from specdec.serve.router.states import REPLICA_STATES, ModelState
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
@@ -73,22 +74,21 @@ def _old_help(field: str) -> str:
 
 
 class _EngineCollector(Collector):
-    """Statistics of the engines, read at each scrape; with several models each has the label
-    `model`, while it is loaded."""
+    """Statistics of the engines, read at each scrape; of several models those that are loaded."""
 
     def __init__(self, router: ModelRouter) -> None:
-        self._router = router
+        self._router, self._labels = router, _EngineLabels(router)
 
     def collect(self) -> Iterator[Metric]:
         all_stats: dict[tuple[str, ...], EngineStats] = {}
-        if self._router.only is None:
-            for runner in self._router.runners:
-                if runner.beat is not None:
-                    all_stats[runner.name,] = runner.beat.stats
-        else:
-            beat = self._router.only.beat
-            all_stats[()] = EngineStats() if beat is None else beat.stats
-        labels = [] if self._router.only is not None else ["model"]
+        for runner in self._router.runners:
+            beats = runner.replicas.beats
+            for replica in runner.replicas:
+                if replica.number in beats:
+                    all_stats[self._labels.values(runner, replica)] = beats[replica.number].stats
+                elif self._router.only is not None:
+                    all_stats[self._labels.values(runner, replica)] = EngineStats()
+        labels = self._labels.names
         for kind, name, help, field in _families():
             family = kind(name, help, labels=labels)
             for values, stats in all_stats.items():
@@ -115,31 +115,69 @@ def _families() -> Iterator[tuple[Any, str, str, str]]:
             yield kind, _old_name(field), _old_help(field), field
 
 
-class _ModelCollector(Collector):
-    """States and restarts of the models."""
+class _EngineLabels:
+    """Labels of an engine's metrics: its model's name where there are several models, the number of
+    its replica where there are several engines of a model."""
 
     def __init__(self, router: ModelRouter) -> None:
-        self._router = router
+        self._has_models = router.only is None
+        self._has_replicas = any(len(runner.replicas) > 1 for runner in router.runners)
+
+    @property
+    def names(self) -> list[str]:
+        return ["model"] * self._has_models + ["replica"] * self._has_replicas
+
+    def values(self, runner: ModelRunner, replica: Replica) -> tuple[str, ...]:
+        model, number = [runner.name], [str(replica.number)]
+        return (*model * self._has_models, *number * self._has_replicas)
+
+
+class _ModelCollector(Collector):
+    """States and restarts of the models, and where their requests went."""
+
+    def __init__(self, router: ModelRouter) -> None:
+        self._router, self._labels = router, _EngineLabels(router)
 
     def collect(self) -> Iterator[Metric]:
         help = "Times that the engine's process ended and was started again."
-        is_only = self._router.only is not None
-        restarts = CounterMetricFamily(
-            "specdec_engine_restarts", help, labels=[] if is_only else ["model"]
-        )
+        restarts = CounterMetricFamily("specdec_engine_restarts", help, labels=self._labels.names)
         states = GaugeMetricFamily(
             "specdec_model_state", "1 for the model's state.", labels=["model", "state"]
         )
         for runner in self._router.runners:
-            restarts.add_metric([] if is_only else [runner.name], runner.num_restarts)
+            for replica in runner.replicas:
+                values = self._labels.values(runner, replica)
+                restarts.add_metric(values, replica.num_restarts)
             for state in get_args(ModelState):
                 states.add_metric([runner.name, state], float(runner.state == state))
         yield restarts
         yield states
+        yield from self._of_replicas()
+
+    def _of_replicas(self) -> Iterator[Metric]:
+        runners = [runner for runner in self._router.runners if len(runner.replicas) > 1]
+        if not runners:
+            return
+        help = "1 for the replica's state."
+        states = GaugeMetricFamily(
+            "specdec_replica_state", help, labels=[*self._labels.names, "state"]
+        )
+        help = "Requests by why a replica got them: it knew the prompt's prefix, or its load."
+        routed = CounterMetricFamily("specdec_routed_requests", help, labels=["by"])
+        for runner in runners:
+            for replica in runner.replicas:
+                values = self._labels.values(runner, replica)
+                for state in REPLICA_STATES:
+                    states.add_metric([*values, state], float(replica.state == state))
+            routed.add_metric(["prefix"], runner.replicas.chooser.num_by_prefix)
+            routed.add_metric(["load"], runner.replicas.chooser.num_by_load)
+        yield states
+        yield routed
 
 
 def _resident_bytes(router: ModelRouter) -> int:
-    return sum(runner.beat.resident_bytes for runner in router.runners if runner.beat is not None)
+    beats = (beat for runner in router.runners for beat in runner.replicas.beats.values())
+    return sum(beat.resident_bytes for beat in beats)
 
 
 class Metrics:

@@ -15,6 +15,7 @@ from specdec.option import LIMITS, SERVER, check_options, option
 from specdec.serve.router.keep_alive import EXAMPLES, parse_keep_alive
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
+MAX_REPLICAS = 256
 _MAX_KEY_BYTES = 4096
 _PRESET_KEEP_ALIVE_SECONDS = 300.0  # Ollama's
 
@@ -54,6 +55,22 @@ class ServeOptions:
         SERVER,
         metavar="FILE",
         shown_default="none",
+    )
+    ray: str | None = option(
+        None,
+        "Run an engine on each of several machines of a Ray cluster; auto: the one that runs here, "
+        "or one of this machine alone.",
+        SERVER,
+        metavar="auto|ADDRESS",
+        shown_default="none",
+    )
+    replicas: int | None = option(
+        None,
+        "With --ray: number of engines, one on each machine.",
+        SERVER,
+        at_least=1,
+        at_most=MAX_REPLICAS,
+        shown_default="one on each machine there is",
     )
     keep_alive: str | None = option(
         None,
@@ -125,7 +142,7 @@ class ServeOptions:
         """Raise ConfigError for invalid values or combinations."""
         for name in ("host", "max_body"):
             check_type(name, getattr(self, name), str)
-        for name in ("api_key", "alias", "keep_alive", "cors_origin"):
+        for name in ("api_key", "alias", "ray", "keep_alive", "cors_origin"):
             check_type(name, getattr(self, name), str, type(None))
         check_options(self)
         if self.max_body_bytes == 0:
@@ -137,6 +154,15 @@ class ServeOptions:
                 FieldName("preset"),
                 " has several: give each its alias there",
             )
+        if self.preset is not None and self.ray is not None:
+            raise ConfigError(
+                FieldName("ray"),
+                " runs one model on several machines, and ",
+                FieldName("preset"),
+                " several models on one: leave one out",
+            )
+        if self.replicas is not None and self.ray is None:
+            raise ConfigError(FieldName("replicas"), " needs ", FieldName("ray"))
         self.keep_alive_seconds  # noqa: B018  # raises ConfigError
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError(

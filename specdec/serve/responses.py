@@ -55,10 +55,11 @@ class ErrorResponse(ResponseModel):
 
 
 class Health(ResponseModel):
-    """models: the state of each of several models."""
+    """models: the state of each of several models. replicas: of each of several engines."""
 
     status: State
     models: dict[str, str] = {}
+    replicas: list[str] = []
 
 
 class ModelStatus(ResponseModel):
@@ -69,7 +70,8 @@ class ModelStatus(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """has_chat_template: known once the model has been loaded."""
+    """has_chat_template: known once the model has been loaded. replicas: engines that take
+    requests, where there are several."""
 
     id: str
     object: Literal["model"]
@@ -77,6 +79,7 @@ class ModelCard(ResponseModel):
     owned_by: str
     max_model_len: Count
     has_chat_template: bool = False
+    replicas: Count = 1
     status: ModelStatus = ModelStatus(value="loaded")
 
 

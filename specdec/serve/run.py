@@ -88,7 +88,7 @@ class Serving:
     Args:
         models: the models of a preset, or one alone.
         capacity: memory of all engines together; None for one model that is loaded at once.
-        starter: returns the function that starts a model's engine.
+        starters: return the function that starts a model's engine, one for each replica.
         say: prints a line for whoever runs the server.
         read_budget: reads the memory budget of the config file, at SIGHUP; None: there is no file.
         logs_requests: whether each request is a line, too. In a log file it always is.
@@ -99,7 +99,7 @@ class Serving:
         options: ServeOptions,
         models: Sequence[ModelOptions],
         capacity: Share | None,
-        starter: Starter,
+        starters: Sequence[Starter],
         say: Callable[[str], None],
         *,
         read_budget: ReadBudget | None = None,
@@ -107,7 +107,7 @@ class Serving:
         logs_requests: bool = False,
     ) -> None:
         self._options, self._print, self._read_budget = options, say, read_budget
-        self._runners = [self._runner(model, starter, len(models) > 1) for model in models]
+        self._runners = [self._runner(model, starters, len(models) > 1) for model in models]
         self._capacity = capacity
         self._write_log = None if options.log_file is None else open_log(options.log_file)
         self._record: OwnRecord | None = None
@@ -116,11 +116,13 @@ class Serving:
         self._load_error = 0  # of an engine that could not load the only model
         self._signal = 0
 
-    def _runner(self, model: ModelOptions, starter: Starter, has_others: bool) -> ModelRunner:
+    def _runner(
+        self, model: ModelOptions, starters: Sequence[Starter], has_others: bool
+    ) -> ModelRunner:
         def say(line: str) -> None:
             self._say(f"{model.name}: {line}" if has_others else line)
 
-        runner = ModelRunner(model, starter, say, self._options.engine_timeout)
+        runner = ModelRunner(model, starters, say, self._options.engine_timeout)
         runner.on_open, runner.on_load_error = self._opened, self._not_loaded
         runner.on_fault = self._stop
         return runner

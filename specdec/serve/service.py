@@ -22,6 +22,7 @@ from specdec.serve.options import ServeOptions
 from specdec.serve.process.client import EngineRequest, StorageFailure
 from specdec.serve.process.messages import pickled
 from specdec.serve.responses import State
+from specdec.serve.router.prefixes import prompt_prefixes
 from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.sse import ClientGone, made_in, unless_gone
@@ -81,8 +82,10 @@ class Service:
 
         def work() -> tuple[bytes, Reading]:
             reading = read(content)
+            has_choice = len(self.router.find(reading.model).replicas) > 1
+            prefixes = prompt_prefixes(reading.form) if has_choice else ()
             try:
-                return pickled(reading.form), replace(reading, form=None)
+                return pickled(reading.form), replace(reading, form=None, prefixes=prefixes)
             except RecursionError as error:
                 raise bad_request("the request is nested too deeply") from error
 

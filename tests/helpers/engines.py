@@ -92,11 +92,12 @@ class PlayedEngine:
 def router_of_one(*, is_loaded: bool = True) -> ModelRouter:
     """Return a router of one model "m", whose engine takes requests and does nothing."""
     options = ModelOptions(("m",), RunOptions("m"))
-    runner = ModelRunner(options, model_starter(lambda engine: 0), print, 4.0)
+    runner = ModelRunner(options, [model_starter(lambda engine: 0)], print, 4.0)
     if is_loaded:
         client = EngineClient(lambda: None)
         client.model = MODEL
-        runner.open(client)
+        (replica,) = runner.replicas
+        replica.open(client)
     return ModelRouter([runner])
 
 

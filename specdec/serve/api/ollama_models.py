@@ -41,7 +41,7 @@ def add_ollama_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/ps", responses=_ERRORS | gives(OllamaModels, "The loaded models"))
     async def ps() -> Response:
-        runners = [runner for runner in service.router.runners if runner.beat is not None]
+        runners = [runner for runner in service.router.runners if runner.replicas.beats]
         loaded = [item for runner in runners for item in models(runner, **_loaded(runner))]
         return JsonResponse(OllamaModels(models=loaded))
 

@@ -135,12 +135,12 @@ def apply_template(body: TemplateRequest, llm: LLM) -> TemplateResponse:
     return TemplateResponse(prompt=conversation_text(body, llm))
 
 
-def properties(name: str, model: ServedModel) -> Properties:
+def properties(name: str, model: ServedModel, num_replicas: int) -> Properties:
     """Return the properties; the model's path is its name, as paths are nobody's business."""
     settings = {"n_ctx": model.max_context, "params": {"temperature": 1.0, "n_predict": -1}}
     return Properties(
         default_generation_settings=settings,
-        total_slots=model.num_slots,
+        total_slots=model.num_slots * num_replicas,
         model_alias=name,
         model_path=name,
         modalities={"vision": False, "audio": False},

@@ -9,19 +9,34 @@ import socket
 import subprocess
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offload.process.cgroup import tied_argv
+from specdec.run_options import RunOptions
+from specdec.serve.options import ServeOptions
 
 ENGINE_VARIABLE = "SPECDEC_ENGINE"
 """Environment variable that makes `specdec serve` the engine of a server: the number of its socket,
 and the resident bytes of the server's process."""
 TASK_VARIABLE = "SPECDEC_ENGINE_TASK"
-"""Environment variable with the engine's task, pickled: RunOptions to load, or models to plan."""
+"""Environment variable with the engine's task, pickled: an EngineTask, or models to plan."""
+
+
+@dataclass(frozen=True)
+class EngineTask:
+    """Options of an engine. load: to load the model with. server: limits of requests."""
+
+    load: RunOptions
+    server: ServeOptions
+
+
+class ProcessLost(Exception):
+    """Nobody knows how a process on another machine has ended; the text says what is known."""
 
 
 class Process(Protocol):
-    """The members of subprocess.Popen that a supervisor uses."""
+    """The members of subprocess.Popen that a supervisor uses; `wait` may raise ProcessLost."""
 
     def wait(self) -> int: ...
 
@@ -32,9 +47,11 @@ Start = Callable[[socket.socket, Mapping[str, str]], Process]
 """Starts the engine's process with (its end of the socket, variables to add to the environment)."""
 
 
-def starter(argv: Sequence[str], environment: Mapping[str, str]) -> Start:
+def starter(
+    argv: Sequence[str], environment: Mapping[str, str], stderr: int | None = None
+) -> Start:
     """Return a function that starts `argv` so that the kernel kills it as soon as the calling
-    thread, the server's main one, has ended."""
+    thread, the server's main one, has ended. stderr: subprocess's."""
 
     def start(theirs: socket.socket, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # Ctrl-C of a terminal reaches it too, and is ignored there.
@@ -42,6 +59,7 @@ def starter(argv: Sequence[str], environment: Mapping[str, str]) -> Start:
             tied_argv(argv),
             env={**environment, **more},
             stdin=subprocess.DEVNULL,
+            stderr=stderr,
             pass_fds=[theirs.fileno()],
         )
 

@@ -16,7 +16,13 @@ from typing import Protocol
 
 from offload.process.memory import process_memory
 from specdec.serve.errors import engine_failed, engine_lost
-from specdec.serve.process.child import Process, Start, described_exit, engine_marker
+from specdec.serve.process.child import (
+    Process,
+    ProcessLost,
+    Start,
+    described_exit,
+    engine_marker,
+)
 from specdec.serve.process.client import EngineClient
 
 MAX_QUICK_ENDS = 5
@@ -115,11 +121,15 @@ class Supervisor:
         self._lose(client)  # at once: a core dump takes its time
         # Its memory is free once it has ended.
         loop = asyncio.get_running_loop()
-        code: int = await loop.run_in_executor(None, process.wait)
+        try:
+            code: int = await loop.run_in_executor(None, process.wait)
+            described = described_exit(code)
+        except ProcessLost as error:
+            described, code = f"was lost: {error}", 1
         self._process = None
         watching.cancel()
         reason = watching.result() if watching.done() and not watching.cancelled() else None
-        return reason or described_exit(code), code
+        return reason or described, code
 
     async def _watch(self, client: EngineClient, process: Process) -> str:
         """Kill the process once it hangs; return how that showed.

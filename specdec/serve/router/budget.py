@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from starlette.requests import Request
 
@@ -14,6 +15,7 @@ from specdec.serve.api.budget import BudgetRequest, BudgetResponse, budget_answe
 from specdec.serve.api.reading import read_request
 from specdec.serve.errors import ApiError, bad_request
 from specdec.serve.middleware import BODY
+from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import pickled
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.service import Service
@@ -70,11 +72,10 @@ class Budget:
     async def _change(self, runner: ModelRunner, memory_budget: str | int) -> BudgetResponse:
         async with self._router.sharing:
             requested = self._allowed(runner, memory_budget)
-            engine = runner.engine
+            engines = runner.engines
             runner.begin(None)
             try:
-                request = engine.compute(set_budget, pickled(requested))
-                answer: BudgetResponse = await request.next()
+                answer = await set_all(engines, requested)
             finally:
                 runner.end()
             runner.keep_budget(requested, answer.memory_budget_bytes)
@@ -103,3 +104,29 @@ class Budget:
                 "memory_budget",
             )
         return n_bytes
+
+
+async def set_all(engines: Sequence[EngineClient], memory_budget: str | int) -> BudgetResponse:
+    """Change the budget of all replicas; return the first one's figures.
+
+    Raises ApiError; those that have changed theirs get the one before back then.
+    """
+    changed: list[tuple[EngineClient, int]] = []
+    answers = []
+    try:
+        for engine in engines:
+            assert engine.model is not None, "it takes requests"
+            before = int(engine.model.plan["memory_budget_bytes"])
+            answers.append(await _set(engine, memory_budget))
+            changed.append((engine, before))
+    except ApiError:
+        for engine, before in changed:
+            with suppress(ApiError):  # it has ended meanwhile, and gets the one before anyhow
+                await _set(engine, before)
+        raise
+    return answers[0]
+
+
+async def _set(engine: EngineClient, memory_budget: str | int) -> BudgetResponse:
+    answer: BudgetResponse = await engine.compute(set_budget, pickled(memory_budget)).next()
+    return answer

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from specdec.serve.errors import bad_request, loading, no_such_model
 from specdec.serve.process.client import EngineClient
+from specdec.serve.router.prefixes import Prefix
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import Share
 from specdec.serve.router.states import UNLOADED, WAITING
@@ -66,21 +67,31 @@ class ModelRouter:
             raise no_such_model(near, self.names)
         return runner
 
-    async def acquire(self, runner: ModelRunner, keep_alive: float | None = None) -> EngineClient:
-        """Return the engine of a model, which is loaded before if need be, and count the request
-        until `runner.end`. Raises ApiError."""
-        if runner.opened() is None and self.capacity is None and not runner.has_been_loaded:
+    async def acquire(
+        self,
+        runner: ModelRunner,
+        keep_alive: float | None = None,
+        prefixes: tuple[Prefix, ...] = (),
+    ) -> EngineClient:
+        """Return the engine of a model for a request, and count that until `runner.end`. The model
+        is loaded before if need be.
+
+        prefixes: of the prompt, where the model has replicas.
+
+        Raises ApiError.
+        """
+        if not runner.is_open and self.capacity is None and not runner.has_been_loaded:
             raise loading()  # the server starts: programs that watch it know this status
         runner.num_waiting += 1
         try:
-            while (engine := runner.opened()) is None:
+            while not runner.is_open:
                 self.load(runner)
                 await runner.changed()
         finally:
             runner.num_waiting -= 1
             runner.expire_later()
         runner.begin(keep_alive)
-        return engine
+        return runner.replicas.choose(prefixes)
 
     def load(self, runner: ModelRunner) -> None:
         """Load a model once there is memory for it, unless it is loaded or about to be."""
@@ -138,4 +149,4 @@ class ModelRouter:
 
     async def refresh(self) -> None:
         """Get the engines' present statistics."""
-        await asyncio.gather(*(runner.refresh() for runner in self.runners))
+        await asyncio.gather(*(runner.replicas.refresh() for runner in self.runners))

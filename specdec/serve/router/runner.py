@@ -1,4 +1,4 @@
-"""One model of a server: its engine's process while it is loaded, and its requests."""
+"""One model of a server: its engines while it is loaded, and its requests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from offload.units import format_bytes
 from specdec.serve.errors import (
@@ -20,8 +21,8 @@ from specdec.serve.errors import (
 )
 from specdec.serve.process.child import Process
 from specdec.serve.process.client import EngineClient
-from specdec.serve.process.messages import Beat, ServedModel
-from specdec.serve.process.supervisor import Supervisor
+from specdec.serve.process.messages import ServedModel
+from specdec.serve.router.replicas import Replica, Replicas
 from specdec.serve.router.share import ModelOptions, Starter
 from specdec.serve.router.states import (
     FAILED,
@@ -40,35 +41,36 @@ _TAKES_REQUESTS = (READY, FAILING)
 class ModelRunner:
     """A model; used in the event loop's thread.
 
-    options: to load it with; its memory budget may change. say: takes a line for the server's
-    operator. timeout_seconds: see `Supervisor`.
+    options: to load it with; its memory budget may change. starters: one for each replica. say:
+    takes a line for the server's operator. timeout_seconds: see `Supervisor`.
 
     Attributes:
-        num_active: requests that its engine has. num_waiting: requests that wait for its engine.
-        num_restarts: engines that were started because another one had ended.
+        num_active: requests that its engines have. num_waiting: requests that wait for an engine.
+        has_been_loaded: whether it has taken requests.
         load_error: exit code of an engine that could not load the model; None otherwise.
     """
 
     def __init__(
         self,
         options: ModelOptions,
-        starter: Starter,
+        starters: Sequence[Starter],
         say: Callable[[str], None],
         timeout_seconds: float,
     ) -> None:
         self.options = self._first_options = options
-        self._starter, self._say, self._timeout_seconds = starter, say, timeout_seconds
+        self._say = say
+        starts = [partial(self._start, starter) for starter in starters]
+        self.replicas = Replicas(starts, self, say, timeout_seconds)
         self.state: ModelState = UNLOADED
-        self.num_active = self.num_waiting = self.num_restarts = 0
+        self.num_active = self.num_waiting = 0
+        self.has_been_loaded = False
         self.load_error: int | None = None
         self.on_open: Callable[[ModelRunner], None] = lambda runner: None
         self.on_load_error: Callable[[ModelRunner], None] = lambda runner: None
         self.on_fault: Callable[[], None] = lambda: None
         self.last_use = time.monotonic()
         self.keep_alive = options.keep_alive
-        self._engine: EngineClient | None = None
         self._last_engine: EngineClient | None = None  # it may have ended
-        self._supervisor: Supervisor | None = None
         self._running: asyncio.Task[None] | None = None
         self._fault: Exception | None = None  # of ours
         self._timer: asyncio.TimerHandle | None = None
@@ -86,22 +88,15 @@ class ModelRunner:
 
     @property
     def model(self) -> ServedModel:
-        """Facts about the model as it was loaded or planned last; raises ApiError before."""
-        if self._last_engine is None or self._last_engine.model is None:
+        """Facts about the model as an engine loaded or planned it last; raises ApiError before."""
+        engine = next(iter(self.replicas.open_engines.values()), self._last_engine)
+        if engine is None or engine.model is None:
             raise self._no_engine()
-        return self._last_engine.model
-
-    @property
-    def has_been_loaded(self) -> bool:
-        return self._last_engine is not None
-
-    @property
-    def beat(self) -> Beat | None:
-        return None if self._engine is None else self._engine.beat
+        return engine.model
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has a process, and so memory."""
+        """Whether it has processes, and so memory."""
         return self._running is not None
 
     @property
@@ -113,24 +108,27 @@ class ModelRunner:
         """Time, in seconds since the epoch, when it is unloaded unless a request comes."""
         return time.time() + max(0.0, self.last_use + self.keep_alive - time.monotonic())
 
-    def opened(self) -> EngineClient | None:
-        """Return the engine; None while the model must be loaded or is unloaded.
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests; not while it must be loaded or is unloaded.
 
-        Raises ApiError while the engine is started again, and once it is given up.
+        Raises ApiError while all engines are started again, and once they are given up.
         """
         if self.state == RESTARTING:
             raise engine_lost()
         if self.state == FAILED:
             raise engine_failed()
-        return self._engine if self.state in _TAKES_REQUESTS else None
+        return self.state in _TAKES_REQUESTS
 
     @property
-    def engine(self) -> EngineClient:
-        """The engine. Raises ApiError unless the model is loaded."""
-        engine = self.opened()
-        if engine is None:
+    def engines(self) -> list[EngineClient]:
+        """The engines of all replicas that are not given up.
+
+        Raises ApiError unless the model is loaded, and while one of these is started again.
+        """
+        if not self.is_open:
             raise self._no_engine()
-        return engine
+        return self.replicas.all_engines
 
     def _no_engine(self) -> ApiError:
         is_coming = self.options.on_startup and not self.has_been_loaded
@@ -154,15 +152,10 @@ class ModelRunner:
             changed.set_exception(error)
             changed.exception()  # the clients that waited may have left
 
-    async def refresh(self) -> None:
-        """Get the engine's present statistics."""
-        if self._engine is not None:
-            await self._engine.refresh()
-
     # --- requests ------------------------------------------------------------------------------
 
     def begin(self, keep_alive: float | None) -> None:
-        """Count a request that its engine gets. keep_alive: the request's own, if it has one."""
+        """Count a request that an engine gets. keep_alive: the request's own, if it has one."""
         self.num_active += 1
         self._has_no_requests.clear()
         if keep_alive is None or self.options.is_kept:
@@ -195,27 +188,28 @@ class ModelRunner:
             self._timer.cancel()
             self._timer = None
 
-    # --- the process ---------------------------------------------------------------------------
+    # --- the processes -------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Start its engine."""
+        """Start its engines."""
         self.to(STARTING)
         self.last_use, self.keep_alive = time.monotonic(), self.options.keep_alive
-        self._supervisor = Supervisor(self._start, self, self._say, self._timeout_seconds)
-        self._running = asyncio.get_running_loop().create_task(self._run(self._supervisor))
+        self.load_error = None
+        self.replicas.begin()
+        self._running = asyncio.get_running_loop().create_task(self._run())
 
-    def _start(self, theirs: socket.socket, more: Mapping[str, str]) -> Process:
-        return self._starter(self.options)(theirs, more)
+    def _start(self, starter: Starter, theirs: socket.socket, more: Mapping[str, str]) -> Process:
+        return starter(self.options)(theirs, more)
 
-    async def _run(self, supervisor: Supervisor) -> None:
+    async def _run(self) -> None:
         try:
-            self.load_error = await supervisor.run()
+            await self.replicas.run(self._fail_to_load)
         except Exception as error:
             self._fault = error
             self.to(FAILED)
             self.on_fault()
         finally:
-            self._engine = self._running = None
+            self._running = None
             is_broken = self.load_error is not None
             if is_broken:
                 self._forget_budget()
@@ -224,13 +218,18 @@ class ModelRunner:
             if is_broken:
                 self.on_load_error(self)
 
+    def _fail_to_load(self, code: int) -> None:
+        """End all replicas, as one cannot load the model."""
+        self.load_error = code
+        self.unload()
+
     def unload(self) -> None:
-        """End its engine, which frees its memory; `ended` waits for that. Idempotent."""
+        """End its engines, which frees their memory; `ended` waits for that. Idempotent."""
         self._stop_timer()
-        if self._supervisor is not None and self.is_loaded:
+        if self.is_loaded:
             if self.state != FAILED:
                 self.to(UNLOADING)
-            self._supervisor.end()
+            self.replicas.end()
 
     async def leave(self) -> None:
         """Unload it once its requests, those that wait for it included, have ended; new ones wait
@@ -253,31 +252,43 @@ class ModelRunner:
         if self._fault is not None:
             raise self._fault
 
-    def open(self, engine: EngineClient) -> None:
-        """See `supervisor.Users`."""
-        self._engine = self._last_engine = engine
+    def opened(self, replica: Replica) -> None:
+        """See `ReplicaUsers`."""
+        self._last_engine = replica.engine
         if self.options is not self._first_options:
             self._say_budget()
-        if self.state != UNLOADING:
-            self.to(READY)
-            self.on_open(self)
-            self.expire_later()
+        if len(self.replicas) > 1:
+            replica.say("the model is loaded")
+        self._update()
 
-    def lose(self, *, is_final: bool) -> None:
-        """See `supervisor.Users`."""
-        self._engine = None
-        if self.state == UNLOADING:
+    def lost(self, replica: Replica) -> None:
+        """See `ReplicaUsers`."""
+        self.replicas.chooser.forget(replica.number)
+        self._update()
+
+    def _update(self) -> None:
+        """Change the state by those of the replicas: requests are taken once all have been loaded
+        for the first time, and then as long as there is one."""
+        states = self.replicas.states
+        if self.state == UNLOADING or (self.state == STARTING and STARTING in states):
             return
-        if is_final and self._forget_budget():
+        if READY in states:
+            if self.state not in _TAKES_REQUESTS:
+                self.has_been_loaded = True
+                self.to(READY)
+                self.on_open(self)
+                self.expire_later()
+        elif RESTARTING in states:
+            self.to(RESTARTING)
+        elif self._forget_budget():
             self.unload()
-            return
-        self.num_restarts += not is_final
-        self.to(FAILED if is_final else RESTARTING)
+        else:
+            self.to(FAILED)
 
     # --- its memory budget ---------------------------------------------------------------------
 
     def keep_budget(self, memory_budget: str | int, n_bytes: int) -> None:
-        """Note that the engine has another budget, of so many bytes; engines to come get it."""
+        """Note that the engines have another budget, of so many bytes; engines to come get it."""
         self.options = self.options.with_budget(memory_budget, n_bytes)
         self._say_budget()
 

@@ -19,3 +19,5 @@ FAILING: ModelState = "failing"
 FAILED: ModelState = "failed"
 """State after the engine ended too often in a row: it is not started again."""
 UNLOADING: ModelState = "unloading"
+REPLICA_STATES = (UNLOADED, STARTING, READY, RESTARTING, FAILED)
+"""States that each of several engines of a model has."""

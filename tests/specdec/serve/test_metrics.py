@@ -28,8 +28,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_engine_metrics_are_read_and_not_counted_again() -> None:
     router = router_of_one()
     (runner,) = router.runners
-    engine = runner.opened()
-    assert engine is not None
+    (engine,) = runner.engines
     metrics = Metrics(AdmissionLimiter(4), router, lambda: "ready")
     assert samples(metrics)["specdec_passes_total"] == 0
     stats = EngineStats(

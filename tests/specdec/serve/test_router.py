@@ -47,7 +47,7 @@ def router(
         options = ModelOptions(
             (name, f"{name}-alias"), RunOptions(name), Share(n_bytes), keep_alive, on_startup=False
         )
-        runners.append(ModelRunner(options, model_starter(*(plays or (lives,))), print, 4.0))
+        runners.append(ModelRunner(options, [model_starter(*(plays or (lives,)))], print, 4.0))
     return ModelRouter(runners, Share(capacity))
 
 
@@ -176,7 +176,7 @@ def broken_starter(options: ModelOptions) -> Any:
 
 
 def test_a_fault_of_ours_is_raised_at_the_end() -> None:
-    runner = ModelRunner(ModelOptions(("a",), RunOptions("a")), broken_starter, print, 4.0)
+    runner = ModelRunner(ModelOptions(("a",), RunOptions("a")), [broken_starter], print, 4.0)
 
     async def work(made: ModelRouter) -> None:
         with pytest.raises(ApiError):
@@ -189,7 +189,7 @@ def test_a_fault_of_ours_is_raised_at_the_end() -> None:
 
 def test_a_fault_of_ours_ends_the_server_as_one() -> None:
     models = [ModelOptions(("a",), RunOptions("a"))]
-    server = Serving(ServeOptions(port=0), models, None, broken_starter, print)
+    server = Serving(ServeOptions(port=0), models, None, [broken_starter], print)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         server.run()
 

@@ -308,7 +308,7 @@ def test_a_stream_whose_model_is_loaded_first_gets_pings(
         return 0
 
     options = ModelOptions(("m",), RunOptions("m"), Share(1), on_startup=False)
-    router = ModelRouter([ModelRunner(options, model_starter(loads), print, 4.0)], Share(1))
+    router = ModelRouter([ModelRunner(options, [model_starter(loads)], print, 4.0)], Share(1))
     service = Service(ServeOptions(), router)
 
     async def work() -> list[bytes]:

@@ -17,6 +17,7 @@ from engines import PlayedEngine, played
 
 from specdec.serve.errors import ApiError
 from specdec.serve.process import supervisor as supervisors
+from specdec.serve.process.child import ProcessLost
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Cancel, Generate, Output, ServerGone
 from specdec.serve.process.supervisor import MAX_QUICK_ENDS, Supervisor
@@ -126,6 +127,21 @@ def test_one_that_gave_output_is_started_as_often_as_it_ends() -> None:
 
     _, said, _ = supervise([answers_and_dies], work)
     assert "SIGKILL, as when memory runs out" in said[-1]
+
+
+def test_one_that_is_lost_with_its_machine_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(self: PlayedEngine) -> int:
+        raise ProcessLost("the node is dead")
+
+    monkeypatch.setattr(PlayedEngine, "wait", lost)
+
+    async def work(users: Recorder, supervisor: Supervisor) -> None:
+        await users.until("open", "lose", "open")
+
+    _, said, _ = supervise([dies, lives], work)
+    assert said == ["error: the engine was lost: the node is dead; it is started again"]
 
 
 def beats(engine: PlayedEngine) -> int:
