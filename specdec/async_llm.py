@@ -26,7 +26,7 @@ from specdec.engine.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import LoadKeywords
-from specdec.sampling.logprobs import TopLogprobs
+from specdec.sampling.logprobs import PromptLogprobs, TopLogprobs
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt
 
@@ -215,6 +215,11 @@ class AsyncStream:
         if self._stream is None:
             raise SpecdecError("the generation has not begun: there is no result yet")
         return self._stream.result
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt's tokens, if requested, once it is computed."""
+        return None if self._stream is None else self._stream.prompt_logprobs
 
     def cancel(self) -> None:
         """Cancel it without waiting (see `ended`); call it in the event loop's thread."""

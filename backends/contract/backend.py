@@ -34,6 +34,9 @@ PREFIX = -1
 LAST_HIDDEN_STATE = -1
 """Hidden state after the final norm: the input of the output head."""
 
+SCORED_ROWS = 16
+"""Rows of logits that a backend without `max_scored_tokens` computes at once to score them."""
+
 _MAX_CHARACTERS = 400
 _PLENTY_NODES = 2**20
 
@@ -142,6 +145,9 @@ class Backend(ABC):
     are appended to the prefix, and its nodes have none. None: any other model."""
     max_nodes: int | None = None
     """Maximum number of live nodes of all sequences together; None: limited by memory alone."""
+    max_scored_tokens: int | None = None
+    """Maximum tokens of a pass whose logits are scored (`SequenceInput.scored_at`) or returned.
+    None: any number, a few at a time."""
 
     @abstractmethod
     def new_sequence(self) -> SequenceKV:

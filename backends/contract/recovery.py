@@ -103,6 +103,8 @@ class RecoveringBackend(Backend, Generic[Store]):
     """A backend that recovers its sequences after an operation that an error cut short."""
 
     _is_closed = False
+    _computes_scores = False
+    """Whether `_compute` scores tokens itself, without returning their logits."""
 
     def __init__(self) -> None:
         self._sequences: list[RecoverableKV[Store]] = []
@@ -224,7 +226,7 @@ class RecoveringBackend(Backend, Generic[Store]):
                     sequence.store.abort()
             ids, new = zip(*map(self._new_tokens, sequences, batch), strict=True)
             computed = [tokens for tokens in new if tokens.token_ids]
-            computed_outputs = iter(self._compute(computed) if computed else ())
+            computed_outputs = iter(self._compute_and_score(computed) if computed else ())
             for tokens in computed:
                 if not tokens.are_nodes:
                     tokens.store.append(tokens.token_ids)
@@ -236,6 +238,12 @@ class RecoveringBackend(Backend, Generic[Store]):
             ]
 
         return self.recovering(sequences, grow) if batch else []
+
+    def _compute_and_score(self, new: Sequence[NewTokens[Store]]) -> list[PassOutput]:
+        if self._computes_scores:
+            return self._compute(new)
+        outputs = self._compute([tokens.with_scored_logits() for tokens in new])
+        return [tokens.scored(output) for tokens, output in zip(new, outputs, strict=True)]
 
     def _new_tokens(
         self, sequence: RecoverableKV[Store], added: SequenceInput
@@ -253,6 +261,8 @@ class RecoveringBackend(Backend, Generic[Store]):
             added.hidden_states_at,
             added.hidden_states,
             None if context is None else context.store,
+            added.scored_at,
+            added.score,
         )
         if added.parents is None:
             self._check_length(kv, n_tokens, n_tokens)

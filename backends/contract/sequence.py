@@ -9,7 +9,7 @@ a batch of one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -205,6 +205,10 @@ class SequenceInput:
         `Backend.collect_hidden_states`.
     hidden_states: float32 [n, width]: the target's hidden states that a draft head takes beside
         the tokens; None for other models.
+    scored_at: positions within `token_ids`, ascending, whose logits `score` gets in place of the
+        caller: a prompt has more of them than memory.
+    score: called during the pass with each position and its logits, float32 [vocab], in order; it
+        must not keep the row.
     context: the target's KV of the sequence, for a draft head that `attends_to_target`: all tokens
         are at the position after its committed prefix and see that prefix alone, not one another.
         It is only read.
@@ -217,6 +221,8 @@ class SequenceInput:
     hidden_states_at: Sequence[int] = ()
     hidden_states: np.ndarray | None = None
     context: SequenceKV | None = None
+    scored_at: Sequence[int] = ()
+    score: Callable[[int, np.ndarray], None] | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None and not self.token_ids:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -65,6 +65,24 @@ class NewTokens(Generic[Store]):
     """See SequenceInput."""
     context: Store | None = None
     """Another backend's sequence whose prefix these tokens attend to; see SequenceInput."""
+    scored_at: Sequence[int] = ()
+    score: Callable[[int, np.ndarray], None] | None = None
+    """See SequenceInput."""
+
+    def with_scored_logits(self) -> NewTokens[Store]:
+        """Return the tokens with logits returned where they are scored, too."""
+        if not self.scored_at:
+            return self
+        return replace(self, logits_at=sorted({*self.logits_at, *self.scored_at}))
+
+    def scored(self, output: PassOutput) -> PassOutput:
+        """Score the output of `with_scored_logits`; return it with the requested logits alone."""
+        if not self.scored_at or self.score is None:
+            return output
+        places = {at: i for i, at in enumerate(self.with_scored_logits().logits_at)}
+        for at in self.scored_at:
+            self.score(at, output.logits[places[at]])
+        return output._replace(logits=output.logits[[places[at] for at in self.logits_at]])
 
     @property
     def n_live_before(self) -> int:

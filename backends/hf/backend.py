@@ -22,14 +22,20 @@ import torch
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.masks import alibi_bias
-from backends.contract.backend import BackendError, KvUsage, TransferStats
+from backends.contract.backend import SCORED_ROWS, BackendError, KvUsage, TransferStats
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
 from backends.feedforward.experts import ExpertsRunner, Matrix
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.expert_records import ExpertMatrix, StoredMatrix
-from backends.hf.forward import first_pass, mask_maker, prepare_buffers, run_model
+from backends.hf.forward import (
+    BodyOutput,
+    first_pass,
+    mask_maker,
+    prepare_buffers,
+    run_model,
+)
 from backends.hf.hidden_states import HiddenStates
 from backends.hf.layer_runner import LayerRunner, PassState, as_tensor, bind, in_memory
 from backends.hf.model import HfModel, load_hf_model
@@ -45,6 +51,7 @@ from backends.kv.rows import (
     hidden_rows_of_pass,
     recurrent_pass,
     rows_of_pass,
+    scored_rows_of_pass,
     take_rows,
 )
 from backends.kv.sequence import BlockStore, growth_blocks
@@ -71,6 +78,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     n_threads: threads of a pass; None: as torch is set.
     follows_load: whether passes use fewer threads while other programs compute.
     """
+
+    _computes_scores = True
 
     def __init__(
         self,
@@ -336,8 +345,6 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         token_ids += token_ids[-1:] * n_more
         logit_rows = rows_of_pass(new)
         num_logits = len(logit_rows)
-        n_padding = max(self._exactness.min_batch_tokens - num_logits, not num_logits)
-        logit_rows += (logit_rows[-1:] or [0]) * n_padding
         recurrent = recurrent_pass(new) if self._model.recurrences else None
         hidden_states = self._hidden_states(new)
         state = self._pass_state(batch, recurrent, hidden_states)
@@ -346,19 +353,24 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 runner.state = state
             for experts in self._experts:
                 experts.check = state.check_cancel
-            with nullcontext() if self._has_run else first_pass(self._model, device):
+            body = BodyOutput(self._model.model) if scored_rows_of_pass(new) else None
+            checking = nullcontext() if self._has_run else first_pass(self._model, device)
+            with checking, body.noting() if body else nullcontext():
                 logits = run_model(
                     self._model,
                     self._pool,
                     torch.tensor([token_ids], device=device),
                     torch.from_numpy(batch.new_positions)[None].to(device),
-                    torch.tensor(logit_rows, device=device),
+                    self._padded_rows(logit_rows),
                     hidden_states,
                     given_hidden_states(new, n_more, self._model.dtype, device),
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
             host_logits = self._weights.on_host(logits[:num_logits])
+            del logits
+            if body is not None:
+                self._score(new, body, num_logits)
         if recurrent is not None:
             self._states.succeed([item.store.recurrent for item in self._sequences], recurrent)
         ends = np.cumsum([len(tokens.logits_at) for tokens in new])
@@ -368,6 +380,34 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         ends = np.cumsum([len(tokens.hidden_states_at) for tokens in new])
         states = np.split(self._weights.on_host(hidden_states.joined()), ends[:-1])
         return list(map(PassOutput, logits_of, states))
+
+    def _padded_rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return rows of the head, at least so many that its product is batch-invariant."""
+        n_padding = max(self._exactness.min_batch_tokens - len(rows), not rows)
+        padding = (list(rows[-1:]) or [0]) * n_padding
+        return torch.tensor([*rows, *padding], device=self._weights.device)
+
+    def _score(
+        self, new: Sequence[NewTokens[BlockStore]], body: BodyOutput, num_logits: int
+    ) -> None:
+        """Score the tokens of a pass that ask for it, a few rows at a time.
+
+        num_logits: rows that the pass returns, within the `max_nodes` that memory is planned for.
+        """
+        rows = scored_rows_of_pass(new)
+        scores = [(tokens.score, at) for tokens in new for at in tokens.scored_at]
+        free_rows = SCORED_ROWS if self.max_nodes is None else self.max_nodes - num_logits
+        group = max(1, self._exactness.min_batch_tokens, min(SCORED_ROWS, free_rows))
+        for start in range(0, len(rows), group):
+            part = rows[start : start + group]
+            logits = body.logits(self._padded_rows(part))
+            for (score, at), row in zip(
+                scores[start : start + group],
+                self._weights.on_host(logits[: len(part)]),
+                strict=True,
+            ):
+                if score is not None:
+                    score(at, row)
 
     def _hidden_states(self, new: Sequence[NewTokens[BlockStore]]) -> HiddenStates | None:
         rows = hidden_rows_of_pass(new)

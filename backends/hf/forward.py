@@ -100,6 +100,43 @@ def run_model(
     return logits
 
 
+class BodyOutput:
+    """Output of the part of a model below its head in a pass, for logits of more tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._body: Any = None
+        self._output: Any = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the output of a pass inside."""
+        # Some families' code calls the base model, some the decoder in it: the outer one ends last.
+        embeddings = self._model.get_input_embeddings()
+        parts = {part for part in self._model.children() if embeddings in part.modules()}
+        parts |= {self._model.get_decoder()} - {self._model}
+        hooks = [part.register_forward_hook(self._note) for part in parts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, body: Any, inputs: Any, output: Any) -> None:
+        self._body, self._output = body, output
+
+    def logits(self, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of these tokens of the pass, by the family's own code."""
+        body, output = self._body, self._output
+        body.forward = lambda *args, **kwargs: output  # hides the class's
+        try:
+            with _rows_of_head(self._model, logit_rows) as options:
+                logits: torch.Tensor = self._model(input_ids=logit_rows[None], **options).logits[0]
+        finally:
+            del body.forward
+        return logits
+
+
 @contextmanager
 def _rows_of_head(model: PreTrainedModel, logit_rows: torch.Tensor) -> Iterator[dict[str, Any]]:
     """Yield the options with which a model computes logits of these rows alone; the head of a

@@ -55,6 +55,11 @@ def hidden_rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
     return _rows([tokens.hidden_states_at for tokens in new], new)
 
 
+def scored_rows_of_pass(new: Sequence[NewTokens[BlockStore]]) -> list[int]:
+    """Return the tokens whose logits are scored, counted over all sequences."""
+    return _rows([tokens.scored_at for tokens in new], new)
+
+
 def _rows(places: Sequence[Sequence[int]], new: Sequence[NewTokens[BlockStore]]) -> list[int]:
     """Return places within each sequence's new tokens as places in the pass."""
     starts = accumulate((len(tokens.token_ids) for tokens in new), initial=0)

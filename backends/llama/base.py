@@ -258,6 +258,11 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
         return True
 
     @property
+    def max_scored_tokens(self) -> int:  # type: ignore[override]
+        """See Backend. llama.cpp's graph has the logits of a pass at once."""
+        return self._options.n_outputs
+
+    @property
     def transfer_stats(self) -> TransferStats:
         return self._stream.use if self._stream else TransferStats()
 

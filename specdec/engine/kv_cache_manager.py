@@ -72,6 +72,11 @@ class KVCacheManager:
         cache.seconds = self._recompute_seconds
         self.running: list[Sequence] = []
 
+    @property
+    def max_scored_tokens(self) -> int | None:
+        """See Backend.max_scored_tokens."""
+        return self._target.max_scored_tokens
+
     # --- allocate ------------------------------------------------------------------------------
 
     def allocate(self, sequence: Sequence) -> bool:
@@ -123,7 +128,7 @@ class KVCacheManager:
     def _match_prefix(self, sequence: Sequence) -> bool:
         """Attach the cached KV of the longest prefix, if there is capacity for the rest."""
         ids = sequence.ids_to_compute
-        kv = self._new_kv(ids, sequence.request.cache_prompt)
+        kv = self._new_kv(ids, sequence.cache_prompt)
         if kv is None:
             return False
         if not self._has_capacity(len(ids) - kv.n_committed, kv):
@@ -134,7 +139,7 @@ class KVCacheManager:
 
     def _load_longer(self, sequence: Sequence, kv: SequenceKV) -> SequenceKV:
         """Return KV of a longer prefix from storage, where reading it is quicker than computing."""
-        if not sequence.request.cache_prompt:
+        if not sequence.cache_prompt:
             return kv
         loaded = self.cache.load_longer(kv, sequence.ids_to_compute)
         if loaded is not kv:
@@ -187,7 +192,7 @@ class KVCacheManager:
         """Return whether a running sequence is computing a prefix of this one."""
         ids = sequence.ids_to_compute[:-1]
         for other in self.running:
-            if not sequence.request.cache_prompt or other.is_decoding:
+            if not sequence.cache_prompt or other.is_decoding:
                 continue
             num_common = common_length(other.token_ids, ids)
             if num_common - other.active_kv.n_committed >= _MIN_SHARED_PREFIX:
@@ -281,7 +286,7 @@ class KVCacheManager:
 
     def _num_shared(self, sequence: Sequence, own: SequenceKV | None = None) -> int:
         """Return the number of its first tokens that others have KV of."""
-        if not sequence.request.cache_prompt:
+        if not sequence.cache_prompt:
             return 0
         return self.cache.n_common(sequence.ids_to_compute, own)
 

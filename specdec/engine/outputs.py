@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.metrics.stats import GenerationStats
-from specdec.sampling.logprobs import TopLogprobs
+from specdec.sampling.logprobs import PromptLogprobs, RankedLogprob, TopLogprobs
 from specdec.sampling.params import SEED_LIMIT
 
 
@@ -90,6 +90,9 @@ class GenerationResult:
     """All sequences: in the order of their seeds; for beam search, best first."""
     stats: GenerationStats
     prompt_token_ids: Sequence[int] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    """With `prompt_logprobs=k`: {token id: (log p, rank)} of each of the prompt's tokens and the k
+    likeliest in its place; None for the first one."""
 
     @property
     def text(self) -> str:
@@ -113,16 +116,20 @@ class GenerationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: the first sequence's text, all sequences, statistics."""
+        prompt_logprobs = _plain(self.prompt_logprobs)
         return {
             "text": self.text,
             "finish_reason": self.finish_reason,
             "prompt_token_ids": list(self.prompt_token_ids),
+            **({} if self.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
             "outputs": [output.to_dict() for output in self.outputs],
             "stats": self.stats.to_dict(),
         }
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, RankedLogprob):
+        return value._asdict()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -49,6 +49,11 @@ class PrefillChunk(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.input.token_ids)
 
+    @property
+    def num_logits(self) -> int:
+        """Tokens whose logits are returned or scored."""
+        return len({*self.input.logit_positions, *self.input.scored_at})
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -153,7 +158,9 @@ class Scheduler:
             num_left = min(num_left, max_num_tokens - _num_tokens(decode))
         elif not decode:
             num_left = _tokens_of_equal_passes(prefill, num_left)
-        return Batch(decode, self._chunks(prefill, num_left), max_num_tokens, has_scheduled_new)
+        num_logits = self._num_free_logits(decode, prefill)
+        chunks = self._chunks(prefill, num_left, num_logits)
+        return Batch(decode, chunks, max_num_tokens, has_scheduled_new)
 
     def _allocate_waiting(self) -> bool:
         """Allocate KV for waiting sequences in order of rank; return whether any got it."""
@@ -167,16 +174,38 @@ class Scheduler:
         return len(self.running) > num_running
 
     @staticmethod
-    def _chunks(sequences: SequenceOf[Sequence], num_left: int) -> list[PrefillChunk]:
-        """Return prefill chunks of `num_left` tokens at most, first come first served."""
+    def _chunks(
+        sequences: SequenceOf[Sequence], num_left: int, num_logits: int | None
+    ) -> list[PrefillChunk]:
+        """Return prefill chunks of `num_left` tokens at most, first come first served.
+
+        num_logits: tokens among them that may have logits, besides one of each sequence; None: any.
+        """
         chunks = []
         for sequence in sequences:
             if num_left < 1:
                 break
-            chunk = PrefillChunk(sequence, sequence.prefill_chunk(num_left))
+            max_logits = None
+            if num_logits is not None and sequence.scores_prompt:
+                max_logits = 1 + num_logits
+                if max_logits < 1:
+                    continue  # beams have them all
+            chunk = PrefillChunk(sequence, sequence.prefill_chunk(num_left, max_logits))
             num_left -= chunk.num_tokens
+            if max_logits is not None and num_logits is not None:
+                num_logits -= max(0, chunk.num_logits - 1)
             chunks.append(chunk)
         return chunks
+
+    def _num_free_logits(
+        self, decode: SequenceOf[Sequence], prefill: SequenceOf[Sequence]
+    ) -> int | None:
+        """Return how many rows of logits a pass may have besides one of each prompt and those of
+        decoding sequences; None: any number."""
+        max_num_logits = self.kv.max_scored_tokens
+        if max_num_logits is None:
+            return None
+        return max_num_logits - _num_tokens(decode) - len(prefill)
 
     def _max_prompt_tokens(self) -> int:
         """Return the maximum tokens of a pass over prompts alone."""

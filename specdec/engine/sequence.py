@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from specdec.engine.output_buffer import OutputBuffer
 from specdec.engine.outputs import CompletionOutput, PromptProgress, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
-from specdec.sampling.logprobs import TopLogprobs
+from specdec.sampling.logprobs import PromptLogprobs, PromptScorer, TopLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
 from specdec.sampling.verifier import Verifier
@@ -75,6 +76,10 @@ class Sequence:
         self.kv_file: KvFile | None = None
         self.arrival = -1
         self._num_cached_tokens = 0
+        self._scorer: PromptScorer | None = None
+        k = sampler.params.prompt_logprobs
+        if k is not None and not index:  # the sequences of a request share the prompt
+            self._scorer = PromptScorer(request.prompt_ids, k, sampler.n_tokens)
         self.trace: SequenceTrace | None = None
         """Record of the target's distributions, where the run leaves traces."""
 
@@ -120,6 +125,11 @@ class Sequence:
         return len(self.token_ids) - num_pending - self.active_kv.n_committed
 
     @property
+    def cache_prompt(self) -> bool:
+        """Whether KV of other sequences may be used: not for tokens whose logits are needed."""
+        return self.request.cache_prompt and not self.scores_prompt
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_new_tokens > 0 and self.num_uncomputed == 0
 
@@ -157,17 +167,37 @@ class Sequence:
         with own_errors(self.request):
             self.drafter.reset()
 
-    def prefill_chunk(self, max_tokens: int) -> SequenceInput:
-        """Return the next tokens to compute, with logits only at the prompt's last token."""
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt still have to be scored."""
+        return self._scorer is not None and not self._scorer.is_complete
+
+    def prefill_chunk(self, max_tokens: int, max_logits: int | None = None) -> SequenceInput:
+        """Return the next tokens to compute, with logits only at the prompt's last token and where
+        its tokens are scored.
+
+        max_logits: maximum tokens with logits, at least 1.
+        """
         start = self.active_kv.n_committed
         chunk = self.ids_to_compute[start : start + max_tokens]
+        scored = [] if self._scorer is None else self._scorer.missing(start, start + len(chunk))
         is_last = not self.num_new_tokens and len(chunk) == self.num_uncomputed
+        with_logits = [*scored, start + len(chunk) - 1] if is_last else scored
+        if max_logits is not None and len(with_logits) > max_logits:
+            chunk = chunk[: with_logits[max_logits] - start]
+            scored, is_last = scored[:max_logits], False
         return SequenceInput(
             self.active_kv,
             chunk,
             logits_at=None if is_last else [],
             hidden_states_at=self._with_states(chunk),
+            scored_at=[position - start for position in scored],
+            score=partial(self._score, start) if scored else None,
         )
+
+    def _score(self, start: int, place: int, row: NDArray[np.float32]) -> None:
+        assert self._scorer is not None, "there is one where a chunk is scored"
+        self._scorer.score(start + place, row)
 
     def _with_states(self, chunk: SequenceOf[int]) -> range:
         """Return the tokens of a prefill chunk whose hidden states the drafter takes."""
@@ -339,6 +369,11 @@ class Sequence:
             self.token_ids.extend(token_ids)
             self._emitted.take(token_ids)
             self._emitted.flush()
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt's tokens, once they are computed, if requested."""
+        return None if self._scorer is None else self._scorer.result
 
     def _note_logits(
         self, rows: SequenceOf[NDArray[np.float32]], token_ids: SequenceOf[int]

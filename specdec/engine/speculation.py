@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from backends.contract.backend import Backend
+from backends.contract.backend import SCORED_ROWS, Backend
 from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.drafters.batched_drafting import run_batched
 from specdec.engine.draft_worker import DraftWorker
@@ -90,7 +90,10 @@ class Speculation:
     def _max_draft_nodes(self, batch: Batch) -> int:
         """Return the maximum draft tokens of the step."""
         num_tokens = sum(sequence.min_step_tokens for sequence in batch.decode)
-        num_logits = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
+        num_logits = sum(chunk.num_logits for chunk in batch.prefill)
+        if self._target.max_scored_tokens is None:
+            num_returned = sum(len(chunk.input.logit_positions) for chunk in batch.prefill)
+            num_logits = min(num_logits, num_returned + SCORED_ROWS)
         num_nodes = min(self._max_nodes - num_logits, self._target.num_free_nodes) - num_tokens
         if batch.max_num_tokens is not None:
             num_nodes = min(num_nodes, batch.max_num_tokens - batch.num_prefill_tokens - num_tokens)

@@ -11,6 +11,7 @@ from specdec.engine.engine_thread import ModelElsewhere
 from specdec.engine.outputs import CompletionOutput, GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.request import Request
 from specdec.engine.session import Session
+from specdec.sampling.logprobs import PromptLogprobs
 
 
 class GenerationStream:
@@ -118,7 +119,12 @@ class GenerationStream:
         """Outputs and statistics so far; complete once the iterator is exhausted."""
         request = self._request
         stats = request.stats or self._session.stats_of(request)
-        return GenerationResult(self.outputs, stats, request.prompt_ids)
+        return GenerationResult(self.outputs, stats, request.prompt_ids, self.prompt_logprobs)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt's tokens, if requested, once it is computed."""
+        return self._sequences[0].prompt_logprobs
 
     @property
     def progress(self) -> PromptProgress | None:

@@ -47,6 +47,7 @@ class SamplingKeywords(TypedDict, total=False):
     max_length: int | None
     ignore_eos: bool
     logprobs: bool | int
+    prompt_logprobs: int | None
     n: int
     num_beams: int
     length_penalty: float

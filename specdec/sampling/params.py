@@ -100,6 +100,7 @@ class SamplingParams:
     max_length: int | None = None  # prompt and new tokens together; overrides max_tokens when set
     ignore_eos: bool = False
     logprobs: bool | int = False  # True: of the emitted tokens; k: also of the k likeliest
+    prompt_logprobs: int | None = None  # k: of the prompt's tokens, and of the k likeliest
     n: int = option(
         1,
         "Sequences to return: of seeds SEED, SEED+1, ..., or the best of the beams.",
@@ -234,6 +235,8 @@ def _validate_sequences(params: SamplingParams) -> None:
         )
     if not isinstance(params.logprobs, bool):
         check("logprobs", params.logprobs, int, 0, MAX_LOGPROBS)
+    check_type("prompt_logprobs", params.prompt_logprobs, int, type(None))
+    check("prompt_logprobs", params.prompt_logprobs, int, 0, MAX_LOGPROBS)
 
 
 def _validate_token_ids(params: SamplingParams) -> None:
@@ -277,6 +280,13 @@ def _validate_combinations(params: SamplingParams) -> None:
             FieldName("num_beams"),
             f" {params.num_beams} finds no more than that: raise ",
             FieldName("num_beams"),
+        )
+    if params.num_beams > 1 and params.prompt_logprobs is not None:
+        raise ConfigError(
+            FieldName("prompt_logprobs"),
+            " are not computed by a beam search: leave ",
+            FieldName("num_beams"),
+            " out",
         )
     if params.ignore_eos and params.forced_eos_token_id is not None:
         raise ConfigError(

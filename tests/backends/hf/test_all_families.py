@@ -28,6 +28,7 @@ from tiny_configs import save_tiny_family
 from backends.attention.batch import BLOCK_SIZE
 from backends.attention.stored_rows import kv_formats
 from backends.contract.backend import PREFIX
+from backends.contract.sequence import SequenceInput
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.model import HfModel, load_hf_model
@@ -66,6 +67,22 @@ def one_by_one(backend: TorchBackend, token_ids: list[int], n_first: int) -> lis
     return rows[-(len(token_ids) - len(PROMPT) + 1) :]
 
 
+def check_scored(backend: TorchBackend) -> None:
+    """Logits that are scored in a pass have the bits of those that passes return."""
+    rows: list[np.ndarray] = []
+    sequence = backend.new_sequence()
+    for chunk in (PROMPT[:5], PROMPT[5:]):
+        scored_at = range(len(chunk))
+        item = SequenceInput(
+            sequence, chunk, scored_at=scored_at, score=lambda _, row: rows.append(row.copy())
+        )
+        backend.forward([item])
+    sequence.close()
+    sequence = backend.new_sequence()
+    assert np.array_equal(rows, [sequence.prefill([token]) for token in PROMPT])
+    sequence.close()
+
+
 def check_family(family: str, path: Path, cache_type: str | None = None) -> None:
     """The logits are transformers' with the model's own cache type."""
     auto = save_tiny_family(family, path)
@@ -86,6 +103,7 @@ def check_family(family: str, path: Path, cache_type: str | None = None) -> None
             # The prompt in passes of one token for one path: it is the same for all of them.
             n_first = 1 if leaf == TREE_LEAVES[0] else len(PROMPT)
             assert np.array_equal(rows, one_by_one(backend, tokens, n_first))
+        check_scored(backend)
         assert backend._pool.block_bytes == BLOCK_SIZE * model.kv_bytes_per_token
     assert hf_shape(path).vocab_size == backend.vocab_size
 
