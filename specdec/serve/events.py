@@ -170,9 +170,11 @@ class Content:
 
 @dataclass(frozen=True)
 class Choice:
-    """One whole sequence of an answer. logprobs: of its tokens, see `Step`."""
+    """One whole sequence of an answer. logprobs: of its tokens, see `Step`. prompt_logprobs: of
+    its prompt's tokens, in vLLM's shape."""
 
     index: int
     content: Content
     finish: Finish
     logprobs: Mapping[str, Any] | None = None
+    prompt_logprobs: Sequence[Any] | None = None

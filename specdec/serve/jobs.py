@@ -81,6 +81,13 @@ class Job:
     tells_reasoning: bool = True
     """Whether the answer has the reasoning."""
     caches_prompt: bool = True
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens at each position of the prompt, if the answer has their
+    log-probabilities."""
+    echoes_logprobs: bool = False
+    """Whether the log-probabilities begin with those of the prompt."""
+    drops_output: bool = False
+    """Whether the answer has nothing but the echoed prompt."""
     has_chat_logprobs: bool = True
     """Whether log-probabilities have the shape of a chat's, else that of a completion's."""
     streams_output: bool = False
@@ -144,6 +151,8 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
     except ValueError as error:
         raise bad_request(str(error), "top_logprobs") from error
     params = params.replace(**constraint_fields(body, tools if is_forced else ()))
+    prompt_logprobs = _prompt_logprobs(body)
+    params = params.replace(prompt_logprobs=prompt_logprobs)
     dialogue = Dialogue(llm.tokenizer)
     prompt = dialogue.encode(
         template_messages(body),
@@ -163,9 +172,25 @@ def chat_job(body: ChatRequest, llm: LLM, limits: ServeOptions) -> Job:
         params,
         limits,
         form=prompt.form,
+        prompt_logprobs=prompt_logprobs,
         processors=() if params.constraint else _reasoning_limit(body, dialogue, prompt),
         tells_reasoning=body.include_reasoning is not False,
     )
+
+
+def _prompt_logprobs(body: Sampling) -> int | None:
+    """Return the likeliest tokens at each position of the prompt; None for no log-probabilities.
+
+    Raises ApiError for a stream, as vLLM does.
+    """
+    given = body.prompt_logprobs
+    if given is None or given is False:
+        return None
+    if body.stream:
+        raise bad_request(
+            "prompt_logprobs are not in a stream: send stream: false", "prompt_logprobs"
+        )
+    return int(given)
 
 
 def _reasoning_limit(
@@ -206,7 +231,9 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
     default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_output_tokens)
-    params = sampling_params(body, requested_tokens(body) or default, limits, _encoder(llm))
+    requested = requested_tokens(body, may_be_zero=bool(body.echo))
+    max_tokens = default if requested is None else requested or 1
+    params = sampling_params(body, max_tokens, limits, _encoder(llm))
     n_top = body.n_probs or None if body.logprobs is None else body.logprobs
     params = params.replace(logprobs=openai.completion_logprobs(n_top), **constraint_fields(body))
     prompts: Sequence[Any] = [body.prompt] if _is_one(body.prompt) else body.prompt
@@ -214,14 +241,27 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     ids = [encode_prompt(prompt, llm.tokenizer) for prompt in prompts]
     _check_context(ids, llm)
     echoed: tuple[str, ...] = ()
+    prompt_logprobs = _prompt_logprobs(body)
     if body.echo:
-        if n_top is not None:
-            raise bad_request("echo does not go with logprobs: prompts have none here", "echo")
         echoed = tuple(
             prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
             for prompt in prompts
         )
-    return _job(body, ids, params, limits, echoed=echoed, has_chat_logprobs=False)
+    echoes_logprobs = bool(body.echo) and n_top is not None
+    scored = [prompt_logprobs, n_top if echoes_logprobs else None]
+    k = max((number for number in scored if number is not None), default=None)
+    params = params.replace(prompt_logprobs=k)
+    return _job(
+        body,
+        ids,
+        params,
+        limits,
+        echoed=echoed,
+        prompt_logprobs=prompt_logprobs,
+        echoes_logprobs=echoes_logprobs,
+        drops_output=requested == 0,
+        has_chat_logprobs=False,
+    )
 
 
 def completion_constraint(body: CompletionRequest) -> Constraint | None:
@@ -246,7 +286,8 @@ def _job(
 ) -> Job:
     n = body.n or 1
     check_choices(len(prompts) * n, limits)
-    params = with_few_logprobs(body, params, len(prompts) * n, limits)
+    num_prompt_tokens = n * sum(map(len, prompts))
+    params = with_few_logprobs(body, params, len(prompts) * n, num_prompt_tokens, limits)
     more |= stream_fields(body)
     more |= {"priority": body.priority or 0, "caches_prompt": body.cache_prompt is not False}
     more["includes_stop"] = bool(body.include_stop_str_in_output)

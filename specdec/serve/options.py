@@ -108,7 +108,8 @@ class ServeOptions:
     )
     max_logprobs: int = option(
         20000,
-        "Maximum log-probabilities of a request: sequences x tokens x (top_logprobs + 1).",
+        "Maximum log-probabilities of a request, its prompts' included: sequences x tokens x "
+        "(top_logprobs + 1).",
         LIMITS,
         at_least=1,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from specdec.async_llm import AsyncChunk
@@ -16,6 +17,7 @@ from specdec.dialogue.deltas import (
 )
 from specdec.engine.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import ratio
+from specdec.sampling.logprobs import PromptLogprobs
 from specdec.serve.events import (
     Choice,
     Content,
@@ -26,7 +28,13 @@ from specdec.serve.events import (
 )
 from specdec.serve.jobs import Job
 from specdec.text.contract import TokenSpeller
-from specdec.text.logprobs import chat_logprobs, completion_logprobs
+from specdec.text.logprobs import (
+    ScoredTokens,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    with_prompt,
+)
 from specdec.text.token_strings import TokenStrings
 
 
@@ -50,10 +58,13 @@ class OutputEvents:
         self._num_calls: Counter[int] = Counter()
         self._call_notes: dict[int, str] = {}
 
-    def step(self, chunk: AsyncChunk, choice: int) -> Step:
-        """Return the event of new tokens of a sequence."""
+    def step(self, chunk: AsyncChunk, choice: int, prompt: PromptLogprobs | None = None) -> Step:
+        """Return the event of new tokens of a sequence. prompt: log-probabilities of its prompt's
+        tokens, if they were requested."""
+        if self._job.drops_output:
+            chunk = replace(chunk, text="", token_ids=(), logprobs=chunk.logprobs and ())
         pushed = self._parsers[choice].push(chunk.text, chunk.token_ids)
-        deltas, logprobs = self._shown(choice, pushed), self._logprobs(choice, chunk)
+        deltas, logprobs = self._shown(choice, pushed), self._logprobs(choice, chunk, prompt)
         draft = self._draft(chunk, deltas) if self._job.tells_draft else None
         return Step(choice, deltas, logprobs, draft, self._usage_so_far())
 
@@ -73,14 +84,19 @@ class OutputEvents:
     def whole(self) -> list[Choice]:
         """Return the finished sequences."""
         outputs = [
-            output
+            (output, result.prompt_logprobs)
             for result in self._results()
             for _ in range(self._job.n_copies)
             for output in result.outputs
         ]
-        return [self._choice(index, output) for index, output in enumerate(outputs)]
+        return [self._choice(index, *output) for index, output in enumerate(outputs)]
 
-    def _choice(self, index: int, output: CompletionOutput) -> Choice:
+    def _choice(
+        self, index: int, output: CompletionOutput, prompt: PromptLogprobs | None
+    ) -> Choice:
+        if self._job.drops_output:
+            logprobs = None if output.logprobs is None else ()
+            output = CompletionOutput("", (), "length", logprobs, logprobs and ())
         content = Content()
         for delta in self._shown(index, self._parsers[index].push(output.text, output.token_ids)):
             content.add(delta)
@@ -92,18 +108,37 @@ class OutputEvents:
             for delta in event.deltas:
                 content.add(delta)
         content.drop_cut_calls()
-        return Choice(index, content, finish, self._logprobs(index, output))
+        logprobs = self._logprobs(index, output, prompt)
+        return Choice(index, content, finish, logprobs, self._prompt_logprobs(index, prompt))
 
-    def _logprobs(self, choice: int, part: CompletionOutput | AsyncChunk) -> Any:
-        if part.logprobs is None or not part.token_ids:
+    def _logprobs(
+        self, choice: int, part: CompletionOutput | AsyncChunk, prompt: PromptLogprobs | None
+    ) -> Any:
+        if part.logprobs is None:
             return None
+        job, prompt_ids = self._job, self._prompt_ids(choice)
+        tokens = ScoredTokens(part.token_ids, part.logprobs, part.top_logprobs)
         if choice not in self._token_strings:
-            prompt_ids = self._job.prompts[choice // self._job.n_per_prompt]
+            if job.echoes_logprobs and prompt is not None:
+                tokens = with_prompt(prompt_ids, prompt, tokens, job.params.n_top_logprobs)
+                prompt_ids = ()
             self._token_strings[choice] = TokenStrings(self._tokenizer, prompt_ids)
-        spelled = self._token_strings[choice], part.token_ids, part.logprobs, part.top_logprobs
-        if self._job.has_chat_logprobs:
-            return chat_logprobs(*spelled, self._job.params.n_top_logprobs)
-        return completion_logprobs(*spelled)
+        if not tokens.token_ids:
+            return None
+        strings = self._token_strings[choice]
+        if job.has_chat_logprobs:
+            ids, logprobs, top = part.token_ids, part.logprobs, part.top_logprobs
+            return chat_logprobs(strings, ids, logprobs, top, job.params.n_top_logprobs)
+        return completion_logprobs(strings, *tokens)
+
+    def _prompt_logprobs(self, choice: int, prompt: PromptLogprobs | None) -> list[Any] | None:
+        n_top = self._job.prompt_logprobs
+        if prompt is None or n_top is None:
+            return None
+        return prompt_logprobs(self._tokenizer, self._prompt_ids(choice), prompt, n_top)
+
+    def _prompt_ids(self, choice: int) -> Sequence[int]:
+        return self._job.prompts[choice // self._job.n_per_prompt]
 
     def _draft(self, chunk: AsyncChunk, deltas: Sequence[Delta]) -> dict[str, int]:
         """Return how much of an event was drafted: all but the last token of a forward pass."""
@@ -139,7 +174,7 @@ class OutputEvents:
         return Usage(
             prompt_tokens=sum(stat.prompt_tokens for stat in stats),
             cached_tokens=sum(stat.reused_prompt_tokens for stat in stats),
-            completion_tokens=self._job.n_copies
+            completion_tokens=(0 if self._job.drops_output else self._job.n_copies)
             * sum(len(output.token_ids) for result in results for output in result.outputs),
             reasoning_tokens=sum(parser.num_reasoning_tokens for parser in self._parsers.values()),
             accepted_tokens=n_accepted,

@@ -175,10 +175,24 @@ class ChatLogprobs(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
+    """Log-probabilities of tokens; an echoed prompt's first token has none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[Count]
+
+
+class PromptLogprob(ResponseModel):
+    """vLLM's entry of a token of the prompt. rank: 1 is the likeliest."""
+
+    logprob: float
+    rank: Annotated[int, Field(ge=1)]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Entries by token id of each token of the prompt, of which the first has none."""
 
 
 class FunctionCall(ResponseModel):
@@ -250,6 +264,7 @@ class CompletionChunkChoice(ResponseModel):
 
 class CompletionChoice(CompletionChunkChoice):
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs = []
 
 
 class ChatCompletion(Envelope):
@@ -257,6 +272,7 @@ class ChatCompletion(Envelope):
     choices: Annotated[list[ChatChoice], Field(min_length=1)]
     usage: Usage
     timings: Timings
+    prompt_logprobs: PromptLogprobs = []
 
 
 class Completion(Envelope):

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from specdec.text.contract import TokenSpeller
 from specdec.text.token_strings import TokenStrings, TokenText
 
 _LOWEST_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 Likeliest = Mapping[int, float]
 """Map of token id to log p, the likeliest first."""
+
+
+class RankedLogprob(Protocol):
+    """Log-probability of a token at its position, and its rank among all."""
+
+    @property
+    def logprob(self) -> float: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+PromptLogprobs = Sequence[Mapping[int, RankedLogprob] | None]
+"""Entries of a prompt's tokens, by token id; None for the first one."""
+
+
+class ScoredTokens(NamedTuple):
+    """Tokens of a text with their log-probabilities, as `completion_logprobs` takes them; None for
+    a prompt's first token."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    top: Sequence[Likeliest | None] | None
 
 
 def chat_logprobs(
@@ -36,21 +60,74 @@ def _entry(token: TokenText, logprob: float) -> dict[str, Any]:
 def completion_logprobs(
     strings: TokenStrings,
     token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    top: Sequence[Likeliest] | None,
+    logprobs: Sequence[float | None],
+    top: Sequence[Likeliest | None] | None,
 ) -> dict[str, Any]:
-    tokens, likeliest = [], []
+    tokens: list[TokenText] = []
+    likeliest: list[dict[str, float] | None] = []
     for position, token_id in enumerate(token_ids):
         if top is not None:
-            keys = strings.keys(list(top[position]), token_id)
-            likeliest.append({key: _finite(top[position][other]) for key, other in keys.items()})
+            entries = top[position]
+            keys = {} if entries is None else strings.keys(list(entries), token_id)
+            named = {key: _finite((entries or {})[other]) for key, other in keys.items()}
+            likeliest.append(None if entries is None else named)
         tokens.append(strings.push(token_id))
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [_finite(logprob) for logprob in logprobs],
+        "token_logprobs": [None if logprob is None else _finite(logprob) for logprob in logprobs],
         "top_logprobs": None if top is None else likeliest,
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def with_prompt(
+    prompt_ids: Sequence[int], prompt: PromptLogprobs, new: ScoredTokens, n_top: int
+) -> ScoredTokens:
+    """Return the tokens of a prompt and of its completion, as OpenAI's `echo` has them."""
+    top: list[Likeliest | None] = []
+    logprobs: list[float | None] = []
+    for token_id, entries in zip(prompt_ids, prompt, strict=True):
+        logprobs.append(None if entries is None else entries[token_id].logprob)
+        top.append(
+            None
+            if entries is None
+            else {
+                other: entry.logprob
+                for other, entry in entries.items()
+                if entry.rank <= n_top or other == token_id
+            }
+        )
+    return ScoredTokens(
+        [*prompt_ids, *new.token_ids],
+        [*logprobs, *new.logprobs],
+        None if new.top is None else [*top, *new.top],
+    )
+
+
+def prompt_logprobs(
+    tokenizer: TokenSpeller, prompt_ids: Sequence[int], prompt: PromptLogprobs, n_top: int
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token {id: {logprob, rank, decoded_token}}."""
+    strings = TokenStrings(tokenizer)
+
+    def entries() -> Iterator[dict[str, Any] | None]:
+        for token_id, ranked in zip(prompt_ids, prompt, strict=True):
+            yield (
+                None
+                if ranked is None
+                else {
+                    str(other): {
+                        "logprob": _finite(entry.logprob),
+                        "rank": entry.rank,
+                        "decoded_token": strings.look(other).text,
+                    }
+                    for other, entry in ranked.items()
+                    if entry.rank <= n_top or other == token_id
+                }
+            )
+            strings.push(token_id)
+
+    return list(entries())
 
 
 def _finite(logprob: float) -> float:

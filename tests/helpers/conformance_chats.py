@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from conformance import HI, NONEMPTY, SYSTEM, Case, refused
+from conformance import ABSENT, HI, NONEMPTY, SYSTEM, Case, refused
 
 PATH = "/v1/chat/completions"
 Fields = dict[str, Any]
@@ -49,6 +49,12 @@ CHATS = [
     chat("object and id", {}, {"object": "chat.completion", "id": re.compile("^chatcmpl-")}),
     chat("usage", {}, {"usage.completion_tokens": 4, "usage.prompt_tokens": int}),
     chat("fingerprint", {}, {"system_fingerprint": NONEMPTY}),
+    chat(
+        "prompt_logprobs",
+        {"prompt_logprobs": 1},
+        {"prompt_logprobs.0": None, "prompt_logprobs.1": dict, "choices.0.prompt_logprobs": ABSENT},
+    ),
+    chat("no prompt_logprobs unless asked", {}, {"prompt_logprobs": ABSENT}),
     chat("cached tokens", {}, {"usage.prompt_tokens_details.cached_tokens": int}),
     chat("max_completion_tokens", {"max_completion_tokens": 2}, {"usage.completion_tokens": 2}),
     chat("no messages", {"messages": []}, refused("messages", "at least 1"), 400),

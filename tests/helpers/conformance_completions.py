@@ -26,6 +26,13 @@ def _is_json(actual: str) -> bool:
     return isinstance(json.loads(actual), dict)
 
 
+def _is_ranked(entry: Fields) -> bool:
+    return all(
+        item["logprob"] <= 0 and item["rank"] >= 1 and isinstance(item["decoded_token"], str)
+        for item in entry.values()
+    )
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -65,19 +72,54 @@ COMPLETIONS = [
     text(
         "echo with logprobs",
         {"echo": True, "logprobs": 1},
-        {"choices.0.logprobs.token_logprobs.0": None},
-        reason="prompts have no log-probabilities here: the passes keep no logits of prompts",
+        {
+            "choices.0.logprobs.token_logprobs.0": None,
+            "choices.0.logprobs.token_logprobs.1": float,
+            "choices.0.logprobs.top_logprobs.0": None,
+            "choices.0.logprobs.text_offset.0": 0,
+        },
+    ),
+    text(
+        "echo of a prompt alone, with logprobs",
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {
+            "choices.0.text": "I believe the meaning of life is",
+            "choices.0.logprobs.token_logprobs.1": float,
+            "choices.0.finish_reason": "length",
+            "usage.completion_tokens": 0,
+        },
+    ),
+    text(
+        "a stream of echo with logprobs",
+        {"echo": True, "logprobs": 1, "stream": True},
+        {"1.choices.0.logprobs.token_logprobs.0": None},
     ),
     text(
         "prompt_logprobs",
         {"prompt_logprobs": 1},
-        {"choices.0.prompt_logprobs": list},
-        reason="prompts have no log-probabilities here: the passes keep no logits of prompts",
+        {"choices.0.prompt_logprobs.0": None, "choices.0.prompt_logprobs.1": _is_ranked},
     ),
     text(
-        "prompt_logprobs are refused by name",
-        {"prompt_logprobs": 1},
+        "prompt_logprobs of 0", {"prompt_logprobs": 0}, {"choices.0.prompt_logprobs.1": _is_ranked}
+    ),
+    text("no prompt_logprobs unless asked", {}, {"choices.0.prompt_logprobs": ABSENT}),
+    text(
+        "prompt_logprobs of a stream",
+        {"prompt_logprobs": 1, "stream": True},
         refused("prompt_logprobs"),
+        400,
+    ),
+    text("prompt_logprobs of -1", {"prompt_logprobs": -1}, refused("prompt_logprobs"), 400),
+    text(
+        "best_of with prompt_logprobs",
+        {"prompt_logprobs": 1, "best_of": 3},
+        refused("best_of"),
+        400,
+    ),
+    text(
+        "beams with prompt_logprobs",
+        {"prompt_logprobs": 1, "use_beam_search": True},
+        refused("use_beam_search"),
         400,
     ),
     text("n", {"n": 2, "temperature": 1}, {"choices": lambda c: len(c) == 2}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,7 +38,10 @@ NEUTRAL: Mapping[str, tuple[Collection[Any], str]] = {
     "truncate_prompt_tokens": ((None, -1), "prompts are not cut here"),
     "logits_processors": ((None, []), "a request brings no code"),
     "skip_special_tokens": ((None, True), "special tokens have no text here"),
-    "prompt_logprobs": ((None, False), "prompts have no log-probabilities here"),
+    "prompt_logprobs": (
+        (None, False),
+        "prompts have log-probabilities in /v1/completions and /v1/chat/completions",
+    ),
     "prompt_embeds": ((None,), "send text or tokens"),
     "image_data": ((None, []), "this server takes text only"),
     "lora": ((None, []), "there are no adapters here"),
@@ -186,3 +189,6 @@ class Sampling(ConstraintFields):
     cache_prompt: bool | None = None
     timings_per_token: bool | None = None  # llama.cpp's: every event of a stream has `timings`
     return_progress: bool | None = None  # llama.cpp's: a stream tells of the prompt's progress
+    prompt_logprobs: (  # vLLM's
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | Literal[False] | None
+    ) = None

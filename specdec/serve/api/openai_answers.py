@@ -69,7 +69,12 @@ class OpenAiAnswer(Answer):
             for choice in choices
         ]
         body = {**self._envelope, "object": kind, "choices": fields, "timings": usage.timings}
+        body |= self._body_fields(choices)
         return model.model_validate({**body, "usage": openai_usage(usage)})
+
+    def _body_fields(self, choices: Sequence[Choice]) -> Fields:
+        """Return further fields of a whole answer."""
+        return {}
 
     def step(self, step: Step) -> Frames:
         if step.deltas or step.logprobs or step.draft is not None:
@@ -128,6 +133,9 @@ class ChatAnswer(OpenAiAnswer):
             message |= {"content": content.text or None, "tool_calls": calls}
         return {"message": message}
 
+    def _body_fields(self, choices: Sequence[Choice]) -> Fields:
+        return _prompt_logprobs(choices[0])  # all are of one prompt
+
     def begin(self) -> Frames:
         end = {"logprobs": None, "finish_reason": None}
         for index in range(self.job.n_choices):
@@ -149,7 +157,8 @@ class CompletionAnswer(OpenAiAnswer):
     chunk = responses.CompletionChunk, "text_completion"
 
     def _choice(self, choice: Choice) -> Fields:
-        return {"text": self._echoed(choice.index) + choice.content.text}
+        text = self._echoed(choice.index) + choice.content.text
+        return {"text": text, **_prompt_logprobs(choice)}
 
     def _echoed(self, choice: int) -> str:
         return self.job.echoed[choice // self.job.n_per_prompt] if self.job.echoed else ""
@@ -161,6 +170,10 @@ class CompletionAnswer(OpenAiAnswer):
 
     def _part(self, deltas: Sequence[Delta]) -> Fields:
         return {"text": "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))}
+
+
+def _prompt_logprobs(choice: Choice) -> Fields:
+    return {} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}
 
 
 def _call_deltas(deltas: Sequence[Delta]) -> Iterator[Fields]:

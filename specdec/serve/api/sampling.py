@@ -54,14 +54,14 @@ def sampling_params(
     )
 
 
-def requested_tokens(body: Sampling) -> int | None:
+def requested_tokens(body: Sampling, *, may_be_zero: bool = False) -> int | None:
     """Return the length that a request asks for, by the newest of its names; None if it does not.
 
-    Raises ApiError for a length of nothing.
+    Raises ApiError for a length of nothing, unless that is allowed.
     """
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
         value: int | None = getattr(body, name, None)
-        if value == 0:
+        if value == 0 and not may_be_zero:
             raise bad_request(f"{name} is 0: ask for at least one token, or leave it out", name)
         if value is not None:
             return value
@@ -70,7 +70,8 @@ def requested_tokens(body: Sampling) -> int | None:
 
 def is_length_open(body: Sampling) -> bool:
     """Return whether a request leaves its length to the server."""
-    return (requested_tokens(body) or -1) < 0
+    requested = requested_tokens(body, may_be_zero=True)
+    return requested is None or requested < 0
 
 
 def _clamped(max_tokens: int | None, limits: ServeOptions) -> int:
@@ -111,23 +112,38 @@ def _biases(body: Sampling, encode: Encode) -> Iterator[tuple[int, float | None]
 
 
 def with_few_logprobs(
-    body: Sampling, params: SamplingParams, num_sequences: int, limits: ServeOptions
+    body: Sampling,
+    params: SamplingParams,
+    num_sequences: int,
+    num_prompt_tokens: int,
+    limits: ServeOptions,
 ) -> SamplingParams:
     """Limit log-probabilities, each of which takes half a kilobyte until the answer is sent.
 
     A sequence whose length the request leaves open ends where there would be too many.
+
+    num_prompt_tokens: those of all choices, each of which has its prompt's.
     """
+    k = params.prompt_logprobs
+    num_of_prompts = 0 if k is None else num_prompt_tokens * (1 + k)
+    if num_of_prompts > limits.max_logprobs:
+        raise bad_request(
+            f"the prompt has {num_of_prompts} log-probabilities, this server gives at most "
+            f"{limits.max_logprobs}: shorten it, or lower n or prompt_logprobs",
+            "prompt_logprobs" if body.prompt_logprobs else "logprobs",
+        )
     if not params.logprobs:
         return params
     per_token = num_sequences * (1 + int(params.logprobs))
-    max_tokens = max(1, limits.max_logprobs // per_token)
+    max_tokens = max(1, (limits.max_logprobs - num_of_prompts) // per_token)
     if params.max_tokens <= max_tokens:
         return params
     if is_length_open(body):
         return params.replace(max_tokens=max_tokens)
     raise bad_request(
-        f"the request asks for {per_token * params.max_tokens} log-probabilities, this server "
-        f"gives at most {limits.max_logprobs}: lower max_tokens, n or top_logprobs",
+        f"the request asks for {per_token * params.max_tokens + num_of_prompts} "
+        f"log-probabilities, this server gives at most {limits.max_logprobs}: lower max_tokens, n "
+        "or top_logprobs",
         "logprobs",
     )
 

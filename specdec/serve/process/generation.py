@@ -188,7 +188,7 @@ def _events_of(
     its equal copies."""
     for copy in copies:
         if chunk is not None:
-            yield events.step(chunk, copy + chunk.index)
+            yield events.step(chunk, copy + chunk.index, stream.prompt_logprobs)
         else:
             for i, output in enumerate(stream.result.outputs):
                 yield from events.finish(output, copy + i)

@@ -290,7 +290,7 @@ def test_text_in_parts(client: Any) -> None:
         ({"extra_body": {"max_token": 1}}, "max_token"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs"),
     ],
 )
 def test_what_is_wrong_is_named(client: Any, options: dict[str, Any], named: str) -> None:
@@ -316,6 +316,61 @@ def test_nothing_is_fetched(client: Any, kind: str) -> None:
     part = {"type": kind, kind: {"url": "http://127.0.0.1:1/x"}}
     with pytest.raises(openai.BadRequestError, match="fetches nothing"):
         chat(client, messages=[{"role": "user", "content": [part]}])
+
+
+def test_an_echoed_prompt_has_its_log_probabilities(client: Any) -> None:
+    """A program that scores texts sends them whole, and asks for no new token."""
+    options = {"model": "tiny", "temperature": 0, "logprobs": 2, "echo": True}
+    (whole,) = client.completions.create(prompt="a é b", max_tokens=3, **options).choices
+    shown = whole.logprobs
+    assert shown.token_logprobs[0] is shown.top_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in shown.token_logprobs[1:])
+    assert len(shown.tokens) == len(shown.token_logprobs) == len(shown.text_offset)
+    ends = [*shown.text_offset[1:], len(whole.text)]
+    for token, start, end in zip(shown.tokens, shown.text_offset, ends, strict=True):
+        assert token.startswith("bytes:") or whole.text[start:end] == token
+    num_prompt = len(shown.tokens) - 3
+    (alone,) = client.completions.create(prompt="a é b", max_tokens=0, **options).choices
+    assert alone.text == "a é b"
+    assert alone.logprobs.token_logprobs == shown.token_logprobs[:num_prompt]
+    assert alone.logprobs.top_logprobs == shown.top_logprobs[:num_prompt]
+    parts = [
+        event.choices[0].logprobs
+        for event in client.completions.create(prompt="a é b", max_tokens=3, stream=True, **options)
+        if event.choices[0].logprobs
+    ]
+    assert [x for part in parts for x in part.token_logprobs] == shown.token_logprobs
+    assert [x for part in parts for x in part.text_offset] == shown.text_offset
+
+
+def test_prompt_logprobs_of_every_choice_and_prompt(client: Any) -> None:
+    answer = client.completions.create(
+        model="tiny",
+        prompt=["ab", "cde"],
+        n=2,
+        max_tokens=2,
+        temperature=1,
+        seed=1,
+        extra_body={"prompt_logprobs": 2},
+    )
+    given = [choice.model_extra["prompt_logprobs"] for choice in answer.choices]
+    assert [len(entries) for entries in given] == [2, 2, 3, 3]
+    assert given[0] == given[1]
+    first, *scored = given[2]
+    assert first is None
+    for entries in scored:
+        assert sorted(entry["rank"] for entry in entries.values())[:2] == [1, 2]
+        assert all(entry["decoded_token"] for entry in entries.values())
+    whole = chat(client, extra_body={"prompt_logprobs": 0})
+    assert len(whole.model_extra["prompt_logprobs"]) == whole.usage.prompt_tokens
+
+
+def test_too_many_log_probabilities_of_a_prompt(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most 20000") as caught:
+        client.completions.create(
+            model="tiny", prompt="x" * 450, n=8, max_tokens=1, extra_body={"prompt_logprobs": 20}
+        )
+    assert caught.value.param == "prompt_logprobs"
 
 
 def test_tokens_of_a_completion(client: Any) -> None:

@@ -26,6 +26,8 @@ ASKED = [
     ("post", COMPLETIONS, {**TEXT, "logprobs": 0}),
     ("post", COMPLETIONS, {**TEXT, "logprobs": 2, "temperature": 0, "n": 2}),
     ("post", COMPLETIONS, {**TEXT, "stop": []}),
+    ("post", COMPLETIONS, {**TEXT, "echo": True, "logprobs": 1, "prompt_logprobs": 2}),
+    ("post", CHAT, {**TALK, "prompt_logprobs": 2}),
     ("post", COMPLETIONS, {"prompt": []}),
     ("get", "/props", None),
     ("get", "/v1/budget", None),
