@@ -11,6 +11,7 @@ from typing import Any
 from offload.distribution import install_command
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.grammar.cached import Cached
+from specdec.grammar.schema_forms import followable
 
 KINDS = ("json_schema", "json_object", "regex", "grammar")
 """Options of SamplingParams that set a constraint; `json_object` is the schema of any object."""
@@ -98,6 +99,8 @@ def _grammar(constraint: Constraint) -> str:
     try:
         grammar = str(_MAKERS[constraint.kind](constraint.text))
         is_wrong, messages = matcher.validate_grammar_with_warnings(grammar)
+    except RecursionError as error:
+        raise constraint.refuse("it is nested too deep") from error
     except ValueError as error:
         raise constraint.refuse(error) from error
     if is_wrong:
@@ -114,7 +117,8 @@ def _from_schema(text: str) -> str:
     form: dict[str, Any] = {} if _OWN_FORM in schema else {**_ONE_LINE}
     if text != _ANY_OBJECT and not _CONTROLS.search(text):
         form |= _SHORT_ESCAPES
-    return str(llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form))
+    followed = json.dumps(followable(schema))
+    return str(llguidance().LLMatcher.grammar_from_json_schema(followed, defaults=form))
 
 
 def _check_names(schema: Any) -> None:
