@@ -89,6 +89,7 @@ def main(
     model: Annotated[str, typer.Option("-m", "--model")],
     draft_model: Annotated[str | None, typer.Option("-md", "--draft-model")] = None,
     memory_budget: Annotated[str | None, typer.Option("--memory-budget")] = None,
+    kv_tokens: Annotated[int | None, typer.Option("--kv-tokens", help="None: planned.")] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Folder on the storage; none: a temporary one.")
     ] = None,
@@ -105,6 +106,7 @@ def main(
     sizes = Sizes(start_tokens, new_tokens, max_tokens, n_turns, n_short)
     load: dict[str, Any] = {"model": model, "draft_model": draft_model, "ctx_size": sizes.context}
     load |= {"memory_budget": memory_budget} if memory_budget else {}
+    load |= {"kv_tokens": kv_tokens} if kv_tokens else {}
     load |= {} if draft_model else {"spec_type": "none"}
     with tempfile.TemporaryDirectory(dir=folder, prefix="agent-session-") as cache:
         result = measure(load, Path(cache), sizes, n_restarts)

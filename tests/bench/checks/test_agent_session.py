@@ -15,8 +15,8 @@ SMALL = {"start_tokens": 300, "new_tokens": 12, "max_tokens": 4, "n_turns": 4, "
 
 
 def run(folder: Path, **more: Any) -> None:
-    given: dict[str, Any] = {"memory_budget": "2GiB", "folder": folder, "n_restarts": 2}
-    limits = {"share": 0.95, "limit": 1e9}
+    given: dict[str, Any] = {"memory_budget": "2GiB", "kv_tokens": 4096, "n_restarts": 2}
+    limits = {"folder": folder, "share": 0.95, "limit": 1e9}
     agent_session.main("pair:target", "pair:draft", **given, **SMALL, **{**limits, **more})
 
 
