@@ -47,7 +47,8 @@ from backends.kv.rows import (
     rows_of_pass,
     take_rows,
 )
-from backends.kv.sequence import BlockStore, growth_blocks
+from backends.kv.sequence import BlockStore, new_blocks
+from backends.kv.tiers import TieredPool, Tiers
 from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
 from backends.recurrent.states import RecurrentStates
@@ -70,6 +71,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     exactness: the conditions under which a pass is exact (see `Exactness`).
     n_threads: threads of a pass; None: as torch is set.
     follows_load: whether passes use fewer threads while other programs compute.
+    tiers: sizes of a KV cache that is partly in a file; None: all of it is in memory.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         exactness: TorchExactness = _ANY,
         n_threads: int | None = None,
         follows_load: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         super().__init__()
         self._model, self._weights = model, weights
@@ -93,7 +96,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
-        self._make_cache(num_kv_slots)
+        self._make_cache(num_kv_slots, tiers)
         self._is_cancelled = False
         self._hidden_state_layers: Sequence[int] = ()
         self._has_run = False  # once a pass has ended, errors are not the config's fault
@@ -172,14 +175,19 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         other._make_cache()
         return other
 
-    def _make_cache(self, num_kv_slots: int | None = None) -> None:
+    def _make_cache(self, num_kv_slots: int | None = None, tiers: Tiers | None = None) -> None:
         limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
-        self._states = StateMemory(self._model.state_bytes, self._model.fed_bytes_per_token)
-        without_kv = [i for i, n in enumerate(self._model.layer_kv_values) if not n]
-        formats = self._model.kv_formats
-        self._pool = KvPool(len(self._model.layers), n_blocks, without_kv, formats)
+        model, formats = self._model, self._model.kv_formats
+        self._states = StateMemory(model.state_bytes, model.fed_bytes_per_token)
+        self._pool: KvPool
+        if tiers is None:
+            without_kv = [i for i, n in enumerate(model.layer_kv_values) if not n]
+            self._pool = KvPool(len(model.layers), n_blocks, without_kv, formats)
+        else:
+            token_bytes = list(map(sum, model.stored_kv_bytes))
+            self._pool = TieredPool(n_blocks, token_bytes, tiers, formats)
 
     @property
     def limits_sequences(self) -> bool:
@@ -187,7 +195,12 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     @property
     def transfer_stats(self) -> TransferStats:
-        return self._weights.use
+        use, (n_read, n_written) = self._weights.use, self._pool.traffic
+        return use._replace(
+            stall_seconds=use.stall_seconds + self._pool.stall_seconds,
+            kv_bytes_read=n_read,
+            kv_bytes_written=n_written,
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -203,9 +216,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             return 0
         kvs, n_nodes = [sequence.store for sequence in self._sequences], self.max_nodes or 0
         num_tokens = n_tokens + n_nodes + self._exactness.min_batch_tokens
-        n_new = growth_blocks(self._pool, kvs, num_tokens, num_new_seqs)
+        n_new = new_blocks(kvs, num_tokens, num_new_seqs)
+        block_bytes = BLOCK_SIZE * self._model.kv_bytes_per_token
         states = self._states.growth_bytes([kv.recurrent for kv in kvs], n_nodes, num_new_seqs)
-        return n_new * BLOCK_SIZE * self._model.kv_bytes_per_token + states
+        return self._pool.growth_bytes(n_new, block_bytes) + states
 
     @property
     def unused_kv_bytes(self) -> int:
@@ -266,7 +280,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def _free_cache(self) -> None:
         for sequence in self._sequences:
             sequence.store.close()
-        self._pool.free()
+        self._pool.close()
 
     def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
         """See RecoveringBackend; runs in the context of the weights' device."""
@@ -332,7 +346,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         token_ids = [token for tokens in new for token in tokens.token_ids]
         n_more = max(0, self._exactness.min_batch_tokens - len(token_ids))
         places, batch = take_rows(new, n_more)
-        self._pool.begin(places, batch if self._gathers else None)
+        tables = [part.table for part in batch.parts]
+        gathered = batch if self._gathers else None
+        self._pool.begin(places, tables, gathered, self._check_cancel)
         token_ids += token_ids[-1:] * n_more
         logit_rows = rows_of_pass(new)
         num_logits = len(logit_rows)
@@ -358,6 +374,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
+            self._pool.end(self._check_cancel)
             host_logits = self._weights.on_host(logits[:num_logits])
         if recurrent is not None:
             self._states.succeed([item.store.recurrent for item in self._sequences], recurrent)
@@ -410,6 +427,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             self._exactness.min_batch_tokens,
             None if self._slopes is None else alibi,
             self._check_cancel,
+            self._pool.reading,
             recurrent,
             hidden_states,
         )
