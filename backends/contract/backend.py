@@ -245,6 +245,11 @@ class Backend(ABC):
     def kv_usage(self) -> KvUsage:
         """Positions that sequences use; any thread may read it."""
 
+    @property
+    def cold_kv_bytes(self) -> int:
+        """Bytes of KV in a file, which passes over their sequences read."""
+        return 0
+
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         """Return the maximum growth of KV cache and states in the next pass over nodes, in bytes.
 

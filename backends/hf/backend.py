@@ -207,6 +207,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return self._pool.n_bytes
 
     @property
+    def cold_kv_bytes(self) -> int:
+        return self._pool.cold_bytes
+
+    @property
     def state_bytes(self) -> int:
         return kept_bytes(sequence.store.recurrent for sequence in tuple(self._sequences))
 
@@ -256,6 +260,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         """Return keys and values that these layers have cached of all sequences, for a draft head
         that attends to them. A pass of the head finds its sequence's rows by its blocks, from
         `SequenceInput.context`; it must not run during a pass of this backend."""
+        if self._pool.n_hot is not None:
+            raise BackendError("a head cannot attend to a KV cache that is partly in a file")
         return {name: self._pool.layers[layer] for name, layer in layers.items()}
 
     def request_cancel(self) -> None:
@@ -303,10 +309,15 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return min(kv.num_free_slots - self._exactness.min_batch_tokens, self.max_context)
 
     def _capacity_of(self, kv: BlockStore, rows: SequenceInput) -> Sequence[int]:
-        return (kv.n_blocks_for(len(rows.token_ids)),)
+        n_blocks = kv.n_blocks_for(len(rows.token_ids))
+        if self._pool.n_hot is None:
+            return (n_blocks,)
+        return n_blocks, 1 if rows.parents is None else kv.n_end_blocks(len(rows.token_ids))
 
     def _free_units(self) -> Sequence[int]:
-        return (self._pool.n_free - blocks_of(self._exactness.min_batch_tokens),)
+        n_more = blocks_of(self._exactness.min_batch_tokens)
+        n_free, n_hot = self._pool.n_free - n_more, self._pool.n_hot
+        return (n_free,) if n_hot is None else (n_free, n_hot - n_more)
 
     def _restart(self) -> None:
         with self._turn:

@@ -21,6 +21,11 @@ from offload.storage.scratch_file import ScratchFile
 PURPOSE = "the KV file"
 
 
+def block_bytes(token_bytes: int) -> int:
+    """Return the bytes of a block in the file, from those of a token's keys and values."""
+    return align_up(BLOCK_SIZE * token_bytes)
+
+
 class BlockFile:
     """Cold blocks of all layers that keep KV.
 
@@ -34,7 +39,7 @@ class BlockFile:
     """
 
     def __init__(self, folder: Path, token_bytes: Sequence[int], n_blocks: int) -> None:
-        self.block_bytes = [align_up(BLOCK_SIZE * n) for n in token_bytes]
+        self.block_bytes = list(map(block_bytes, token_bytes))
         *self._starts, _ = accumulate((n_blocks * n for n in self.block_bytes), initial=0)
         self._file = ScratchFile(folder, PURPOSE)
         self._lock = threading.Lock()

@@ -94,6 +94,16 @@ class KvPool(NoStates, Cache):
         return BLOCK_SIZE * sum(layer.row_bytes for layer in self.layers)
 
     @property
+    def n_hot(self) -> int | None:
+        """Blocks that memory holds, if there is a file for others."""
+        return None
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of blocks in a file."""
+        return 0
+
+    @property
     def traffic(self) -> tuple[int, int]:
         """Bytes read from a file and bytes written to it."""
         return 0, 0

@@ -104,6 +104,10 @@ class BlockStore:
         n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_SIZE :]))
         return n_copied + max(0, blocks_of(first + num_tokens) - len(self._blocks))
 
+    def n_end_blocks(self, num_tokens: int) -> int:
+        """Return the blocks after the full ones of the prefix, with `num_tokens` more tokens."""
+        return blocks_of(self.table.num_tokens + num_tokens) - self.table.n_committed // BLOCK_SIZE
+
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         return self.table.add(parents, token_ids)
 

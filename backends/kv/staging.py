@@ -59,6 +59,11 @@ class _Pass:
     written: dict[int, Future[None]]
 
 
+def staging_bytes(n_blocks: int, block_bytes: int) -> int:
+    """Return the memory of the buffers for `n_blocks` blocks of at most `block_bytes`."""
+    return N_BUFFERS * buffer_bytes(n_blocks * block_bytes)
+
+
 class Staging:
     """Two buffers for `n_blocks` blocks of a layer, taken from the system as they are used.
 

@@ -27,7 +27,7 @@ from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError, KvFileError
 from backends.kv.block_file import BlockFile
-from backends.kv.pool import KvPool, no_check
+from backends.kv.pool import KvPool, blocks_of, no_check
 from backends.kv.slots import BlockSlots
 from backends.kv.staging import Staging, wait_for
 from offload.ring.slots import Check
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _SHORT_SHARE = 4
 """A sequence that grows by up to this part of the hot blocks gets hot ones: those of longer
 sequences are written to the file for it."""
+_SPARE_ENDS = 4
+"""Spare blocks beside those of the nodes, for the ends of sequences."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class Tiers:
     n_hot: int
     n_spare: int
     folder: Path
+
+    @classmethod
+    def of(cls, hot_tokens: int, max_nodes: int, folder: Path) -> Tiers:
+        """Return the sizes for `hot_tokens` in memory and passes of up to `max_nodes` nodes."""
+        return cls(hot_tokens // BLOCK_SIZE, blocks_of(max_nodes) + _SPARE_ENDS, folder)
+
+    @classmethod
+    def min_hot_tokens(cls, max_nodes: int) -> int:
+        return (blocks_of(max_nodes) + 2 * _SPARE_ENDS) * BLOCK_SIZE
 
     def n_cold(self, n_blocks: int) -> int:
         """Return the maximum number of cold blocks among `n_blocks`."""
@@ -117,6 +128,14 @@ class TieredPool(KvPool):
     @property
     def n_bytes(self) -> int:
         return super().n_bytes + self._staging.n_bytes
+
+    @property
+    def n_hot(self) -> int:
+        return self._n_hot
+
+    @property
+    def cold_bytes(self) -> int:
+        return self._cold.n_used * sum(self._file.block_bytes)
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -326,6 +326,8 @@ class Session:
         return replace(
             self.totals.stats(),
             bytes_streamed=use.bytes_streamed,
+            kv_bytes_read=use.kv_bytes_read,
+            kv_bytes_written=use.kv_bytes_written,
             bytes_copied_to_device=use.bytes_copied,
             stall_seconds=use.stall_seconds,
             sequences_running=len(scheduler.running),
