@@ -58,6 +58,8 @@ from offload.ring.slots import Check
 CHUNK_TOKENS = 256
 """Tokens that go through a layer at once: bounds the activations of a long prompt."""
 
+_END_BLOCKS = 2
+"""Hot blocks that the end of a prompt may take."""
 _DEFAULT_MAX_NODES = 8192
 """KV capacity for live nodes if the caller gives no limit."""
 _ANY = TorchExactness(False)
@@ -96,12 +98,16 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
-        self._make_cache(num_kv_slots, tiers)
         self._is_cancelled = False
         self._hidden_state_layers: Sequence[int] = ()
         self._has_run = False  # once a pass has ended, errors are not the config's fault
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
+        try:
+            self._make_cache(num_kv_slots, tiers)
+        except BaseException:
+            weights.close()
+            raise
         try:
             with weights.computing():
                 own = weights.non_layer
@@ -109,6 +115,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.non_layer_tensors)
+            self._pool.close()
             weights.close()
             raise
         self._runners = [
@@ -312,7 +319,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         n_blocks = kv.n_blocks_for(len(rows.token_ids))
         if self._pool.n_hot is None:
             return (n_blocks,)
-        return n_blocks, 1 if rows.parents is None else kv.n_end_blocks(len(rows.token_ids))
+        # A prompt's tokens may go to cold blocks, but for those that its next step changes.
+        return n_blocks, _END_BLOCKS if rows.parents is None else kv.n_end_blocks(
+            len(rows.token_ids)
+        )
 
     def _free_units(self) -> Sequence[int]:
         n_more = blocks_of(self._exactness.min_batch_tokens)

@@ -50,6 +50,8 @@ _MIN_PROMPT_TOKENS = 512
 _MAX_ACTIVATION_SHARE = 1 / 8
 """Maximum share of the budget for the activations of more prompt tokens: while a sequence is
 decoded, they hold layers, but not KV."""
+_BLOCK_TOKENS = 64
+"""Tokens by which KV in memory grows."""
 _NUM_SPLITS = 4
 """Steps from the least KV in memory to the most."""
 VRAM_HEADROOM_BYTES = 256 * MIB
@@ -261,8 +263,9 @@ class MemoryPlanner:
         kv_bytes = self._target.source.kv_bytes(kv_tokens, 0)
         growth = max(0, total_bytes - needed) * kv_tokens // kv_bytes
         growth = min(growth, kv_tokens - split.hot_tokens)
-        steps = sorted({growth * i // _NUM_SPLITS for i in range(_NUM_SPLITS + 1)})
-        sizes = [split.hot_tokens + n for n in steps]
+        n_blocks = growth // _BLOCK_TOKENS
+        steps = sorted({n_blocks * i // _NUM_SPLITS for i in range(_NUM_SPLITS + 1)})
+        sizes = [split.hot_tokens + n * _BLOCK_TOKENS for n in steps]
         return [replace(shape, kv_split=replace(split, hot_tokens=n)) for n in sizes]
 
     def _smallest_split(self, shape: Shape, total_bytes: int | None = None) -> Shape | None:

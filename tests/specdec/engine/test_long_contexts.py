@@ -110,7 +110,7 @@ def test_a_failure_ends_one_request(
     def fail(*where: Any) -> int:
         raise OSError(number, os.strerror(number))
 
-    llm.forget_prompt()
+    llm.session.forget_prompt()
     with monkeypatch.context() as patch:
         patch.setattr(scratch_file, what, fail)
         failing, going_on = llm.stream(LONG, **ASKED), llm.stream(SHORT, **ASKED)
