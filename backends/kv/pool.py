@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,17 +26,24 @@ from transformers.cache_utils import Cache
 from backends.attention.batch import BLOCK_SIZE, BatchLayout, runs_of
 from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError
+from backends.contract.nodes import NodeTable
 from backends.kv.layer import PoolLayer
 from backends.kv.slots import BlockSlots
 from backends.recurrent.no_states import NoStates
 from offload.ring.slots import Check
 
-if TYPE_CHECKING:
-    from backends.kv.sequence import BlockStore
-
 
 def no_check() -> None:
     """Let a wait go on."""
+
+
+class BlockTable(Protocol):
+    """The blocks of one sequence, and its tokens and nodes."""
+
+    table: NodeTable
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
 
 
 class KvPool(NoStates, Cache):
@@ -65,7 +72,7 @@ class KvPool(NoStates, Cache):
         self._n_users = [0] * n_blocks
         self._hot = BlockSlots(n_hot)
         """Blocks of memory; a block of the pool is the one of its number."""
-        self.stores: weakref.WeakSet[BlockStore] = weakref.WeakSet()
+        self.stores: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         """Sequences of the pool."""
 
     @property
@@ -188,7 +195,7 @@ class KvPool(NoStates, Cache):
     def make_writable(self, blocks: Sequence[int]) -> None:
         """Have these blocks in memory until the next ones are taken."""
 
-    def prepare(self, stores: Sequence[BlockStore]) -> None:
+    def prepare(self, stores: Sequence[BlockTable]) -> None:
         """Note the sequences that the next pass takes blocks for."""
 
     def begin(

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,21 +26,18 @@ from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError, KvFileError
 from backends.kv.block_file import BlockFile
-from backends.kv.pool import KvPool, blocks_of, no_check
+from backends.kv.pool import BlockTable, KvPool, blocks_of, no_check
 from backends.kv.slots import BlockSlots
 from backends.kv.staging import Staging, wait_for
 from offload.ring.slots import Check
 from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import StorageError
 
-if TYPE_CHECKING:
-    from backends.kv.sequence import BlockStore
-
 _SHORT_SHARE = 4
 """A sequence that grows by up to this part of the hot blocks gets hot ones: those of longer
 sequences are written to the file for it."""
-_SPARE_ENDS = 4
-"""Spare blocks beside those of the nodes, for the ends of sequences."""
+_NUM_ENDS = 4
+"""Blocks beside those of the nodes, for the ends of sequences."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +45,27 @@ class Tiers:
     """Sizes of a pool with a file.
 
     n_hot: blocks that memory holds.
-    n_spare: hot blocks that a pass may need for its nodes and the ends of its sequences; so many
-        are free before it, if sequences have other full ones.
+    n_kept_free: hot blocks that a pass may need for its nodes and the ends of its sequences; so
+        many are free before it, if sequences have other full ones.
     folder: of the file.
     """
 
     n_hot: int
-    n_spare: int
+    n_kept_free: int
     folder: Path
 
     @classmethod
     def of(cls, hot_tokens: int, max_nodes: int, folder: Path) -> Tiers:
         """Return the sizes for `hot_tokens` in memory and passes of up to `max_nodes` nodes."""
-        return cls(hot_tokens // BLOCK_SIZE, blocks_of(max_nodes) + _SPARE_ENDS, folder)
+        return cls(hot_tokens // BLOCK_SIZE, blocks_of(max_nodes) + _NUM_ENDS, folder)
 
     @classmethod
     def min_hot_tokens(cls, max_nodes: int) -> int:
-        return (blocks_of(max_nodes) + 2 * _SPARE_ENDS) * BLOCK_SIZE
+        return (blocks_of(max_nodes) + 2 * _NUM_ENDS) * BLOCK_SIZE
 
     def n_cold(self, n_blocks: int) -> int:
         """Return the maximum number of cold blocks among `n_blocks`."""
-        return max(1, n_blocks - self.n_hot + self.n_spare)
+        return max(1, n_blocks - self.n_hot + self.n_kept_free)
 
 
 @dataclass
@@ -101,7 +97,7 @@ class TieredPool(KvPool):
         without_kv = [i for i, n in enumerate(token_bytes) if not n]
         super().__init__(n_layers, n_blocks, without_kv, formats, tiers.n_hot)
         n_cold = tiers.n_cold(n_blocks)
-        self._n_hot, self._n_spare = tiers.n_hot, tiers.n_spare
+        self._n_hot, self._n_kept_free = tiers.n_hot, tiers.n_kept_free
         self._ids, self._cold = BlockSlots(n_blocks), BlockSlots(n_cold)
         self._places = np.full(n_blocks, -1, dtype=np.int64)
         self._staged = {
@@ -112,7 +108,7 @@ class TieredPool(KvPool):
         self._new_cold: set[int] = set()
         """Cold blocks that have no content in the file yet."""
         self._spills: dict[int, _Spill] = {}
-        self._of_pass: frozenset[BlockStore] = frozenset()
+        self._of_pass: frozenset[BlockTable] = frozenset()
         self._is_staging = self._is_closed = False
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ class TieredPool(KvPool):
     def growth_bytes(self, n_new: int, block_bytes: int) -> int:
         n_used = min(n_new + self._ids.n_used, self.n_blocks)
         n_hot = min(n_used, self._n_hot) - self._hot.n_touched
-        # At most, blocks go to the file while hot ones are spare.
+        # At most: all of the new ones may begin in the file.
         n_cold = min(self._cold.n_slots, self._cold.n_used + n_new)
         growth = max(0, self._staging.bytes_of(n_cold) - self._staging.n_bytes)
         return max(0, n_hot) * block_bytes + growth
@@ -171,14 +167,16 @@ class TieredPool(KvPool):
         if not n:
             return []
         self._check_free(n)
-        self._settle()
-        n_hot = max(self._n_spare, self._hot.n_free - self._n_spare, self._n_hot // _SHORT_SHARE)
+        self._reuse_written()
+        n_hot = max(
+            self._n_kept_free, self._hot.n_free - self._n_kept_free, self._n_hot // _SHORT_SHARE
+        )
         self._make_hot_slots(min(n, n_hot))
         n_cold = min(n - min(n, n_hot, self._hot.n_free), self._cold.n_free)
         return [self._new_block(is_cold=i < n_cold) for i in range(n)]
 
     def own_copy(self, block: int) -> int:
-        self._settle()
+        self._reuse_written()
         self._make_hot_slots(1)
         self._check_hot_slot()
         other = self._new_block(is_cold=False)
@@ -201,7 +199,7 @@ class TieredPool(KvPool):
             place = int(self._places[block])
             if place < self._n_hot or block in self._new_cold:
                 continue
-            self._settle()
+            self._reuse_written()
             self._make_hot_slots(1, but=blocks)
             self._check_hot_slot()
             slot = self._hot.take()
@@ -270,12 +268,12 @@ class TieredPool(KvPool):
         self._spills[block] = _Spill(cold, job)
         return True
 
-    def _full(self, store: BlockStore, but: Collection[int]) -> list[int]:
+    def _full(self, store: BlockTable, but: Collection[int]) -> list[int]:
         """Return the hot blocks of a sequence that are full of committed tokens."""
         full = store.blocks[: store.table.n_committed // BLOCK_SIZE]
         return [x for x in full if self._can_spill(x) and x not in but]
 
-    def _end(self, store: BlockStore, but: Collection[int]) -> list[int]:
+    def _end(self, store: BlockTable, but: Collection[int]) -> list[int]:
         """Return the last block of a sequence that is in no pass and has no nodes."""
         if store in self._of_pass or len(store.table):
             return []
@@ -284,7 +282,7 @@ class TieredPool(KvPool):
     def _can_spill(self, block: int) -> bool:
         return self._places[block] < self._n_hot and block not in self._spills
 
-    def _settle(self) -> None:
+    def _reuse_written(self) -> None:
         """Use the memory of blocks that have been written."""
         for block, spill in list(self._spills.items()):
             if spill.job.done():
@@ -327,7 +325,7 @@ class TieredPool(KvPool):
 
     # --- passes ----------------------------------------------------------------------------------
 
-    def prepare(self, stores: Sequence[BlockStore]) -> None:
+    def prepare(self, stores: Sequence[BlockTable]) -> None:
         self._of_pass = frozenset(stores)
 
     def begin(
@@ -361,14 +359,14 @@ class TieredPool(KvPool):
         with self._naming_stores():
             self._staging.end(check)
         self._new_cold.clear()
-        self._settle_quietly()
-        while self._hot.n_free + len(self._spills) < self._n_spare and self._spill():
+        self._reuse_written_quietly()
+        while self._hot.n_free + len(self._spills) < self._n_kept_free and self._spill():
             pass
 
-    def _settle_quietly(self) -> None:
-        """Settle; a block that could not be written stays, until its memory is needed."""
+    def _reuse_written_quietly(self) -> None:
+        """Do so; a block that could not be written stays, until its memory is needed."""
         try:
-            self._settle()
+            self._reuse_written()
         except KvFileError:
             return
 

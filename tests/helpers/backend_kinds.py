@@ -124,7 +124,7 @@ class Kind:
         weights: Any
         if ON_STORAGE in self.name:
             options["tiers"] = Tiers(
-                options.pop("n_hot", 3), options.pop("n_spare", 1), self.folder
+                options.pop("n_hot", 3), options.pop("n_kept_free", 1), self.folder
             )
         if self.name == "device":
             plan = tiered_model(model, lambda layer, tensor: STORAGE, N_SLOTS)

@@ -69,7 +69,7 @@ def test_any_history_equals_a_fresh_prefill(name: str, family: str, kind_models:
     begins_anywhere = not family.startswith("qwen3.5")  # states are not kept of any length
     sizes = {"max_context": 420, "num_kv_slots": 20 * BLOCK_SIZE, "max_nodes": None}
     with (
-        kind.load(family, **sizes, n_hot=7, n_spare=2) as backend,
+        kind.load(family, **sizes, n_hot=7, n_kept_free=2) as backend,
         kind.resident.load(family, max_context=420) as fresh,
     ):
         try_sequences(

@@ -87,7 +87,7 @@ def test_plan_and_figures_tell_both_streams(llm: LLM) -> None:
 
     text = "\n".join(llm.plan.lines())
     assert "staging of target KV cache" in text
-    assert f"of {llm.plan.kv_tokens} tokens in memory, the others in a file" in text
+    assert f"of {llm.plan.kv_tokens} tokens in memory, the reserved in a file" in text
     assert llm.plan.kv_bytes_per_pass > 0
     stats = llm.generate(OTHER, **ASKED).stats
     assert "GB of KV read, " in perf_line(stats.to_dict())
@@ -97,8 +97,8 @@ def test_a_budget_that_was_refused_runs(models: tuple[Path, Path], budget: int) 
     """The smallest budget is far below the KV of the context and the rest."""
     plan = specdec.plan_run(*models, **OPTIONS)
     assert plan.kv_split is None
-    others = plan.budget_bytes - dict(plan.parts)["available"]
-    assert plan.smallest_budget_bytes < others - 30 * MIB
+    reserved = plan.budget_bytes - dict(plan.parts)["available"]
+    assert plan.smallest_budget_bytes < reserved - 30 * MIB
 
 
 @pytest.mark.parametrize(
