@@ -48,7 +48,8 @@ from backends.kv.rows import (
     take_rows,
 )
 from backends.kv.sequence import BlockStore, new_blocks
-from backends.kv.tiers import TieredPool, Tiers
+from backends.kv.tier_sizes import Tiers
+from backends.kv.tiers import TieredPool
 from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
 from backends.recurrent.states import RecurrentStates

@@ -44,7 +44,7 @@ from backends.hf.weights import TorchWeights
 from backends.kv.block_file import block_bytes
 from backends.kv.pool import blocks_of
 from backends.kv.staging import N_BUFFERS, staging_bytes
-from backends.kv.tiers import Tiers
+from backends.kv.tier_sizes import Tiers
 from backends.packed.codec import load_decoders
 from backends.packed.timing import measure_decoding, measure_products
 from backends.recurrent.memory import planned_bytes

@@ -17,55 +17,24 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
 from backends.attention.batch import BLOCK_SIZE, BatchLayout
 from backends.attention.stored_rows import OWN_FORMATS, KvFormats
 from backends.contract.backend import BackendError, KvFileError
 from backends.kv.block_file import BlockFile
-from backends.kv.pool import BlockTable, KvPool, blocks_of, no_check
+from backends.kv.block_mover import BlockMover
+from backends.kv.pool import BlockTable, KvPool, no_check
 from backends.kv.slots import BlockSlots
 from backends.kv.staging import Staging, wait_for
+from backends.kv.tier_sizes import Tiers
 from offload.ring.slots import Check
-from offload.storage.aligned import AlignedBuffer
 from offload.storage.direct_io import StorageError
 
 _SHORT_SHARE = 4
 """A sequence that grows by up to this part of the hot blocks gets hot ones: those of longer
 sequences are written to the file for it."""
-_NUM_ENDS = 4
-"""Blocks beside those of the nodes, for the ends of sequences."""
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Sizes of a pool with a file.
-
-    n_hot: blocks that memory holds.
-    n_kept_free: hot blocks that a pass may need for its nodes and the ends of its sequences; so
-        many are free before it, if sequences have other full ones.
-    folder: of the file.
-    """
-
-    n_hot: int
-    n_kept_free: int
-    folder: Path
-
-    @classmethod
-    def of(cls, hot_tokens: int, max_nodes: int, folder: Path) -> Tiers:
-        """Return the sizes for `hot_tokens` in memory and passes of up to `max_nodes` nodes."""
-        return cls(hot_tokens // BLOCK_SIZE, blocks_of(max_nodes) + _NUM_ENDS, folder)
-
-    @classmethod
-    def min_hot_tokens(cls, max_nodes: int) -> int:
-        return (blocks_of(max_nodes) + 2 * _NUM_ENDS) * BLOCK_SIZE
-
-    def n_cold(self, n_blocks: int) -> int:
-        """Return the maximum number of cold blocks among `n_blocks`."""
-        return max(1, n_blocks - self.n_hot + self.n_kept_free)
 
 
 @dataclass
@@ -104,7 +73,8 @@ class TieredPool(KvPool):
             layer: i for i, layer in enumerate(x for x in range(n_layers) if x not in without_kv)
         }
         self._file = BlockFile(tiers.folder, [n for n in token_bytes if n], n_cold)
-        self._staging = Staging(self._file, n_cold)
+        layers = {i: self.layers[layer] for layer, i in self._staged.items()}
+        self._mover, self._staging = BlockMover(self._file, layers), Staging(self._file, n_cold)
         self._new_cold: set[int] = set()
         """Cold blocks that have no content in the file yet."""
         self._spills: dict[int, _Spill] = {}
@@ -264,7 +234,7 @@ class TieredPool(KvPool):
         if block is None:
             return False
         hot, cold = int(self._places[block]), self._cold.take()
-        job = self._staging.submit(lambda: self._write_block(hot, cold))
+        job = self._staging.submit(lambda: self._mover.write(hot, cold))
         self._spills[block] = _Spill(cold, job)
         return True
 
@@ -305,21 +275,9 @@ class TieredPool(KvPool):
                 spill.job.exception()  # waits: it reads memory that is to change
             self._cold.give_back(spill.cold)
 
-    @torch.inference_mode()
-    def _write_block(self, hot: int, cold: int) -> None:
-        """Write a block of all layers; in the thread."""
-        with _bounce(self._file) as memory:
-            for layer, i in self._staged.items():
-                self.layers[layer].write_block(hot, _as_block(memory, self._file.block_bytes[i]))
-                self._file.write(i, cold, 1, memory)
-
-    @torch.inference_mode()
     def _read_block(self, cold: int, hot: int) -> None:
         try:
-            with _bounce(self._file) as memory:
-                for layer, i in self._staged.items():
-                    self._file.read(i, cold, 1, memory)
-                    self.layers[layer].read_block(hot, _as_block(memory, self._file.block_bytes[i]))
+            self._mover.read(cold, hot)
         except StorageError as error:
             raise KvFileError(str(error)) from error
 
@@ -399,17 +357,3 @@ class TieredPool(KvPool):
             self.free()
             self._staging.close()
             self._file.close()
-
-
-@contextmanager
-def _bounce(file: BlockFile) -> Iterator[memoryview]:
-    """Yield memory for one block of a layer."""
-    buffer = AlignedBuffer(file.max_block_bytes, is_huge=False)
-    try:
-        yield buffer.view
-    finally:
-        buffer.close()
-
-
-def _as_block(memory: memoryview, n_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes).view(1, -1)

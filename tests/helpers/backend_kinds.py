@@ -19,7 +19,7 @@ from tiered import STORAGE, tiered_model
 from backends.contract.exactness import EXACT_OFF
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.source import BackendOptions, ModelSource
-from backends.kv.tiers import Tiers
+from backends.kv.tier_sizes import Tiers
 from offload.placement.placement import Placement
 from offload.placement.plan import pin_all
 

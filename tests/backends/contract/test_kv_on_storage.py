@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,24 @@ def test_where_the_kv_is_decides_nothing(
         pairs = zip(conversation(plain), conversation(backend), strict=True)
         assert [np.array_equal(*pair) for pair in pairs] == [True] * 9
         assert n_cold(backend) > 0
+
+
+def test_a_slow_file_changes_no_bit(
+    backend: RecoveringBackend[Any],
+    plain: RecoveringBackend[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is used before it was read, or overwritten before it was written."""
+    for what in ("pread_into", "pwrite_from"):
+        actual = getattr(scratch_file, what)
+
+        def transfer(*where: Any, actual: Any = actual) -> int:
+            time.sleep(0.005)
+            return int(actual(*where))
+
+        monkeypatch.setattr(scratch_file, what, transfer)
+    pairs = zip(conversation(plain), conversation(backend), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs)
 
 
 def test_a_prompt_longer_than_memory_is_written_once_and_not_read(

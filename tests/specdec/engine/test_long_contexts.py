@@ -87,7 +87,7 @@ def test_plan_and_figures_tell_both_streams(llm: LLM) -> None:
 
     text = "\n".join(llm.plan.lines())
     assert "staging of target KV cache" in text
-    assert f"of {llm.plan.kv_tokens} tokens in memory, the reserved in a file" in text
+    assert f"of {llm.plan.kv_tokens} tokens in memory, the others in a file" in text
     assert llm.plan.kv_bytes_per_pass > 0
     stats = llm.generate(OTHER, **ASKED).stats
     assert "GB of KV read, " in perf_line(stats.to_dict())
@@ -99,6 +99,17 @@ def test_a_budget_that_was_refused_runs(models: tuple[Path, Path], budget: int) 
     assert plan.kv_split is None
     reserved = plan.budget_bytes - dict(plan.parts)["available"]
     assert plan.smallest_budget_bytes < reserved - 30 * MIB
+
+
+def test_memory_holds_kv_until_all_of_it_fits(models: tuple[Path, Path], budget: int) -> None:
+    sizes = []
+    for more_mib in (0, 50, 100, 1000):
+        plan = specdec.plan_run(models[0], memory_budget=budget + more_mib * MIB, **OPTIONS)
+        sizes.append(plan.kv_tokens if plan.kv_split is None else plan.kv_split.hot_tokens)
+        read = plan.kv_bytes_per_pass
+        assert (read > 0) == (sizes[-1] < plan.ctx_size)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] >= OPTIONS["ctx_size"]
 
 
 @pytest.mark.parametrize(
