@@ -24,6 +24,11 @@ from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.config import MAX_DRAFT_TOKENS
+from specdec.planning.memory.kv_splits import (
+    MAX_ACTIVATION_SHARE,
+    larger_splits,
+    prompt_sizes,
+)
 from specdec.planning.memory.parts import Parts, parts_of_run
 from specdec.planning.memory.pinnable import PinnableMemory, estimate_pinnable
 from specdec.planning.memory.placement_planner import (
@@ -45,15 +50,6 @@ BASE_JITTER_BYTES = 8 * MIB
 of two processes with the same imports differs, so the one that planned may have needed less."""
 _MIN_ADVISED_SAVING_BYTES = 16 * MIB
 _MIN_ADVISED_CTX = 256
-_MIN_PROMPT_TOKENS = 512
-"""Minimum prompt tokens of a pass that are planned for a KV cache that is partly in a file."""
-_MAX_ACTIVATION_SHARE = 1 / 8
-"""Maximum share of the budget for the activations of more prompt tokens: while a sequence is
-decoded, they hold layers, but not KV."""
-_BLOCK_TOKENS = 64
-"""Tokens by which KV in memory grows."""
-_NUM_SPLITS = 4
-"""Steps from the least KV in memory to the most."""
 VRAM_HEADROOM_BYTES = 256 * MIB
 """Workspaces of matrix products, and the allocator's rounding."""
 
@@ -263,10 +259,7 @@ class MemoryPlanner:
         kv_bytes = self._target.source.kv_bytes(kv_tokens, 0)
         growth = max(0, total_bytes - needed) * kv_tokens // kv_bytes
         growth = min(growth, kv_tokens - split.hot_tokens)
-        n_blocks = growth // _BLOCK_TOKENS
-        steps = sorted({n_blocks * i // _NUM_SPLITS for i in range(_NUM_SPLITS + 1)})
-        sizes = [split.hot_tokens + n * _BLOCK_TOKENS for n in steps]
-        return [replace(shape, kv_split=replace(split, hot_tokens=n)) for n in sizes]
+        return [replace(shape, kv_split=x) for x in larger_splits(split, growth)]
 
     def _smallest_split(self, shape: Shape, total_bytes: int | None = None) -> Shape | None:
         """Return the shape with the least KV in memory, and as many prompt tokens per pass as a
@@ -280,14 +273,14 @@ class MemoryPlanner:
         hot_tokens = source.min_hot_tokens(self.options.target_nodes(shape.n_drafted))
         if hot_tokens >= self.kv_tokens(shape):
             return None
-        splits = [KvSplit(hot_tokens, n) for n in _prompt_sizes(self._ctx_size)]
+        splits = [KvSplit(hot_tokens, n) for n in prompt_sizes(self._ctx_size)]
         shapes = [replace(shape, kv_split=split) for split in splits]
         sizes = [self._parts(self._ctx_size, x).host for x in shapes]
         if whole - sum(sizes[-1].values()) < _MIN_ADVISED_SAVING_BYTES:
             return None
         if total_bytes is None:
             return shapes[-1]
-        limit = _MAX_ACTIVATION_SHARE * total_bytes
+        limit = MAX_ACTIVATION_SHARE * total_bytes
         for candidate, parts in zip(shapes, sizes, strict=True):
             needed = self._needed(Parts(parts), candidate, None)
             if parts["target activations"] <= limit and needed <= total_bytes:
@@ -437,15 +430,6 @@ def _reserve(
         for name, n_bytes in n_bytes_by_name.items():
             if ledger is not None:
                 ledger.reserve(prefix + name, n_bytes)
-
-
-def _prompt_sizes(ctx_size: int) -> list[int]:
-    """Return the prompt tokens of a pass to choose from, the most first: every pass over a part of
-    a prompt reads the layers, and the KV of the parts before it."""
-    sizes = [ctx_size]
-    while sizes[-1] > _MIN_PROMPT_TOKENS:
-        sizes.append(max(_MIN_PROMPT_TOKENS, sizes[-1] // 2))
-    return sizes
 
 
 def _rounded(n_bytes: int) -> int:
