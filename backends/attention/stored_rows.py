@@ -16,6 +16,7 @@ A stored row of a head in q8_0 has its scales first, then its numbers; the last 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -193,11 +194,13 @@ class StoredRows:
     """Keys or values as the cache stores them; takes the place of a tensor [1, heads, rows, dim].
 
     stored [1, heads, rows, width]; `row_format` reads them as rows of `dim` numbers.
+    staged [blocks, heads, rows of a block, width]: the rows after those, read from a file by block.
     """
 
     stored: torch.Tensor
     row_format: RowFormat
     dim: int
+    staged: torch.Tensor | None = None
 
     @classmethod
     def of(cls, rows: torch.Tensor | StoredRows) -> StoredRows:
@@ -208,21 +211,35 @@ class StoredRows:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.stored.shape[:-1], self.dim))
+        n_heads, num_rows = self.stored.shape[1:3]
+        if self.staged is not None:
+            num_rows += self.staged.shape[0] * self.staged.shape[2]
+        return torch.Size((1, n_heads, num_rows, self.dim))
 
     def heads(self, heads: slice) -> StoredRows:
-        return StoredRows(self.stored[:, heads], self.row_format, self.dim)
+        staged = None if self.staged is None else self.staged[:, heads]
+        return StoredRows(self.stored[:, heads], self.row_format, self.dim, staged)
 
     def read(self, rows: slice, columns: torch.Tensor) -> None:
         """Fill float32 columns [heads, rows, dim] with consecutive rows, a part at a time."""
-        self._decode(self.stored[0, :, rows], columns)
+        for stored, part in self._runs(rows, columns):
+            self._decode(stored, part)
+
+    def read_stored(self, rows: slice, columns: torch.Tensor) -> None:
+        """Fill columns [heads, rows, width] with consecutive rows as they are stored."""
+        for stored, part in self._runs(rows, columns):
+            part.copy_(stored)
 
     def pick(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
         """Fill float32 columns [heads, rows, dim] with the rows of these numbers."""
-        self._decode(self.stored[0].index_select(1, rows), columns)
+        self._decode(self._select(rows), columns)
+
+    def take(self, rows: torch.Tensor) -> StoredRows:
+        """Return the rows of these numbers."""
+        return StoredRows(self._select(rows)[None], self.row_format, self.dim)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all rows as a tensor [1, heads, rows, dim] of `dtype`."""
+        """Return all rows as a tensor [1, heads, rows, dim] of `dtype`; none may be staged."""
         if self.row_format is MODEL_DTYPE:
             return self.stored
         rows = torch.empty(self.shape, dtype=dtype, device=self.stored.device)
@@ -232,9 +249,51 @@ class StoredRows:
             rows[0, :, part] = decoded
         return rows
 
+    def _select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these numbers as they are stored, [heads, rows, width]."""
+        if self.staged is None:
+            return self.stored[0].index_select(1, rows)
+        num_stored, size = self.stored.shape[2], self.staged.shape[2]
+        is_staged = rows >= num_stored
+        selected = self.stored.new_empty(self.stored.shape[1], len(rows), self.stored.shape[3])
+        selected[:, ~is_staged] = self.stored[0].index_select(1, rows[~is_staged])
+        of_blocks = rows[is_staged] - num_stored
+        blocks = self.staged[of_blocks // size, :, of_blocks % size]
+        selected[:, is_staged] = blocks.transpose(0, 1)
+        return selected
+
+    def _runs(
+        self, rows: slice, columns: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield stored rows [heads, (blocks,) rows, width] and their columns, in order."""
+        start, end, num_stored = rows.start, rows.stop, self.stored.shape[2]
+        middle = min(max(start, num_stored), end)
+        if start < middle:
+            yield self.stored[0, :, start:middle], columns[:, : middle - start]
+        if self.staged is None:
+            return
+        size, at = self.staged.shape[2], middle
+        while at < end:
+            block, row = divmod(at - num_stored, size)
+            n_whole = 0 if row else (end - at) // size
+            if n_whole:
+                part = columns[:, at - start : at - start + n_whole * size]
+                blocks = self.staged[block : block + n_whole].transpose(0, 1)
+                yield blocks, part.unflatten(1, (n_whole, size))
+                at += n_whole * size
+            else:
+                n = min(size - row, end - at)
+                part = columns[:, at - start : at - start + n]
+                yield self.staged[block, :, row : row + n], part
+                at += n
+
     def _decode(self, stored: torch.Tensor, columns: torch.Tensor) -> None:
         if self.row_format is MODEL_DTYPE:
             columns.copy_(stored)
+            return
+        if stored.ndim > 3:
+            for block in range(stored.shape[1]):
+                self._decode(stored[:, block], columns[:, block])
             return
         for part in _parts(stored, self.dim):
             self.row_format.decode(stored[:, part], columns[:, part])

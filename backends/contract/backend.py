@@ -11,7 +11,7 @@ Logits are numpy arrays, so that a backend without torch can implement the inter
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +55,19 @@ class ContextFull(BackendError):
         )
 
 
+class KvFileError(BackendError):
+    """KV of some sequences could not be written to its file, or read from it.
+
+    blocks: cold blocks that could not be moved.
+    """
+
+    def __init__(self, message: str, blocks: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.blocks = frozenset(blocks)
+        self.stores: Collection[object] = ()
+        """Stores of the sequences that are concerned; empty if unknown."""
+
+
 class UnsupportedModel(SpecdecError):
     """The checkpoint is of a kind that specdec cannot run."""
 
@@ -74,6 +87,9 @@ class TransferStats(NamedTuple):
     """Experts that passes requested in layers that do not keep all of them in memory."""
     experts_found: int = 0
     """Expert cache hits: requested experts that were in memory."""
+    kv_bytes_read: int = 0
+    """Bytes of keys and values that passes read from the KV file."""
+    kv_bytes_written: int = 0
 
     def plus(self, other: TransferStats) -> TransferStats:
         """Return the sum of the traffic of two backends."""
@@ -84,6 +100,8 @@ class TransferStats(NamedTuple):
             self.copy_stall_seconds + other.copy_stall_seconds,
             self.experts_asked + other.experts_asked,
             self.experts_found + other.experts_found,
+            self.kv_bytes_read + other.kv_bytes_read,
+            self.kv_bytes_written + other.kv_bytes_written,
         )
 
     @classmethod
@@ -232,6 +250,11 @@ class Backend(ABC):
     @abstractmethod
     def kv_usage(self) -> KvUsage:
         """Positions that sequences use; any thread may read it."""
+
+    @property
+    def cold_kv_bytes(self) -> int:
+        """Bytes of KV in a file, which passes over their sequences read."""
+        return 0
 
     def kv_growth_bytes(self, n_tokens: int, num_new_seqs: int = 0) -> int:
         """Return the maximum growth of KV cache and states in the next pass over nodes, in bytes.

@@ -74,6 +74,35 @@ class ModelCompute:
 
 
 @dataclass(frozen=True)
+class KvSplit:
+    """A KV cache of which a part is in memory, and the rest in a file."""
+
+    hot_tokens: int
+    """Tokens of all sequences whose KV is in memory."""
+    prompt_tokens: int
+    """Maximum prompt tokens of a pass: the activations of a whole context may not fit either."""
+
+
+@dataclass(frozen=True)
+class StoredKv:
+    """Memory of a model whose KV cache is split, in bytes."""
+
+    hot_bytes: int
+    staging_bytes: int
+    """Buffers that the cold KV of one layer after the other passes through."""
+    scratch_bytes: int
+    """Activations and logits: see ModelSource.scratch_bytes."""
+    layer_token_bytes: tuple[int, ...]
+    """KV of one token in each layer."""
+    split: KvSplit
+
+    def layer_read_bytes(self, n_tokens: int) -> tuple[int, ...]:
+        """Return the bytes of KV that a pass reads for each layer, for sequences of `n_tokens`."""
+        n_cold = max(0, n_tokens - self.split.hot_tokens)
+        return tuple(n_cold * n_bytes for n_bytes in self.layer_token_bytes)
+
+
+@dataclass(frozen=True)
 class Loading:
     """The plan's arguments for `ModelSource.load`."""
 
@@ -94,6 +123,10 @@ class Loading:
     """Tokens of all sequences together, beside live nodes; None: `max_context`."""
     max_num_seqs: int = 1
     """Sequences at a time, finished ones in the prefix cache included."""
+    kv_split: KvSplit | None = None
+    """Part of the KV cache that is in memory; None: all of it."""
+    kv_folder: Path | None = None
+    """Folder of the file with the rest."""
     has_head: bool = False
     """Whether a draft will use the model's own draft head, which is loaded with it."""
     hidden_state_layers: tuple[int, ...] = ()
@@ -138,6 +171,10 @@ class ModelSource(ABC):
     other models."""
     target_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs a draft head takes; () for other models."""
+    can_store_kv: bool = False
+    """Whether a part of the KV cache can be in a file: see `stored_kv`."""
+    attends_to_target: bool = False
+    """Whether it is a draft head that attends to the target's KV, which is in memory then."""
     prefers_chains: bool = False
     """Whether each branch of a tree takes a pass of its own."""
 
@@ -198,6 +235,19 @@ class ModelSource(ABC):
     def with_cache_type(self, cache_type: str) -> ModelSource:
         """Return the same model with a KV cache in a format from `smaller_cache_types`."""
         raise ValueError(f"the KV cache cannot be {cache_type}")
+
+    def min_hot_tokens(self, max_nodes: int) -> int:
+        """Return the minimum of `KvSplit.hot_tokens` with `max_nodes` live nodes."""
+        raise ValueError("the KV cache cannot be split")
+
+    def stored_kv(
+        self, sizes: tuple[int, int], split: KvSplit, max_num_tokens: int, max_nodes: int
+    ) -> StoredKv:
+        """Return the memory with a split KV cache.
+
+        sizes: (tokens of a sequence, of all sequences together).
+        """
+        raise ValueError("the KV cache cannot be split")
 
     @abstractmethod
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:

@@ -275,6 +275,8 @@ class AssistantSource(HeadSource):
     `load` needs the backend of the target: see `share_weights`.
     """
 
+    attends_to_target = True
+
     def __init__(self, target: HfSource, options: BackendOptions, directory: Path) -> None:
         head = load_assistant(target.model, directory)
         super().__init__(directory, options, head, CheckpointTarget(target.model))

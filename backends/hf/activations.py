@@ -49,13 +49,22 @@ class _Attention:
 
 
 def activation_bytes(
-    model: HfModel, ctx_size: int, max_num_tokens: int, *, on_gpu: bool = False
+    model: HfModel,
+    ctx_size: int,
+    max_num_tokens: int,
+    *,
+    on_gpu: bool = False,
+    prompt_tokens: int | None = None,
 ) -> int:
-    """Peak bytes of a pass over a prompt of `ctx_size` tokens, or over `max_num_tokens` nodes."""
+    """Peak bytes of a pass over a prompt of `ctx_size` tokens, or over `max_num_tokens` nodes.
+
+    prompt_tokens: maximum prompt tokens of a pass, where that is less than `ctx_size`.
+    """
+    prompt_tokens = ctx_size if prompt_tokens is None else min(prompt_tokens, ctx_size)
     config, itemsize = model.config, model.dtype.itemsize
     # Embeddings, a layer's input and its output so far; the chunks of output are then joined.
-    hidden = max(ctx_size, max_num_tokens) * config.hidden_size * itemsize
-    rotary = 2 * ctx_size * _head_dim(config) * itemsize
+    hidden = max(prompt_tokens, max_num_tokens) * config.hidden_size * itemsize
+    rotary = 2 * prompt_tokens * _head_dim(config) * itemsize
     chunk, experts = _chunk_bytes(model), _expert_bytes(model)
     logits = max_num_tokens * model.vocab_size * _logit_bytes(model, on_gpu)
     if model.takes_blocks and not on_gpu:
@@ -74,7 +83,10 @@ def activation_bytes(
         attention += PART_BYTES if model.kv_formats != OWN_FORMATS else 0  # decoded at a time
     layer = 3 * hidden + max(chunk + max(attention, experts), hidden)
     return (
-        rotary + masks + logits + max(layer, 2 * hidden + _last_norm_bytes(model, ctx_size, on_gpu))
+        rotary
+        + masks
+        + logits
+        + max(layer, 2 * hidden + _last_norm_bytes(model, prompt_tokens, on_gpu))
     )
 
 

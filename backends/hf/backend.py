@@ -54,7 +54,9 @@ from backends.kv.rows import (
     scored_rows_of_pass,
     take_rows,
 )
-from backends.kv.sequence import BlockStore, growth_blocks
+from backends.kv.sequence import BlockStore, new_blocks
+from backends.kv.tier_sizes import Tiers
+from backends.kv.tiers import TieredPool
 from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
 from backends.recurrent.states import RecurrentStates
@@ -64,6 +66,8 @@ from offload.ring.slots import Check
 CHUNK_TOKENS = 256
 """Tokens that go through a layer at once: bounds the activations of a long prompt."""
 
+_END_BLOCKS = 2
+"""Hot blocks that the end of a prompt may take."""
 _DEFAULT_MAX_NODES = 8192
 """KV capacity for live nodes if the caller gives no limit."""
 _ANY = TorchExactness(False)
@@ -77,6 +81,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     exactness: the conditions under which a pass is exact (see `Exactness`).
     n_threads: threads of a pass; None: as torch is set.
     follows_load: whether passes use fewer threads while other programs compute.
+    tiers: sizes of a KV cache that is partly in a file; None: all of it is in memory.
     """
 
     _computes_scores = True
@@ -92,6 +97,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         exactness: TorchExactness = _ANY,
         n_threads: int | None = None,
         follows_load: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         super().__init__()
         self._model, self._weights = model, weights
@@ -102,12 +108,16 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self.vocab_size = model.vocab_size
         self.max_context = min(max_context or model.max_context, model.max_context)
         self._gathers = weights.device.type != "cpu" or not model.takes_whole_cache
-        self._make_cache(num_kv_slots)
         self._is_cancelled = False
         self._hidden_state_layers: Sequence[int] = ()
         self._has_run = False  # once a pass has ended, errors are not the config's fault
         self._owner: TorchBackend | None = None
         self._turn = threading.Lock()  # siblings share modules: one pass at a time
+        try:
+            self._make_cache(num_kv_slots, tiers)
+        except BaseException:
+            weights.close()
+            raise
         try:
             with weights.computing():
                 own = weights.non_layer
@@ -115,6 +125,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 self._slopes = prepare_buffers(model, weights.device)
         except BaseException:
             unbind(model.non_layer_tensors)
+            self._pool.close()
             weights.close()
             raise
         self._runners = [
@@ -181,14 +192,19 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         other._make_cache()
         return other
 
-    def _make_cache(self, num_kv_slots: int | None = None) -> None:
+    def _make_cache(self, num_kv_slots: int | None = None, tiers: Tiers | None = None) -> None:
         limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
-        self._states = StateMemory(self._model.state_bytes, self._model.fed_bytes_per_token)
-        without_kv = [i for i, n in enumerate(self._model.layer_kv_values) if not n]
-        formats = self._model.kv_formats
-        self._pool = KvPool(len(self._model.layers), n_blocks, without_kv, formats)
+        model, formats = self._model, self._model.kv_formats
+        self._states = StateMemory(model.state_bytes, model.fed_bytes_per_token)
+        self._pool: KvPool
+        if tiers is None:
+            without_kv = [i for i, n in enumerate(model.layer_kv_values) if not n]
+            self._pool = KvPool(len(model.layers), n_blocks, without_kv, formats)
+        else:
+            token_bytes = list(map(sum, model.stored_kv_bytes))
+            self._pool = TieredPool(n_blocks, token_bytes, tiers, formats)
 
     @property
     def limits_sequences(self) -> bool:
@@ -196,11 +212,20 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     @property
     def transfer_stats(self) -> TransferStats:
-        return self._weights.use
+        use, (n_read, n_written) = self._weights.use, self._pool.traffic
+        return use._replace(
+            stall_seconds=use.stall_seconds + self._pool.stall_seconds,
+            kv_bytes_read=n_read,
+            kv_bytes_written=n_written,
+        )
 
     @property
     def kv_bytes(self) -> int:
         return self._pool.n_bytes
+
+    @property
+    def cold_kv_bytes(self) -> int:
+        return self._pool.cold_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -212,9 +237,10 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             return 0
         kvs, n_nodes = [sequence.store for sequence in self._sequences], self.max_nodes or 0
         num_tokens = n_tokens + n_nodes + self._exactness.min_batch_tokens
-        n_new = growth_blocks(self._pool, kvs, num_tokens, num_new_seqs)
+        n_new = new_blocks(kvs, num_tokens, num_new_seqs)
+        block_bytes = BLOCK_SIZE * self._model.kv_bytes_per_token
         states = self._states.growth_bytes([kv.recurrent for kv in kvs], n_nodes, num_new_seqs)
-        return n_new * BLOCK_SIZE * self._model.kv_bytes_per_token + states
+        return self._pool.growth_bytes(n_new, block_bytes) + states
 
     @property
     def unused_kv_bytes(self) -> int:
@@ -251,6 +277,8 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         """Return keys and values that these layers have cached of all sequences, for a draft head
         that attends to them. A pass of the head finds its sequence's rows by its blocks, from
         `SequenceInput.context`; it must not run during a pass of this backend."""
+        if self._pool.n_hot is not None:
+            raise BackendError("a head cannot attend to a KV cache that is partly in a file")
         return {name: self._pool.layers[layer] for name, layer in layers.items()}
 
     def request_cancel(self) -> None:
@@ -275,7 +303,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
     def _free_cache(self) -> None:
         for sequence in self._sequences:
             sequence.store.close()
-        self._pool.free()
+        self._pool.close()
 
     def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
         """See RecoveringBackend; runs in the context of the weights' device."""
@@ -298,10 +326,18 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return min(kv.num_free_slots - self._exactness.min_batch_tokens, self.max_context)
 
     def _capacity_of(self, kv: BlockStore, rows: SequenceInput) -> Sequence[int]:
-        return (kv.n_blocks_for(len(rows.token_ids)),)
+        n_blocks = kv.n_blocks_for(len(rows.token_ids))
+        if self._pool.n_hot is None:
+            return (n_blocks,)
+        # A prompt's tokens may go to cold blocks, but for those that its next step changes.
+        return n_blocks, _END_BLOCKS if rows.parents is None else kv.n_end_blocks(
+            len(rows.token_ids)
+        )
 
     def _free_units(self) -> Sequence[int]:
-        return (self._pool.n_free - blocks_of(self._exactness.min_batch_tokens),)
+        n_more = blocks_of(self._exactness.min_batch_tokens)
+        n_free, n_hot = self._pool.n_free - n_more, self._pool.n_hot
+        return (n_free,) if n_hot is None else (n_free, n_hot - n_more)
 
     def _restart(self) -> None:
         with self._turn:
@@ -341,7 +377,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         token_ids = [token for tokens in new for token in tokens.token_ids]
         n_more = max(0, self._exactness.min_batch_tokens - len(token_ids))
         places, batch = take_rows(new, n_more)
-        self._pool.begin(places, batch if self._gathers else None)
+        tables = [part.table for part in batch.parts]
+        gathered = batch if self._gathers else None
+        self._pool.begin(places, tables, gathered, self._check_cancel)
         token_ids += token_ids[-1:] * n_more
         logit_rows = rows_of_pass(new)
         num_logits = len(logit_rows)
@@ -367,6 +405,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
                 )
             self._has_run = True
             self._pool.check_written(len(token_ids))
+            self._pool.end(self._check_cancel)
             host_logits = self._weights.on_host(logits[:num_logits])
             del logits
             if body is not None:
@@ -450,6 +489,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             self._exactness.min_batch_tokens,
             None if self._slopes is None else alibi,
             self._check_cancel,
+            self._pool.reading,
             recurrent,
             hidden_states,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,8 @@ Mask: TypeAlias = torch.Tensor | KeyMask
 MakeMask = Callable[[BatchLayout, int, int, int | None], Mask]
 OpenLayer = Callable[[int, Check], AbstractContextManager[RawTensors]]
 """See TorchWeights.layer."""
+ReadingKv = Callable[[int, Check], AbstractContextManager[None]]
+"""See KvPool.reading."""
 
 
 class PassState:
@@ -43,6 +45,8 @@ class PassState:
     min_batch_tokens: minimum size of a chunk; the pass has at least as many tokens.
     check_cancel: raises if the pass was cancelled; called before a layer, while waiting for it, and
         between its chunks.
+    reading: returns the context in which a layer's keys and values may be used, from its index and
+        a check.
     recurrent: the recurrences of the pass, if the model has recurrent layers.
     hidden_states: keeps layers' outputs, if any are to be returned.
     """
@@ -55,9 +59,11 @@ class PassState:
         min_batch_tokens: int,
         alibi: Callable[[int], torch.Tensor] | None = None,
         check_cancel: Check = lambda: None,
+        reading: ReadingKv = lambda layer, check: nullcontext(),
         recurrent: RecurrentPass | None = None,
         hidden_states: HiddenStates | None = None,
     ) -> None:
+        self.reading = reading
         self.layout, self.recurrent = layout, recurrent
         self.hidden_states = hidden_states
         self.check_cancel = check_cancel
@@ -122,7 +128,10 @@ class LayerRunner:
         state = self.state
         assert state is not None, "the backend sets the state before a forward"
         state.check_cancel()
-        with self._open_layer(self._index, state.check_cancel) as tensors:
+        with (
+            self._open_layer(self._index, state.check_cancel) as tensors,
+            state.reading(self._index, state.check_cancel),
+        ):
             if not self._is_bound:
                 bind(self._tensors, tensors, self._dtype)
                 for packed in self._packed:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from backends.attention.batch import rows_in_pool, runs_of
+from backends.attention.batch import runs_of
 from backends.attention.stored_rows import RowFormat
 from backends.checkpoint.config import KvHeads
 from backends.checkpoint.records import TORCH_DTYPES
@@ -40,12 +40,20 @@ def prefix_tensors(pool: KvPool, kv: BlockStore) -> tuple[TensorShape, ...]:
 
 def save_prefix(pool: KvPool, kv: BlockStore, buffers: Mapping[str, memoryview]) -> None:
     n_tokens = kv.table.n_committed
-    runs = runs_of(rows_in_pool(kv.blocks, np.arange(n_tokens)))
-    for name, rows in _pools(pool, n_tokens):
-        shape = (rows.shape[1], n_tokens, rows.shape[3])
-        saved = torch.frombuffer(buffers[name], dtype=rows.dtype).view(shape)
-        for first, row, num_tokens in runs:
-            saved[:, first : first + num_tokens] = rows[0, :, row : row + num_tokens]
+    pool.begin(np.empty(0, dtype=np.int64), [kv.places])
+    runs = runs_of(kv.rows(0, n_tokens))
+    for i, layer in enumerate(pool.layers if n_tokens else ()):
+        if layer.keys is None or layer.values is None:
+            continue  # it keeps no keys and values
+        with pool.reading(i):
+            for kind, rows in zip(("keys", "values"), layer.stored_rows, strict=True):
+                shape = (rows.stored.shape[1], n_tokens, rows.stored.shape[3])
+                buffer = buffers[f"layers.{i}.{kind}"]
+                saved = torch.frombuffer(buffer, dtype=rows.stored.dtype).view(shape)
+                for first, row, num_tokens in runs:
+                    part = saved[:, first : first + num_tokens]
+                    rows.read_stored(slice(row, row + num_tokens), part)
+    pool.end()
     if kv.recurrent is not None:
         save_states(kv.recurrent, buffers)
 
@@ -63,7 +71,8 @@ def load_prefix(
     names = {f"layers.{i}.{kind}" for i in with_kv for kind in ("keys", "values")}
     if {name for name in tensors if not name.startswith(STATES)} != names:
         raise BackendError(f"the saved KV has not the tensors of {len(pool.layers)} layers")
-    pool.begin(kv.append_positions(0, len(token_ids)))
+    kv.take_blocks(0, len(token_ids))
+    pool.begin(kv.rows(0, len(token_ids)))
     for i in with_kv:
         keys, values = (
             _as_rows(*tensors[f"layers.{i}.{kind}"], _no_rows(model, heads, row_format), token_ids)
@@ -72,7 +81,9 @@ def load_prefix(
             )
         )
         dims = [heads.dim for heads in model.layer_kv_heads[i]]
-        pool.layers[i].write(keys.to(device), values.to(device), (dims[0], dims[1]))
+        with pool.reading(i):
+            pool.layers[i].write(keys.to(device), values.to(device), (dims[0], dims[1]))
+    pool.end()
     if kv.recurrent is not None:
         kv.recurrent = load_states(len(token_ids), tensors, model.recurrences)
         saved = [name for name in tensors if name.startswith(STATES)]

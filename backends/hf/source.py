@@ -22,7 +22,14 @@ from backends.contract.backend import Backend
 from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import EXACT_OFF
-from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
+from backends.contract.source import (
+    BackendOptions,
+    KvSplit,
+    Loading,
+    ModelCompute,
+    ModelSource,
+    StoredKv,
+)
 from backends.feedforward.linear import library_of, slow_products
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
@@ -34,7 +41,10 @@ from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads
 from backends.hf.timing import measure_compute
 from backends.hf.weights import TorchWeights
+from backends.kv.block_file import block_bytes
 from backends.kv.pool import blocks_of
+from backends.kv.staging import N_BUFFERS, staging_bytes
+from backends.kv.tier_sizes import Tiers
 from backends.packed.codec import load_decoders
 from backends.packed.timing import measure_decoding, measure_products
 from backends.recurrent.memory import planned_bytes
@@ -144,6 +154,44 @@ class HfSource(ModelSource):
     def kv_bytes(self, ctx_size: int, max_nodes: int) -> int:
         num_tokens = ctx_size + max_nodes + self.exactness.min_batch_tokens
         return blocks_of(num_tokens) * BLOCK_SIZE * self.model.kv_bytes_per_token
+
+    @property
+    def can_store_kv(self) -> bool:  # type: ignore[override]
+        """Layers that attend to another layer's KV would need it longer than it is staged."""
+        with_kv = [bool(n) for n in self.model.layer_kv_values]
+        attends = [self.model.has_attention(i) for i in range(len(with_kv))]
+        return sum(with_kv) > N_BUFFERS and with_kv == attends
+
+    def min_hot_tokens(self, max_nodes: int) -> int:
+        return Tiers.min_hot_tokens(max_nodes + self.exactness.min_batch_tokens)
+
+    def stored_kv(
+        self, sizes: tuple[int, int], split: KvSplit, max_num_tokens: int, max_nodes: int
+    ) -> StoredKv:
+        model, n_more = self.model, self.exactness.min_batch_tokens
+        ctx_size, kv_tokens = sizes
+        token_bytes = tuple(map(sum, model.stored_kv_bytes))
+        tiers = Tiers.of(split.hot_tokens, max_nodes + n_more, Path())
+        n_cold = tiers.n_cold(blocks_of(kv_tokens + max_nodes + n_more))
+        num_tokens = max(max_num_tokens, n_more)
+        scratch = activation_bytes(
+            model, ctx_size + num_tokens, num_tokens, prompt_tokens=split.prompt_tokens
+        )
+        return StoredKv(
+            tiers.n_hot * BLOCK_SIZE * model.kv_bytes_per_token,
+            staging_bytes(n_cold, block_bytes(max(token_bytes))),
+            _ROW_COPIES * num_tokens * row_bytes(model) + scratch,
+            token_bytes,
+            split,
+        )
+
+    def _tiers(self, loading: Loading) -> Tiers | None:
+        split = loading.kv_split
+        if split is None:
+            return None
+        assert loading.kv_folder is not None, "a split KV cache has a folder"
+        n_nodes = loading.max_nodes + self.exactness.min_batch_tokens
+        return Tiers.of(split.hot_tokens, n_nodes, loading.kv_folder)
 
     def state_bytes(self, n_sequences: int, max_nodes: int) -> int:
         model = self.model
@@ -273,4 +321,5 @@ class HfSource(ModelSource):
             exactness=self.exactness,
             n_threads=self._n_threads,
             follows_load=self._follows_load and self.exactness.can_change_threads(),
+            tiers=self._tiers(loading),
         )

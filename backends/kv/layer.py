@@ -35,6 +35,7 @@ class PoolLayer(CacheLayerMixin):
         self._runs: Sequence[Run] = ()
         self._gathered: BatchLayout | None = None
         self._buffers: list[AlignedBuffer | None] = [None, None]
+        self._staging: torch.Tensor | None = None
         self.n_written = 0
         """New rows written in this pass so far."""
 
@@ -44,6 +45,11 @@ class PoolLayer(CacheLayerMixin):
         gathered: layout of the pass, if attention needs its keys in order.
         """
         self._runs, self._gathered, self.n_written = runs, gathered, 0
+
+    def stage(self, blocks: torch.Tensor | None) -> None:
+        """Let the rows after those of the pool be in `blocks`, uint8 [blocks, bytes]: of each
+        block the keys, then the values, [heads, BLOCK_SIZE, width]. None ends that."""
+        self._staging = blocks
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the head counts, widths and dtypes from the first stored rows."""
@@ -64,9 +70,8 @@ class PoolLayer(CacheLayerMixin):
         self.write(of_keys.encode(key_states), of_values.encode(value_states), dims)
         if self._gathered is None:
             return self.rows
-        keys, values = map(StoredRows.of, self.rows)
         rows, dtype = _rows_in_order(self._gathered, self.n_written), key_states.dtype
-        keys, values = (replace(x, stored=_take(x.stored, rows)) for x in (keys, values))
+        keys, values = (_take(StoredRows.of(x), rows) for x in self.rows)
         return keys.decoded(dtype), values.decoded(dtype)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, dims: tuple[int, int]) -> None:
@@ -78,14 +83,33 @@ class PoolLayer(CacheLayerMixin):
         assert self.values is not None
         self._dims = dims
         start, end = self.n_written, self.n_written + keys.shape[-2]
-        for pool, stored in ((self.keys, keys), (self.values, values)):
+        staged = self._staged
+        for i, (pool, stored) in enumerate(((self.keys, keys), (self.values, values))):
             _check_shape(pool, stored)
             for first, row, num_tokens in self._runs:
                 a, b = max(first, start), min(first + num_tokens, end)
-                if a < b:
-                    at = row + a - first
-                    pool[:, :, at : at + b - a] = stored[:, :, a - start : b - start]
+                if a >= b:
+                    continue
+                at, new = row + a - first, stored[:, :, a - start : b - start]
+                n_pool = min(max(0, self._num_tokens - at), b - a)
+                pool[:, :, at : at + n_pool] = new[:, :, :n_pool]
+                if n_pool < b - a:
+                    of_blocks = at + n_pool - self._num_tokens
+                    _write_blocks(staged[i], of_blocks, new[0, :, n_pool:])
         self.n_written = end
+
+    @property
+    def _staged(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Keys and values of the staged blocks, [blocks, heads, BLOCK_SIZE, width]."""
+        staging = self._staging
+        if staging is None or self.keys is None or self.values is None:
+            return None, None
+        views, end = [], 0
+        for pool in (self.keys, self.values):
+            shape = (pool.shape[1], BLOCK_SIZE, pool.shape[3])
+            start, end = end, end + math.prod(shape) * pool.itemsize
+            views.append(staging[:, start:end].view(pool.dtype).unflatten(1, shape))
+        return views[0], views[1]
 
     @property
     def rows(self) -> tuple[Rows, Rows]:
@@ -93,12 +117,40 @@ class PoolLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         keys, values = (
-            pool if row_format is MODEL_DTYPE else StoredRows(pool, row_format, dim)
-            for pool, row_format, dim in zip(
-                (self.keys, self.values), self._formats, self._dims, strict=True
+            pool
+            if row_format is MODEL_DTYPE and staged is None
+            else StoredRows(pool, row_format, dim, staged)
+            for pool, row_format, dim, staged in zip(
+                (self.keys, self.values), self._formats, self._dims, self._staged, strict=True
             )
         )
         return keys, values
+
+    @property
+    def stored_rows(self) -> tuple[StoredRows, StoredRows]:
+        """All rows of keys and of values; after the first write."""
+        keys, values = map(StoredRows.of, self.rows)
+        return keys, values
+
+    def write_block(self, block: int, staged: torch.Tensor) -> None:
+        """Copy a block of the pool to `staged`, as in `stage` [1, bytes]."""
+        self._copy_block(block, staged, is_read=False)
+
+    def read_block(self, block: int, staged: torch.Tensor) -> None:
+        """Copy `staged`, as in `stage` [1, bytes], to a block of the pool."""
+        self._copy_block(block, staged, is_read=True)
+
+    def _copy_block(self, block: int, staged: torch.Tensor, *, is_read: bool) -> None:
+        end = 0
+        for pool in (self.keys, self.values):
+            assert pool is not None, "a block in use was written to"
+            rows = pool[0, :, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+            start, end = end, end + rows.numel() * pool.itemsize
+            own = staged[0, start:end].view(pool.dtype).view(rows.shape)
+            if is_read:
+                rows.copy_(own)
+            else:
+                own.copy_(rows)
 
     def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows; all of them are read before the first one is written."""
@@ -128,7 +180,7 @@ class PoolLayer(CacheLayerMixin):
 
     def free(self) -> None:
         self.keys = self.values = None
-        self._buffers = [None, None]
+        self._buffers, self._staging = [None, None], None
         self.is_initialized = False
 
     def get_seq_length(self) -> int:
@@ -160,12 +212,24 @@ def _rows_in_order(layout: BatchLayout, end: int) -> np.ndarray:
     return np.concatenate([rows_in_pool(table, np.arange(n)) for table, n in of_sequences])
 
 
-def _take(pool: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return these rows, [1, heads, rows, dim]; without a copy if they are consecutive."""
-    runs = runs_of(rows)
-    if len(runs) == 1:
-        return pool[:, :, runs[0][1] : runs[0][1] + len(rows)]
-    return pool.index_select(2, torch.from_numpy(rows).to(pool.device))
+def _take(rows: StoredRows, numbers: np.ndarray) -> StoredRows:
+    """Return the rows of these numbers; without a copy if they are consecutive in the pool."""
+    runs = runs_of(numbers)
+    if len(runs) == 1 and runs[0][1] + len(numbers) <= rows.stored.shape[2]:
+        first = runs[0][1]
+        return replace(rows, stored=rows.stored[:, :, first : first + len(numbers)], staged=None)
+    return rows.take(torch.from_numpy(numbers).to(rows.stored.device))
+
+
+def _write_blocks(blocks: torch.Tensor | None, first: int, rows: torch.Tensor) -> None:
+    """Write rows [heads, n, width] from row `first` of the blocks on."""
+    assert blocks is not None, "rows beyond the pool are staged"
+    at, num_tokens = 0, rows.shape[1]
+    while at < num_tokens:
+        block, row = divmod(first + at, BLOCK_SIZE)
+        n = min(BLOCK_SIZE - row, num_tokens - at)
+        blocks[block, :, row : row + n] = rows[:, at : at + n]
+        at += n
 
 
 def _check_shape(pool: torch.Tensor, states: torch.Tensor) -> None:

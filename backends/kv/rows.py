@@ -34,13 +34,18 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
 
     Returns their rows in the pool, int64 [tokens], and the attention layout.
     """
-    places, parts = [], []
+    spans = []
     for tokens in new:
         num_tokens = len(tokens.token_ids) + (n_more if tokens is new[-1] else 0)
-        layout = layout_of(tokens)
-        first = tokens.store.table.n_committed + tokens.n_live_before
-        places.append(tokens.store.append_positions(first, num_tokens))
-        parts.append((tokens.context or tokens.store).part(layout))
+        spans.append((tokens.store.table.n_committed + tokens.n_live_before, num_tokens))
+    new[0].store.prepare([tokens.store for tokens in new])
+    for tokens, span in zip(new, spans, strict=True):
+        tokens.store.take_blocks(*span)
+    # Only now: taking a block may have moved others.
+    places, parts = [], []
+    for tokens, span in zip(new, spans, strict=True):
+        places.append(tokens.store.rows(*span))
+        parts.append((tokens.context or tokens.store).part(layout_of(tokens)))
     batch = BatchLayout(tuple(parts))
     return np.concatenate(places), batch.padded(n_more) if n_more else batch
 

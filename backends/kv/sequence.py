@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from backends.attention.batch import BLOCK_SIZE, SequencePart, rows_in_pool
 from backends.attention.layout import PassLayout
+from backends.contract.backend import KvFileError
 from backends.contract.nodes import NodeTable
 from backends.kv.pool import KvPool, blocks_of, max_new_blocks
 from backends.recurrent.states import RecurrentStates
 
 
-def growth_blocks(
-    pool: KvPool, stores: Sequence[BlockStore], num_tokens: int, num_new_seqs: int
-) -> int:
-    """Return the maximum number of blocks, not used before, that sequences touch in one pass.
+def new_blocks(stores: Sequence[BlockStore], num_tokens: int, num_new_seqs: int) -> int:
+    """Return the maximum number of blocks that sequences take in one pass.
 
     num_tokens: tokens of all of them after the pass.
     """
     num_new = max(0, num_tokens - sum(store.table.n_committed for store in stores))
     num_free_slots = [n for store in stores for n in store.num_free_slots_by_block]
-    n_new = max_new_blocks(num_free_slots + [0] * num_new_seqs, num_new)
-    return max(0, min(n_new + pool.n_blocks - pool.n_free, pool.n_blocks) - pool.n_touched)
+    return max_new_blocks(num_free_slots + [0] * num_new_seqs, num_new)
 
 
 class BlockStore:
@@ -36,26 +35,50 @@ class BlockStore:
         self._pool, self.recurrent = pool, recurrent
         self.table = NodeTable()
         self._blocks: list[int] = []
+        pool.stores.add(self)
 
     @property
-    def blocks(self) -> np.ndarray:
-        """Numbers of its blocks in the pool, in order, int64."""
-        return np.array(self._blocks, dtype=np.int64)
+    def blocks(self) -> Sequence[int]:
+        """Numbers of its blocks in the pool, in order."""
+        return self._blocks
 
-    def append_positions(self, first: int, num_tokens: int) -> np.ndarray:
-        """Take blocks to write `num_tokens` rows from `first` on; return their rows in the pool.
+    @property
+    def places(self) -> np.ndarray:
+        """Places of its blocks, in order, int64; see KvPool.places."""
+        return self._pool.places(self._blocks)
+
+    def prepare(self, stores: Sequence[BlockStore]) -> None:
+        """See KvPool.prepare."""
+        self._pool.prepare(stores)
+
+    def take_blocks(self, first: int, num_tokens: int) -> None:
+        """Have blocks to write `num_tokens` rows from `first` on.
 
         Raises BackendError, and loses nothing, if the pool has no more blocks.
         """
-        for at in range(first // BLOCK_SIZE, len(self._blocks)):
-            if self._pool.is_shared(self._blocks[at]):
-                self._blocks[at] = self._pool.own_copy(self._blocks[at])
-        while len(self._blocks) < blocks_of(first + num_tokens):
-            self._blocks.append(self._pool.take())
-        return rows_in_pool(self.blocks, np.arange(first, first + num_tokens))
+        with self._naming_itself():
+            for at in range(first // BLOCK_SIZE, len(self._blocks)):
+                if self._pool.is_shared(self._blocks[at]):
+                    self._blocks[at] = self._pool.own_copy(self._blocks[at])
+            self._pool.make_writable(self._blocks[first // BLOCK_SIZE :])
+            n_more = blocks_of(first + num_tokens) - len(self._blocks)
+            self._blocks += self._pool.take_many(max(0, n_more))
+
+    @contextmanager
+    def _naming_itself(self) -> Iterator[None]:
+        """Add this sequence to an error of the KV file."""
+        try:
+            yield
+        except KvFileError as error:
+            error.stores = (self,)
+            raise
+
+    def rows(self, first: int, num_tokens: int) -> np.ndarray:
+        """Return the rows in the pool of `num_tokens` rows from `first` on."""
+        return rows_in_pool(self.places, np.arange(first, first + num_tokens))
 
     def part(self, layout: PassLayout) -> SequencePart:
-        return SequencePart(layout, self.blocks)
+        return SequencePart(layout, self.places)
 
     @property
     def num_free_slots(self) -> int:
@@ -80,6 +103,10 @@ class BlockStore:
         first = self.table.num_tokens
         n_copied = sum(map(self._pool.is_shared, self._blocks[first // BLOCK_SIZE :]))
         return n_copied + max(0, blocks_of(first + num_tokens) - len(self._blocks))
+
+    def n_end_blocks(self, num_tokens: int) -> int:
+        """Return the blocks after the full ones of the prefix, with `num_tokens` more tokens."""
+        return blocks_of(self.table.num_tokens + num_tokens) - self.table.n_committed // BLOCK_SIZE
 
     def add(self, parents: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         return self.table.add(parents, token_ids)
@@ -161,7 +188,9 @@ class BlockStore:
         if len(moved):
             first = prefix + int(moved[0])
             old_rows = prefix + np.array(order, dtype=np.int64)[moved[0] :]
-            sources = rows_in_pool(self.blocks, old_rows)
-            targets = rows_in_pool(self.blocks, np.arange(first, prefix + len(order)))
+            with self._naming_itself():
+                self._pool.make_writable(self._blocks[first // BLOCK_SIZE :])
+            sources = rows_in_pool(self.places, old_rows)
+            targets = rows_in_pool(self.places, np.arange(first, prefix + len(order)))
             self._pool.copy_rows(sources, targets)
         self.trim()

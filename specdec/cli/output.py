@@ -130,6 +130,7 @@ def perf_line(stats: Mapping[str, Any]) -> str:
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
         f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
+        *_kv_traffic(stats),
         *_copied(stats),
         *_experts(stats),
         f"stall {stall_share(stats):.0%}",
@@ -151,6 +152,13 @@ def _experts(stats: Mapping[str, Any]) -> list[str]:
     if not stats.get("experts_asked"):
         return []
     return [f"{stats['expert_hit_rate']:.0%} of experts in memory"]
+
+
+def _kv_traffic(stats: Mapping[str, Any]) -> list[str]:
+    n_read, n_written = stats.get("kv_bytes_read", 0), stats.get("kv_bytes_written", 0)
+    if not n_read and not n_written:
+        return []
+    return [f"{n_read / 1e9:.1f} GB of KV read, {n_written / 1e9:.1f} written"]
 
 
 def _copied(stats: Mapping[str, Any]) -> list[str]:

@@ -85,7 +85,8 @@ def assemble(
         totals,
         max_num_seqs=max_num_seqs,
         max_num_nodes=max_nodes,
-        max_prefill_tokens=plan.ctx_size,
+        max_prefill_tokens=plan.max_prompt_tokens,
+        kv_seconds=lambda: target.cold_kv_bytes / plan.storage_bytes_per_second,
     )
     if previous is not None:
         engine.scheduler.take_over(previous)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from traceback import clear_frames
 from typing import NamedTuple, Protocol
 
+from backends.contract.backend import KvFileError
 from specdec.engine.engine_thread import EngineThread, ModelClosed
 from specdec.engine.request import Request, own_errors
 from specdec.engine.scheduler import Batch, Scheduler
@@ -128,10 +129,12 @@ class Engine(EngineThread):
         self._in_pass = ()
         all_sequences = [sequence for running in self._running for sequence in running.sequences]
         for sequence in batch.sequences or all_sequences:
-            if is_cancelled:
+            if is_cancelled or _spares(error, sequence):
                 sequence.try_recover()
             else:
                 sequence.request.fail(error)
+        if isinstance(error, KvFileError) and self.scheduler is not None:
+            self.scheduler.kv.drop_cached()
 
     def _release_layers(self, batch: Batch) -> None:
         """Free opportunistic layers whose memory the batch's prompts need."""
@@ -248,6 +251,13 @@ class Engine(EngineThread):
         self._num_cancels += 1  # first, so that `run_step` sees why its pass ended
         if self.scheduler is not None:
             self.speculation.request_cancel()
+
+
+def _spares(error: BaseException, sequence: Sequence) -> bool:
+    """Return whether a failed pass concerns the KV of other sequences alone."""
+    if not isinstance(error, KvFileError) or not error.stores or sequence.kv is None:
+        return False
+    return getattr(sequence.kv, "store", None) not in error.stores
 
 
 def _release_frames(error: BaseException) -> None:

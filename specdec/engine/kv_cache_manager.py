@@ -243,6 +243,10 @@ class KVCacheManager:
             self.cache.evict()
         sequence.detach()
 
+    def drop_cached(self) -> None:
+        """Drop the KV of finished sequences, for storage that is full."""
+        self.cache.clear()
+
     def preempt(self, sequence: Sequence) -> None:
         """Free the KV of a sequence; swap it out where that is quicker than recomputing it."""
         self._totals.add(preempted=1)

@@ -31,6 +31,8 @@ def stats_of(
     return replace(
         recorded,
         bytes_streamed=use.bytes_streamed - before.bytes_streamed,
+        kv_bytes_read=use.kv_bytes_read - before.kv_bytes_read,
+        kv_bytes_written=use.kv_bytes_written - before.kv_bytes_written,
         stall_seconds=use.stall_seconds - before.stall_seconds,
         bytes_copied_to_device=use.bytes_copied - before.bytes_copied,
         copy_stall_seconds=use.copy_stall_seconds - before.copy_stall_seconds,

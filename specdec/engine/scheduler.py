@@ -12,6 +12,7 @@ the sequence that came last is preempted and goes on later (see KVCacheManager).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
@@ -95,6 +96,7 @@ class Scheduler:
         max_num_seqs: maximum sequences of one pass.
         max_num_nodes: maximum nodes that one pass scores.
         max_prefill_tokens: maximum prompt tokens of one pass.
+        kv_seconds: returns the seconds in which a pass reads KV from a file.
     """
 
     def __init__(
@@ -106,11 +108,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_nodes: int,
         max_prefill_tokens: int,
+        kv_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.kv, self.totals = kv, totals
         self.cost = cost
         self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
-        self._max_num_nodes = max_num_nodes
+        self._max_num_nodes, self._kv_seconds = max_num_nodes, kv_seconds
         self.waiting: list[Sequence] = []
         self._arrivals = count()
 
@@ -209,7 +212,7 @@ class Scheduler:
 
     def _max_prompt_tokens(self) -> int:
         """Return the maximum tokens of a pass over prompts alone."""
-        read_seconds = self.cost.seconds(self.cost.num_tokens_of_all_experts)
+        read_seconds = self.cost.seconds(self.cost.num_tokens_of_all_experts) + self._kv_seconds()
         seconds = max(MAX_PREFILL_SECONDS, MIN_PREFILL_RATIO * read_seconds)
         return max(1, self.cost.max_num_tokens(seconds))
 

@@ -221,7 +221,8 @@ class Session:
         self._factory.renew(sequence)
 
     def note_finished(self, request: Request) -> None:
-        if not request.is_aborted and not request.is_replanned:
+        # Nor does the plan's cost contain the reading of KV, which grows with the context.
+        if not request.is_aborted and not request.is_replanned and self.plan.kv_split is None:
             self._check_pass_times(request.recorder.stats().pass_times)
         request.stats = self.stats_of(request)
 
@@ -326,6 +327,8 @@ class Session:
         return replace(
             self.totals.stats(),
             bytes_streamed=use.bytes_streamed,
+            kv_bytes_read=use.kv_bytes_read,
+            kv_bytes_written=use.kv_bytes_written,
             bytes_copied_to_device=use.bytes_copied,
             stall_seconds=use.stall_seconds,
             sequences_running=len(scheduler.running),

@@ -61,6 +61,8 @@ class GenerationStats(RenamedFields):
     unslowed_pass_seconds: float = 0.0
     stall_seconds: float = 0.0  # passes waiting for storage
     bytes_streamed: int = 0
+    kv_bytes_read: int = 0  # of KV that does not fit in memory, from its file
+    kv_bytes_written: int = 0
     bytes_copied_to_device: int = 0  # of weights, from host memory to a GPU
     copy_stall_seconds: float = 0.0  # the GPU computed nothing, because a layer was not there yet
     experts_asked: int = 0  # experts that passes used, of a mixture
@@ -181,6 +183,8 @@ class EngineStats(RenamedFields):
     loaded_prefix_tokens: int = 0  # of these, in reused_prompt_tokens
     recomputed_tokens: int = 0  # of preempted sequences, computed again
     bytes_streamed: int = 0
+    kv_bytes_read: int = 0  # of KV that does not fit in memory, from its file
+    kv_bytes_written: int = 0
     bytes_copied_to_device: int = 0
     stall_seconds: float = 0.0
     sequences_running: int = 0  # now, and so are all below

@@ -32,7 +32,7 @@ def with_kv_capacity(search: Search, chosen: Alternative, total_bytes: int) -> A
     """
     planner = search.memory_planner
     options, shape = planner.options, chosen.memory_plan.shape
-    if options.kv_tokens is not None or options.max_num_seqs < 2:
+    if options.kv_tokens is not None or options.max_num_seqs < 2 or shape.kv_split is not None:
         return chosen
 
     def throughput(plan: Alternative) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from backends.contract.backend import Backend
 from backends.contract.self_draft import SharesWeights
 from backends.contract.source import Loading
 from offload.placement.placement import Placement
+from offload.process.temporary import temporary_folder
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
@@ -44,9 +46,24 @@ def load_target(
             progress=progress,
             vram_bytes=plan.torch_vram_bytes,
             has_head=options.draft == MTP_HEAD,
+            kv_split=plan.kv_split,
+            kv_folder=None if plan.kv_split is None else _kv_folder(options),
             hidden_state_layers=() if draft is None else draft.source.target_layers,
         )
     )
+
+
+def _kv_folder(options: RunOptions) -> Path:
+    """Return the folder of the file with cold KV. Raises ConfigError where there is none."""
+    if options.prompt_cache_dir is not None:
+        return Path(options.prompt_cache_dir).expanduser()
+    folder = temporary_folder()
+    if folder is None:
+        raise ConfigError(
+            "the KV cache does not fit in the budget, and no folder for temporary files is on "
+            "storage: set TMPDIR, name a --prompt-cache-dir, or raise the budget"
+        )
+    return folder
 
 
 def load_draft(

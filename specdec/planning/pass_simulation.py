@@ -18,6 +18,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of tokens that passes are simulated with."""
 _GPU_SIZES = (*_SIZES, 256, 512, 1024)
 _FEW_TOKENS = 16
+_KV_BUFFERS = 2
+"""Layers whose cold KV is in memory at a time."""
 _MANY_TOKENS = 512
 _ABOVE_THE_KNEE = 1.05
 """Ratio to one token's seconds from which a pass counts as bound by its tokens."""
@@ -35,6 +37,8 @@ class PassSimulation:
     expert_seconds_per_byte: float = 0.0
     """Extra cost of missing experts beyond the storage's bandwidth: their reads are short, and
     their pages are taken from other experts."""
+    kv_read_bytes: tuple[int, ...] = ()
+    """Bytes of KV that a pass reads for each layer; () where all of it is in memory."""
     _known: dict[tuple[int, float], SimulatedPass] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -102,9 +106,10 @@ class PassSimulation:
         overlap = Overlap() if is_copied else Overlap(compute=per_byte.beside_factor(num_tokens))
         moving = 0.0 if is_copied else self.compute.seconds_per_streamed_byte
         seconds = per_byte.seconds(num_tokens)
+        kv_bytes = self.kv_read_bytes or (0,) * len(placement.layers)
         layers = [
             LayerWork(
-                layer.slot_bytes / self.storage_bytes_per_second,
+                (layer.slot_bytes + kv_bytes[index]) / self.storage_bytes_per_second,
                 seconds * layer.n_bytes
                 + moving * layer.slot_bytes
                 + self._expert_seconds(index, num_tokens),
@@ -114,7 +119,7 @@ class PassSimulation:
         ]
         return simulate_passes(
             layers,
-            placement.n_slots,
+            max(placement.n_slots, _KV_BUFFERS if any(kv_bytes) else 0),
             placement.n_device_slots,
             non_layer_seconds=self.compute.non_layer_seconds(num_tokens),
             gap_seconds=gap_seconds,

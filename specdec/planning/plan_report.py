@@ -54,8 +54,14 @@ def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
     return [*lines, f"neither weights nor KV cache: {format_bytes(overhead)}, {share:.0%} of it"]
 
 
-def cache_type_lines(cache_types: tuple[str, str]) -> list[str]:
-    """Return a line on a KV cache that rounds keys or values to fewer than 16 bits, or none."""
+def kv_lines(cache_types: tuple[str, str], chosen: Alternative) -> list[str]:
+    """Return lines on a KV cache that rounds keys or values to fewer than 16 bits, or that is
+    partly in a file; none for others."""
+    split_lines = [] if chosen.memory_plan.stored_kv is None else [_split_line(chosen)]
+    return [*_cache_type_lines(cache_types), *split_lines]
+
+
+def _cache_type_lines(cache_types: tuple[str, str]) -> list[str]:
     if set(cache_types) <= {"", *_WHOLE_CACHE_TYPES}:
         return []
     keys, values = cache_types
@@ -93,6 +99,21 @@ def placement_line(placement: Placement) -> str:
     return (
         f"{line}; {format_bytes(placement.streamed_bytes)} streamed per pass "
         f"through {placement.n_slots} slots of {format_bytes(placement.slot_bytes)}"
+    )
+
+
+def _split_line(chosen: Alternative) -> str:
+    """Describe a KV cache that is partly in a file, and a pass at the end of a whole context."""
+    memory_plan, whole = chosen.memory_plan, chosen.at_whole_context
+    split = memory_plan.shape.kv_split
+    assert split is not None, "the KV cache is split"
+    kv_bytes = sum(whole.target.kv_read_bytes)
+    return (
+        f"KV cache: {split.hot_tokens} of {memory_plan.kv_tokens} tokens in memory, the others in "
+        f"a file; at the end of a context of {memory_plan.ctx_size} tokens a pass reads "
+        f"{format_bytes(kv_bytes)} of KV and {format_bytes(whole.target.placement.streamed_bytes)} "
+        f"of weights, and one of 1 token takes {_format_figure(whole.target.seconds(1))} s; a "
+        f"prompt takes a pass for each {split.prompt_tokens} tokens"
     )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from backends.contract.exactness import EXACT_OFF, Exactness
+from backends.contract.source import KvSplit
 from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
@@ -14,10 +15,10 @@ from specdec.metrics.renamed import RenamedFields, with_old_names
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
-    cache_type_lines,
     enough,
     exactness_line,
     expert_line,
+    kv_lines,
     memory_table,
     overhead_bytes,
     pinning_line,
@@ -108,7 +109,23 @@ class RunPlan(RenamedFields):
         if not self.chosen.memory_plan.pinnable.slot_bytes:
             return 0
         kv_bytes = parts["target KV cache"] + parts.get("draft KV cache", 0)
-        return kv_bytes // self.kv_tokens
+        split = self.kv_split
+        return kv_bytes // (self.kv_tokens if split is None else split.hot_tokens)
+
+    @property
+    def kv_split(self) -> KvSplit | None:
+        """Part of the target's KV cache that is in memory; None: all of it."""
+        return self.chosen.memory_plan.shape.kv_split
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Maximum prompt tokens of a pass that memory is reserved for."""
+        return self.ctx_size if self.kv_split is None else self.kv_split.prompt_tokens
+
+    @property
+    def kv_bytes_per_pass(self) -> int:
+        """Bytes of KV that a pass reads from the KV file at the end of a whole context."""
+        return sum(self.chosen.at_whole_context.target.kv_read_bytes)
 
     @property
     def n_draft_tokens(self) -> int:
@@ -188,6 +205,9 @@ class RunPlan(RenamedFields):
             "n_slots": placement.n_slots,
             "slot_bytes": placement.slot_bytes,
             "streamed_bytes_per_pass": placement.streamed_bytes,
+            "hot_kv_tokens": self.kv_tokens if self.kv_split is None else self.kv_split.hot_tokens,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "kv_bytes_per_pass": self.kv_bytes_per_pass,
             **with_old_names({"pinnable_bytes": self.pinnable_bytes}),
             "draft_streamed_bytes_per_pass": 0 if draft is None else draft.streamed_bytes,
             "storage_bytes_per_second": self.storage_bytes_per_second,
@@ -248,7 +268,7 @@ class RunPlan(RenamedFields):
         lines = memory_table(memory_plan.budget, "memory budget", self.budget_source)
         if vram is not None:
             lines += memory_table(vram, "VRAM budget", self.vram_source)
-        lines += cache_type_lines(self.cache_types)
+        lines += kv_lines(self.cache_types, self.chosen)
         if self.uses_mmap:
             lines.append("the target's weights are read through the page cache and not counted")
         else:

@@ -81,7 +81,9 @@ class Alternative:
         placement = memory_plan.pinnable.with_pinned_layers(
             memory_plan.target, n_tokens, num_tokens
         )
-        target = replace(self.target, placement=placement)
+        stored_kv = memory_plan.stored_kv
+        kv_read_bytes = () if stored_kv is None else stored_kv.layer_read_bytes(n_tokens)
+        target = replace(self.target, placement=placement, kv_read_bytes=kv_read_bytes)
         seconds = _step_seconds(target, self.draft, num_tokens, self.drafting_seconds)
         return replace(self, target=target, tokens_per_second=self.tokens_per_pass / seconds)
 
@@ -102,6 +104,11 @@ class Alternative:
     def speeds(self) -> tuple[float, float]:
         """Tokens per second without pinned layers, and while a usual sequence is decoded."""
         return self.tokens_per_second, self.decoding(SEQUENCE_TOKENS).tokens_per_second
+
+    @property
+    def at_whole_context(self) -> Alternative:
+        """The plan at the end of a sequence of the whole context."""
+        return self.decoding(self.memory_plan.ctx_size)
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -126,6 +133,8 @@ class Alternative:
             parts.append(f"capacity for {shape.n_drafted}")
         if shape.kv_tokens is not None:
             parts.append(f"KV for {shape.kv_tokens}")
+        if shape.kv_split is not None:
+            parts.append(f"KV of {shape.kv_split.hot_tokens} in memory")
         if target.n_slots:
             parts.append(f"{target.n_slots} slots")
         if target.n_device_slots:
@@ -179,7 +188,7 @@ class Search:
         best = self._best_with_draft(total_bytes)
         if best is None:
             return self.alone(total_bytes)
-        alone = self.try_shape(total_bytes, Shape(0, None))
+        alone = self._try_in_memory_or_split(total_bytes, Shape(0, None))
         # The draft's memory is lost for the whole run, and a streamed target could use it.
         if (
             self.memory_planner.options.may_leave_out_draft
@@ -210,7 +219,8 @@ class Search:
 
     def _with_capacity(self, total_bytes: int, shape: Shape) -> Alternative:
         """Return the fastest plan, with capacity for larger trees where that costs little."""
-        best = self.try_shape(total_bytes, shape)
+        best = self._try_in_memory_or_split(total_bytes, shape)
+        shape = best.memory_plan.shape
         for n_drafted in self._larger_capacities(best):
             with suppress(BudgetExceeded):
                 result = self.try_shape(total_bytes, replace(shape, n_drafted=n_drafted))
@@ -218,6 +228,20 @@ class Search:
                 if all(speed >= _MIN_SPEED_SHARE * best_speed for speed, best_speed in speeds):
                     return result
         return best
+
+    def _try_in_memory_or_split(self, total_bytes: int, shape: Shape) -> Alternative:
+        """Return the plan of a shape; if its KV cache does not fit, the one with a part of it in a
+        file that is fastest at the end of a whole context."""
+        try:
+            return self.try_shape(total_bytes, shape)
+        except BudgetExceeded:
+            splits = []
+            for split in self.memory_planner.split_shapes(total_bytes, shape):
+                with suppress(BudgetExceeded):
+                    splits.append(self.try_shape(total_bytes, split))
+            if not splits:
+                raise
+        return max(splits, key=lambda plan: plan.at_whole_context.better_tokens_per_second)
 
     def _larger_capacities(self, minimum: Alternative) -> list[int]:
         """Return larger capacities to try, in draft tokens, largest first."""

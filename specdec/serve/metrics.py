@@ -50,6 +50,8 @@ _COUNTED = {
     "loaded_prefix_tokens": ("loaded_prefix_tokens", "Tokens whose KV these files held."),
     "recomputed_tokens": ("recomputed_tokens", "Tokens of preempted sequences computed again."),
     "bytes_streamed": ("streamed_bytes", "Bytes of weights read from storage."),
+    "kv_bytes_read": ("kv_read_bytes", "Bytes of KV read from its file."),
+    "kv_bytes_written": ("kv_written_bytes", "Bytes of KV written to its file."),
     "bytes_copied_to_device": ("copied_bytes", "Bytes of weights copied to a GPU."),
     "stall_seconds": ("stall_seconds", "Seconds that forward passes waited for storage."),
 }

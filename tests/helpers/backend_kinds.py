@@ -19,10 +19,13 @@ from tiered import STORAGE, tiered_model
 from backends.contract.exactness import EXACT_OFF
 from backends.contract.recovery import RecoveringBackend
 from backends.contract.source import BackendOptions, ModelSource
+from backends.kv.tier_sizes import Tiers
 from offload.placement.placement import Placement
 from offload.placement.plan import pin_all
 
 N_SLOTS = 2
+ON_STORAGE = "kv-on-storage"
+"""In the name of a kind: its KV cache has few blocks in memory, and the others in a file."""
 BF16 = "-bf16"
 """End of the name of a family whose checkpoint is stored in bf16."""
 TYPES = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
@@ -44,7 +47,7 @@ class Kind:
 
     @property
     def is_streamed(self) -> bool:
-        return not self.name.endswith("resident")
+        return "resident" not in self.name
 
     @property
     def resident(self) -> Kind:
@@ -119,6 +122,10 @@ class Kind:
 
         model = source.model
         weights: Any
+        if ON_STORAGE in self.name:
+            options["tiers"] = Tiers(
+                options.pop("n_hot", 3), options.pop("n_kept_free", 1), self.folder
+            )
         if self.name == "device":
             plan = tiered_model(model, lambda layer, tensor: STORAGE, N_SLOTS)
             weights = DeviceWeights(model, plan, CpuEngine())
@@ -146,6 +153,7 @@ STREAMED = [
 ]
 NAMES = [
     "torch-resident",
+    f"torch-streamed-{ON_STORAGE}",
     "torch-resident q8_0",
     "torch-resident fp8",
     *STREAMED,

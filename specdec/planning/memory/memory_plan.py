@@ -18,12 +18,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from backends.contract.source import ModelSource
+from backends.contract.source import KvSplit, ModelSource, StoredKv
 from offload.budget import MEMORY, BudgetExceeded, MemoryBudget, format_up
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
 from offload.units import MIB
 from specdec.config import MAX_DRAFT_TOKENS
+from specdec.planning.memory.kv_splits import (
+    MAX_ACTIVATION_SHARE,
+    larger_splits,
+    prompt_sizes,
+)
 from specdec.planning.memory.parts import Parts, parts_of_run
 from specdec.planning.memory.pinnable import PinnableMemory, estimate_pinnable
 from specdec.planning.memory.placement_planner import (
@@ -59,6 +64,8 @@ class Shape:
     """Device of the draft; None leaves the draft out."""
     kv_tokens: int | None = None
     """Capacity of the KV caches, in tokens of all sequences; None: the minimum."""
+    kv_split: KvSplit | None = None
+    """Part of the target's KV cache that is in memory; None: all of it."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class MemoryPlan:
     """The smallest budgets that work without a draft model."""
     vram: MemoryBudget | None = None
     """The GPU's ledger, if the target runs there."""
+    stored_kv: StoredKv | None = None
+    """The target's KV cache, if a part of it is in a file."""
     pinnable: PinnableMemory = PinnableMemory()
     """Unused memory that pins the target's layers while it decodes."""
 
@@ -221,8 +230,62 @@ class MemoryPlanner:
             smallest,
             self.smallest_alone,
             vram,
+            self._stored_kv(shape),
             pinnable,
         )
+
+    def _stored_kv(self, shape: Shape) -> StoredKv | None:
+        if shape.kv_split is None:
+            return None
+        return self._target.source.stored_kv(
+            (self._ctx_size, self.kv_tokens(shape)),
+            shape.kv_split,
+            self.options.max_target_tokens(shape.n_drafted),
+            self.options.target_nodes(shape.n_drafted),
+        )
+
+    def split_shapes(self, total_bytes: int, shape: Shape) -> list[Shape]:
+        """Return the shapes with a part of the KV cache in a file that are worth a comparison: from
+        the least KV in memory to the most beside a ring. None where no part can be.
+
+        A byte of KV in memory saves as much reading as one of a layer, but only in a context of
+        full length, and takes memory for staging off.
+        """
+        smallest = self._smallest_split(shape, total_bytes)
+        if smallest is None or smallest.kv_split is None:
+            return []
+        split, kv_tokens = smallest.kv_split, self.kv_tokens(shape)
+        needed = self._needed(self._parts(self._ctx_size, smallest), smallest, None)
+        kv_bytes = self._target.source.kv_bytes(kv_tokens, 0)
+        growth = max(0, total_bytes - needed) * kv_tokens // kv_bytes
+        growth = min(growth, kv_tokens - split.hot_tokens)
+        return [replace(shape, kv_split=x) for x in larger_splits(split, growth)]
+
+    def _smallest_split(self, shape: Shape, total_bytes: int | None = None) -> Shape | None:
+        """Return the shape with the least KV in memory, and as many prompt tokens per pass as a
+        budget allows; None where that saves nothing worth a file."""
+        source, draft = self._target.source, self._draft(shape)
+        if self._gpu is not None or not source.can_store_kv:
+            return None
+        if draft is not None and draft.source.attends_to_target:
+            return None
+        whole = sum(self._parts(self._ctx_size, shape).host.values())
+        hot_tokens = source.min_hot_tokens(self.options.target_nodes(shape.n_drafted))
+        if hot_tokens >= self.kv_tokens(shape):
+            return None
+        splits = [KvSplit(hot_tokens, n) for n in prompt_sizes(self._ctx_size)]
+        shapes = [replace(shape, kv_split=split) for split in splits]
+        sizes = [self._parts(self._ctx_size, x).host for x in shapes]
+        if whole - sum(sizes[-1].values()) < _MIN_ADVISED_SAVING_BYTES:
+            return None
+        if total_bytes is None:
+            return shapes[-1]
+        limit = MAX_ACTIVATION_SHARE * total_bytes
+        for candidate, parts in zip(shapes, sizes, strict=True):
+            needed = self._needed(Parts(parts), candidate, None)
+            if parts["target activations"] <= limit and needed <= total_bytes:
+                return candidate
+        return shapes[-1]
 
     def kv_tokens(self, shape: Shape, ctx_size: int | None = None) -> int:
         """Return the capacity of the target's KV cache, in tokens of all sequences together.
@@ -251,7 +314,8 @@ class MemoryPlanner:
 
     def _smallest(self, shapes: Sequence[Shape]) -> MinBudget:
         needed, needed_vram = [], []
-        for shape in shapes:
+        splits = map(self._smallest_split, shapes)
+        for shape in (*shapes, *(split for split in splits if split is not None)):
             parts = self._parts(self._ctx_size, shape)
             if self._gpu is not None:
                 needed_vram.append(self._needed_vram(self._gpu, parts, shape))
@@ -326,6 +390,7 @@ class MemoryPlanner:
             shape.n_drafted,
             is_on_gpu=self._gpu is not None,
             is_draft_on_gpu=shape.draft_device == CUDA,
+            kv_split=shape.kv_split,
         )
 
     def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:

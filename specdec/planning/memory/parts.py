@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
-from backends.contract.source import ModelSource
+from backends.contract.source import KvSplit, ModelSource
 from offload.process.memory import companion_bytes
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
@@ -63,10 +63,12 @@ def parts_of_run(
     *,
     is_on_gpu: bool,
     is_draft_on_gpu: bool,
+    kv_split: KvSplit | None = None,
 ) -> Parts:
     """Return the parts of everything but the layers.
 
     kv_tokens: capacity of the target's KV cache; the draft's has the same number of contexts.
+    kv_split: part of the target's KV cache that is in memory; None: all of it.
     """
     result = Parts()
     if companion_bytes():
@@ -74,6 +76,11 @@ def parts_of_run(
     n_nodes, num_tokens = options.target_nodes(n_drafted), options.max_target_tokens(n_drafted)
     parallel, sizes = options.max_num_seqs, (ctx_size, kv_tokens)
     _add_model(result, "target", target, is_on_gpu, sizes, num_tokens, n_nodes, parallel)
+    if kv_split is not None:
+        stored = target.stored_kv(sizes, kv_split, num_tokens, n_nodes)
+        result.host["target KV cache"] = stored.hot_bytes
+        result.host["staging of target KV cache"] = stored.staging_bytes
+        result.host["target activations"] = stored.scratch_bytes
     if draft is not None:
         n_run = max_draft_nodes(n_drafted, draft.max_tree_leaves)
         draft_ctx = draft_context_size(

@@ -74,6 +74,7 @@ def estimate_pinnable(
     reserved_bytes = num_tokens * activation_token_bytes + n_nodes * token_bytes
     reserved_bytes += sum(parts.get(name, 0) for name in DRAFTING_PARTS)
     max_bytes = unused - IN_USE_BYTES - reserved_bytes - RESERVE_BYTES
+    kv_tokens = min(kv_tokens, parts["target KV cache"] // max(1, token_bytes))
     return PinnableMemory(
         max_bytes, kv_tokens, token_bytes, activation_token_bytes, source.slot_bytes(placement)
     )

@@ -17,7 +17,9 @@ BLOCK_BYTES = 2 * N_HEADS * DIM * BLOCK_SIZE * 4  # keys and values in float32
 
 
 def write(pool: KvPool, kv: BlockStore, value: float, num_tokens: int) -> None:
-    pool.begin(kv.append_positions(kv.table.n_committed, num_tokens))
+    first = kv.table.n_committed
+    kv.take_blocks(first, num_tokens)
+    pool.begin(kv.rows(first, num_tokens))
     states = torch.full((1, N_HEADS, num_tokens, DIM), value)
     pool.layers[0].update(states, -states)
     kv.append([0] * num_tokens)
@@ -26,7 +28,7 @@ def write(pool: KvPool, kv: BlockStore, value: float, num_tokens: int) -> None:
 def rows(pool: KvPool, kv: BlockStore) -> torch.Tensor:
     keys = pool.layers[0].keys
     assert keys is not None
-    blocks = keys.unflatten(2, (-1, BLOCK_SIZE))[0, :, torch.from_numpy(kv.blocks)]
+    blocks = keys.unflatten(2, (-1, BLOCK_SIZE))[0, :, torch.from_numpy(kv.places)]
     return blocks.flatten(1, 2)[:, : kv.table.n_committed]
 
 

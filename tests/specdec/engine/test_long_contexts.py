@@ -1,0 +1,137 @@
+"""A context whose KV does not fit in the budget: the same text, to the bit, from a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_session import prompt
+from tiny_pair import save_model
+
+import specdec
+from backends.contract.backend import KvFileError
+from offload.storage import scratch_file
+from offload.units import MIB
+from specdec.api import LLM
+
+SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+OPTIONS: dict[str, Any] = {"ctx_size": 4096, "num_draft_tokens": 8, "exact": "on", "parallel": 3}
+ASKED: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": True, "seed": 5}
+LONG, OTHER, SHORT = prompt(3300, 7), prompt(1500, 8), prompt(90, 9)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target = save_model(folder / "target", seed=0, **SIZES)
+    return target, save_model(folder / "draft", seed=1)
+
+
+@pytest.fixture(scope="module")
+def budget(models: tuple[Path, Path]) -> int:
+    """A budget in which a few hundred tokens of KV fit."""
+    return specdec.plan_run(*models, **OPTIONS).smallest_budget_bytes + 24 * MIB
+
+
+@pytest.fixture(scope="module")
+def llm(models: tuple[Path, Path], budget: int) -> Iterator[LLM]:
+    with specdec.load(*models, memory_budget=budget, **OPTIONS) as loaded:
+        split = loaded.plan.kv_split
+        assert split is not None
+        assert 4 * split.hot_tokens < 2 * OPTIONS["ctx_size"]
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def whole(models: tuple[Path, Path]) -> Iterator[LLM]:
+    with specdec.load(models[0], spec_type="none", **OPTIONS) as loaded:
+        assert loaded.plan.kv_split is None
+        yield loaded
+
+
+def same(first: Any, second: Any) -> bool:
+    return bool(first.token_ids == second.token_ids and first.logprobs == second.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_where_the_kv_is_changes_no_bit(llm: LLM, whole: LLM, temperature: float) -> None:
+    asked = {**ASKED, "temperature": temperature}
+    result = llm.generate(LONG, **asked)
+    assert same(result, whole.generate(LONG, **asked))
+    assert result.stats.kv_bytes_read > 0
+    assert result.stats.kv_bytes_written > 0
+    assert llm.target.kv_bytes <= _kv_bytes(llm)
+    turn = [*LONG, *result.token_ids, *SHORT]  # goes on in the prefix cache
+    again = llm.generate(turn, **asked)
+    assert same(again, whole.generate(turn, **asked))
+    assert again.stats.reused_prompt_tokens > len(LONG) // 2
+
+
+def _kv_bytes(llm: LLM) -> int:
+    parts = dict(llm.plan.parts)
+    return parts["target KV cache"] + parts["staging of target KV cache"]
+
+
+def test_sequences_share_passes_and_memory(llm: LLM, whole: LLM) -> None:
+    """The last ones have a common prefix; all of them together do not fit in the KV cache."""
+    prompts = [prompt(1460, 11), SHORT, OTHER, OTHER[:1400] + SHORT]
+    asked = {**ASKED, "n": 2, "temperature": 0.7}
+    first, second = (made.generate(prompts, **asked) for made in (llm, whole))
+    for actual, expected in zip(first, second, strict=True):
+        pairs = zip(actual.outputs, expected.outputs, strict=True)
+        assert all(same(*pair) for pair in pairs)
+
+
+def test_plan_and_figures_tell_both_streams(llm: LLM) -> None:
+    from specdec.cli.output import perf_line
+
+    text = "\n".join(llm.plan.lines())
+    assert "staging of target KV cache" in text
+    assert f"of {llm.plan.kv_tokens} tokens in memory, the others in a file" in text
+    assert llm.plan.kv_bytes_per_pass > 0
+    stats = llm.generate(OTHER, **ASKED).stats
+    assert "GB of KV read, " in perf_line(stats.to_dict())
+
+
+def test_a_budget_that_was_refused_runs(models: tuple[Path, Path], budget: int) -> None:
+    """The smallest budget is far below the KV of the context and the rest."""
+    plan = specdec.plan_run(*models, **OPTIONS)
+    assert plan.kv_split is None
+    reserved = plan.budget_bytes - dict(plan.parts)["available"]
+    assert plan.smallest_budget_bytes < reserved - 30 * MIB
+
+
+def test_memory_holds_kv_until_all_of_it_fits(models: tuple[Path, Path], budget: int) -> None:
+    sizes = []
+    for more_mib in (0, 50, 100, 1000):
+        plan = specdec.plan_run(models[0], memory_budget=budget + more_mib * MIB, **OPTIONS)
+        sizes.append(plan.kv_tokens if plan.kv_split is None else plan.kv_split.hot_tokens)
+        read = plan.kv_bytes_per_pass
+        assert (read > 0) == (sizes[-1] < plan.ctx_size)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] >= OPTIONS["ctx_size"]
+
+
+@pytest.mark.parametrize(
+    ("what", "number"), [("pread_into", errno.EIO), ("pwrite_from", errno.ENOSPC)]
+)
+def test_a_failure_ends_one_request(
+    llm: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    def fail(*where: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    llm.session.forget_prompt()
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_file, what, fail)
+        failing, going_on = llm.stream(LONG, **ASKED), llm.stream(SHORT, **ASKED)
+        text = "".join(chunk.text for chunk in going_on)
+        with pytest.raises(KvFileError, match=os.strerror(number)) as caught:
+            list(failing)
+    assert "\n" not in str(caught.value)
+    assert text == whole.generate(SHORT, **ASKED).text
+    assert same(llm.generate(LONG, **ASKED), whole.generate(LONG, **ASKED))
