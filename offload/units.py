@@ -53,7 +53,7 @@ def parse_bytes(text: str | int) -> int:
         raise UnitError(f"{text!r} has no unit; write for example 3.5GiB, 6GB or 4096B")
     scale = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
-        raise UnitError(f"{text!r} is not a byte count; write for example 3.5GiB, 6GB or 512M")
+        raise UnitError(f"{text!r} is not a byte count; write for example 3.5GiB, 6GB or 512MB")
     n_bytes = (Decimal(match.group(1)) * scale).to_integral_value(rounding=ROUND_HALF_UP)
     return _check_range(int(n_bytes), text)
 

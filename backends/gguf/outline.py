@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from backends.contract.backend import UnsupportedModel
+from offload.distribution import install_command
 from offload.formats.gguf_header import row_bytes
 from offload.formats.outline import write_outline
 
@@ -75,8 +77,14 @@ class GgufSizes:
 
 
 def write_gguf_outline(path: Path, sizes: GgufSizes, file_type: str) -> int:
-    """Write the outline of a model in one of FILE_TYPES; return the file's bytes."""
-    import gguf
+    """Write the outline of a model in one of FILE_TYPES; return the file's bytes.
+
+    Raises UnsupportedModel without the package gguf.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UnsupportedModel(f"GGUF models need gguf: {install_command('gguf')}") from error
 
     writer = gguf.GGUFWriter(None, sizes.architecture)
     writer.add_tokenizer_model("no_vocab")

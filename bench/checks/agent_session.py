@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -179,19 +178,19 @@ def restart(llm: LLM, cache: Path, prompt: list[int], sizes: Sizes) -> dict[str,
     of. A short request before waits for the weights that a first pass reads."""
     llm.generate(prompt[: sizes.num_new], max_tokens=2, cache_prompt=False)
     # Links, because the files are replaced by those of the longer prefix.
-    links = Path(tempfile.mkdtemp(dir=cache.parent, prefix=f"{cache.name}-"))
-    for path in cache.glob("*.safetensors"):
-        os.link(path, links / path.name)
-    before = {path: path.stat().st_mtime_ns for path in links.iterdir()}
-    drop_files(before)
-    result = llm.generate(prompt, max_tokens=sizes.num_answer, ignore_eos=True)
-    used = [path for path, time_ns in before.items() if path.stat().st_mtime_ns != time_ns]
-    n_loaded = llm.stats.loaded_prefix_tokens
-    n_new = result.stats.prompt_tokens - result.stats.reused_prompt_tokens
-    alone = llm.generate(prompt[-n_new:], max_tokens=1, cache_prompt=False).stats
-    first, read = result.stats.time_to_first_token, read_seconds(used)
-    read_bytes = sum(path.stat().st_size for path in used)
-    shutil.rmtree(links)
+    with tempfile.TemporaryDirectory(dir=cache.parent, prefix=f"{cache.name}-") as folder:
+        links = Path(folder)
+        for path in cache.glob("*.safetensors"):
+            os.link(path, links / path.name)
+        before = {path: path.stat().st_mtime_ns for path in links.iterdir()}
+        drop_files(before)
+        result = llm.generate(prompt, max_tokens=sizes.num_answer, ignore_eos=True)
+        used = [path for path, time_ns in before.items() if path.stat().st_mtime_ns != time_ns]
+        n_loaded = llm.stats.loaded_prefix_tokens
+        n_new = result.stats.prompt_tokens - result.stats.reused_prompt_tokens
+        alone = llm.generate(prompt[-n_new:], max_tokens=1, cache_prompt=False).stats
+        first, read = result.stats.time_to_first_token, read_seconds(used)
+        read_bytes = sum(path.stat().st_size for path in used)
     return {
         "prompt": prompt,
         "answer": result.token_ids,

@@ -1,4 +1,4 @@
-"""Peak memory and speed of one text whose memory budget changes while it is written.
+"""Memory and speed of one text whose memory budget changes while it is written.
 
     python -m bench.checks.budget_changes -m MODEL -md pair:draft --budgets 3.5GiB,2GiB,3GiB
 
@@ -26,7 +26,7 @@ from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from offload.process.cgroup_files import write_cgroup
 from offload.process.limited import OK, Limits, run_limited
-from offload.process.memory import CgroupLocation, memory_cgroups, process_memory, reset_peak_rss
+from offload.process.memory import CgroupLocation, memory_cgroups, process_memory
 from offload.units import GIB, parse_bytes
 from specdec.cli.errors import run_app
 
@@ -59,7 +59,10 @@ def main(
     """Write one text under changing budgets."""
     sizes = [parse_bytes(size) for size in budgets.split(",")]
     if not is_inside:
-        return _run_in_a_cgroup(max(sizes))
+        options = ["-m", model, "--budgets", budgets, "--prompts", str(prompts)]
+        options += ["-n", str(max_tokens)]
+        options += ["-md", draft_model] if draft_model else []
+        return _run_in_a_cgroup(options, max(sizes))
     import specdec
 
     load: dict[str, Any] = {"model": model, "draft_model": draft_model}
@@ -87,7 +90,7 @@ def measure(
             if budget > budgets[number - 1]:
                 _set_limit(cgroup, budget)
             llm.set_memory_budget(budget)
-            next(chunks)
+            next(chunks, None)
             _set_limit(cgroup, budget)
         is_last = number == len(budgets) - 1
         rows.append(_read(chunks, budget, None if is_last else max_tokens // len(budgets)))
@@ -96,7 +99,6 @@ def measure(
 
 def _read(chunks: Iterator[Any], budget: int, num_tokens: int | None) -> dict[str, Any]:
     """Read as many tokens of the text; None: the rest."""
-    reset_peak_rss()
     started, n_read, peak = time.monotonic(), 0, 0
     for chunk in chunks:
         n_read += len(chunk.token_ids)
@@ -130,9 +132,9 @@ def _set_limit(cgroup: CgroupLocation, n_bytes: int) -> None:
     write_cgroup(cgroup.directory / _LIMIT_FILES[cgroup.version], n_bytes)
 
 
-def _run_in_a_cgroup(limit_bytes: int) -> None:
+def _run_in_a_cgroup(options: list[str], limit_bytes: int) -> None:
     """Run this command in a cgroup, and print what it prints."""
-    argv = [sys.executable, "-m", "bench.checks.budget_changes", *sys.argv[1:], "--inside"]
+    argv = [sys.executable, "-m", "bench.checks.budget_changes", *options, "--inside"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         outcome = run_limited(argv, Limits(limit_bytes, _MAX_SECONDS), os.environ, log)

@@ -189,9 +189,12 @@ class KVCacheManager:
         return self._target.n_fitting(batch) == len(batch)
 
     def _waits_for_another(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence is computing a prefix of this one."""
+        """Return whether a running sequence is computing a prefix of this one, or the
+        log-probabilities of its prompt, which come before the request's first token."""
         ids = sequence.ids_to_compute[:-1]
         for other in self.running:
+            if other.request is sequence.request and other.scores_prompt:
+                return True
             if not sequence.cache_prompt or other.is_decoding:
                 continue
             num_common = common_length(other.token_ids, ids)

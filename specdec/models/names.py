@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from backends.contract.backend import one_line
@@ -105,9 +106,11 @@ def _describe_missing(text: str, path: Path) -> str:
         return f"no such model: {path} is a link that leads nowhere"
     if text.startswith(_PATH_STARTS):
         return f"no such model {'file' if path.suffix == '.gguf' else 'directory'}: {path}"
+    near = get_close_matches(text.lower().partition(":")[0], PACKAGED, n=1)
+    hint = f"did you mean {near[0]}? Else give" if near else "give"
     return (
-        f"no such model: {path} is no file or directory here; "
-        "give the path of one, a hub id (user/repo), smollm2 or pair:target"
+        f"no such model: {path} is no file or directory here; {hint} the path of one, a hub id "
+        "(user/repo), smollm2, pair:target, or ollama:NAME for a model of Ollama's on this machine"
     )
 
 

@@ -184,14 +184,14 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
         return []
     ranked = sorted(alternatives, key=lambda plan: -plan.tokens_per_second)
     width = max(len(plan.name) for plan in ranked) + 2
-    lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>10}" for title in _HEADINGS[1:])]
+    lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>12}" for title in _HEADINGS[1:])]
     for plan in ranked:
         mark = "* " if plan is chosen else "  "
         cells = (
-            f"{_format_figure(plan.target.placement.moved_bytes / 1e9):>10}",
-            f"{_format_figure(plan.target.seconds(1)):>10}",
-            f"{_format_figure(plan.target.seconds(1 + plan.n_tree)):>10}",
-            f"{plan.tokens_per_second:10.2f}",
+            f"{_format_figure(plan.target.placement.moved_bytes / 1e9):>12}",
+            f"{_format_figure(plan.target.seconds(1)):>12}",
+            f"{_format_figure(plan.target.seconds(1 + plan.n_tree)):>12}",
+            f"{plan.tokens_per_second:12.2f}",
         )
         lines.append(f"{mark + plan.name:<{width}}" + "".join(cells))
     if ranked[0] is not chosen:

@@ -70,6 +70,8 @@ class OutputEvents:
 
     def finish(self, output: CompletionOutput, choice: int) -> Iterator[Step | Finish]:
         """Yield the events of a sequence's end."""
+        if self._job.drops_output:
+            output = replace(output, finish_reason="length", stop=None)
         deltas = self._shown(choice, self._parsers[choice].finish(output.finish_reason))
         if self._job.includes_stop and output.stop is not None:
             deltas.append(TextDelta(output.stop))

@@ -236,14 +236,19 @@ def _loaded_text(body: ollama.OllamaGenerateRequest) -> OllamaGenerateResponse |
     )
 
 
-def check_content_type(request: Request) -> None:
-    """Refuse what a browser sends for a page of another site: another type, or none but an origin.
+_OF_BROWSERS = ("Origin", "Sec-Fetch-Site")
+"""Headers of every POST that a page makes (Fetch standard)."""
 
-    litellm sends no type to Ollama's routes.
+
+def check_content_type(request: Request) -> None:
+    """Refuse what a browser sends for a page of another site without asking: another type.
+
+    Browsers tell where a request is from; curl sends the type of a form if none is given, and
+    litellm none to Ollama's routes.
     """
-    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if not kind and "Origin" not in request.headers:
+    if not any(name in request.headers for name in _OF_BROWSERS):
         return
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
         kind.startswith("application/") and kind.endswith("+json")
     ):

@@ -278,6 +278,13 @@ def _config(app: object, idle: IdleConnections) -> uvicorn.Config:
     )
 
 
+def _reason(error: OSError) -> str:
+    """Return the system's words alone: Python adds the address."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return str(error.strerror or error)
+    return os.strerror(error.errno)
+
+
 @contextmanager
 def _listening(options: ServeOptions) -> Iterator[socket.socket]:
     """Listen before anything is loaded: a port that is taken is reported at once."""
@@ -289,7 +296,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ServeError(
-            f"cannot listen at {options.host}, port {options.port}: {error.strerror or error}; "
+            f"cannot listen at {options.host}, port {options.port}: {_reason(error)}; "
             "name another --host or --port"
         ) from error
     with listener:

@@ -100,7 +100,10 @@ class RequestModel(Lenient):
 
 def _check_neutral(name: str, value: Any) -> None:
     allowed, remedy = NEUTRAL.get(name, ((), ""))
-    is_neutral = any(value is item or (value == item and item is not None) for item in allowed)
+    # 0 is no False: as `prompt_logprobs` it asks for something.
+    is_neutral = any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
+    )
     if allowed and not is_neutral:
         raise bad_request(f"{name} is not supported: {remedy}", name)
 

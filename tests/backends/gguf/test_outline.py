@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from llama_quantize import llama_quantize
 
+from backends.contract.backend import UnsupportedModel
 from backends.contract.exactness import EXACT_OFF
 from backends.contract.source import BackendOptions
 from backends.gguf.exactness import ExactRun
@@ -97,3 +99,11 @@ def test_llama_cpp_opens_a_small_model_of_each_kind(tmp_path: Path, file_type: s
             source = GgufSource(path, BackendOptions(), ExactRun(EXACT_OFF, "f16", "f16"))
             assert (source.state_bytes(1, 1) > 0) == kind.startswith("hybrid")
             assert any(source.experts) == (sizes.num_experts > 0)
+
+
+def test_without_gguf_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedModel, match=r"need gguf: pip install 'specdec-stream\[gguf\]'"):
+        write_gguf_outline(tmp_path / "model.gguf", DENSE, Q8_0)

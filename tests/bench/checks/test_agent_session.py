@@ -32,7 +32,7 @@ def test_a_session_goes_on_after_a_restart(
     assert len(result["first_tokens"]) == 4
     for restart in result["restarts"]:
         assert restart["loaded_tokens"] >= 300
-        assert restart["computed_tokens"] <= 12 + 1
+        assert restart["computed_tokens"] <= 2 * (12 + 4) + 1  # the last turn or the one before
         assert restart["read_bytes"] > 0
         assert restart["seconds"]["read"] > 0
     assert list(tmp_path.iterdir()) == []

@@ -73,6 +73,20 @@ def test_several_sequences_share_them(resident):
     assert result.prompt_logprobs == scores(resident)
 
 
+@pytest.mark.gguf
+def test_they_come_before_the_first_token_of_any_sequence(tmp_path):
+    """The second sequence, which scores nothing, would be ready first."""
+    path = save_tiny_architecture("llama", tmp_path / "model.gguf")
+    with specdec.load(path, ctx_size=256, spec_type=(), parallel=4) as llm:
+        assert llm.session.target.max_scored_tokens < len(LONG)
+        stream = llm.stream(
+            LONG, n=2, temperature=1.0, seed=1, max_tokens=4, prompt_logprobs=1, ignore_eos=True
+        )
+        known = [stream.prompt_logprobs is not None for _ in stream]
+        assert len(known) >= 2
+        assert all(known)
+
+
 def test_prompts_of_a_batch(small_llm):
     prompts = [LONG, LONG[:9], PROMPT, [9]]
     options = {"max_tokens": 6, "prompt_logprobs": 2}

@@ -101,10 +101,12 @@ def test_without_a_key_only_this_machine_is_served(server: Server, host: str) ->
 
 def test_a_form_of_another_site_is_no_request(server: Server) -> None:
     """Browsers send text/plain to other sites without asking; JSON they do not."""
-    status, _ = server.post("/v1/chat/completions", CHAT, {"Content-Type": "text/plain"})
-    assert status == 400
-    untyped = {"Content-Type": "", "Origin": "http://evil.example"}  # a Blob of no type
-    assert server.post("/v1/chat/completions", CHAT, untyped)[0] == 400
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):  # "": a Blob of no type
+        for tells in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            headers = {"Content-Type": kind, **tells}
+            assert server.post("/v1/chat/completions", CHAT, headers)[0] == 400
+    curl = {"Content-Type": "application/x-www-form-urlencoded"}  # what `curl -d` sends
+    assert server.post("/v1/chat/completions", CHAT, curl)[0] == 200
     assert server.post("/v1/chat/completions", CHAT, {"Content-Type": ""})[0] == 200
     _, text = request(server, "GET", "/v1/models", Origin="http://evil.example")
     assert "access-control" not in text.lower()
