@@ -33,6 +33,14 @@ DEFAULTS_FILE = "specdec.defaults"
 """Key in a context's `meta`: the file that its default values come from."""
 
 
+_REMEDIES = (
+    ("No such command 'list'", ": use specdec models"),
+    ("No such command 'show'", ": use specdec models, or specdec plan -m MODEL"),
+    ("Got unexpected extra argument", ": a prompt of several words is quoted, a model named once"),
+)
+"""Beginnings of typer's messages, and what is added to them."""
+
+
 @dataclass(frozen=True)
 class Invocation:
     """Arguments of the command; `context.obj` for commands."""
@@ -138,7 +146,8 @@ def _with_value(error: TyperException) -> str:
     message = error.format_message().rstrip(".")
     list_errors = getattr(error.__cause__, "errors", None)  # of pydantic's ValidationError
     if list_errors is None:
-        return message
+        return message + next((end for begin, end in _REMEDIES if message.startswith(begin)), "")
+    message = message.partition(", unable to parse")[0]
     return message.replace("Input should", f"{list_errors()[0]['input']!r} should", 1)
 
 

@@ -111,3 +111,19 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("SPECDEC_DEBUG", value)
         assert main(["serve", "-m", "pair:target"]) == 0
     assert calls == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["list"], "No such command 'list': use specdec models"),
+        (["show", "smollm2"], "use specdec models, or specdec plan -m MODEL"),
+        (["run", "smollm2", "hi", "there"], "a prompt of several words is quoted"),
+        (["run", "smollm2", "hi", "-c", "abc"], "'abc' should be a valid integer (see"),
+    ],
+)
+def test_a_misplaced_word_comes_with_a_remedy(
+    argv: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert remedy in capsys.readouterr().err
