@@ -114,14 +114,20 @@ class Staging:
         try:
             for earlier in list(self._pass.written):
                 if earlier <= layer - len(self._buffers):
-                    wait_for(self._pass.written.pop(earlier), check)
+                    self._finish(self._pass.written, earlier, check)
             if layer in self._pass.loaded:
-                wait_for(self._pass.loaded.pop(layer), check)
+                self._finish(self._pass.loaded, layer, check)
         finally:
             self.stall_seconds += time.perf_counter() - began
         size = self._file.block_bytes[layer]
         view = self._memory(layer)[: self._n_bytes // size * size]
         return torch.frombuffer(view, dtype=torch.uint8).view(-1, size)
+
+    @staticmethod
+    def _finish(jobs: dict[int, Future[None]], layer: int, check: Check) -> None:
+        """Wait for a layer's job; until then `abandon` knows it, also if `check` raises."""
+        wait_for(jobs[layer], check)
+        del jobs[layer]
 
     def release(self, layer: int) -> None:
         """Write a layer's new blocks, and use its buffer for a later layer."""
@@ -140,14 +146,17 @@ class Staging:
             self.stall_seconds += time.perf_counter() - began
 
     def abandon(self, check: Check) -> None:
-        """Cancel what is left of a pass and wait for the job that runs."""
+        """Cancel what is left of a pass and wait for the job that runs.
+
+        If `check` raises, that job is still known, and waited for the next time.
+        """
         jobs = [*self._pass.loaded.values(), *self._pass.written.values()]
-        self._pass = _Pass((), (), {}, {})
         for job in jobs:
             job.cancel()
         while not all(job.done() for job in jobs):
             check()
             wait(jobs, WAKE_SECONDS)
+        self._pass = _Pass((), (), {}, {})
 
     def release_above(self, n_blocks: int) -> None:
         """Give the memory of all but the first `n_blocks` blocks back. Between passes only."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,36 @@ def test_a_pass_cut_short_leaves_the_next_one_right(
     with inside_a_pass(backend, backend.request_cancel), pytest.raises(BackendError):
         own(backend).prefill(TEXT[600:890])
     assert np.array_equal(own(backend).prefill([7]), own(plain).prefill([7]))
+
+
+def test_a_pass_cancelled_behind_a_slow_write_leaves_no_read_behind(
+    backend: RecoveringBackend[Any],
+    plain: RecoveringBackend[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read that is in the queue when layer 0 is cancelled fills no buffer of the next pass."""
+    own(backend).prefill(TEXT[:700])
+    staging, is_computed = pool_of(backend)._staging, Event()
+    acquire, release = staging.acquire, staging.release
+    staging.submit(lambda: [is_computed.wait(60)].clear())
+
+    def cancel_and_acquire(layer: int, check: Any) -> Any:
+        backend.request_cancel()
+        return acquire(layer, check)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "acquire", cancel_and_acquire)
+        with pytest.raises(BackendError, match="cancelled"):
+            own(backend).prefill([7])
+
+    def note_and_release(layer: int) -> None:
+        is_computed.set()  # layer 0 has written its rows to the buffer
+        release(layer)
+
+    monkeypatch.setattr(staging, "release", note_and_release)
+    own(backend).rollback(0)
+    for token_ids in (TEXT[200:900], [9]):
+        assert np.array_equal(own(backend).prefill(token_ids), own(plain).prefill(token_ids))
 
 
 def test_no_file_is_left(kind_models: Path, tmp_path: Path) -> None:
