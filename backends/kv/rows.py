@@ -39,7 +39,11 @@ def take_rows(new: Sequence[NewTokens[BlockStore]], n_more: int) -> tuple[np.nda
         num_tokens = len(tokens.token_ids) + (n_more if tokens is new[-1] else 0)
         spans.append((tokens.store.table.n_committed + tokens.n_live_before, num_tokens))
     new[0].store.prepare([tokens.store for tokens in new])
-    for tokens, span in zip(new, spans, strict=True):
+    # New blocks come last, since they may be cold: those that change need memory. Nodes' blocks
+    # are taken before those of prompts, so that they stay in memory for the commit.
+    for tokens, (first, _) in zip(new, spans, strict=True):
+        tokens.store.make_writable(first)
+    for tokens, span in sorted(zip(new, spans, strict=True), key=lambda x: not x[0].are_nodes):
         tokens.store.take_blocks(*span)
     # Only now: taking a block may have moved others.
     places, parts = [], []

@@ -51,8 +51,8 @@ class BlockStore:
         """See KvPool.prepare."""
         self._pool.prepare(stores)
 
-    def take_blocks(self, first: int, num_tokens: int) -> None:
-        """Have blocks to write `num_tokens` rows from `first` on.
+    def make_writable(self, first: int) -> None:
+        """Have its blocks from row `first` on in memory, and for itself.
 
         Raises BackendError, and loses nothing, if the pool has no more blocks.
         """
@@ -61,6 +61,13 @@ class BlockStore:
                 if self._pool.is_shared(self._blocks[at]):
                     self._blocks[at] = self._pool.own_copy(self._blocks[at])
             self._pool.make_writable(self._blocks[first // BLOCK_SIZE :])
+
+    def take_blocks(self, first: int, num_tokens: int) -> None:
+        """Take the blocks that `num_tokens` rows from `first` on need beside those it has.
+
+        Raises BackendError, and loses nothing, if the pool has no more blocks.
+        """
+        with self._naming_itself():
             n_more = blocks_of(first + num_tokens) - len(self._blocks)
             self._blocks += self._pool.take_many(max(0, n_more))
 

@@ -85,6 +85,45 @@ def test_any_history_equals_a_fresh_prefill(name: str, family: str, kind_models:
         )
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_batch_that_fits_never_raises(seed: int, kind_models: Path) -> None:
+    """Prompts, trees, forks and rollbacks of more sequences than the hot blocks have ends for."""
+    random = np.random.default_rng(seed)
+    for n_hot in range(9, 13):
+        with load(kind_models, n_hot=n_hot, n_kept_free=5, num_kv_slots=4000) as backend:
+            sequences = [backend.new_sequence() for _ in range(6)]
+            n_passes = sum(a_pass_that_fits(backend, sequences, random) for _ in range(25))
+            assert n_passes >= 8
+            assert n_cold(backend) > 0
+
+
+def a_pass_that_fits(backend: Any, sequences: list[Any], random: np.random.Generator) -> bool:
+    """Run a pass over random inputs of some sequences, if it fits; return whether it does."""
+    batch: list[SequenceInput] = []
+    for i in random.permutation(len(sequences))[: random.integers(1, len(sequences) + 1)]:
+        if random.random() < 0.1 and sequences[i].n_committed:
+            sequences[i - 1].close()
+            sequences[i - 1] = sequences[i].fork(int(random.integers(1, sequences[i].n_committed)))
+            batch = [added for added in batch if not added.kv.is_closed]
+        sequence = sequences[i]
+        if sequence.n_committed > 650:
+            sequence.rollback(int(random.integers(300)))
+        if random.random() < 0.5 or not sequence.n_committed:
+            batch.append(SequenceInput(sequence, TEXT[: random.integers(1, 200)]))
+        else:
+            n_nodes = int(random.integers(1, 10))
+            batch.append(SequenceInput(sequence, TEXT[:n_nodes], [PREFIX] * n_nodes))
+    if backend.n_fitting(batch) < len(batch):
+        for sequence in sequences:
+            sequence.prune([x for x in sequence.store.table.ids if random.random() < 0.5])
+        return False
+    outputs = backend.forward(batch)
+    for added, output in zip(batch, outputs, strict=True):
+        if added.parents is not None and random.random() < 0.7:
+            added.kv.commit(output.node_ids[:1])
+    return True
+
+
 def conversation(backend: RecoveringBackend[Any]) -> list[np.ndarray]:
     """Return rows of a long prompt, trees, commits, a fork, a rollback into cold blocks."""
     actual = [own(backend).prefill(TEXT[:700])]

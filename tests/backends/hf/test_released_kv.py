@@ -18,6 +18,7 @@ BLOCK_BYTES = 2 * N_HEADS * DIM * BLOCK_SIZE * 4  # keys and values in float32
 
 def write(pool: KvPool, kv: BlockStore, value: float, num_tokens: int) -> None:
     first = kv.table.n_committed
+    kv.make_writable(first)
     kv.take_blocks(first, num_tokens)
     pool.begin(kv.rows(first, num_tokens))
     states = torch.full((1, N_HEADS, num_tokens, DIM), value)
