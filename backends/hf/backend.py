@@ -340,6 +340,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         return (n_free,) if n_hot is None else (n_free, n_hot - n_more)
 
     def _restart(self) -> None:
+        self._pool.abandon()
         with self._turn:
             self._weights.restart()
 

@@ -221,6 +221,9 @@ class KvPool(NoStates, Cache):
     def end(self, check: Check = no_check) -> None:
         """End a pass that used all layers."""
 
+    def abandon(self) -> None:
+        """End a pass that failed: nothing of it goes on afterwards."""
+
     def copy_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
         initialized = [layer for layer in self.layers if layer.is_initialized]
         if initialized:  # all on one device, to which the rows go once

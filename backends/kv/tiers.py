@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,7 +211,10 @@ class TieredPool(KvPool):
     # --- from memory to the file -----------------------------------------------------------------
 
     def _make_hot_slots(self, n: int, but: Collection[int] = ()) -> None:
-        """Write hot blocks to the file until `n` hot ones are free, as far as there are any."""
+        """Write hot blocks to the file until `n` hot ones are free, as far as there are any.
+
+        Raises KvFileError if that fails and fewer are free.
+        """
         while self._hot.n_free < n:
             if not self._spills and not self._spill(but):
                 return
@@ -253,18 +256,21 @@ class TieredPool(KvPool):
         return self._places[block] < self._n_hot and block not in self._spills
 
     def _reuse_written(self) -> None:
-        """Use the memory of blocks that have been written."""
+        """Use the memory of blocks that have been written; one that could not be stays there."""
         for block, spill in list(self._spills.items()):
             if spill.job.done():
-                self._finish_spill(block, spill)
+                with suppress(KvFileError, MemoryError):
+                    self._finish_spill(block, spill)
 
     def _finish_spill(self, block: int, spill: _Spill) -> None:
         del self._spills[block]
         try:
             wait_for(spill.job, no_check)
-        except StorageError as error:
+        except BaseException as error:
             self._cold.give_back(spill.cold)
-            raise KvFileError(str(error)) from error
+            if isinstance(error, StorageError):
+                raise KvFileError(str(error)) from error
+            raise
         self._hot.give_back(int(self._places[block]))
         self._places[block] = self._n_hot + spill.cold
 
@@ -317,16 +323,12 @@ class TieredPool(KvPool):
         with self._naming_stores():
             self._staging.end(check)
         self._new_cold.clear()
-        self._reuse_written_quietly()
+        self._reuse_written()
         while self._hot.n_free + len(self._spills) < self._n_kept_free and self._spill():
             pass
 
-    def _reuse_written_quietly(self) -> None:
-        """Do so; a block that could not be written stays, until its memory is needed."""
-        try:
-            self._reuse_written()
-        except KvFileError:
-            return
+    def abandon(self) -> None:
+        self._staging.abandon(no_check)
 
     @contextmanager
     def _naming_stores(self) -> Iterator[None]:
@@ -341,7 +343,7 @@ class TieredPool(KvPool):
     # --- the end ---------------------------------------------------------------------------------
 
     def free(self) -> None:
-        self._staging.abandon(no_check)
+        self.abandon()
         for block in list(self._spills):
             self._cancel_spill(block)
         super().free()

@@ -6,6 +6,8 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -297,21 +299,49 @@ def test_a_full_disk_ends_the_sequence_that_needs_memory(
     assert np.array_equal(long.prefill(TEXT[:600]), own(plain).prefill(TEXT[:600]))
 
 
+def fill_memory(backend: RecoveringBackend[Any]) -> None:
+    """Compute as many tokens as the hot blocks hold, and end all writes in the background."""
+    for at in range(0, N_HOT * BLOCK_SIZE, 16):
+        own(backend).prefill(TEXT[at : at + 16])
+        wait(spill.job for spill in pool_of(backend)._spills.values())
+
+
+@pytest.mark.parametrize("n_kept_free", [1, 5])
 def test_a_block_that_could_not_be_written_stays(
-    backend: RecoveringBackend[Any],
+    n_kept_free: int,
+    kind_models: Path,
     plain: RecoveringBackend[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A full disk fails what needs memory that is not there, and nothing before."""
+    with load(kind_models, n_kept_free=n_kept_free) as backend:
+        with monkeypatch.context() as patch:
+            fail_with(patch, "pwrite_from", errno.ENOSPC)
+            fill_memory(backend)
+            with pytest.raises(KvFileError, match="cannot be written: No space left"):
+                own(backend).prefill(TEXT[512:600])
+        assert own(backend).n_committed == 512
+        own(plain).prefill(TEXT[:512])
+        rows = [own(made).prefill(TEXT[512:600]) for made in (backend, plain)]
+        assert np.array_equal(*rows)
+
+
+def test_a_write_that_found_no_memory_takes_no_space_in_the_file(
+    backend: RecoveringBackend[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(backend)
+
+    def write(hot: int, cold: int) -> None:
+        raise MemoryError
+
     with monkeypatch.context() as patch:
-        fail_with(patch, "pwrite_from", errno.EIO)
-        for at in range(0, 400, 20):
-            own(backend).prefill(TEXT[at : at + 20])
-        with pytest.raises(KvFileError, match="cannot be written: Input/output error"):
-            own(backend).prefill(TEXT[400:600])
-    n = own(backend).n_committed
-    assert n == 400
-    own(plain).prefill(TEXT[:n])
-    assert np.array_equal(own(backend).prefill(TEXT[n:600]), own(plain).prefill(TEXT[n:600]))
+        patch.setattr(pool._mover, "write", write)
+        fill_memory(backend)
+        assert pool._spills
+        with pytest.raises(MemoryError):
+            own(backend).prefill(TEXT[512:600])
+    own(backend).rollback(0)
+    assert pool._cold.n_used == 0
 
 
 def test_a_pass_cut_short_leaves_the_next_one_right(
@@ -324,6 +354,22 @@ def test_a_pass_cut_short_leaves_the_next_one_right(
     assert np.array_equal(own(backend).prefill([7]), own(plain).prefill([7]))
 
 
+@contextmanager
+def cancelled_in_layer_0(backend: RecoveringBackend[Any]) -> Iterator[None]:
+    """Cancel the pass when its first layer is about to wait for cold blocks."""
+    staging = pool_of(backend)._staging
+    acquire = staging.acquire
+
+    def cancel_and_acquire(layer: int, check: Any) -> Any:
+        backend.request_cancel()
+        return acquire(layer, check)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "acquire", cancel_and_acquire)
+        with pytest.raises(BackendError, match="cancelled"):
+            yield
+
+
 def test_a_pass_cancelled_behind_a_slow_write_leaves_no_read_behind(
     backend: RecoveringBackend[Any],
     plain: RecoveringBackend[Any],
@@ -332,17 +378,11 @@ def test_a_pass_cancelled_behind_a_slow_write_leaves_no_read_behind(
     """A read that is in the queue when layer 0 is cancelled fills no buffer of the next pass."""
     own(backend).prefill(TEXT[:700])
     staging, is_computed = pool_of(backend)._staging, Event()
-    acquire, release = staging.acquire, staging.release
+    release = staging.release
     staging.submit(lambda: [is_computed.wait(60)].clear())
 
-    def cancel_and_acquire(layer: int, check: Any) -> Any:
-        backend.request_cancel()
-        return acquire(layer, check)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(staging, "acquire", cancel_and_acquire)
-        with pytest.raises(BackendError, match="cancelled"):
-            own(backend).prefill([7])
+    with cancelled_in_layer_0(backend):
+        own(backend).prefill([7])
 
     def note_and_release(layer: int) -> None:
         is_computed.set()  # layer 0 has written its rows to the buffer
@@ -354,11 +394,35 @@ def test_a_pass_cancelled_behind_a_slow_write_leaves_no_read_behind(
         assert np.array_equal(own(backend).prefill(token_ids), own(plain).prefill(token_ids))
 
 
-def test_no_file_is_left(kind_models: Path, tmp_path: Path) -> None:
+def test_nothing_of_a_cancelled_pass_fills_memory_that_was_given_back(
+    backend: RecoveringBackend[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own(backend).prefill(TEXT[:700])
+    staging = pool_of(backend)._staging
+    read = scratch_file.pread_into
+
+    def read_slowly(*where: Any) -> int:
+        time.sleep(0.1)
+        return int(read(*where))
+
+    monkeypatch.setattr(scratch_file, "pread_into", read_slowly)
+    with cancelled_in_layer_0(backend):
+        own(backend).prefill([7])
+    own(backend).rollback(0)
+    backend.release_unused_kv()
+    n_read = backend.transfer_stats.kv_bytes_read
+    staging.submit(int).result()  # after all that the thread has to do
+    assert backend.transfer_stats.kv_bytes_read == n_read
+    assert backend.kv_bytes == 0
+
+
+def test_no_file_is_left(kind_models: Path) -> None:
     kind = Kind(f"torch-resident-{ON_STORAGE}", kind_models)
     kind.model(n_layers=4)
     n_open = len(os.listdir("/proc/self/fd"))
+    names = set(os.listdir(kind_models))
     with load(kind_models) as backend:
         own(backend).prefill(TEXT[:600])
-        assert not [path for path in kind_models.iterdir() if "tmp" in path.name]
+        assert n_cold(backend) > 0
+        assert set(os.listdir(kind_models)) == names
     assert len(os.listdir("/proc/self/fd")) <= n_open
