@@ -122,19 +122,21 @@ class Engine(EngineThread):
     def recover(self, batch: Batch, error: BaseException, *, is_cancelled: bool) -> None:
         """Fail the requests of a step that raised; other requests go on.
 
-        is_cancelled: the step was cut short for a cancelled request, and the others try again.
+        is_cancelled: the step was cut short for a cancelled request, and the others try again. All
+        try again where the KV file failed and cached KV could be dropped for them.
         An empty batch means that scheduling itself failed: all requests fail.
         """
         _release_frames(error)
         self._in_pass = ()
+        is_repeated = is_cancelled
+        if isinstance(error, KvFileError) and self.scheduler is not None:
+            is_repeated |= self.scheduler.kv.drop_cached() and bool(batch)
         all_sequences = [sequence for running in self._running for sequence in running.sequences]
         for sequence in batch.sequences or all_sequences:
-            if is_cancelled or _spares(error, sequence):
+            if is_repeated or _spares(error, sequence):
                 sequence.try_recover()
             else:
                 sequence.request.fail(error)
-        if isinstance(error, KvFileError) and self.scheduler is not None:
-            self.scheduler.kv.drop_cached()
 
     def _release_layers(self, batch: Batch) -> None:
         """Free opportunistic layers whose memory the batch's prompts need."""

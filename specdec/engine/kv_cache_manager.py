@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from backends.contract.backend import Backend, BackendError
+from backends.contract.backend import Backend, BackendError, KvFileError
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.prefix_files import FILE_BYTES_PER_SECOND, FILE_SECONDS
@@ -239,16 +239,22 @@ class KVCacheManager:
     # --- free ----------------------------------------------------------------------------------
 
     def free(self, sequence: Sequence) -> None:
-        """Leave the KV of a finished sequence to the prefix cache."""
+        """Leave the KV of a finished sequence to the prefix cache, unless its file failed."""
         self.running.remove(sequence)
-        self.cache.release(sequence.active_kv)
+        if isinstance(sequence.request.error, KvFileError):
+            self.cache.drop(sequence.active_kv)
+        else:
+            self.cache.release(sequence.active_kv)
         while self.cache.n_cached > self._max_cached_tokens and len(self.cache.cached) > 1:
             self.cache.evict()
         sequence.detach()
 
-    def drop_cached(self) -> None:
-        """Drop the KV of finished sequences, for storage that is full."""
+    def drop_cached(self) -> bool:
+        """Drop the KV of finished sequences, for storage that is full; return whether there was
+        any."""
+        has_cached = bool(self.cache.cached)
         self.cache.clear()
+        return has_cached
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the KV of a sequence; swap it out where that is quicker than recomputing it."""

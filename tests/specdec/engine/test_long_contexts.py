@@ -135,3 +135,27 @@ def test_a_failure_ends_one_request(
     assert "\n" not in str(caught.value)
     assert text == whole.generate(SHORT, **ASKED).text
     assert same(llm.generate(LONG, **ASKED), whole.generate(LONG, **ASKED))
+
+
+def test_a_full_disk_fails_only_what_needs_it(
+    llm: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short requests run in memory that cached KV is dropped for, before a failure and after."""
+
+    def fail(*where: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asked = {**ASKED, "max_tokens": 70}
+    llm.session.forget_prompt()
+    llm.generate(OTHER, **asked)  # fills the hot blocks, and is cached
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_file, "pwrite_from", fail)
+        for seed in range(20, 26):
+            assert llm.generate(prompt(90, seed), **asked).token_ids
+        with pytest.raises(KvFileError, match="No space left on device"):
+            llm.generate(LONG, **asked)
+        assert not llm.session.engine.scheduler.kv.cache.cached
+        for seed in range(30, 36):
+            result = llm.generate(prompt(90, seed), **asked)
+        assert same(result, whole.generate(prompt(90, 35), **asked))
+    assert same(llm.generate(LONG, **asked), whole.generate(LONG, **asked))
