@@ -24,15 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.contract.backend import BackendError
+from backends.contract.backend import BackendError, KvFileError
 from backends.contract.sequence import SequenceKV, common_length
-from offload.formats.mapped import (
-    LazyMapping,
-    TensorShape,
-    file_bytes,
-    read_mapped,
-    write_mapped,
-)
+from offload.formats.mapped import LazyMapping, TensorShape, file_bytes, read_mapped, write_mapped
 from offload.formats.part import read_part
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError
@@ -151,6 +145,9 @@ class PrefixFiles:
                 )
             file.forget_pages()
             os.utime(path)  # it was used now
+        except KvFileError as error:  # of another file: this one is good
+            self._note(f"a prompt is computed, not loaded: {error}")
+            return False
         except (CheckpointError, BackendError, OSError) as error:
             self._ignore(stored.name, str(error))
             return False
@@ -243,6 +240,9 @@ class PrefixFiles:
         try:
             self._remove_oldest(self._max_bytes - n_bytes)
             write_mapped(self._folder / name, tensors, metadata, fill)
+        except KvFileError as error:
+            self._note(f"a prompt is not saved: {error}")
+            return False
         except (OSError, BackendError) as error:
             reason = getattr(error, "strerror", None) or error
             self._note(f"the prompt cache {self._folder} cannot be written: {reason}")

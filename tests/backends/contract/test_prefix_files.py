@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from backend_kinds import Kind
 
-from backends.contract.backend import Backend
+from backends.contract.backend import Backend, KvFileError
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.prefix_files import PrefixFiles
 from backends.contract.sequence import SequenceKV
@@ -183,6 +183,35 @@ def test_errors_of_writing_end_nothing(
     (record,) = caplog.records
     assert record.message == f"the prompt cache {tmp_path} cannot be written: {os.strerror(number)}"
     assert names(tmp_path) == []
+
+
+def test_a_failed_kv_file_blames_no_file_of_the_cache(
+    backend: Backend,
+    sequence: SequenceKV,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KvFileError("the KV file in /x cannot be used")
+
+    files, other = make(tmp_path), backend.new_sequence()
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence, "save_prefix", fail)
+        assert not files.write(sequence, 1e9)
+    assert names(tmp_path) == []
+    assert files.write(sequence, 1e9)
+    stored = files.longest(IDS)
+    assert stored is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(other, "load_prefix", fail)
+        assert not files.load(stored, other)
+    assert [record.message for record in caplog.records] == [
+        "a prompt is not saved: the KV file in /x cannot be used",
+        "a prompt is computed, not loaded: the KV file in /x cannot be used",
+    ]
+    assert files.longest(IDS) == stored
+    assert files.load(stored, other)
 
 
 def test_the_oldest_files_of_all_models_make_space(
