@@ -18,9 +18,14 @@ def temporary_folder(proc: Path = Path("/proc")) -> Path | None:
     except FileNotFoundError:
         return None
     for folder in map(Path, folders):
-        if os.access(folder, os.W_OK) and file_system(folder, proc) not in _IN_MEMORY:
+        if os.access(folder, os.W_OK) and not is_memory(folder, proc):
             return folder
     return None
+
+
+def is_memory(folder: Path, proc: Path = Path("/proc")) -> bool:
+    """Return whether files in a folder take memory. Raises FileNotFoundError."""
+    return file_system(folder, proc) in _IN_MEMORY
 
 
 def file_system(path: Path, proc: Path = Path("/proc")) -> str | None:

@@ -9,7 +9,7 @@ from backends.contract.backend import Backend
 from backends.contract.self_draft import SharesWeights
 from backends.contract.source import Loading
 from offload.placement.placement import Placement
-from offload.process.temporary import temporary_folder
+from offload.process.temporary import is_memory, temporary_folder
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
@@ -54,16 +54,24 @@ def load_target(
 
 
 def _kv_folder(options: RunOptions) -> Path:
-    """Return the folder of the file with cold KV. Raises ConfigError where there is none."""
+    """Return the folder of the file with cold KV. Raises ConfigError where there is none that is
+    on storage."""
     if options.prompt_cache_dir is not None:
-        return Path(options.prompt_cache_dir).expanduser()
-    folder = temporary_folder()
-    if folder is None:
+        folder = Path(options.prompt_cache_dir).expanduser()
+        if is_memory(folder):
+            raise ConfigError(
+                FieldName("prompt_cache_dir"),
+                f" is {folder}, which is memory, and the KV cache does not fit in the budget: name "
+                "a folder on storage, or raise the budget",
+            )
+        return folder
+    temporary = temporary_folder()
+    if temporary is None:
         raise ConfigError(
             "the KV cache does not fit in the budget, and no folder for temporary files is on "
             "storage: set TMPDIR, name a --prompt-cache-dir, or raise the budget"
         )
-    return folder
+    return temporary
 
 
 def load_draft(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.process.temporary import file_system, temporary_folder
+from offload.process.temporary import file_system, is_memory, temporary_folder
 
 
 def mount(root: Path, folder: Path, kind: str) -> Path:
@@ -24,6 +24,7 @@ def test_the_folder_that_is_named_for_them(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     proc = mount(tmp_path / "proc", tmp_path, "ext4")
     assert file_system(tmp_path, proc) == "ext4"
+    assert not is_memory(tmp_path, proc)
     assert temporary_folder(proc) == tmp_path
     assert temporary_folder(tmp_path / "no proc") == tmp_path
 
@@ -32,4 +33,5 @@ def test_none_that_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     proc = mount(tmp_path / "proc", tmp_path, "tmpfs")
     same = tmp_path.stat().st_dev == os.stat("/var/tmp").st_dev
+    assert is_memory(tmp_path, proc)
     assert temporary_folder(proc) == (None if same else Path("/var/tmp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from backends.contract.backend import KvFileError
 from offload.storage import scratch_file
 from offload.units import MIB
 from specdec.api import LLM
+from specdec.checks import ConfigError
 
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"ctx_size": 4096, "num_draft_tokens": 8, "exact": "on", "parallel": 3}
@@ -114,6 +116,19 @@ def test_memory_holds_kv_until_all_of_it_fits(models: tuple[Path, Path], budget:
         assert (read > 0) == (sizes[-1] < plan.ctx_size)
     assert sizes == sorted(sizes)
     assert sizes[-1] >= OPTIONS["ctx_size"]
+
+
+def test_a_folder_that_is_memory_is_refused(models: tuple[Path, Path], budget: int) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no file system in memory")
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        pytest.raises(
+            ConfigError, match=f"^prompt_cache_dir is {folder}, which is memory"
+        ) as caught,
+    ):
+        specdec.load(*models, memory_budget=budget, prompt_cache_dir=folder, **OPTIONS)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
