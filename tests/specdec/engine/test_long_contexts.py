@@ -19,6 +19,8 @@ from offload.storage import scratch_file
 from offload.units import MIB
 from specdec.api import LLM
 from specdec.checks import ConfigError
+from specdec.planning.load import _kv_folder
+from specdec.run_options import RunOptions
 
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"ctx_size": 4096, "num_draft_tokens": 8, "exact": "on", "parallel": 3}
@@ -118,16 +120,14 @@ def test_memory_holds_kv_until_all_of_it_fits(models: tuple[Path, Path], budget:
     assert sizes[-1] >= OPTIONS["ctx_size"]
 
 
-def test_a_folder_that_is_memory_is_refused(models: tuple[Path, Path], budget: int) -> None:
+def test_a_folder_that_is_memory_is_refused(tmp_path: Path) -> None:
+    assert _kv_folder(RunOptions("t", prompt_cache_dir=tmp_path)) == tmp_path
     if not Path("/dev/shm").is_dir():
         pytest.skip("no file system in memory")
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-        pytest.raises(
-            ConfigError, match=f"^prompt_cache_dir is {folder}, which is memory"
-        ) as caught,
-    ):
-        specdec.load(*models, memory_budget=budget, prompt_cache_dir=folder, **OPTIONS)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        message = f"^prompt_cache_dir is {folder}, which is memory"
+        with pytest.raises(ConfigError, match=message) as caught:
+            _kv_folder(RunOptions("t", prompt_cache_dir=folder))
     assert "\n" not in str(caught.value)
 
 
