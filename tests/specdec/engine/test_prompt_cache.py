@@ -23,7 +23,7 @@ from specdec.policy.cost_model import CostModel
 OPTIONS = {"ctx_size": 512, "num_draft_tokens": 4}
 LONG = prompt(300, 7)
 ASKED: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "logprobs": True}
-CHUNK = 64
+CHUNK = 60
 
 
 @pytest.fixture(scope="module")
