@@ -32,7 +32,8 @@ RUN = [name for name in ARCHITECTURES if name not in REFUSED]
 def test_speculative_is_plain_is_llama_cpp(name: str, tmp_path: Path) -> None:
     path = save_tiny_architecture(name, tmp_path / "model.gguf")
     with specdec.load(path, spec_type="none", **OPTIONS) as llm:
-        cache = llm.target._options.cache_type_k
+        options = llm.target._options
+        cache_types = [CACHE_TYPES[x] for x in (options.cache_type_k, options.cache_type_v)]
         plain = llm.generate(PROMPT, GREEDY).token_ids
         assert ("recurrent states" in str(llm.plan.lines())) == (name in RECURRENT)
     with specdec.load(path, spec_type="ngram", num_draft_tokens=6, **OPTIONS) as llm:
@@ -42,16 +43,16 @@ def test_speculative_is_plain_is_llama_cpp(name: str, tmp_path: Path) -> None:
         again = llm.generate([*PROMPT, *plain, 9], GREEDY).token_ids
         fresh = llm.generate([*PROMPT, *plain, 9], GREEDY, speculative=False).token_ids
         assert again == fresh
-    assert list(plain) == own_text(path, CACHE_TYPES[cache])
+    assert list(plain) == own_text(path, *cache_types)
 
 
-def own_text(path: Path, cache_type: int) -> list[int]:
+def own_text(path: Path, type_k: int, type_v: int) -> list[int]:
     """Return llama.cpp's greedy text: the prompt in one batch, then one token after the other."""
     model = LlamaModel(path, "mmap")
     library = model.library
     params = library.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = 256, 1, 1
-    params.type_k = params.type_v = cache_type
+    params.type_k, params.type_v = type_k, type_v
     context = library.llama_init_from_model(model.handle, params)
     tokens: list[int] = []
     new = PROMPT

@@ -378,7 +378,7 @@ def test_a_seed_of_minus_one_is_none(seed: int | None, expected: int | None) -> 
 class Begun:
     """An output whose next chunk is ready."""
 
-    is_cancelled, has_begun = False, True
+    is_cancelled, has_begun, prompt_logprobs = False, True, None
     result = GenerationResult((), GenerationStats(passes=3))
 
     def __aiter__(self) -> Begun:
