@@ -18,7 +18,7 @@ def test_each_budget_holds_and_the_text_is_the_same(capsys: pytest.CaptureFixtur
     except CgroupUnavailable as error:
         pytest.skip(str(error))
     argv = ["-m", "pair:target", "-md", "pair:draft", "--budgets", "2GiB,1GiB,1.5GiB"]
-    budget_changes.app([*argv, "-n", "150"], standalone_mode=False)
+    budget_changes.app([*argv, "-n", "1500"], standalone_mode=False)
     *_, line = capsys.readouterr().out.strip().splitlines()
     rows = json.loads(line)["budgets"]
     assert [row["budget_bytes"] for row in rows] == [2 * GIB, GIB, 3 * GIB // 2]
