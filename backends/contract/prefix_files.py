@@ -26,7 +26,14 @@ import numpy as np
 
 from backends.contract.backend import BackendError, KvFileError
 from backends.contract.sequence import SequenceKV, common_length
-from offload.formats.mapped import LazyMapping, TensorShape, file_bytes, read_mapped, write_mapped
+from offload.formats.mapped import (
+    FileChanged,
+    LazyMapping,
+    TensorShape,
+    file_bytes,
+    read_mapped,
+    write_mapped,
+)
 from offload.formats.part import read_part
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError
@@ -147,6 +154,8 @@ class PrefixFiles:
             os.utime(path)  # it was used now
         except KvFileError as error:  # of another file: this one is good
             self._note(f"a prompt is computed, not loaded: {error}")
+            return False
+        except FileChanged:  # another process uses or replaces it: it is no damaged file
             return False
         except (CheckpointError, BackendError, OSError) as error:
             self._ignore(stored.name, str(error))

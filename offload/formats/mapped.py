@@ -32,6 +32,10 @@ _NO_DIGEST = "0" * 64
 _T = TypeVar("_T")
 
 
+class FileChanged(CheckpointError):
+    """A file was written, or used, by another process while it was read."""
+
+
 @dataclass(frozen=True)
 class TensorShape:
     """One tensor of a file to be written."""
@@ -95,7 +99,7 @@ class MappedFile:
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file was overwritten or truncated since it was checked."""
         if FileState.of(os.fstat(self._file.fileno())) != self._state:
-            raise CheckpointError(f"{self._file.name} was changed since it was read")
+            raise FileChanged(f"{self._file.name} was changed since it was read")
 
     def forget_pages(self) -> None:
         """Drop the file's pages from the page cache, which counts in a memory cgroup, too."""
