@@ -87,7 +87,8 @@ class MappedFile:
         """Keep the file from being truncated, which would end a process that reads it: writers
         wait. Use `buffers` only inside this context.
 
-        Raises CheckpointError if the file was changed since it was checked.
+        Raises FileChanged if the file was changed since it was checked, CheckpointError if it is
+        being written.
         """
         try:
             with read_lease(self._file.fileno()):
@@ -97,7 +98,7 @@ class MappedFile:
             raise CheckpointError(f"{self._file.name}: {error.strerror}") from error
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was overwritten or truncated since it was checked."""
+        """Raise FileChanged if the file was overwritten or truncated since it was checked."""
         if FileState.of(os.fstat(self._file.fileno())) != self._state:
             raise FileChanged(f"{self._file.name} was changed since it was read")
 
