@@ -12,6 +12,7 @@ import pytest
 import specdec
 from backends.contract import prefix_files
 from specdec.api import LLM, GenerationResult
+from specdec.policy.cost_model import CostModel
 from specdec.sampling.params import SamplingParams
 
 ANSWER = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -58,7 +59,9 @@ class AgentSession:
 
 
 def always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a file pay for any tokens: tiny models compute faster than a disk is assumed to be."""
+    """Let a file pay for any tokens: tiny models compute faster than a disk is assumed to be, and
+    measured on a busy machine 20 tokens may take no longer than one."""
+    monkeypatch.setattr(CostModel, "extra_seconds", lambda self, num_tokens: float(num_tokens))
     monkeypatch.setattr(prefix_files, "FILE_SECONDS", 0.0)
     monkeypatch.setattr(prefix_files.PrefixFiles, "read_seconds", lambda self, n_bytes: 0.0)
 

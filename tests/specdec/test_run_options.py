@@ -131,7 +131,7 @@ def test_keywords_make_the_same_options_again() -> None:
         ),
         (
             {"vram_budget": "lots"},
-            "vram_budget: 'lots' is not a byte count; write for example 3.5GiB, 6GB or 512M",
+            "vram_budget: 'lots' is not a byte count; write for example 3.5GiB, 6GB or 512MB",
         ),
         ({"acceptance": "maybe"}, "acceptance is 'maybe', must be one of match, rejection, block"),
     ],
