@@ -233,9 +233,8 @@ def test_a_sliding_window_on_llama_cpp_is_computed(
 
 
 def test_on_the_command_line(
-    target: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(CostModel, "extra_seconds", lambda self, num_tokens: float(num_tokens))
     argv = ["run", "-m", str(target), "-c", "128", "-n", "4", "--json"]
     argv += ["--prompt-cache-dir", str(folder), "-p", "def f(x):"]
     reused = []
