@@ -30,6 +30,8 @@ _HEADS = {
     "Retrieval": "an embedding model, which gives vectors",
 }
 """Description of a model by a part of its class name."""
+_LOOKS_AHEAD = re.compile(r"Bidirec|BiModel$|BiFor[A-Z]")
+"""Class names of language models whose causal mask was removed: NVIDIA's and LLM2Vec's."""
 _SCORE_HEAD = re.compile(
     r"(score|classifier|classification_head|qa_outputs|reward_head|regression_layer)\."
 )
@@ -131,9 +133,11 @@ def _by_architectures(architectures: Any) -> str | None:
     names = [name for name in listed if isinstance(name, str)]
     if not names:
         return None
+    name = names[0][:60]
+    if any(map(_LOOKS_AHEAD.search, names)):
+        return f"a model whose attention looks ahead ({name})"
     if any(_CAUSAL_HEAD.search(name) and not _DRAFT_HEAD.search(name) for name in names):
         return None
-    name = names[0][:60]
     if any(map(_DRAFT_HEAD.search, names)):
         return f"a draft head ({name}), which runs only beside its target"
     kinds = (kind for part, kind in _HEADS.items() if part in name)
@@ -160,6 +164,8 @@ def _by_modules(directory: Path) -> str | None:
         is_ranking = any("cross_encoder" in name or "Score" in name for name in types)
         kind = "a reranker, which gives scores" if is_ranking else "an embedding model"
         return f"{kind} (sentence-transformers' modules.json)"
-    if (directory / "1_Pooling" / "config.json").is_file():
-        return "an embedding model (sentence-transformers' 1_Pooling)"
+    # Some copies lack that list.
+    for pattern in ("*_Pooling/config.json", "config_sentence_transformers.json"):
+        if any(path.is_file() for path in directory.glob(pattern)):
+            return f"an embedding model (sentence-transformers' {pattern.removeprefix('*_')})"
     return None
