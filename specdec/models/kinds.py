@@ -22,8 +22,7 @@ def no_model(path: Path) -> str | None:
     None for a model, and for a file that cannot be read: opening it raises the reason.
     """
     if path.is_dir():
-        weights = list(path.glob("*.safetensors"))
-        is_absent = bool(weights) and all(map(is_pointer, weights))
+        is_absent = any(map(is_pointer, path.glob("*.safetensors")))
         return _POINTER if is_absent else other_kind(path)
     return _POINTER if is_pointer(path) else companion_kind(path)
 

@@ -151,8 +151,12 @@ def test_checkpoints_that_are_no_language_models_are_not_listed(home: Path, kind
     assert [model.name for model in local_models(fill(home / "mine", files))] == ["me/llama"]
 
 
-def test_a_checkpoint_whose_weights_were_not_fetched_is_not_listed(home: Path) -> None:
-    fill(home / "mine", {"config.json": text(LLAMA), "model.safetensors": POINTER})
+@pytest.mark.parametrize("fetched", [{}, {"model-00001-of-00002.safetensors": b"weights"}])
+def test_a_checkpoint_whose_weights_were_not_fetched_is_not_listed(
+    home: Path, fetched: dict[str, bytes]
+) -> None:
+    files = {"config.json": text(LLAMA), "model-00002-of-00002.safetensors": POINTER}
+    fill(home / "mine", {**files, **fetched})
     assert local_models(home / "mine") == []
 
 
