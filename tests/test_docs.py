@@ -35,6 +35,15 @@ def test_paths_exist(page: Path) -> None:
     assert not missing, f"{page.name} names what is not there: {missing}"
 
 
+@pytest.mark.parametrize("script", ["Makefile", "tests/arm/arm.sh"])
+def test_paths_of_scripts_exist(script: str) -> None:
+    """The emulated tests take hours, so that a path that has moved is noticed late."""
+    named = _PATH.findall((ROOT / script).read_text())
+    assert named
+    missing = sorted(path for path in named if not exists(path))
+    assert not missing, f"{script} names what is not there: {missing}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_file_names_exist(page: Path) -> None:
     """File names without their folder are included."""
