@@ -17,6 +17,7 @@ from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.config import SPEC_TYPES, SpecConfig
+from specdec.context_window import MIN_SHIFTED_CONTEXT
 from specdec.models.names import SELF_DRAFT, is_self_draft, window_of_self
 from specdec.option import (
     BEAMS,
@@ -55,6 +56,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str
     vram_budget: str | int
     ctx_size: int | None
+    context_shift: bool
     parallel: int | None
     kv_tokens: int | None
     threads: int | None
@@ -147,6 +149,13 @@ class RunOptions:
         short="-c",
         at_least=1,
         shown_default="2048, or less where the model has less",
+    )
+    context_shift: bool = option(
+        False,
+        "Let a text outgrow --ctx-size: once that is full, the target sees its first four tokens "
+        "and a window of the last ones, so the output is no longer that of the whole text.",
+        MEMORY,
+        shown_default="off",
     )
     parallel: int | None = option(
         None,
@@ -274,6 +283,12 @@ class RunOptions:
                 "use 'auto'",
             )
         self._check_sizes()
+        if self.context_shift and (self.ctx_size or MIN_SHIFTED_CONTEXT) < MIN_SHIFTED_CONTEXT:
+            raise ConfigError(
+                FieldName("ctx_size"),
+                f" is {self.ctx_size}, must be at least {MIN_SHIFTED_CONTEXT} with ",
+                FieldName("context_shift"),
+            )
 
     def _check_sizes(self) -> None:
         examples = {
@@ -300,6 +315,7 @@ class RunOptions:
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("parse_special", self.parse_special, bool)
+        check_type("context_shift", self.context_shift, bool)
         for name in ("prompt_cache_dir", "record_traces"):
             check_type(name, getattr(self, name), str, Path, type(None))
             if getattr(self, name) == "":

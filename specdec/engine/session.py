@@ -16,6 +16,7 @@ from backends.contract.backend import Backend
 from offload.process.disk_cache import forget_measurements
 from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
+from specdec.context_window import ContextWindow
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
 from specdec.engine.budget import change_budget, reload, watching_limit
@@ -126,6 +127,9 @@ class Session:
         assemble(self.engine, models, self._worker, self.totals, self._prompt_cache)
         max_context, parallel = models.target.max_context, models.options.max_num_seqs
         draft = models.draft, models.draft_prefix_cache, models.draft_window
+        window = ContextWindow()
+        if models.options.context_shift:
+            window = ContextWindow.of_target(max_context)
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
@@ -134,10 +138,11 @@ class Session:
             model_context=self.model_context,
             max_beams=models.options.max_target_tokens(plan.n_draft_tokens),
             begin_grammar=self._begin_grammar,
-            drafters=Drafters(*draft, max_context, parallel),
+            drafters=Drafters(*draft, max_context, parallel, window),
             plan=plan,
             pair_statistics=models.pair_statistics,
             trace_recorder=self._trace_recorder,
+            window=window,
         )
 
     def _new_recorder(self, planned: PlannedModels, stack: ExitStack) -> TraceRecorder | None:
