@@ -17,7 +17,6 @@ from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.config import SPEC_TYPES, SpecConfig
-from specdec.context_window import MIN_SHIFTED_CONTEXT
 from specdec.models.names import SELF_DRAFT, is_self_draft, window_of_self
 from specdec.option import (
     BEAMS,
@@ -30,6 +29,7 @@ from specdec.option import (
     required,
     taken_from,
 )
+from specdec.sampling.context_window import MIN_SHIFTED_CONTEXT
 from specdec.sampling.params import MAX_BEAMS, SamplingParams
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"

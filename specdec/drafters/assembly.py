@@ -9,7 +9,6 @@ import numpy as np
 from backends.contract.backend import Backend
 from backends.contract.prefix_cache import PrefixCache
 from specdec.config import SpecConfig
-from specdec.context_window import ContextWindow
 from specdec.drafters.assistant import AssistantDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.candidates import CandidateRanker, NoiseRows, noise_positions
@@ -19,6 +18,7 @@ from specdec.drafters.head import HeadDrafter
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import MatchRates, NgramDrafter
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.context_window import ContextWindow
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.frontier import Level
 from specdec.grammar.state import GrammarState
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 

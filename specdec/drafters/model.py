@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from backends.contract.backend import Backend, BackendError
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
-from specdec.context_window import ContextWindow
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
 from specdec.verification.tree import ROOT, DraftTree

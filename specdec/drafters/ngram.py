@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
-from specdec.context_window import ContextWindow
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 

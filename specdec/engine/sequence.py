@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from backends.contract.kv_files import KvFile
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
-from specdec.context_window import N_SINKS, ContextWindow
 from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
@@ -27,6 +26,7 @@ from specdec.engine.output_buffer import OutputBuffer
 from specdec.engine.outputs import CompletionOutput, PromptProgress, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.context_window import N_SINKS, ContextWindow
 from specdec.sampling.logprobs import PromptLogprobs, PromptScorer, TopLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.context_window import ContextWindow
 from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
 from specdec.engine.beam_sequence import BeamSequence, check_beams
@@ -19,6 +18,7 @@ from specdec.grammar.state import GrammarState
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import token_limit

@@ -16,7 +16,6 @@ from backends.contract.backend import Backend
 from offload.process.disk_cache import forget_measurements
 from offload.units import parse_bytes
 from specdec.analysis.utilization import ModelFlops, model_flops
-from specdec.context_window import ContextWindow
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
 from specdec.engine.budget import change_budget, reload, watching_limit
@@ -38,6 +37,7 @@ from specdec.planning.plan import PlannedModels, plan_models
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn

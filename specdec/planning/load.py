@@ -12,13 +12,13 @@ from offload.placement.placement import Placement
 from offload.process.temporary import is_memory, temporary_folder
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
-from specdec.context_window import ContextWindow, draft_context_size
 from specdec.drafters.model import level_width
 from specdec.models.names import MTP_HEAD
 from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import ContextWindow, draft_context_size
 
 
 def load_target(

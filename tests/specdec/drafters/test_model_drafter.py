@@ -7,11 +7,11 @@ import pytest
 from alone import own
 
 from backends.hf.backend import TorchBackend
-from specdec.context_window import ContextWindow
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 
 CONTEXT = [5, 17, 60, 33, 8]

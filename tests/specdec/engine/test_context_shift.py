@@ -13,7 +13,7 @@ from tiny_pair import save_model, save_tokenizer
 
 import specdec
 from specdec.checks import ConfigError
-from specdec.context_window import N_SINKS, ContextWindow
+from specdec.sampling.context_window import N_SINKS, ContextWindow
 
 CONTEXT = 40
 PROMPT = list(b"def f(x):")

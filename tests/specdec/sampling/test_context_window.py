@@ -14,7 +14,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.checks import ConfigError
-from specdec.context_window import N_SINKS, ContextWindow, draft_context_size
+from specdec.sampling.context_window import N_SINKS, ContextWindow, draft_context_size
 
 OPTIONS = {"ctx_size": 256, "num_draft_tokens": 8, "draft_depth": 4, "spec_type": "draft"}
 LONG = {"max_tokens": 200, "ignore_eos": True, "repetition_penalty": 1.3}
