@@ -29,6 +29,7 @@ from specdec.option import (
     required,
     taken_from,
 )
+from specdec.sampling.context_window import MIN_SHIFTED_CONTEXT
 from specdec.sampling.params import MAX_BEAMS, SamplingParams
 
 CPU, CUDA, AUTO = "cpu", "cuda", "auto"
@@ -55,6 +56,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str
     vram_budget: str | int
     ctx_size: int | None
+    context_shift: bool
     parallel: int | None
     kv_tokens: int | None
     threads: int | None
@@ -147,6 +149,13 @@ class RunOptions:
         short="-c",
         at_least=1,
         shown_default="2048, or less where the model has less",
+    )
+    context_shift: bool = option(
+        False,
+        "Let a text outgrow --ctx-size: once that is full, the target sees its first four tokens "
+        "and a window of the last ones, so the output is no longer that of the whole text.",
+        MEMORY,
+        shown_default="off",
     )
     parallel: int | None = option(
         None,
@@ -274,6 +283,12 @@ class RunOptions:
                 "use 'auto'",
             )
         self._check_sizes()
+        if self.context_shift and (self.ctx_size or MIN_SHIFTED_CONTEXT) < MIN_SHIFTED_CONTEXT:
+            raise ConfigError(
+                FieldName("ctx_size"),
+                f" is {self.ctx_size}, must be at least {MIN_SHIFTED_CONTEXT} with ",
+                FieldName("context_shift"),
+            )
 
     def _check_sizes(self) -> None:
         examples = {
@@ -300,6 +315,7 @@ class RunOptions:
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
         check_type("parse_special", self.parse_special, bool)
+        check_type("context_shift", self.context_shift, bool)
         for name in ("prompt_cache_dir", "record_traces"):
             check_type(name, getattr(self, name), str, Path, type(None))
             if getattr(self, name) == "":

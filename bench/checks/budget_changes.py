@@ -10,9 +10,7 @@ one without changes.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bench.checks.in_cgroup import INSIDE, run_in_cgroup
 from bench.process.provenance import collect
 from bench.prompts.workloads import BUILT_IN, read_prompts
 from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from offload.process.cgroup_files import write_cgroup
-from offload.process.limited import OK, Limits, run_limited
 from offload.process.memory import CgroupLocation, memory_cgroups, process_memory
 from offload.units import GIB, parse_bytes
 from specdec.cli.errors import run_app
@@ -35,16 +33,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
-_MAX_SECONDS = 3600
-"""Limit of the whole check."""
 
 
 class ChangedText(SpecdecError):
     """The text depends on the changes of the budget."""
-
-
-class KilledByTheKernel(SpecdecError):
-    """A budget was exceeded."""
 
 
 @app.command()
@@ -54,7 +46,7 @@ def main(
     draft_model: Annotated[str | None, typer.Option("-md", "--draft-model")] = None,
     prompts: Annotated[Path, typer.Option("--prompts")] = BUILT_IN,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens")] = 96,
-    is_inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
+    is_inside: Annotated[bool, typer.Option(INSIDE, hidden=True)] = False,
 ) -> None:
     """Write one text under changing budgets."""
     sizes = [parse_bytes(size) for size in budgets.split(",")]
@@ -62,7 +54,7 @@ def main(
         options = ["-m", model, "--budgets", budgets, "--prompts", str(prompts)]
         options += ["-n", str(max_tokens)]
         options += ["-md", draft_model] if draft_model else []
-        return _run_in_a_cgroup(options, max(sizes))
+        return run_in_cgroup("bench.checks.budget_changes", options, max(sizes))
     import specdec
 
     load: dict[str, Any] = {"model": model, "draft_model": draft_model}
@@ -130,19 +122,6 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def _set_limit(cgroup: CgroupLocation, n_bytes: int) -> None:
     """Make the kernel enforce a limit; it fails, or kills this process, if more is in use."""
     write_cgroup(cgroup.directory / _LIMIT_FILES[cgroup.version], n_bytes)
-
-
-def _run_in_a_cgroup(options: list[str], limit_bytes: int) -> None:
-    """Run this command in a cgroup, and print what it prints."""
-    argv = [sys.executable, "-m", "bench.checks.budget_changes", *options, "--inside"]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        outcome = run_limited(argv, Limits(limit_bytes, _MAX_SECONDS), os.environ, log)
-        typer.echo(log.read_text())
-    if outcome.oom_kills:
-        raise KilledByTheKernel("more memory than the budget was in use: the kernel ended it")
-    if outcome.exit != OK:
-        raise typer.Exit(2)
 
 
 if __name__ == "__main__":

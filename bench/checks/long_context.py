@@ -46,6 +46,10 @@ def main(
     text: Annotated[
         Path | None, typer.Option(help="File to take the prompt from; default: specdec's code.")
     ] = None,
+    prompt_cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the prompt's KV, which is computed once then."),
+    ] = None,
     limit: Annotated[float, typer.Option("--limit", help="Largest allowed ratio.")] = 1.15,
 ) -> None:
     """Measure passes at the end of a long context."""
@@ -54,6 +58,7 @@ def main(
     ctx_size = prompt_tokens + max_tokens + 1
     load: dict[str, Any] = {"model": model, "ctx_size": ctx_size, "parallel": 1}
     load |= {"memory_budget": memory_budget} if memory_budget else {}
+    load |= {"prompt_cache_dir": str(prompt_cache_dir)} if prompt_cache_dir else {}
     asked = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 0, "temperature": temperature}
     kinds: dict[str, dict[str, Any]] = {
         "plain": {"spec_type": "none"},

@@ -211,7 +211,11 @@ def _names(kind: type[Any], *panels: str, leave_out: tuple[str, ...] = ()) -> tu
 CHAT = _names(RunOptions, MODELS, MEMORY, SPECULATION)
 _TRACES = ("record_traces", "max_traces")
 _PROMPT_CACHE = ("prompt_cache_dir", "prompt_cache_size")
-_OF_GENERATIONS = (*_PROMPT_CACHE, "chat_template", "parse_special", *_TRACES)
+_OF_GENERATIONS = (
+    *("context_shift", "chat_template", "parse_special"),
+    *_PROMPT_CACHE,
+    *_TRACES,
+)
 TARGET = _names(RunOptions, MODELS, MEMORY, leave_out=("draft_model", *_OF_GENERATIONS))
 LOAD = _names(RunOptions, MODELS, MEMORY, SPECULATION, leave_out=_OF_GENERATIONS)
 _TEACHER = "model memory_budget device vram_budget threads io_threads load_mode".split()

@@ -109,6 +109,8 @@ _TABLE: tuple[Skipped | Refused, ...] = (
         "tools and reasoning are recognised from the model's chat template",
         VALUE,
     ),
+    _skip("--no-context-shift", "a text ends where the context is full: that is the default"),
+    _skip("--keep", "--context-shift always keeps the first four tokens", VALUE),
     _skip("--cpu-moe -cmoe", "experts are cached within --memory-budget"),
     _skip(
         "--n-cpu-moe -ncmoe -ot --override-tensor",

@@ -18,7 +18,7 @@ from specdec.drafters.head import HeadDrafter
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import MatchRates, NgramDrafter
-from specdec.drafters.window import DraftWindow
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.tree import DraftTree
 
@@ -39,18 +39,20 @@ class Drafters:
         window: part of a context that the draft's cache contains.
         max_context: maximum context of the target.
         num_seqs: maximum number of sequences that share a pass.
+        target_window: part of a context that the target's cache contains.
     """
 
     def __init__(
         self,
         draft: Backend | None,
         prefix_cache: PrefixCache | None,
-        window: DraftWindow,
+        window: ContextWindow,
         max_context: int,
         num_seqs: int,
+        target_window: ContextWindow = ContextWindow(),  # noqa: B008 (immutable)
     ) -> None:
         self._draft, self._prefix_cache, self._window = draft, prefix_cache, window
-        self._max_context = max_context
+        self._max_context, self._target_window = max_context, target_window
         self._match_rates = MatchRates()  # hit rates of n-grams, shared by all sequences
         self._noise = NoiseRows(noise_positions(num_seqs))
 
@@ -63,13 +65,18 @@ class Drafters:
             ranker = CandidateRanker.for_target(sampler, n_tokens, self._noise)
             drafters.append(self._of_draft(self._draft, n_tokens, chain, ranker))
         if "ngram" in spec.drafters:
-            ngram = NgramDrafter(rates=self._match_rates)
+            ngram = NgramDrafter(rates=self._match_rates, window=self._target_window)
             drafters.append(within_grammar(ngram, sampler.grammar))
         if not drafters:
             return NoDrafter()
         if sampler.grammar is not None and not spec.draws_chains:
             drafters.append(
-                GrammarDrafter(sampler.grammar.fork(), sampler.n_tokens, self._max_context)
+                GrammarDrafter(
+                    sampler.grammar.fork(),
+                    sampler.n_tokens,
+                    self._max_context,
+                    self._target_window,
+                )
             )
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
 
@@ -83,9 +90,8 @@ class Drafters:
         cache = self._prefix_cache
         if draft.masked_block is not None:
             return DFlashDrafter(draft, n_tokens, chain=chain, ranker=ranker, prefix_cache=cache)
-        kind = HeadDrafter if draft.takes_hidden_states else ModelDrafter
-        if draft.attends_to_target:
-            kind = AssistantDrafter
-        return kind(
-            draft, n_tokens, chain=chain, ranker=ranker, window=self._window, prefix_cache=cache
-        )
+        kind, window = ModelDrafter, self._window
+        if draft.takes_hidden_states:  # of tokens that the target sees
+            kind = AssistantDrafter if draft.attends_to_target else HeadDrafter
+            window = self._target_window
+        return kind(draft, n_tokens, chain=chain, ranker=ranker, window=window, prefix_cache=cache)

@@ -51,7 +51,11 @@ class AssistantDrafter(HeadDrafter):
         """Return the pending token; nothing if the target's state or KV before it is lacking."""
         n_known, kv = len(context_ids) - 1, self._target_kv
         has_state = len(self._states) == 1 and self._states.end == n_known
-        if not has_state or kv is None or kv.n_committed != n_known:
+        if (
+            not has_state
+            or kv is None
+            or kv.n_committed != n_known - self._window.n_hidden(n_known + 1)
+        ):
             return []
         return list(context_ids[-1:])
 

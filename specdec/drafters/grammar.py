@@ -13,6 +13,7 @@ from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.frontier import Level
 from specdec.grammar.state import GrammarState
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 
@@ -27,16 +28,25 @@ class GrammarDrafter(Drafter):
     Args:
         grammar: the sequence's grammar, in a state of the drafter's own.
         n_tokens: size of the target's vocabulary.
-        max_context: maximum tokens of the sequence, prompt included.
+        max_context: maximum tokens that the target sees, prompt included.
+        window: part of a context that the target sees.
     """
 
-    def __init__(self, grammar: GrammarState, n_tokens: int, max_context: int) -> None:
-        self._grammar, self._n_tokens, self._max_context = grammar, n_tokens, max_context
+    def __init__(
+        self,
+        grammar: GrammarState,
+        n_tokens: int,
+        max_context: int,
+        window: ContextWindow = ContextWindow(),  # noqa: B008 (immutable)
+    ) -> None:
+        self._grammar, self._n_tokens = grammar, n_tokens
+        self._max_context, self._window = max_context, window
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
         tree, node = DraftTree(context_ids[-1]), ROOT
         if limits.max_nodes and limits.max_depth:
-            length = min(limits.max_nodes, self._max_context - len(context_ids))
+            n_visible = len(context_ids) - self._window.n_hidden(len(context_ids))
+            length = min(limits.max_nodes, self._max_context - n_visible)
             for token in self._grammar.forced(context_ids, self._n_tokens)[:length]:
                 node = tree.add(node, token, 0.0, SOURCE)
         return tree

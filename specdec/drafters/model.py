@@ -25,7 +25,7 @@ from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.drafters.frontier import Frontier, Level
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
-from specdec.drafters.window import DraftWindow
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import Acceptance, sample_index
 from specdec.verification.tree import ROOT, DraftTree
@@ -73,7 +73,7 @@ class ModelDrafter(Drafter):
         *,
         chain: tuple[Sampler, np.random.Generator] | None = None,
         ranker: CandidateRanker | None = None,
-        window: DraftWindow = DraftWindow(),  # noqa: B008 (immutable)
+        window: ContextWindow = ContextWindow(),  # noqa: B008 (immutable)
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._backend = backend

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 from specdec.drafters.base import Drafter, TreeLimits
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import ROOT, DraftTree
 
@@ -130,12 +131,18 @@ class NgramDrafter(Drafter):
     leaves open goes to the next shorter one.
 
     rates: hit rates shared with other sequences; private ones when None.
+    window: part of a context that is searched.
     """
 
-    def __init__(self, max_ngram: int = MAX_NGRAM, rates: MatchRates | None = None) -> None:
+    def __init__(
+        self,
+        max_ngram: int = MAX_NGRAM,
+        rates: MatchRates | None = None,
+        window: ContextWindow = ContextWindow(),  # noqa: B008 (immutable)
+    ) -> None:
         if max_ngram < 1:
             raise ValueError(f"max_ngram is {max_ngram}, must be at least 1")
-        self.max_ngram = max_ngram
+        self.max_ngram, self._window = max_ngram, window
         self._index = NgramIndex(max_ngram)
         self._proposed: DraftTree | None = None
         # proposed node -> [(match length, tokens it proposed there)], longest match first
@@ -146,6 +153,8 @@ class NgramDrafter(Drafter):
         return self._rates.confidence(match_length)
 
     def propose(self, context_ids: Sequence[int], limits: TreeLimits) -> DraftTree:
+        if self._window.n_recent is not None:
+            context_ids = self._window.view(context_ids)
         if not self._index.is_extended_by(context_ids):
             self._index = NgramIndex(self.max_ngram)
         self._index.extend(context_ids)

@@ -112,7 +112,7 @@ class KVCacheManager:
         num_running = len(self.running)
         if not num_running or not self._price.token_bytes:
             return True
-        num_tokens = len(sequence.token_ids) + min(sequence.num_left, _EXPECTED_TOKENS)
+        num_tokens = sequence.num_context_tokens + min(sequence.num_left, _EXPECTED_TOKENS)
         num_own = max(0, num_tokens - self._num_shared(sequence))
         if self._price.pays(self.cost, num_running, num_own):
             return True
@@ -121,7 +121,7 @@ class KVCacheManager:
 
     def _note_capacity(self, sequence: Sequence) -> None:
         num_tokens = len(sequence.ids_to_compute)
-        lengths = [len(item.token_ids) for item in (*self.running, sequence)]
+        lengths = [item.num_context_tokens for item in (*self.running, sequence)]
         blocks = [-(-length // _TOKENS_TO_GROW) + 1 for length in lengths]  # the last one to grow
         self._notes.note_capacity(num_tokens, sum(blocks) * _TOKENS_TO_GROW, len(self.running))
 
@@ -197,7 +197,7 @@ class KVCacheManager:
                 return True
             if not sequence.cache_prompt or other.is_decoding:
                 continue
-            num_common = common_length(other.token_ids, ids)
+            num_common = common_length(other.ids_to_compute, ids)
             if num_common - other.active_kv.n_committed >= _MIN_SHARED_PREFIX:
                 return True
         return False

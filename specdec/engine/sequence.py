@@ -8,6 +8,7 @@ are computed in prefill chunks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -25,6 +26,7 @@ from specdec.engine.output_buffer import OutputBuffer
 from specdec.engine.outputs import CompletionOutput, PromptProgress, StreamChunk
 from specdec.engine.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
+from specdec.sampling.context_window import N_SINKS, ContextWindow
 from specdec.sampling.logprobs import PromptLogprobs, PromptScorer, TopLogprobs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
@@ -33,6 +35,8 @@ from specdec.text.stream import TextStream
 from specdec.traces.recorder import SequenceTrace
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
+
+logger = logging.getLogger(__name__)
 
 
 class VerifiedTree(NamedTuple):
@@ -51,6 +55,7 @@ class Sequence:
         limit: maximum new tokens.
         text: detokenises and finds stop strings; None where no text is wanted.
         index: position among the request's sequences.
+        window: part of the tokens that the target's cache contains.
 
     Attributes:
         token_ids: prompt and emitted tokens; the last one is pending once `is_decoding`.
@@ -66,9 +71,10 @@ class Sequence:
         limit: TokenLimit,
         text: TextStream | None = None,
         index: int = 0,
+        window: ContextWindow = ContextWindow(),  # noqa: B008 (immutable)
     ) -> None:
         self.request, self.sampler, self.index = request, sampler, index
-        self._limit = limit
+        self._limit, self._window = limit, window
         self._emitted = OutputBuffer(sampler, limit, text)
         self.token_ids = list(request.prompt_ids)
         self._num_prompt_tokens = len(self.token_ids)
@@ -114,15 +120,26 @@ class Sequence:
         return len(self.token_ids) - self._num_prompt_tokens
 
     @property
+    def num_hidden(self) -> int:
+        """Tokens that the window of the target leaves out."""
+        return self._window.n_hidden(len(self.token_ids))
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that the target sees, the pending one included."""
+        return len(self.token_ids) - self.num_hidden
+
+    @property
     def ids_to_compute(self) -> list[int]:
         """Tokens whose KV has to be computed before the next draft tree."""
-        return self.token_ids[:-1] if self.num_new_tokens else self.token_ids
+        view = self._window.view(self.token_ids)
+        return view[:-1] if self.num_new_tokens else view
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that prefill chunks still have to compute."""
         num_pending = 1 if self.num_new_tokens else 0  # no copy of the ids: called in every step
-        return len(self.token_ids) - num_pending - self.active_kv.n_committed
+        return self.num_context_tokens - num_pending - self.active_kv.n_committed
 
     @property
     def cache_prompt(self) -> bool:
@@ -244,7 +261,7 @@ class Sequence:
         """
         limit = max_nodes // num_seqs if self.policy.is_whole else max_nodes
         limit = min(self.active_kv.num_free_slots, 1 + limit)
-        limits = self.policy.limits(len(self.token_ids), self.num_left, limit, num_seqs)
+        limits = self.policy.limits(self.num_context_tokens, self.num_of_step, limit, num_seqs)
         steps = self.drafter.propose_in_steps(self.token_ids, limits)
         tree = yield from own_steps(self.request, steps)
         with own_errors(self.request):
@@ -252,7 +269,7 @@ class Sequence:
                 tree,
                 self.token_ids[-1],
                 max_nodes=limit,
-                max_depth=self.policy.max_context - len(self.token_ids),
+                max_depth=self.policy.max_context - self.num_context_tokens,
                 vocab_size=self.sampler.n_tokens,
             )
         if tree is None or self.request.error is not None:
@@ -293,16 +310,19 @@ class Sequence:
             row = scores.logits[0]
             token = self.sampler.choose(self.token_ids, row, position=len(self.token_ids))
             self._note_logits([row], [token])
+            num_hidden = self.num_hidden
             self.token_ids.append(token)
             self.request.recorder.record_first_token(self._num_cached_tokens)
             self._emit((token,))
+            self._shift(num_hidden)
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Verify the tree and append the new tokens; return None if this request failed."""
         recorder = self.request.recorder
         with own_errors(self.request):
             logits = scores.logits
-            acceptance = self.verifier.verify(tree, logits, self.token_ids, self.num_left)
+            num_hidden = self.num_hidden
+            acceptance = self.verifier.verify(tree, logits, self.token_ids, self.num_of_step)
             self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
             with recorder.drafting():
                 self.drafter.observe(acceptance, tree)
@@ -313,6 +333,7 @@ class Sequence:
             self._note_logits([logits[i] for i in acceptance.path], new_ids)
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
+            self._shift(num_hidden)
             recorder.record_step(tree, acceptance, n_emitted=num_taken)
             return VerifiedTree(tree, acceptance, new_ids)
         return None
@@ -320,8 +341,25 @@ class Sequence:
     def _hand_over(self, states: NDArray[np.float32]) -> None:
         """Give the drafter the hidden states of the last committed tokens."""
         if len(states):
-            self.drafter.take_hidden_states(self.active_kv.n_committed - len(states), states)
+            position = self.num_hidden + self.active_kv.n_committed - len(states)
+            self.drafter.take_hidden_states(position, states)
             self.drafter.take_kv(self.active_kv)
+
+    def _shift(self, num_hidden: int) -> None:
+        """Cut the KV to the sinks where the window has jumped: its tokens are computed again.
+
+        num_hidden: tokens that it left out before.
+        """
+        if self.num_hidden == num_hidden or self.is_finished:
+            return
+        if not num_hidden:
+            logger.warning(
+                f"the context of {self.policy.max_context} tokens is full: from here on the target "
+                f"sees the first {N_SINKS} tokens and the last {self.num_context_tokens - N_SINKS} "
+                f"to {self._window.n_recent} (--context-shift)"
+            )
+        self.active_kv.rollback(self.active_kv.restorable(N_SINKS))
+        self.drafter.reset()
 
     def recover(self) -> None:
         """Roll back a step that was interrupted."""
@@ -341,6 +379,12 @@ class Sequence:
             self.trace.end(self.token_ids[: self._num_prompt_tokens + num_new], num_new)
 
     # --- output --------------------------------------------------------------------------------
+
+    @property
+    def num_of_step(self) -> int:
+        """Maximum tokens that one step may emit: the window jumps between two steps."""
+        num_before_jump = self._window.n_before_jump(len(self.token_ids))
+        return self.num_left if num_before_jump is None else min(self.num_left, num_before_jump)
 
     @property
     def num_left(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from specdec.grammar.state import GrammarState
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import token_limit
@@ -41,6 +43,7 @@ class SequenceFactory:
         max_beams: maximum beams: the tokens of a pass that memory was planned for.
         begin_grammar: (parameters, prompt length) -> grammar state of a sequence, if any.
         pair_statistics: those of earlier generations, updated by every step.
+        window: part of a sequence that the target sees.
     """
 
     tokenizer: TokenDecoder
@@ -54,6 +57,7 @@ class SequenceFactory:
     plan: RunPlan
     pair_statistics: PairStatistics
     trace_recorder: TraceRecorder | None = None
+    window: ContextWindow = ContextWindow()
 
     def new_sequences(self, request: Request) -> list[Sequence]:
         """Return `params.n` sequences, or one that runs a beam search.
@@ -61,7 +65,10 @@ class SequenceFactory:
         Raises ConfigError if the prompt or the beams exceed the planned capacity.
         """
         params, prompt_ids = request.params, request.prompt_ids
-        limit = token_limit(params, len(prompt_ids), self.max_context, self.model_context)
+        max_context = self.max_context
+        if self.window.n_recent is not None and params.num_beams == 1:
+            max_context = sys.maxsize
+        limit = token_limit(params, len(prompt_ids), max_context, self.model_context)
         first = self._new_sampler(request, params)
 
         def new_text() -> TextStream:
@@ -73,7 +80,7 @@ class SequenceFactory:
         seeds = [sequence_seed(first.seed, i) for i in range(1, params.n)]
         more = [self._new_sampler(request, params.replace(seed=seed)) for seed in seeds]
         return [
-            Sequence(request, sampler, limit, new_text(), index)
+            Sequence(request, sampler, limit, new_text(), index, self.window)
             for index, sampler in enumerate([first, *more])
         ]
 

@@ -37,6 +37,7 @@ from specdec.planning.plan import PlannedModels, plan_models
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn
@@ -126,6 +127,9 @@ class Session:
         assemble(self.engine, models, self._worker, self.totals, self._prompt_cache)
         max_context, parallel = models.target.max_context, models.options.max_num_seqs
         draft = models.draft, models.draft_prefix_cache, models.draft_window
+        window = ContextWindow()
+        if models.options.context_shift:
+            window = ContextWindow.of_target(max_context)
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             num_tokens=self.n_tokens,
@@ -134,10 +138,11 @@ class Session:
             model_context=self.model_context,
             max_beams=models.options.max_target_tokens(plan.n_draft_tokens),
             begin_grammar=self._begin_grammar,
-            drafters=Drafters(*draft, max_context, parallel),
+            drafters=Drafters(*draft, max_context, parallel, window),
             plan=plan,
             pair_statistics=models.pair_statistics,
             trace_recorder=self._trace_recorder,
+            window=window,
         )
 
     def _new_recorder(self, planned: PlannedModels, stack: ExitStack) -> TraceRecorder | None:

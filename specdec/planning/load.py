@@ -13,12 +13,12 @@ from offload.process.temporary import is_memory, temporary_folder
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.model import level_width
-from specdec.drafters.window import DraftWindow, draft_context_size
 from specdec.models.names import MTP_HEAD
 from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import ContextWindow, draft_context_size
 
 
 def load_target(
@@ -76,7 +76,7 @@ def _kv_folder(options: RunOptions) -> Path:
 
 def load_draft(
     planned: PlannedModels, options: RunOptions, target: Backend
-) -> tuple[Backend | None, DraftWindow]:
+) -> tuple[Backend | None, ContextWindow]:
     """Load the draft; return it with its window of a sequence, or (None, no window limit).
 
     Args:
@@ -84,7 +84,7 @@ def load_draft(
     """
     plan, placement = planned.plan, planned.plan.draft_placement
     if planned.draft is None or placement is None:
-        return None, DraftWindow()
+        return None, ContextWindow()
     source, draft_window = planned.draft.source, options.spec.draft_window
     if isinstance(source, SharesWeights):
         source.share_weights(target)
@@ -100,7 +100,8 @@ def load_draft(
         load_mode="stream" if placement.streams else "ram",
         vram_bytes=plan.torch_vram_bytes,
     )
-    window = DraftWindow.fitting(draft_window, context, target.max_context, n_nodes)
+    longest = None if options.context_shift else target.max_context
+    window = ContextWindow.fitting(draft_window, context, longest, n_nodes)
     return source.load(loading), window
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from backends.contract.backend import Backend, TransferStats
 from backends.contract.prefix_cache import PrefixCache
 from offload.process.allocator import give_back_freed
-from specdec.drafters.window import DraftWindow
 from specdec.planning.load import load_draft, load_target
 from specdec.planning.plan import PlannedModels
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.saved_statistics import SavedStatistics
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import ContextWindow
 
 
 class LoadedModels:
@@ -31,7 +31,7 @@ class LoadedModels:
     planned: PlannedModels
     target: Backend
     draft: Backend | None
-    draft_window: DraftWindow
+    draft_window: ContextWindow
     prefix_cache: PrefixCache
     draft_prefix_cache: PrefixCache | None
     pair_statistics: PairStatistics

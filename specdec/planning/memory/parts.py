@@ -11,8 +11,8 @@ from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
 from specdec.drafters.model import level_width
 from specdec.drafters.state_buffer import MAX_PROMPT_STATES
-from specdec.drafters.window import draft_context_size
 from specdec.run_options import RunOptions
+from specdec.sampling.context_window import draft_context_size
 
 _RUNS_PER_NODE = 6
 _PROBABILITY_BYTES = 8  # float64

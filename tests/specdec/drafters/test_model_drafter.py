@@ -11,7 +11,7 @@ from specdec.drafters.base import TreeLimits
 from specdec.drafters.merged import MergedDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram import NgramDrafter
-from specdec.drafters.window import DraftWindow
+from specdec.sampling.context_window import ContextWindow
 from specdec.verification.acceptance import Acceptance
 
 CONTEXT = [5, 17, 60, 33, 8]
@@ -88,7 +88,7 @@ def test_accepted_nodes_keep_their_kv(backend, drafter):
 
 
 def test_only_missing_tokens_are_computed_next(backend):
-    window = DraftWindow(n_recent=64)
+    window = ContextWindow(n_recent=64)
     for drafter in (ModelDrafter(backend, 96), ModelDrafter(backend, 96, window=window)):
         drafter.reset()
         merged = MergedDrafter([NgramDrafter(), drafter])

@@ -14,7 +14,7 @@ from tiny_pair import save_model
 
 import specdec
 from specdec.checks import ConfigError
-from specdec.drafters.window import N_SINKS, DraftWindow, draft_context_size
+from specdec.sampling.context_window import N_SINKS, ContextWindow, draft_context_size
 
 OPTIONS = {"ctx_size": 256, "num_draft_tokens": 8, "draft_depth": 4, "spec_type": "draft"}
 LONG = {"max_tokens": 200, "ignore_eos": True, "repetition_penalty": 1.3}
@@ -23,7 +23,7 @@ LONG = {"max_tokens": 200, "ignore_eos": True, "repetition_penalty": 1.3}
 @given(n_recent=st.integers(1, 40), n_tokens=st.integers(1, 300))
 def test_the_view(n_recent: int, n_tokens: int) -> None:
     context = list(range(n_tokens))
-    view = DraftWindow(n_recent).view(context)
+    view = ContextWindow(n_recent).view(context)
     assert view[:N_SINKS] == context[:N_SINKS]
     assert view[-1] == context[-1]
     n_shown = len(view) - N_SINKS
@@ -38,7 +38,7 @@ def test_the_view(n_recent: int, n_tokens: int) -> None:
 @given(n_recent=st.integers(2, 40), n_tokens=st.integers(50, 200))
 def test_each_token_is_computed_about_twice(n_recent: int, n_tokens: int) -> None:
     """The window grows by the new token, or restarts half a window after the last time."""
-    window, before, num_tokens, n_jumps = DraftWindow(n_recent), [], 0, 0
+    window, before, num_tokens, n_jumps = ContextWindow(n_recent), [], 0, 0
     for n in range(1, n_tokens + 1):
         view = window.view(range(n))
         is_jump = view[:-1] != before
@@ -60,7 +60,7 @@ def test_it_fits_the_drafts_cache(
     requested: int | None, draft_max: int, ctx_size: int, n_nodes: int
 ) -> None:
     capacity = draft_context_size(requested, ctx_size, draft_max, n_nodes)
-    window = DraftWindow.fitting(requested, capacity, ctx_size, n_nodes)
+    window = ContextWindow.fitting(requested, capacity, ctx_size, n_nodes)
     assert capacity <= min(ctx_size, draft_max)
     longest = max(len(window.view(range(n))) for n in range(1, ctx_size + 1))
     assert longest <= capacity
