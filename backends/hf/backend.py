@@ -197,7 +197,9 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
         model, formats = self._model, self._model.kv_formats
-        self._states = StateMemory(model.state_bytes, model.fed_bytes_per_token)
+        self._states = StateMemory(
+            model.state_bytes, model.fed_bytes_per_token, model.largest_state_bytes
+        )
         self._pool: KvPool
         if tiers is None:
             without_kv = [i for i, n in enumerate(model.layer_kv_values) if not n]

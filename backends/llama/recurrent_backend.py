@@ -110,8 +110,11 @@ class RecurrentLlamaBackend(GgufBackend[RecurrentStore]):
         """Compute a lane; put the logits and hidden states of its `places` into `output`."""
         min_count = self._options.min_batch_tokens
         state, tokens = store.go_on(lane)
-        if not self._states.ensure(max(len(tokens), min_count)):
-            state, tokens = store.go_on(lane)  # from the first token on
+        for release in self._states.releases:
+            if self._states.has_capacity(max(len(tokens), min_count)):
+                break
+            release()
+            state, tokens = store.go_on(lane)  # from its checkpoint, or the first token on
         first = len(tokens) - len(lane.token_ids)
         places = {first + i: index for i, index in lane.places.items()}
         for start, stop in pairwise(self._borders(len(tokens))):

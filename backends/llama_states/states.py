@@ -8,11 +8,13 @@ Attention of a token is a sum over cells in memory order, so the cells of each s
 the order of positions. llama.cpp writes new cells to the first free places; a gap would take them
 out of order. Cells cannot be moved here, because llama.cpp copies a state with them. So cells that
 a sequence leaves before others go to the sequence `graveyard`, which no token attends to. When the
-cache is full, all sequences forget their states and cells, and compute them again.
+cache is full, all sequences return to the ends of their prompts, and compute their answers again;
+if that frees too little, they forget all states and cells.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -33,8 +35,15 @@ class StateUser(Protocol):
     def give_checkpoint(self) -> bool:
         """Release the checkpoint; return whether there was one."""
 
+    def return_to_checkpoint(self) -> None:
+        """Release the states after the checkpoint."""
+
     def forget(self) -> bool:
         """Release all states; return whether there were any."""
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        """Cells of all its states; shared ones several times."""
 
 
 class Cell:
@@ -153,13 +162,35 @@ class States:
         n_tokens = sum(user.num_tokens for user in list(self._users))
         return KvUsage(n_used, max(0, n_tokens - n_used))
 
-    def ensure(self, n_new: int) -> bool:
-        """Prepare for `n_new` cells; return False if all sequences had to forget their states."""
-        if len(self._order) + n_new <= self.n_cells:
-            return True
+    def ensure(self, n_new: int) -> None:
+        """Prepare for `n_new` cells of a new state."""
+        for release in self.releases:
+            if self.has_capacity(n_new):
+                return
+            release()
+
+    def has_capacity(self, n_new: int) -> bool:
+        return len(self._order) + n_new <= self.n_cells
+
+    @property
+    def releases(self) -> tuple[Callable[[], None], ...]:
+        """Ways to free cells, in order: sequences compute what they lose again."""
+        return self._return_to_checkpoints, self._forget_all
+
+    def _return_to_checkpoints(self) -> None:
+        """Return to the ends of prompts; forget those that lie behind an unused cell, which is not
+        freed before they are."""
+        for user in self._users:
+            user.return_to_checkpoint()
+        unused = (i for i, cell in enumerate(self._order) if not cell.n_users)
+        first = self._order[: next(unused, len(self._order))]
+        for user in self._users:
+            if not set(user.cells) <= set(first):
+                user.forget()
+
+    def _forget_all(self) -> None:
         for user in self._users:
             user.forget()
-        return False
 
     def grow(self, state: State, n_new: int) -> None:
         """Record that a pass has written the next cells of a state."""

@@ -18,12 +18,12 @@ sequence: a 27B's states of 151 MB times 16 nodes are 2.4 GB, as much as 14 % of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.contract.backend import BackendError
 from backends.contract.nodes import NodeTable
-from backends.llama_states.states import State, States
+from backends.llama_states.states import Cell, State, States
 
 MAX_REPLAYED = 16
 """Committed tokens after the base from which on a pass is made for them alone. Extra rows grow with
@@ -56,6 +56,8 @@ class RecurrentStore:
         self._through: list[int] = []
         """Tokens that `live` has gone through since the base."""
         self._tokens: dict[int, int] = {}  # of live nodes
+        self._has_lost = False
+        """Whether states after the base were released for other sequences."""
         states.add(self)
 
     @property
@@ -134,20 +136,21 @@ class RecurrentStore:
         """Make `live` the base if all that it has gone through is committed, and that is all."""
         if self._live is not None and self._through == self.replayed:
             before, self._base = self._base, self._live
-            self._live, self._through = None, []
+            self._live, self._through, self._has_lost = None, [], False
             if before is not None:
                 self._states.give_back(before)
 
     def restorable(self, length: int) -> int:
         if self._base is not None and length >= self.n_base:
-            return length  # a sequence that lost its states has nothing for others to reuse
+            # Tokens whose states were lost are nothing for others to reuse.
+            return self.n_base if self._has_lost else length
         n_checkpoint = 0 if self._checkpoint is None else len(self._checkpoint)
         return n_checkpoint if length >= n_checkpoint else 0
 
     @property
     def snapshot_lengths(self) -> tuple[int, ...]:
         """See SequenceKV.snapshot_lengths; none if its states were taken for others."""
-        if self._base is None:
+        if self._base is None or (self._has_lost and self.replayed):
             return ()
         n_checkpoint = 0 if self._checkpoint is None else len(self._checkpoint)
         first = (n_checkpoint,) if 0 < n_checkpoint < self.n_base else ()
@@ -197,6 +200,7 @@ class RecurrentStore:
             self.give_checkpoint()
         self.table.rollback(length)
         self._tokens = {}
+        self._has_lost = self._has_lost and length > self.n_base
         self.check_integrity()
 
     # --- states -----------------------------------------------------------------------------
@@ -212,6 +216,20 @@ class RecurrentStore:
         if state is not None:
             self._states.give_back(state)
         return state is not None
+
+    def return_to_checkpoint(self) -> None:
+        self.give_live()
+        self._has_lost = self._base is not None
+        if self._base is None or self._checkpoint is None:
+            return
+        if self.n_base > len(self._checkpoint):
+            self._states.give_back(self._base)
+            self._base = self._states.copied(self._checkpoint, self)
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        for state in (self._base, self._live, self._checkpoint):
+            yield from () if state is None else state.cells
 
     def forget(self) -> bool:
         had_more = self.give_live() | self.give_checkpoint()

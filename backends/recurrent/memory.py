@@ -38,11 +38,12 @@ class StateMemory:
     """Memory of the states of a backend's sequences.
 
     Args:
-        state_bytes, fed_bytes: see `planned_bytes`.
+        state_bytes, fed_bytes, largest_bytes: see `planned_bytes`.
     """
 
-    def __init__(self, state_bytes: int, fed_bytes: int) -> None:
+    def __init__(self, state_bytes: int, fed_bytes: int, largest_bytes: int = 0) -> None:
         self._state_bytes, self._fed_bytes = state_bytes, fed_bytes
+        self._largest_bytes = largest_bytes
         self._peak_bytes = 0
 
     def succeed(self, sequences: States, of_pass: RecurrentPass) -> None:
@@ -59,7 +60,9 @@ class StateMemory:
         states = [*filter(None, sequences), *(RecurrentStates() for _ in range(num_new_seqs))]
         n_snapshots = sum(item.num_to_make for item in states)
         new_bytes = n_snapshots * self._state_bytes + max_nodes * self._fed_bytes
-        return max(0, kept_bytes(states) + new_bytes - self._peak_bytes)
+        # The last pass went through a chain at least, with one state.
+        walk_bytes = max(0, max_slots(max_nodes) - 1) * self._largest_bytes
+        return max(0, kept_bytes(states) + new_bytes - self._peak_bytes) + walk_bytes
 
 
 def kept_bytes(sequences: States, made: Iterable[torch.Tensor] = ()) -> int:

@@ -32,7 +32,8 @@ def synth_command(
         typer.Option(
             "--from",
             metavar="MODEL",
-            help="Small Llama, Qwen3-MoE or Qwen3.5: a folder, hub id, or pair:target.",
+            help="Small Llama, Qwen3-MoE, Qwen3.5 or dense NemotronH: a folder, hub id, or "
+            "pair:target.",
         ),
     ] = "pair:target",
     like: Annotated[
@@ -41,7 +42,7 @@ def synth_command(
             "--like",
             metavar="NAME",
             help=f"Shape to take: {', '.join(SHAPES)}; for mixtures {', '.join(MIXTURES)}; "
-            f"for pair:hybrid {', '.join(HYBRIDS)}.",
+            f"for hybrids {', '.join(HYBRIDS)}.",
         ),
     ] = None,
     size: Annotated[

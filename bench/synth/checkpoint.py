@@ -1,4 +1,4 @@
-"""Growth of a small checkpoint (Llama, Qwen3-MoE, Qwen3.5) to a large one's bytes and FLOPs.
+"""Growth of a small checkpoint (Llama, Qwen3-MoE, Qwen3.5, NemotronH) to a large one's size.
 
 The grown model computes the same function as the small one (`bench.synth.growth` has the maths), so
 output and acceptance are the small model's while the cost of a pass is the large model's. So
@@ -76,7 +76,8 @@ def grow(
     """Write a checkpoint of `shape` that computes the same function as the one in `source_dir`.
 
     Args:
-        source_dir: a Hugging Face checkpoint of a Llama, a Qwen3-MoE or a Qwen3.5, in safetensors.
+        source_dir: a Hugging Face checkpoint of a Llama, Qwen3-MoE, Qwen3.5 or dense NemotronH, in
+            safetensors.
         out_dir: folder for the grown checkpoint; must be empty or absent unless `force`.
         shape: sizes of the grown model. Heads are re-cut to the source's head dimension. A tied
             shape stays untied if the source's head differs from its embedding.

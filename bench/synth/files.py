@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.synth.shapes import Experts, LlamaShape, SynthError
+from bench.synth.shapes import Experts, LlamaShape, Mamba, SynthError
 from bench.synth.source import HYBRID_MIXTURE, OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
 
@@ -45,11 +45,13 @@ def write_side_files(
 
 def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str, Any]:
     """Return the source's config with the sizes of `shape` and its own rotary parameters."""
-    renewed = ("torch_dtype", OTHER_NAME_OF_EXPERTS)
+    renewed = ("torch_dtype", "hybrid_override_pattern", OTHER_NAME_OF_EXPERTS)
     config = {key: value for key, value in source.config.items() if key not in renewed}
     epsilon = float(config.get("rms_norm_eps", 1e-6))
-    if shape.recurrent is None:
+    if not shape.is_hybrid:
         epsilon *= source.shape.hidden_size / shape.hidden_size
+    if shape.mamba is not None:
+        return config | _nemotron_config(shape, shape.mamba, dtype)
     return config | {
         **_hybrid_config(shape),
         "hidden_size": shape.hidden_size,
@@ -82,6 +84,33 @@ def _hybrid_config(shape: LlamaShape) -> dict[str, Any]:
         "model_type": HYBRID_MIXTURE,
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "shared_expert_intermediate_size": shape.intermediate_size,
+    }
+
+
+def _nemotron_config(shape: LlamaShape, mamba: Mamba, dtype: str) -> dict[str, Any]:
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "layers_block_type": [kinds[mamba.kind_of(i)] for i in range(shape.n_layers)],
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "mamba_num_heads": mamba.n_heads,
+        "n_groups": mamba.n_groups,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied,
+        "dtype": _CONFIG_DTYPES.get(dtype),
+    }
+    if shape.experts is None:
+        return sizes
+    return sizes | {
+        "n_routed_experts": shape.experts.n,
+        "num_experts_per_tok": shape.experts.n_used,
+        "moe_intermediate_size": shape.experts.intermediate_size,
+        "moe_shared_expert_intermediate_size": shape.intermediate_size,
+        "moe_latent_size": None,
     }
 
 
@@ -131,6 +160,9 @@ random numbers (seed {seed}) that are multiplied by zero.
 
 
 def _describe_recurrent(shape: LlamaShape) -> str:
+    if shape.mamba is not None:
+        kinds = [shape.mamba.kind_of(i) for i in range(shape.n_layers)]
+        return f"{kinds.count('M')} of Mamba-2, {shape.mamba.n_heads} heads"
     if shape.recurrent is None:
         return "none"
     few = shape.recurrent

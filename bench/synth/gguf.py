@@ -66,6 +66,8 @@ def grow_gguf(
     read = partial(_reader(source), source)
     maker = TensorMaker(read, partial(recipe.format_of, grown), seed)
     model_type = grown_config(source, grown, dtype)["model_type"]
+    if grown.mamba is not None and grown.experts is not None:
+        model_type += "_moe"
     plans = tensor_plans(source.shape, grown, for_gguf=True)
     tensors = _tensors(plans, grown, model_type, maker, recipe)
     n_bytes = sum(tensor.n_bytes for tensor in tensors)
@@ -92,7 +94,7 @@ def grow_gguf(
 
 def _reader(source: SourceModel) -> Callable[[SourceModel, str, range], np.ndarray]:
     """Return the function that reads a source's weights as llama.cpp has them."""
-    if source.shape.recurrent is not None:
+    if source.shape.is_hybrid:
         return _read_decay
     # llama.cpp rotates neighbouring rows of Llamas.
     return _read_interleaved if source.shape.experts is None else SourceModel.read
@@ -132,6 +134,10 @@ def _tensors(
         form, shape = recipe.format_of(grown, parts[0]), parts[0].shape
         if EXPERTS in parts[0].name:
             shape = (len(parts), *shape)
+        if grown.mamba is not None and name.endswith("ssm_norm.weight"):
+            shape = (grown.mamba.n_groups, shape[0] // grown.mamba.n_groups)
+        if grown.mamba is not None and name.endswith((".ssm_a", ".ssm_d")):
+            shape = (*shape, 1)
         n_bytes = sum(map(maker.n_bytes, parts))
         chunks = partial(_chunks, maker, parts)
         tensors.append(GgufTensor(name, shape, form.name, n_bytes, chunks))

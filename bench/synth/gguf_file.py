@@ -1,4 +1,4 @@
-"""Writer of a GGUF file of a Llama, a Qwen3-MoE or a Qwen3.5: names, layout, header, data.
+"""Writer of a GGUF file of a Llama, Qwen3-MoE, Qwen3.5 or NemotronH: names, layout, header, data.
 
 The `gguf` package writes the header; the data is written in chunks, so that memory does not grow
 with the file.
@@ -31,8 +31,10 @@ ARCHITECTURES = {
     "qwen3_moe": "QWEN3MOE",
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
+    "nemotron_h": "NEMOTRON_H",
+    "nemotron_h_moe": "NEMOTRON_H_MOE",
 }
-"""Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`."""
+"""Names in gguf.MODEL_ARCH, by a checkpoint's `model_type`; nemotron_h_moe is here alone."""
 _MTP_NAMES = {
     "mtp.fc.weight": "eh_proj",
     "mtp.pre_fc_norm_embedding.weight": "enorm",
@@ -40,6 +42,15 @@ _MTP_NAMES = {
     "mtp.norm.weight": "shared_head_norm",
 }
 """llama.cpp's names of an MTP head's tensors outside of its layer, which comes after the last."""
+_OTHER_NAMES = [
+    (re.compile(pattern), other)
+    for pattern, other in (
+        (r"\.dt_bias$", ".dt_proj.bias"),
+        (r"\.e_score_correction_bias$", ".e_score_correction.bias"),
+        (r"^backbone\.(layers\.\d+)\.mixer\.experts\.", r"model.\1.mlp.experts."),
+    )
+]
+"""Names of tensors in checkpoints, and those that the `gguf` package knows."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -66,7 +77,8 @@ def gguf_name(name: str, model_type: str, n_layers: int) -> str:
         name = name.replace(MTP_LAYER, f"model.layers.{n_layers}.")
         n_layers += 1
     known = _known_names(model_type, n_layers)
-    name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+    for own, other in _OTHER_NAMES:
+        name = own.sub(other, name)
     known_name = known.get_name(
         _ONE_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias")
     )

@@ -6,7 +6,7 @@ tokenizer does. Anything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_type: str) -> None:
-    """Add sizes and constants of a Llama, a Qwen3-MoE or a Qwen3.5.
+    """Add sizes and constants of a Llama, Qwen3-MoE, Qwen3.5 or NemotronH.
 
     Args:
         config: contents of config.json.
@@ -41,17 +41,22 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], *, name: str, file_
     writer.add_block_count(config["num_hidden_layers"] + n_mtp_layers)
     if n_mtp_layers:
         writer.add_nextn_predict_layers(n_mtp_layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(n_heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or n_heads)
+    kinds = config.get("layers_block_type")
+    if kinds is None:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(config.get("num_key_value_heads") or n_heads)
+    else:
+        _add_layers(writer, config, kinds)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    epsilon = config.get("layer_norm_epsilon") if kinds else config.get("rms_norm_eps")
+    writer.add_layer_norm_rms_eps(1e-6 if epsilon is None else epsilon)
     n_rotated = int(head_dim * _rope(config).get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(n_rotated)
     writer.add_rope_freq_base(_rope_theta(config))
     n_experts = config.get("num_experts") or config.get("num_local_experts")
-    if n_experts:
+    if n_experts and kinds is None:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -72,6 +77,33 @@ def _add_recurrent(writer: GGUFWriter, config: Mapping[str, Any], n_rotated: int
     writer.add_rope_dimension_sections([n_rotated // 2 - 2 * third, third, third, 0])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _add_layers(writer: GGUFWriter, config: Mapping[str, Any], kinds: Sequence[str]) -> None:
+    """Add the kinds of a NemotronH's layers, which llama.cpp tells from sizes that are 0, and the
+    sizes of Mamba-2 and experts."""
+    has_experts = "moe" in kinds
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])  # required, though unused
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    n_kv_heads = config["num_key_value_heads"]
+    writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_head_count_kv([n_kv_heads if kind == "full_attention" else 0 for kind in kinds])
+    n_heads = config["mamba_num_heads"]
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_time_step_rank(n_heads)
+    writer.add_ssm_inner_size(n_heads * config["mamba_head_dim"])
+    if has_experts:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_weights_norm(bool(config["norm_topk_prob"]))
+        writer.add_expert_weights_scale(float(config["routed_scaling_factor"]))
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

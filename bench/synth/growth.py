@@ -11,7 +11,7 @@ zeros in the others, after every layer. That needs exact zeros in two places onl
 All other new weights multiply a zero, or are multiplied by one, and are random. An RMS norm
 over D dimensions of which D - d are zero sees a mean square smaller by d / D, so its weight is
 scaled by sqrt(d / D) and its epsilon by d / D. bench/synth/mixture.py has the layers of experts,
-bench/synth/hybrid.py recurrent ones.
+bench/synth/hybrid.py and bench/synth/nemotron.py recurrent ones.
 
 Query head i of the small model belongs to its key/value head i // g. It goes to a slot of the
 grown model whose group reads a copy of that key/value head; if the grown groups are smaller, the
@@ -90,7 +90,7 @@ def layer_places(source: LlamaShape, grown: LlamaShape) -> dict[int, int]:
 
 def _same_kind(source: LlamaShape, layer: int, grown: LlamaShape, places: range) -> list[int]:
     """Return the places of the grown model's layers that are of the kind of a source's layer."""
-    return [i for i in places if grown.is_recurrent(i) == source.is_recurrent(layer)]
+    return [i for i in places if grown.kind_of(i) == source.kind_of(layer)]
 
 
 def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
@@ -106,7 +106,7 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
                 f"a model cannot be grown to less than it has: {what} {small} > {large}"
             )
     mixtures = source.experts, grown.experts
-    if grown.recurrent is None and (mixtures[0] is None) != (mixtures[1] is None):
+    if not grown.is_hybrid and (mixtures[0] is None) != (mixtures[1] is None):
         raise SynthError("a dense model cannot be grown to a mixture of experts, nor the reverse")
     if mixtures[0] is not None and mixtures[1] is not None:
         sizes = mixtures[0].intermediate_size, mixtures[1].intermediate_size
@@ -122,7 +122,7 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
             f"{grown.n_heads} query heads are no multiple of {grown.n_kv_heads} key/value heads"
         )
     if (
-        grown.recurrent is None and grown.hidden_size % grown.n_heads
+        not grown.is_hybrid and grown.hidden_size % grown.n_heads
     ):  # which transformers refuses to load
         raise SynthError(
             f"hidden size {grown.hidden_size} is no multiple of {grown.n_heads} query heads"
@@ -132,6 +132,10 @@ def check_growable(source: LlamaShape, grown: LlamaShape) -> None:
 
 class GrowthPlanner:
     """Planner of every tensor of a grown model, in the order of writing."""
+
+    embedding, final_norm = "model.embed_tokens.weight", "model.norm.weight"
+    attention = "self_attn."
+    """Prefix of a layer's matrices of attention."""
 
     def __init__(self, source: LlamaShape, grown: LlamaShape) -> None:
         check_growable(source, grown)
@@ -144,11 +148,11 @@ class GrowthPlanner:
 
     def tensors(self) -> list[TensorPlan]:
         """Return all tensors: embedding, layers, final norm, and the head unless it is tied."""
-        embedding = "model.embed_tokens.weight"
+        embedding = self.embedding
         plans = [self._table(embedding, embedding, Fill.ZERO, self.hidden_scale)]
         for index in range(self.grown.n_layers):
             plans += self._layer(index, self.places.get(index))
-        plans.append(self._norm("model.norm.weight", "model.norm.weight"))
+        plans.append(self._norm(self.final_norm, self.final_norm))
         if not self.grown.tied:
             head = embedding if self.source.tied else "lm_head.weight"
             plans.append(self._table("lm_head.weight", head, Fill.RANDOM))
@@ -183,7 +187,7 @@ class GrowthPlanner:
         """Yield what a layer computes with other tokens, its norms of heads excepted."""
         big_d, e = self.grown.hidden_size, self.grown.head_dim
         num_rows, num_kv_rows = self.grown.n_heads * e, self.grown.n_kv_heads * e
-        q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
+        q, k, v, o = (f"{self.attention}{x}_proj.weight" for x in "qkvo")
         source = origin or ""
         for name, shape, fill, patches in (
             (q, (num_rows, big_d), Fill.RANDOM, self._query_patches(source + q)),

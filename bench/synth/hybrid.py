@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.synth.growth import GrowthPlanner
+from bench.synth.nemotron import NemotronPlanner
 from bench.synth.shapes import LlamaShape, Recurrent, SynthError
 from bench.synth.tensors import Fill, Patch, TensorPlan
 
@@ -216,9 +217,11 @@ def tensor_plans(
     Raises:
         SynthError: the source does not fit.
     """
-    if grown.recurrent is None:
-        return GrowthPlanner(source, grown).tensors()
-    return HybridPlanner(source, grown, for_gguf=for_gguf).tensors()
+    if grown.mamba is not None:
+        return NemotronPlanner(source, grown, for_gguf=for_gguf).tensors()
+    if grown.recurrent is not None:
+        return HybridPlanner(source, grown, for_gguf=for_gguf).tensors()
+    return GrowthPlanner(source, grown).tensors()
 
 
 def _check_heads(few: Recurrent, many: Recurrent) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.synth.formats import (
     BF16,
@@ -26,17 +26,28 @@ from bench.synth.formats import (
     Q8_0,
     WeightFormat,
 )
+from bench.synth.growth import GrowthPlanner
 from bench.synth.hybrid import MTP_LAYER, tensor_plans
+from bench.synth.nemotron import NemotronPlanner
 from bench.synth.shapes import LlamaShape
 from bench.synth.tensors import EXPERTS, TensorPlan
 
+TABLES = (GrowthPlanner.embedding, NemotronPlanner.embedding)
 Rule = Callable[[int, LlamaShape], WeightFormat]
 """Function (layer index, model shape) -> format."""
 
 _LAYERS_OF_70B = 80
 _LARGE_GROUP = 4  # query heads per key/value head: V is small, so better formats cost little
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:\.experts\.\d+)?\.(\w+)\.weight")
-_AS_FLOAT32 = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d")
+_LAYER_NAME = re.compile(
+    r"(?:model|backbone)\.layers\.(\d+)\.(.*?)(?:\.experts\.\d+)?\.(\w+)\.weight"
+)
+_AS_FLOAT32 = (
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+    "linear_attn.conv1d",
+    "mixer.gate",
+    "mixer.conv1d",
+)
 """Matrices that llama-quantize leaves alone."""
 # For rows that are no multiple of the block; F16 for blocks of 32.
 _FALLBACKS = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
@@ -51,7 +62,6 @@ class Recipe:
     head: WeightFormat  # of the output head, which a tied embedding is too
     attn_v: Rule | None = None
     ffn_down: Rule | None = None
-    attn_qkv: Rule | None = None
     experts: WeightFormat | None = None  # if it differs from other matrices
 
     def format_of(self, grown: LlamaShape, plan: TensorPlan) -> WeightFormat:
@@ -61,7 +71,7 @@ class Recipe:
         return _fitting_format(self._preferred(grown, plan.name), plan.shape[-1])
 
     def _preferred(self, grown: LlamaShape, name: str) -> WeightFormat:
-        if name == ("model.embed_tokens.weight" if grown.tied else "lm_head.weight"):
+        if name in (TABLES if grown.tied else ("lm_head.weight",)):
             return self.head
         match = _LAYER_NAME.fullmatch(name.replace(MTP_LAYER, f"model.layers.{grown.n_layers}."))
         kind = f"{match[2]}.{match[3]}" if match else ""
@@ -73,10 +83,19 @@ class Recipe:
             "self_attn.v_proj": self.attn_v,
             "mlp.down_proj": self.ffn_down,
             "mlp.shared_expert.down_proj": self.ffn_down,
-            "linear_attn.in_proj_qkv": self.attn_qkv,
+            "linear_attn.in_proj_qkv": self.attn_v,
+            "mixer.v_proj": self.attn_v,
+            "mixer.down_proj": self.ffn_down,
+            "mixer.shared_experts.down_proj": self.ffn_down,
         }
         rule = rules.get(kind)
-        return rule(int(match[1]), grown) if match and rule else self.form
+        if match is None or rule is None:
+            return self.form
+        layer = int(match[1])
+        if kind == "mixer.v_proj":  # llama-quantize counts the layers that have values
+            kinds = "".join(map(grown.kind_of, range(grown.n_layers)))
+            layer, grown = kinds[:layer].count("*"), replace(grown, n_layers=kinds.count("*"))
+        return rule(layer, grown)
 
     @property
     def block_size(self) -> int:
@@ -124,17 +143,11 @@ def _more_bits(better: WeightFormat, form: WeightFormat) -> Rule:
     return lambda layer, shape: better if _uses_more_bits(layer, shape.n_layers) else form
 
 
-def _always(form: WeightFormat) -> Rule:
-    return lambda layer, shape: form
-
-
 # The first is the default.
 RECIPES = {
     "q4_0": Recipe("MOSTLY_Q4_0", Q4_0, Q6_K),
     "q4_k_s": Recipe("MOSTLY_Q4_K_S", Q4_K, Q6_K, _q4_k_s_attn_v, _first_eighth(Q5_K, Q4_K)),
-    "q4_k_m": Recipe(
-        "MOSTLY_Q4_K_M", Q4_K, Q6_K, _q4_k_m_attn_v, _more_bits(Q6_K, Q4_K), _always(Q5_K)
-    ),
+    "q4_k_m": Recipe("MOSTLY_Q4_K_M", Q4_K, Q6_K, _q4_k_m_attn_v, _more_bits(Q6_K, Q4_K)),
     "q5_k_s": Recipe("MOSTLY_Q5_K_S", Q5_K, Q6_K),
     "q5_k_m": Recipe(
         "MOSTLY_Q5_K_M",
@@ -142,7 +155,6 @@ RECIPES = {
         Q6_K,
         _more_bits(Q6_K, Q5_K),
         _more_bits(Q6_K, Q5_K),
-        _always(Q6_K),
     ),
     "q6_k": Recipe("MOSTLY_Q6_K", Q6_K, Q6_K),
     "iq4_xs": Recipe("MOSTLY_IQ4_XS", IQ4_XS, Q6_K, _iq4_xs_attn_v, _first_eighth(Q5_K, IQ4_XS)),

@@ -49,9 +49,45 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Layers of a NemotronH, which have one mixer each, and the sizes of its Mamba-2 layers."""
+
+    pattern: str  # of layers, repeated: M Mamba-2, * attention, - MLP, E experts
+    n_heads: int
+    n_groups: int
+    head_dim: int
+    state_size: int
+    kernel: int  # of the convolution
+
+    @property
+    def n_channels(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Channels of the convolution: inputs, then B and C of all groups."""
+        n_grouped = self.n_groups * self.state_size
+        return self.n_channels, n_grouped, n_grouped
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of the input projection: gates, channels of the convolution, time steps."""
+        return self.n_channels, *self.mixed, self.n_heads
+
+    def kind_of(self, layer: int) -> str:
+        """Return the letter of a layer."""
+        return self.pattern[layer % len(self.pattern)]
+
+    def parameters(self, hidden_size: int) -> int:
+        """Number of parameters of one Mamba-2 layer beside its first norm."""
+        outer = hidden_size * (sum(self.rows) + self.n_channels)
+        return outer + sum(self.mixed) * (self.kernel + 1) + 3 * self.n_heads + self.n_channels
+
+
+@dataclass(frozen=True)
 class LlamaShape:
     """Sizes of a Llama, of a mixture with the same attention (Qwen3-MoE), or of a hybrid of
-    attention and recurrent layers (Qwen3.5), dense or a mixture.
+    attention and recurrent layers (Qwen3.5, NemotronH), dense or a mixture.
 
     The MLP of a hybrid that is a mixture is its shared expert.
     """
@@ -67,6 +103,17 @@ class LlamaShape:
     experts: Experts | None = None  # in the MLP's place
     recurrent: Recurrent | None = None
     has_mtp_head: bool = False  # of a hybrid: one more layer, of attention
+    mamba: Mamba | None = None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.recurrent is not None or self.mamba is not None
+
+    def kind_of(self, layer: int) -> str:
+        """Return what a layer computes; an MLP becomes a shared expert beside routed ones."""
+        if self.mamba is not None:
+            return self.mamba.kind_of(layer).replace("E", "-")
+        return "recurrent" if self.is_recurrent(layer) else "attention"
 
     def is_recurrent(self, layer: int) -> bool:
         """Return True if a layer has a recurrent state instead of keys and values."""
@@ -77,6 +124,8 @@ class LlamaShape:
         """Number of parameters of one decoder layer; of a hybrid's, the mean."""
         if self.recurrent is not None:
             return self._hybrid_layer_parameters(self.recurrent)
+        if self.mamba is not None:
+            return self._mamba_parameters(self.mamba) // self.n_layers
         attention = 2 * self.hidden_size * self.head_dim * (self.n_heads + self.n_kv_heads)
         norms = 2 * self.hidden_size
         if self.experts is None:
@@ -89,6 +138,20 @@ class LlamaShape:
         every = recurrent.attention_every
         mixers = self._gated_attention + (every - 1) * recurrent.parameters(self.hidden_size)
         return mixers // every + self._hybrid_feed_forward
+
+    def _mamba_parameters(self, mamba: Mamba) -> int:
+        """Number of parameters of all layers of a NemotronH."""
+        d, experts = self.hidden_size, self.experts
+        mlp = 2 * d * self.intermediate_size
+        of_kind = {
+            "M": mamba.parameters(d),
+            "*": 2 * d * self.head_dim * (self.n_heads + self.n_kv_heads),
+            "-": mlp,
+        }
+        if experts is not None:
+            routed = 2 * d * experts.intermediate_size + d + 1  # with the router's row and bias
+            of_kind["E"] = mlp + experts.n * routed
+        return sum(d + of_kind[mamba.kind_of(layer)] for layer in range(self.n_layers))
 
     @property
     def _gated_attention(self) -> int:
@@ -116,8 +179,11 @@ class LlamaShape:
     def parameters(self) -> int:
         """Number of parameters of the whole model; a tied head is counted once."""
         tables = 1 if self.tied else 2
+        layers = self.n_layers * self.layer_parameters
+        if self.mamba is not None:  # whose layers differ
+            layers = self._mamba_parameters(self.mamba)
         return (
-            self.n_layers * self.layer_parameters
+            layers
             + tables * self.vocab_size * self.hidden_size
             + self.hidden_size  # the final norm
             + self.mtp_parameters
@@ -149,6 +215,12 @@ class LlamaShape:
     def with_routing_of(self, source: LlamaShape) -> LlamaShape:
         """Return the same bytes of experts, cut into the source's number of experts, with as many
         per token: routing is the source's. Hybrids keep theirs. Raises SynthError."""
+        if (self.mamba is None) != (source.mamba is None):
+            raise SynthError(
+                "layers of Mamba-2 are grown from Mamba-2 alone, and the "
+                f"{'source' if source.mamba is None else 'shape'} has none: choose another --like, "
+                "or --from a small dense NemotronH (python -m bench.train.nemotron trains one)"
+            )
         if (self.recurrent is None) != (source.recurrent is None):
             kinds = {True: "a hybrid", False: "none"}
             raise SynthError(
@@ -156,7 +228,7 @@ class LlamaShape:
                 f"layers and the source {kinds[source.recurrent is not None]}: choose another "
                 "--like, or another --from (pair:hybrid)"
             )
-        if self.recurrent is not None:
+        if self.is_hybrid:
             return self
         if (self.experts is None) != (source.experts is None):
             kinds = {True: "dense", False: "a mixture of experts"}
@@ -199,12 +271,16 @@ MIXTURES: dict[str, LlamaShape] = {
     "gpt-oss-20b": LlamaShape(2880, 2880, 24, 64, 8, 64, 201_088, False, Experts(32, 4, 2880)),
     "mixtral-8x7b": LlamaShape(4096, 14_336, 32, 32, 8, 128, 32_000, False, Experts(8, 2, 14_336)),
 }
-# The shared expert of the last, 512 wide, is widened to hold the small model's MLP.
+# The shared expert of the 35B, 512 wide, is widened to hold the small model's MLP.
 _GDN_OF_27B, _GDN_OF_35B = (Recurrent(16, n_values, 128, 4, 4) for n_values in (48, 32))
+_MAMBA_OF_NANO = Mamba("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 64, 8, 64, 128, 4)
 HYBRIDS: dict[str, LlamaShape] = {
     "qwen3.8-27b": LlamaShape(5120, 17_408, 64, 24, 4, 256, 248_320, False, recurrent=_GDN_OF_27B),
     "qwen3.6-35b-a3b": LlamaShape(
         2048, 768, 40, 16, 2, 256, 248_320, False, Experts(256, 8, 512), _GDN_OF_35B
+    ),
+    "nemotron-3-nano": LlamaShape(
+        2688, 3712, 52, 32, 2, 128, 131_072, False, Experts(128, 6, 1856), mamba=_MAMBA_OF_NANO
     ),
 }
 MAX_LAYERS = 1024  # of a GGUF file that is read, far above any real model

@@ -35,7 +35,7 @@ def choose_shape(
     if n_bytes is None:
         assert base is not None
         return base
-    if source.experts is not None or source.recurrent is not None:
+    if source.experts is not None or source.is_hybrid:
         if base is None:
             raise SynthError(
                 "a mixture or hybrid is grown to a shape: give --like, and a size cuts its layers"
@@ -140,7 +140,9 @@ def _width_step(shape: LlamaShape, storage: Storage) -> int:
 def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Storage) -> LlamaShape:
     """Return the shape with the number of layers nearest to `n_bytes`; experts keep their size."""
     minimum = storage.model_bytes(replace(shape, n_layers=min_layers))
-    layer = storage.model_bytes(replace(shape, n_layers=min_layers + 1)) - minimum
+    # Layers of a NemotronH differ by a factor of 60: a step is the mean of the shape's.
+    n_mean = 1 if shape.mamba is None else shape.n_layers
+    layer = (storage.model_bytes(replace(shape, n_layers=min_layers + n_mean)) - minimum) / n_mean
     n_layers = min_layers + max(0, round((n_bytes - minimum) / layer))
     result = replace(shape, n_layers=n_layers)
     limit = storage.model_bytes(replace(shape, n_layers=MAX_LAYERS))
@@ -148,6 +150,6 @@ def _with_layers(shape: LlamaShape, n_bytes: int, min_layers: int, storage: Stor
         raise SynthError(
             f"cannot reach {format_bytes(n_bytes)}: a mixture's size is that of whole layers, from "
             f"{format_bytes(minimum)} ({min_layers} layers, as the small model has) to "
-            f"{format_bytes(limit)} ({MAX_LAYERS} layers), in steps of {format_bytes(layer)}"
+            f"{format_bytes(limit)} ({MAX_LAYERS} layers), in steps of {format_bytes(round(layer))}"
         )
     return result

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.synth.float_weights import read_float32
-from bench.synth.shapes import Experts, LlamaShape, Recurrent, SynthError
+from bench.synth.nemotron import EMBEDDING as NEMOTRON_EMBEDDING
+from bench.synth.shapes import Experts, LlamaShape, Mamba, Recurrent, SynthError
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.comparing import have_same_bytes
+from offload.formats.tensors import CheckpointError, TensorRecord
 
 _MAX_SIZE = 2**24  # far above any model
 _NOT_IN_EVERY_LAYER = ("mlp_only_layers", "use_sliding_window")
@@ -22,6 +24,8 @@ MIXTURE = "qwen3_moe"
 """Architecture of mixtures that can be grown."""
 HYBRID, HYBRID_MIXTURE = "qwen3_5_text", "qwen3_5_moe_text"
 """Architecture of hybrids that can be grown, and of mixtures that they are grown to."""
+NEMOTRON = "nemotron_h"
+"""Architecture of hybrids of Mamba-2, dense ones and mixtures."""
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -33,7 +37,8 @@ OTHER_NAME_OF_EXPERTS = "num_local_experts"
 
 
 class SourceModel:
-    """Checkpoint of a Llama, Qwen3-MoE or Qwen3.5 in safetensors; tensors are read on demand."""
+    """Checkpoint of a Llama, Qwen3-MoE, Qwen3.5 or dense NemotronH in safetensors; tensors are read
+    on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Raise SynthError or CheckpointError if `folder` holds nothing that can be grown."""
@@ -41,7 +46,8 @@ class SourceModel:
         self.config = read_json(self.folder / "config.json")
         self.shape = source_shape(self.config)
         self._records = WeightIndex.from_directory(self.folder)
-        head, embedding = (self._records.get(name) for name in (HEAD, EMBEDDING))
+        table = EMBEDDING if self.shape.mamba is None else NEMOTRON_EMBEDDING
+        head, embedding = (self._records.get(name) for name in (HEAD, table))
         if head is None and not self.shape.tied:
             raise SynthError(f"{self.folder} has no {HEAD} although its head is untied")
         if MTP_PROJECTION not in self._records:
@@ -74,20 +80,23 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
     """Return the sizes in a Hugging Face config.
 
     Raises:
-        SynthError: the model is no plain Llama, Qwen3-MoE or Qwen3.5.
+        SynthError: the model is no plain Llama, Qwen3-MoE, Qwen3.5 or dense NemotronH.
     """
     kind = config.get("model_type")
-    if kind not in ("llama", MIXTURE, HYBRID):
-        raise SynthError(f"only Llama, Qwen3-MoE and Qwen3.5 models can be grown, not {kind!r}")
+    if kind not in ("llama", MIXTURE, HYBRID, NEMOTRON):
+        raise SynthError(
+            f"only Llama, Qwen3-MoE, Qwen3.5 and dense NemotronH models can be grown, not {kind!r}"
+        )
     for option in ("attention_bias", "mlp_bias", "quantization_config", *_NOT_IN_EVERY_LAYER):
         if config.get(option):
             raise SynthError(f"a model with {option} cannot be grown")
+    mamba = _mamba(config) if kind == NEMOTRON else None
     n_heads = _size(config, "num_attention_heads")
     hidden_size = _size(config, "hidden_size")
     return LlamaShape(
         hidden_size=hidden_size,
         intermediate_size=_size(config, "intermediate_size"),
-        n_layers=_size(config, "num_hidden_layers"),
+        n_layers=_size(config, "num_hidden_layers", None if mamba is None else len(mamba.pattern)),
         n_heads=n_heads,
         n_kv_heads=_size(config, "num_key_value_heads", n_heads),
         head_dim=_size(config, "head_dim", hidden_size // n_heads),
@@ -96,7 +105,26 @@ def source_shape(config: dict[str, Any]) -> LlamaShape:
         experts=_experts(config) if kind == MIXTURE else None,
         recurrent=_recurrent(config) if kind == HYBRID else None,
         has_mtp_head=kind == HYBRID and config.get("mtp_num_hidden_layers") == 1,
+        mamba=mamba,
     )
+
+
+def _mamba(config: dict[str, Any]) -> Mamba:
+    listed = config.get("layers_block_type") or config.get("layer_types") or ()
+    letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
+    letters |= {"mlp": "-", "moe": "E"}
+    pattern = config.get("hybrid_override_pattern") or "".join(letters[kind] for kind in listed)
+    expected = {"use_bias": False, "use_conv_bias": True, "mlp_hidden_act": "relu2"}
+    if not pattern or not set(pattern) <= set("M*-"):
+        raise SynthError(
+            "a NemotronH is grown from a dense one, whose MLP becomes the shared expert of a "
+            f"mixture: its layers are {pattern or 'not listed'}, of which M, * and - can be grown"
+        )
+    for option, value in expected.items():
+        if config.get(option, value) != value:
+            raise SynthError(f"a NemotronH is grown with {option} {value}, not {config[option]!r}")
+    names = ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel")
+    return Mamba(pattern, *(_size(config, name) for name in names))
 
 
 def _recurrent(config: dict[str, Any]) -> Recurrent:
@@ -150,3 +178,36 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SynthError(f"{path} is not a JSON object: download it again")
     return value
+
+
+def read_float32(record: TensorRecord, rows: range | None = None) -> np.ndarray:
+    """Return one tensor, float32 in its own shape; BF16 and F16 are widened exactly.
+
+    Args:
+        record: the tensor.
+        rows: consecutive rows (of its first dimension); None: all.
+
+    Raises:
+        CheckpointError: the type is another one, or the file is too short.
+    """
+    if record.scheme:
+        raise CheckpointError(
+            f"{record.path} stores {record.name} packed as {record.scheme}: name the checkpoint "
+            "that was packed"
+        )
+    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(record.dtype)
+    if kind is None:
+        raise CheckpointError(
+            f"{record.path} stores {record.name} as {record.dtype}; BF16, F16 and F32 are read"
+        )
+    shape, offset = record.shape, record.offset
+    if rows is not None:
+        offset += rows.start * (record.n_bytes // shape[0])
+        shape = (len(rows), *shape[1:])
+    n_weights = math.prod(shape)
+    raw = np.fromfile(record.path, dtype=kind, count=n_weights, offset=offset)
+    if raw.size != n_weights:
+        raise CheckpointError(f"{record.path} ends within {record.name}; download it again")
+    if record.dtype == "BF16":  # the upper half of a float32
+        return (raw.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return raw.astype(np.float32, copy=False).reshape(shape)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-EXPERTS = ".mlp.experts."
+EXPERTS = ".experts."
 """Part of the name of a routed expert's tensor, before its number."""
 
 

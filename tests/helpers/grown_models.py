@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,12 @@ LARGE = LlamaShape(240, 112, 5, 6, 3, HEAD_DIM, 96, tied=False)
 
 
 def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: object) -> Path:
-    """Write a random fp32 Llama, Qwen3-MoE if the shape has experts, or Qwen3.5 if it has recurrent
-    layers, with weights large enough to tell layers apart."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+    """Write a random fp32 Llama, Qwen3-MoE if the shape has experts, or hybrid (Qwen3.5, NemotronH)
+    if it has recurrent layers, with weights large enough to tell layers apart."""
+    from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
+    if shape.mamba is not None:
+        return _save_random(folder, nemotron_config(shape), seed)
     kind = LlamaConfig if shape.experts is None else Qwen3MoeConfig
     if shape.recurrent is not None:
         kind = Qwen3_5TextConfig
@@ -55,6 +58,36 @@ def save_source(folder: Path, shape: LlamaShape, seed: int = 0, **options: objec
         max_position_embeddings=128,
         **{"rms_norm_eps": 1e-3, **options},  # large, to reveal a wrong epsilon
     )
+    return _save_random(folder, config, seed)
+
+
+def nemotron_config(shape: LlamaShape) -> Any:
+    from transformers import NemotronHConfig
+
+    assert shape.mamba is not None
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    return NemotronHConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        layers_block_type=[names[kind] for kind in shape.mamba.pattern],
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=128,
+        mamba_num_heads=shape.mamba.n_heads,
+        mamba_head_dim=shape.mamba.head_dim,
+        n_groups=shape.mamba.n_groups,
+        ssm_state_size=shape.mamba.state_size,
+        conv_kernel=shape.mamba.kernel,
+        layer_norm_epsilon=1e-3,  # large, to reveal a wrong epsilon
+    )
+
+
+def _save_random(folder: Path, config: Any, seed: int) -> Path:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -6,6 +6,8 @@ import ctypes
 from pathlib import Path
 
 from backends.ggml.library import load_library
+from bench.synth.gguf import grow_gguf
+from bench.synth.shapes import LlamaShape
 
 
 def llama_quantize(floats: Path, out: Path, dtype: str) -> Path:
@@ -18,3 +20,19 @@ def llama_quantize(floats: Path, out: Path, dtype: str) -> Path:
     paths = str(floats).encode(), str(out).encode()
     assert library.llama_model_quantize(*paths, ctypes.byref(params)) == 0, (floats, dtype)
     return out
+
+
+def both_types(source: Path, tmp_path: Path, shape: LlamaShape, dtype: str) -> list[dict[str, str]]:
+    """Return the types of tensors of a grown file: as written, and as llama.cpp quantises one of
+    floats."""
+    import gguf
+
+    own, floats = (
+        grow_gguf(source, tmp_path / f"{kind}.gguf", shape, dtype=kind, with_data=False).path
+        for kind in (dtype, "fp32")
+    )
+    llama = llama_quantize(floats, tmp_path / "llama.gguf", dtype)
+    return [
+        {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+        for path in (own, llama)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import HYBRIDS
@@ -15,7 +16,9 @@ from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.source import HfSource
 from backends.recurrent import memory
+from backends.recurrent.delta_by_numba import CompiledDeltaRule
 from backends.recurrent.passes import RecurrentPass
+from backends.recurrent.timing import binary_tree
 
 N_NODES = 24
 
@@ -99,6 +102,34 @@ def test_a_sequence_that_rolls_back_goes_on_and_one_that_finishes_does_not(
         for kv in kvs:
             cache.release(kv)
         assert [kv.store.recurrent.num_to_make for kv in kvs] == [0, 0, 0]
+
+
+def test_layers_leave_room_for_the_walk_through_a_tree(
+    checkpoint_factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has several states of one layer at a time, and a chain one."""
+    peak, walks = Peak(monkeypatch), [0]
+    walk = CompiledDeltaRule._walk
+
+    def noted(*args: Any) -> Any:
+        stack, output = walk(*args)
+        walks.append(stack.nbytes)
+        return stack, output
+
+    monkeypatch.setattr(CompiledDeltaRule, "_walk", noted)
+    source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
+    with TorchBackend.resident(source.path) as backend:
+        backend.max_nodes = N_NODES
+        kv = backend.new_sequence()
+        kv.prefill([5] * 20)
+        for _ in range(2):
+            decode(backend, [kv], N_NODES)
+        before = peak.last_bytes + backend.kv_bytes + walks[-1]
+        expected = before + growth_bytes(backend)
+        first = kv.next_node_id
+        kv.extend([7] * N_NODES, [first + x if x >= 0 else PREFIX for x in binary_tree(N_NODES)])
+        assert walks[-1] > 2 * source.model.largest_state_bytes
+        assert peak.last_bytes + backend.kv_bytes + walks[-1] <= expected
 
 
 def test_dropped_beams_take_no_memory(checkpoint_factory) -> None:

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
+from llama_quantize import both_types
+
 from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions, Loading
@@ -129,7 +131,7 @@ def test_a_gguf_head_is_named_as_llama_cpps_converter_names_it(tmp_path: Path) -
     assert of_head["ffn_down.weight"].dtype == "Q6_K"  # as of the last layers
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [n for n, shape in HYBRIDS.items() if shape.recurrent])
 def test_a_shape_counts_the_head(name: str) -> None:
     shape = choose_shape(SHAPE, HYBRIDS[name], None, None, RECIPES["q4_k_m"])
     assert shape.has_mtp_head
@@ -137,3 +139,12 @@ def test_a_shape_counts_the_head(name: str) -> None:
     if cut.experts is not None:
         cut = replace(cut, experts=replace(cut.experts, n=4))
     assert LAYOUTS["bf16"].model_bytes(cut) == pytest.approx(2 * cut.parameters, rel=1e-4)
+
+
+@pytest.mark.slow_except(1)
+@pytest.mark.parametrize("dtype", ["q4_k_m", "q5_k_m", "q4_k_s", "iq4_xs"])
+@pytest.mark.parametrize("n_layers", [16, 24])
+def test_types_of_a_hybrid_are_llama_quantizes(tmp_path: Path, n_layers: int, dtype: str) -> None:
+    shape = replace(LARGE, n_layers=n_layers)
+    own, llama = both_types(SMALL, tmp_path, shape, dtype)
+    assert own == llama

@@ -138,7 +138,7 @@ def test_embeddings_cannot_be_packed(tmp_path: Path) -> None:
 
 
 def test_who_reads_weights_itself_refuses_packed_ones(tmp_path: Path) -> None:
-    from bench.synth.float_weights import read_float32
+    from bench.synth.source import read_float32
 
     pack(save_packable("llama", tmp_path / "plain"), tmp_path / "packed")
     record = WeightIndex.from_directory(tmp_path / "packed")["model.layers.1.mlp.down_proj.weight"]
