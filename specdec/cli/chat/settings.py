@@ -9,7 +9,7 @@ from specdec.cli.input.prompts import read_text
 from specdec.cli.naming import as_options, option_name
 from specdec.cli.options import OptionError
 from specdec.option import SAMPLING, options_of
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import UNLIMITED_TOKENS, SamplingParams
 
 _OFF = ("off", "default")
 _FILES = ("json_schema", "grammar")
@@ -35,7 +35,10 @@ class Settings:
 
     def lines(self) -> list[str]:
         """Return `name value` of everything that is set."""
-        return [f"{_shown(name)} {value}" for name, value in self.values.items()]
+        values = {**self.values}
+        if values["max_tokens"] == UNLIMITED_TOKENS:
+            values["max_tokens"] = -1  # as it was given
+        return [f"{_shown(name)} {value}" for name, value in values.items()]
 
     def set(self, name: str, text: str) -> None:
         """Set one option from its text; "off" takes it back. Raises OptionError."""
@@ -69,7 +72,8 @@ def _parsed(field: str, text: str) -> Any:
     if kind not in (int, float):
         return text
     try:
-        return kind(text)
+        value = kind(text)
+        return UNLIMITED_TOKENS if field == "max_tokens" and value == -1 else value
     except ValueError:
         noun = "a whole number" if kind is int else "a number"
         raise OptionError(f"/set {_shown(field)} is {text!r}, must be {noun}, or off") from None

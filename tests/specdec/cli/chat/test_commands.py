@@ -112,6 +112,7 @@ def test_set_changes_and_checks_the_sampling(talk: Talk) -> None:
         "/set top-k many": "/set top-k is 'many', must be a whole number, or off",
         "/set top-p 2": "/set top-p is 2.0, must be",
         "/set max-tokens 0": "/set max-tokens is 0, must be",
+        "/set max-tokens -2": "/set max-tokens is -2, must be",
         "/set json-schema /no/file": "/no/file: No such file or directory",
         "/set top-p": "/set top-p has no value",
         "/nothing": "there is no command /nothing: /help lists them",
