@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -45,7 +46,9 @@ class Settings:
         known = _fields()
         field = known.get(name.removeprefix("--").replace("_", "-"))
         if field is None:
-            raise OptionError(f"/set has no {name}: it takes {', '.join(known)}")
+            near = [key for key in known if key.startswith(name)] or get_close_matches(name, known)
+            hint = f"did you mean {near[0]}? It" if near else "it"
+            raise OptionError(f"/set has no {name}: {hint} takes {', '.join(known)}")
         values = dict(self.values)
         values.pop(field, None)
         if text.lower() not in _OFF:
