@@ -40,6 +40,7 @@ MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 MAX_IO_THREADS = 64
 MAX_PREFETCH_DEPTH = 64
 DEFAULT_BEAM_SPAN = 64
+DEFAULT_CTX_SIZE = 2048
 DEFAULT_PARALLEL = 16
 """Sequences take rows of logits and activations always, but KV only while they run."""
 MAX_PARALLEL = 256
@@ -144,10 +145,10 @@ class RunOptions:
     )
     ctx_size: int | None = option(
         None,
-        "Longest sequence in tokens, prompt included.",
+        "Longest sequence in tokens, prompt included; 0: the model's own context.",
         MEMORY,
         short="-c",
-        at_least=1,
+        at_least=0,
         shown_default="2048, or less where the model has less",
     )
     context_shift: bool = option(
@@ -332,6 +333,11 @@ class RunOptions:
         values = self.keywords(field.name for field in fields(SpecConfig))
         values["draft_window"] = window_of_self(self.draft_model, self.draft_window)
         return SpecConfig(**{**values, "spec_type": spec_type})
+
+    def context_of(self, max_context: int) -> int:
+        """Return the tokens of the longest sequence, for a model of `max_context`."""
+        requested = DEFAULT_CTX_SIZE if self.ctx_size is None else self.ctx_size or max_context
+        return min(requested, max_context)
 
     @property
     def draft(self) -> str | Path | None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, __version__
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.checkpoint.architecture import architecture_of, language_config, sparse_limit
-from backends.checkpoint.kinds import refuse_other_kinds
+from backends.checkpoint.json_file import json_fault
+from backends.checkpoint.kinds import read_raw, refuse_other_kinds
 from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
 from backends.checkpoint.raw_config import refuse_nonsense
@@ -24,6 +25,7 @@ from backends.recurrent.functions import is_mixer
 from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
+_REMEDY = "fix it, or download the checkpoint again"
 _CHUNKED, _INDEXED = "chunked_attention", "indexed_attention"
 KNOWN_LAYERS = frozenset(
     "full_attention sliding_attention chunked_attention attention indexed_attention "
@@ -70,10 +72,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds for a bad config
-        raise CheckpointError(
-            f"{directory}/config.json cannot be read: {one_line(error)}: "
-            "fix it, or download the checkpoint again"
-        ) from error
+        raise CheckpointError(_fault(directory, error)) from error
     with config_faults(directory):
         _refuse_config(config)
         if getattr(language_config(config), "per_layer_attributes", None):
@@ -82,6 +81,28 @@ def load_config(directory: Path) -> PreTrainedConfig:
         for part in {id(part): part for part in (config, language_config(config))}.values():
             _set_for_inference(part)
     return config
+
+
+def _fault(directory: Path, error: Exception) -> str:
+    """Return what is wrong with a config.json that transformers refused."""
+    path = directory / "config.json"
+    fault, raw = json_fault(path), read_raw(directory)
+    kind = raw.get("model_type")
+    if fault is not None:
+        return f"{path} {fault}: {_REMEDY}"
+    if kind is None:
+        return f"{path} has no model_type, which names the model's family: {_REMEDY}"
+    if kind not in CONFIG_MAPPING and "auto_map" in raw:
+        return (
+            f"{path}: the family {kind} is defined by code in the checkpoint, which specdec never "
+            "runs: take a GGUF file of the model"
+        )
+    if kind not in CONFIG_MAPPING:
+        return (
+            f"{path}: the family {kind} (model_type) is not known to transformers {__version__}: "
+            "a newer version may know it, or a GGUF file of the model may run"
+        )
+    return f"{path} cannot be read: {one_line(error)}: {_REMEDY}"
 
 
 def _set_for_inference(config: PreTrainedConfig) -> None:
@@ -109,7 +130,7 @@ def config_faults(directory: Path) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{directory}/config.json describes no model that can be run ({type(error).__name__}: "
-            f"{one_line(error)}): fix it, or download the checkpoint again"
+            f"{one_line(error)}): {_REMEDY}"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from bench.options import UsageMistake
 from bench.peers.program import MIN_SPECULATED_TOKENS, MIN_TOKENS, Task
 from bench.peers.registry import MEMORY, MIN_AMOUNT_BYTES, Peer, Weights, settings_to_try
 from bench.process.child import forget_files, forget_model
@@ -26,7 +27,7 @@ from offload.storage.read_limit import ReadLimit
 from offload.units import GIB
 from specdec.cli.enforce import child_environment
 from specdec.models.weight_files import largest_weight_file, weight_files
-from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
+from specdec.run_options import DEFAULT_CTX_SIZE
 
 LOAD_SECONDS = 300.0
 """Time limit beside that of decoding, which may be exceeded for the last prompt."""
@@ -68,6 +69,8 @@ class RunSettings:
 
 def settings_for(load: Mapping[str, Any], **more: Any) -> RunSettings:
     """Return settings with `load`'s threads and context for all, its other keywords for specdec."""
+    if load.get("ctx_size") == 0:
+        raise UsageMistake("-c 0 is each program's own: give a number of tokens, for all of them")
     own = ("model", "draft_model", "memory_budget", "ctx_size", "threads")
     return RunSettings(
         n_threads=load.get("threads") or psutil.cpu_count(logical=False) or 1,

@@ -11,7 +11,7 @@ from bench.prompts.workloads import Prompt
 from offload.errors import SpecdecError
 from specdec.cli.libraries import quiet_libraries
 from specdec.models.opened import open_model
-from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
+from specdec.run_options import DEFAULT_CTX_SIZE
 from specdec.text.prompts import PromptError, check_context_capacity, encode_prompt
 
 
@@ -26,7 +26,8 @@ class Context:
         opened = open_model(model, BackendOptions())
         self._tokenizer = opened.tokenizer
         self.n_model = opened.source.max_context
-        self.n_tokens = min(ctx_size or DEFAULT_CTX_SIZE, self.n_model)
+        requested = DEFAULT_CTX_SIZE if ctx_size is None else ctx_size or self.n_model
+        self.n_tokens = min(requested, self.n_model)
 
     def length(self, prompt: Prompt) -> int:
         """Return the tokens of a prompt. Raises UsageMistake for an invalid one."""

@@ -72,18 +72,22 @@ class ReadLimit:
 
 
 def block_device(path: Path, sys: Path = _SYS) -> str | None:
-    """Return "MAJOR:MINOR" of the whole disk that holds a file, or None if there is none."""
+    """Return "MAJOR:MINOR" of the whole disk that holds a file, or None if there is none, or its
+    entry below /sys is hidden, as in some containers."""
     try:
         number = path.stat().st_dev
     except OSError as error:
         raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
     name = f"{os.major(number)}:{os.minor(number)}"
     device = sys / "dev" / "block" / name
-    if os.major(number) == 0 or not device.exists():
+    if os.major(number) == 0:
         return None
-    if (device / "partition").exists():  # limits are the whole disk's
-        return (device.resolve().parent / "dev").read_text().strip()
-    return name
+    try:
+        if (device / "partition").exists():  # limits are the whole disk's
+            return (device.resolve().parent / "dev").read_text().strip()
+        return name if device.exists() else None
+    except OSError:
+        return None
 
 
 def read_limit_in_force(path: Path, proc: Path = _PROC) -> int | None:

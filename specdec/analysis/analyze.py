@@ -17,7 +17,6 @@ from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
-from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
 from specdec.run_options import LoadKeywords, RunOptions
 
 DEFAULT_VERIFIED = 16
@@ -52,7 +51,7 @@ def analyze(
     measurements = this_machine() if on is None else find_device(on)
     path = resolve_headers(model)
     shape = read_shape(path, run.backend)
-    context = min(run.ctx_size or DEFAULT_CTX_SIZE, shape.max_context)
+    context = run.context_of(shape.max_context)
     if n_tokens is not None and n_tokens > context:
         raise ConfigError(
             FieldName("n_tokens"),

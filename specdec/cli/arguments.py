@@ -10,6 +10,7 @@ from specdec.cli.enforce import enforced_bytes
 from specdec.cli.options import OptionError
 from specdec.cli.other_names import (
     NONE,
+    ON_SERVERS,
     REFUSED,
     RENAMED,
     REPLACED,
@@ -83,8 +84,9 @@ class _Words:
             self._result.append(self._rest.pop(0))
 
     def _renamed(self, name: str, equals: str, value: str) -> tuple[str, str, str]:
-        if RENAMED.get(name) in self._options:
-            return RENAMED[name], equals, value
+        for names in (RENAMED, ON_SERVERS):
+            if names.get(name) in self._options:
+                return names[name], equals, value
         flag = REPLACED.get(name, "").partition("=")
         return flag if flag[0] in self._options else (name, equals, value)
 

@@ -48,7 +48,7 @@ EXAMPLES = {
         'specdec run smollm2 "Why is the sky blue?"',
         'specdec run TARGET -md DRAFT --memory-budget 3.5GiB -p "Why?" -n 200',
         "specdec run TARGET -md auto -f prompt.txt --temperature 0.7 --seed 1",
-        "git diff | specdec run TARGET --system 'Review this.' -p - --json",
+        "git diff | specdec run TARGET --system 'Review this.' --json",
     ),
     "chat": ("specdec chat smollm2", "specdec chat TARGET -md DRAFT --system 'Be brief.'"),
     "batch": ("specdec batch in.jsonl -m TARGET -md DRAFT -o out.jsonl",),

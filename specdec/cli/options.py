@@ -13,6 +13,7 @@ from offload.errors import SpecdecError
 from specdec.cli.libraries import loud_libraries
 from specdec.cli.output import SHOWN
 from specdec.option import MEMORY
+from specdec.sampling.params import UNLIMITED_TOKENS
 
 
 class OptionError(SpecdecError, ValueError):
@@ -30,9 +31,28 @@ Enforce = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+_NO_LIMIT = (-1, -2)
+"""Ways to write no limit: llama.cpp's."""
+
+
+def as_token_limit(value: int | None) -> int | None:
+    """Return the limit that a value of -n means. Raises BadParameter for 0 and below -2."""
+    if value in _NO_LIMIT:
+        return UNLIMITED_TOKENS
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is no number of tokens: 1 or more, or -1 for no limit")
+    return value
+
+
 MaxTokens = Annotated[
     int,
-    typer.Option("-n", "--max-tokens", min=1, help="Maximum number of tokens to generate."),
+    typer.Option(
+        "-n",
+        "--max-tokens",
+        callback=as_token_limit,
+        help="Maximum number of tokens to generate; -1: until the text ends or the context is "
+        "full.",
+    ),
 ]
 OnDevice = Annotated[
     str | None,

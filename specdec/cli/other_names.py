@@ -29,6 +29,10 @@ _RENAMED_TO = {
     "--grammar": "--grammar-file",
     "--json-schema": "-jf --json-schema-file",
 }
+ON_SERVERS = dict.fromkeys(
+    "-n --max-tokens --n-predict --predict --num-predict".split(), "--max-output-tokens"
+)
+"""Names of the limit of an answer, for commands that only have the limit of all answers."""
 _FORMER = {
     "--rounds": "--steps",
     "--texts": "--sequences",
@@ -165,6 +169,7 @@ REFUSED = {name: item for item in _TABLE if isinstance(item, Refused) for name i
 def table() -> str:
     """Return a table in Markdown of all these options, for docs/cli.md."""
     rows = [(names.split(), f"`{new}`") for new, names in _RENAMED_TO.items()]
+    rows.append(([*ON_SERVERS], "of `serve`: `--max-output-tokens`"))
     for new in dict.fromkeys(REPLACED.values()):
         flag = new.replace("=", " ")
         rows.append(([old for old, flag in REPLACED.items() if flag == new], f"`{flag}`"))

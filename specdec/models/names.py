@@ -185,7 +185,7 @@ def parse_hub_id(name: str | Path) -> re.Match[str] | None:
 
 def check_local_name(name: str | Path) -> None:
     """Raise ModelNotFound for a name that can be no model, without asking the hub."""
-    if _path(name).exists() or _HUB_ID.fullmatch(str(name)) is None:
+    if not is_hub_id(name):
         resolve_model(name)
 
 

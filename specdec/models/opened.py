@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from backends.checkpoint.json_file import json_fault
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.kinds import head_kind
@@ -207,9 +208,8 @@ def _named_eos_ids(directory: Path, configured: Any) -> tuple[tuple[int, ...], t
         try:
             eos = GenerationConfig.from_pretrained(directory).eos_token_id
         except Exception as error:  # whatever a broken file makes the library raise
-            raise CheckpointError(
-                f"{path} cannot be read: {one_line(error)}: fix it or remove it"
-            ) from error
+            fault = json_fault(path) or f"cannot be read: {one_line(error)}"
+            raise CheckpointError(f"{path} {fault}: fix it or remove it") from error
     return _token_ids(directory, eos), _token_ids(directory, configured)
 
 

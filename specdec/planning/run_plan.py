@@ -176,10 +176,16 @@ class RunPlan(RenamedFields):
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """Tokens per second with the draft, for an assumed acceptance rate."""
+        """Tokens per second with the draft, for an assumed acceptance rate; of plain decoding where
+        that is faster, as the policy decides at every step."""
         if self.chosen.draft is None:
             return self.plain_tokens_per_second
-        return self.decoding.tokens_per_second
+        return self.decoding.better_tokens_per_second
+
+    @property
+    def does_draft_pay(self) -> bool:
+        """Whether the prediction is that of a draft model, and not of plain decoding."""
+        return self.predicted_tokens_per_second > self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         placement, draft = self.placement, self.draft_placement

@@ -24,6 +24,7 @@ MAX_SEQUENCES = 1024
 MAX_BEAMS = 1024
 MAX_PENALTY = 16.0  # exponent of the length: beyond it scores overflow float32
 MAX_LOGPROBS = 1024
+UNLIMITED_TOKENS = 2**31 - 1  # max_tokens in place of no limit: the context is full long before
 MAX_TOKEN_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
 MAX_LOGIT_BIAS = 100.0  # OpenAI's: it bans a token or forces it
 

@@ -230,7 +230,7 @@ def completion_job(body: CompletionRequest, llm: LLM, limits: ServeOptions) -> J
     """See `request_job`."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported, unless it equals n: leave it out", "best_of")
-    default = min(_DEFAULT_COMPLETION_TOKENS, limits.max_output_tokens)
+    default = min(_DEFAULT_COMPLETION_TOKENS, limits.output_limit)
     requested = requested_tokens(body, may_be_zero=bool(body.echo))
     max_tokens = default if requested is None else requested or 1
     params = sampling_params(body, max_tokens, limits, _encoder(llm))

@@ -12,6 +12,7 @@ from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.opening import open_now
 from specdec.option import LIMITS, SERVER, check_options, option
+from specdec.sampling.params import UNLIMITED_TOKENS
 from specdec.serve.router.keep_alive import EXAMPLES, parse_keep_alive
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -102,9 +103,9 @@ class ServeOptions:
     )
     max_output_tokens: int = option(
         16384,
-        "Maximum number of tokens of each sequence of a request.",
+        "Maximum number of tokens of each sequence of a request; -1: what the context holds.",
         LIMITS,
-        at_least=1,
+        at_least=-1,
     )
     max_logprobs: int = option(
         20000,
@@ -139,6 +140,11 @@ class ServeOptions:
         30.0, "Seconds for running requests to end after SIGTERM.", LIMITS, at_least=0.0
     )
 
+    @property
+    def output_limit(self) -> int:
+        """Maximum number of tokens of a sequence."""
+        return UNLIMITED_TOKENS if self.max_output_tokens == -1 else self.max_output_tokens
+
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid values or combinations."""
         for name in ("host", "max_body"):
@@ -146,6 +152,8 @@ class ServeOptions:
         for name in ("api_key", "alias", "ray", "keep_alive", "cors_origin"):
             check_type(name, getattr(self, name), str, type(None))
         check_options(self)
+        if self.max_output_tokens == 0:
+            raise ConfigError(FieldName("max_output_tokens"), " is 0, must be positive, or -1")
         if self.max_body_bytes == 0:
             raise ConfigError(FieldName("max_body"), " is 0, must be positive: try 1MiB")
         if self.preset is not None and self.alias is not None:

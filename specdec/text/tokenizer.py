@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint.json_file import json_fault
 from backends.checkpoint.kinds import read_object
 from backends.contract.backend import one_line
 from offload.formats.lfs import refuse_pointer
@@ -33,6 +34,7 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 _WHOLE_FILE = ("tokenizers", "TokenizersBackend")
 """backend and tokenizer_class of tokenizer_config.json, if tokenizer.json is all there is."""
 _BESIDE_TOKENIZERS = (
@@ -221,8 +223,10 @@ def _load_hf_tokenizer(directory: Path) -> Any:
     try:
         return kind.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes the libraries raise
+        faults = ((name, json_fault(directory / name)) for name in _JSON_FILES)
+        fault = next((f"{name} {fault}" for name, fault in faults if fault), one_line(error))
         raise TokenizerError(
-            f"cannot load a tokenizer from {directory}: {one_line(error)}: "
+            f"cannot load a tokenizer from {directory}: {fault}: "
             "take the tokenizer files of the original model"
         ) from error
 

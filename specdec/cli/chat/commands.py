@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,11 @@ def run_command(chat: Chat, text: str) -> bool:
     name, argument = match[1], (match[2] or "").strip()
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean /{near[0]}? " if near else ""
         raise OptionError(
-            f"there is no command /{name}: /help lists them (a space before the slash sends it)"
+            f"there is no command /{name}: {hint}/help lists them (a space before the slash sends "
+            "it)"
         )
     command = COMMANDS[name]
     if argument and not command.argument:

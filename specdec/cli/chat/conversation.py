@@ -31,7 +31,10 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        return [*system_turn(self.system), *(item for turn in self.turns for item in turn)]
+        return self._with_system(self.turns)
+
+    def _with_system(self, turns: Sequence[Sequence[Message]]) -> list[Message]:
+        return [*system_turn(self.system), *(item for turn in turns for item in turn)]
 
     def ask(self, text: str) -> None:
         self.turns.append([{"role": "user", "content": text}])
@@ -61,7 +64,7 @@ class Conversation:
         The context is full where the prompt leaves neither `max_tokens` nor a quarter of it for the
         answer. Then turns are dropped until the prompt takes at most half, as llama.cpp does: what
         follows a dropped turn has to be computed again, which should not be at every question. The
-        last turn stays.
+        last turn stays, and where it is too long by itself, so do the others.
 
         Args:
             max_context: tokens of prompt and answer.
@@ -70,6 +73,8 @@ class Conversation:
         reserve = min(max_tokens, max_context // 4)
         if count(self.messages) + reserve < max_context:
             return 0
+        if count(self._with_system(self.turns[-1:])) >= max_context:
+            return 0  # the last turn alone is too long, which will be said
         n_dropped = 0
         while len(self.turns) > 1 and count(self.messages) > max_context // 2:
             del self.turns[0]

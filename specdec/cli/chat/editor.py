@@ -103,7 +103,7 @@ def _session(words: Sequence[str]) -> PromptSession[str]:
         PROMPT,
         multiline=True,
         prompt_continuation=CONTINUATION,
-        key_bindings=_keys(),
+        key_bindings=_keys(words),
         history=_history(),
         completer=WordCompleter(list(words), sentence=True),
         complete_while_typing=Condition(is_command),
@@ -111,7 +111,7 @@ def _session(words: Sequence[str]) -> PromptSession[str]:
     return session
 
 
-def _keys() -> KeyBindings:
+def _keys(words: Sequence[str]) -> KeyBindings:
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -127,6 +127,20 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter")
     def break_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("tab")
+    def complete(event: KeyPressEvent) -> None:
+        """Complete the only word at once: the menu of several ones may not be there yet."""
+        buffer = event.current_buffer
+        typed = buffer.document.text_before_cursor
+        matches = [word for word in words if word.startswith(typed)]
+        if typed and len(matches) == 1:
+            buffer.cancel_completion()
+            buffer.insert_text(matches[0][len(typed) :])
+        elif buffer.complete_state:
+            buffer.complete_next()
+        else:
+            buffer.start_completion(insert_common_part=True)
 
     @keys.add("c-c")
     @keys.add("<sigint>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -9,7 +10,7 @@ from specdec.cli.input.prompts import read_text
 from specdec.cli.naming import as_options, option_name
 from specdec.cli.options import OptionError
 from specdec.option import SAMPLING, options_of
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import UNLIMITED_TOKENS, SamplingParams
 
 _OFF = ("off", "default")
 _FILES = ("json_schema", "grammar")
@@ -35,14 +36,19 @@ class Settings:
 
     def lines(self) -> list[str]:
         """Return `name value` of everything that is set."""
-        return [f"{_shown(name)} {value}" for name, value in self.values.items()]
+        values = {**self.values}
+        if values["max_tokens"] == UNLIMITED_TOKENS:
+            values["max_tokens"] = -1  # as it was given
+        return [f"{_shown(name)} {value}" for name, value in values.items()]
 
     def set(self, name: str, text: str) -> None:
         """Set one option from its text; "off" takes it back. Raises OptionError."""
         known = _fields()
         field = known.get(name.removeprefix("--").replace("_", "-"))
         if field is None:
-            raise OptionError(f"/set has no {name}: it takes {', '.join(known)}")
+            near = [key for key in known if key.startswith(name)] or get_close_matches(name, known)
+            hint = f"did you mean {near[0]}? It" if near else "it"
+            raise OptionError(f"/set has no {name}: {hint} takes {', '.join(known)}")
         values = dict(self.values)
         values.pop(field, None)
         if text.lower() not in _OFF:
@@ -69,7 +75,8 @@ def _parsed(field: str, text: str) -> Any:
     if kind not in (int, float):
         return text
     try:
-        return kind(text)
+        value = kind(text)
+        return UNLIMITED_TOKENS if field == "max_tokens" and value == -1 else value
     except ValueError:
         noun = "a whole number" if kind is int else "a number"
         raise OptionError(f"/set {_shown(field)} is {text!r}, must be {noun}, or off") from None

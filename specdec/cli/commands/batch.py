@@ -93,7 +93,7 @@ def batch(
 ) -> None:
     """Answer a file of prompts. The same command again resumes an interrupted batch."""
     from specdec.batch.journal import ORDERS
-    from specdec.batch.lines import check_input
+    from specdec.batch.lines import BatchError, check_input
     from specdec.batch.request import Rules
     from specdec.batch.run import Batch, BatchMetrics
 
@@ -133,6 +133,8 @@ def batch(
         write_json(_summary(metrics))
     else:
         say_figures(_figures_line(metrics))
+    if metrics.n_errors == metrics.n_lines:
+        raise BatchError(f"no line of {source} could be answered: see `error` in {output_file}")
 
 
 def _weights(load: RunOptions, *, is_elsewhere: bool) -> str | None:
@@ -210,7 +212,7 @@ def _note(metrics: BatchMetrics, model: str, out: Path) -> None:
     if other_models:
         names = ", ".join(other_models[:3]) + (", ..." if len(other_models) > 3 else "")
         say(f"note: lines ask for the model {names}: {model} answered them")
-    if metrics.n_errors:
+    if 0 < metrics.n_errors < metrics.n_lines:
         say(f"note: {metrics.n_errors} of the lines could not be answered: see `error` in {out}")
 
 

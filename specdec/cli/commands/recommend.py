@@ -41,6 +41,8 @@ def recommend(
     else:  # that of another machine may be larger than this one's memory
         n_bytes = _parsed(memory_budget)
     items = advice.recommend(n_bytes, on)
+    if not items:
+        raise options.OptionError(advice.refusal(n_bytes, on))
     if json:
         write_json({"memory_bytes": n_bytes, "device": on, **advice.to_dict(items)})
     else:

@@ -10,7 +10,12 @@ import typer
 
 from specdec.cli import options
 from specdec.cli.groups import BeamSpan, ChatLoad, SamplingOrBeams, with_options
-from specdec.cli.input.prompts import check_prompt_options, read_prompts, system_turn
+from specdec.cli.input.prompts import (
+    note_unread_pipe,
+    prompts_or_stdin,
+    read_prompts,
+    system_turn,
+)
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import say, say_hint, write_json, write_text
@@ -23,7 +28,10 @@ if TYPE_CHECKING:
 PromptText = Annotated[
     list[str] | None,
     typer.Option(
-        "-p", "--prompt", help="The prompt, or several; - reads stdin.", show_default=False
+        "-p",
+        "--prompt",
+        help="The prompt, or several; - or none reads stdin.",
+        show_default=False,
     ),
 ]
 PromptFile = Annotated[
@@ -47,8 +55,9 @@ MaxNewTokens = Annotated[
     typer.Option(
         "-n",
         "--max-tokens",
-        min=1,
-        help="Maximum number of tokens to generate.",
+        callback=options.as_token_limit,
+        help="Maximum number of tokens to generate; -1: until the text ends or the context is "
+        "full.",
         show_default="64; 512 for an answer in a chat template",
     ),
 ]
@@ -84,7 +93,7 @@ def run(
     verbose: options.Verbose = False,
 ) -> None:
     """Answer one prompt or several; a model without a chat template continues the text."""
-    check_prompt_options(prompt or [], file or [])
+    prompt = prompts_or_stdin(prompt or [], file or [])
     is_chat = _is_chat(load, chat=chat, raw=raw, system=system)
     keywords = dict(sampling)
     if max_tokens is not None:
@@ -94,8 +103,9 @@ def run(
     loading = with_beams(load, sampling.get("num_beams", 1), beam_span)
     if enforce:
         run_again_enforced(context, load.memory_budget)
-    prompts = read_prompts(prompt or [], file or [])
+    prompts = read_prompts(prompt, file or [])
     with open_model(load, loading) as llm:
+        note_unread_pipe(prompt)
         if is_chat is None:
             is_chat = _follow_template(llm, load)
         elif is_chat:

@@ -76,6 +76,7 @@ def serve(
         models, capacity = _planned(preset, start)
     else:
         assert load is not None, "it is named, or there is a preset"
+        _check_names(load)
         models, capacity = [_only(server, load)], None
     shows = {"is_debug": wants_debug(argv), "logs_requests": SHOWN.plan}
     read_budget = None if preset else budget_reader(context)
@@ -124,6 +125,13 @@ def _only(server: ServeOptions, load: RunOptions) -> ModelOptions:
     return ModelOptions(_names(server, load), load, keep_alive=server.keep_alive_seconds)
 
 
+def _check_names(load: RunOptions) -> None:
+    """Raise ModelNotFound for names that can be no models, before anything listens."""
+    check_local_name(load.model)
+    if load.draft_model not in (None, AUTO):  # the engine chooses, each machine's own
+        check_local_draft(load.draft_model)
+
+
 @contextmanager
 def _starters(
     server: ServeOptions, load: RunOptions | None, start: Start, argv: Sequence[str]
@@ -136,9 +144,6 @@ def _starters(
     from specdec.cluster.machines import shared_fingerprint
     from specdec.serve.process.ray_engine import open_machines
 
-    check_local_name(load.model)
-    if load.draft_model not in (None, AUTO):  # each machine chooses its own
-        check_local_draft(load.draft_model)
     weights = shared_fingerprint(load.model)
     make_start = partial(_remote_start, ["serve", "-m", str(load.model), *_shown_options(argv)])
     with open_machines(server.ray, server.replicas) as machines:

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import struct
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from offload.units import MIB, format_bytes
 from specdec.cli.options import OptionError
+from specdec.cli.output import say_hint
 from specdec.opening import open_now
 
 MAX_PROMPT_BYTES = 64 * MIB  # far above any context
+STDIN = "-"
+"""Name of stdin in place of a prompt."""
 
 
-def check_prompt_options(prompts: Sequence[str], files: Sequence[Path]) -> None:
-    if bool(prompts) == bool(files):
-        problem = "both -p and -f were given" if prompts else "no prompt was given"
-        raise OptionError(f"{problem}: use one of -p TEXT, -p - (stdin) or -f FILE")
+def prompts_or_stdin(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """Return the prompts as given; "-" where there is none, and stdin is a pipe or a file.
+
+    Raises OptionError where both kinds are given, or no prompt at all.
+    """
+    if prompts and files:
+        raise OptionError("both -p and -f were given: use one of them")
+    if prompts or files:
+        return list(prompts)
+    if not _is_stdin_given():
+        raise OptionError(
+            "no prompt was given: use -p TEXT or -f FILE, or send the text through a pipe; "
+            "`specdec chat` holds a conversation"
+        )
+    return [STDIN]
+
+
+def _is_stdin_given() -> bool:
+    """Return whether stdin is a pipe, a socket or a file, and no terminal or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def note_unread_pipe(prompts: Sequence[str]) -> None:
+    """Print a note where text lies in a pipe on stdin that the given prompts do not read."""
+    if STDIN in prompts:
+        return
+    try:
+        if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+            return
+        n_bytes = fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, struct.pack("i", 0))
+    except (OSError, ValueError):
+        return
+    if any(n_bytes):
+        say_hint(
+            "the text on stdin is not read, because the prompt is given otherwise; "
+            '"... $(cat)" puts it into a prompt'
+        )
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
@@ -36,9 +79,10 @@ def system_turn(text: str | None) -> list[dict[str, str]]:
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the prompt's text, without one line break at the end of a file or of stdin."""
-    text = prompt if prompt not in (None, "-") else read_text(file)
+    text = prompt if prompt not in (None, STDIN) else read_text(file)
     if not text:
         whose = f"{file} is a pipe that nobody writes to: " if file and file.is_fifo() else ""
+        whose = "stdin has no text: " if prompt == STDIN else whose
         raise OptionError(f"{whose}the prompt is empty: give some text with -p or -f")
     try:
         text.encode()

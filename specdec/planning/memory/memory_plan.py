@@ -40,7 +40,6 @@ from specdec.planning.memory.placement_planner import (
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 from specdec.run_options import CPU, CUDA, RunOptions
 
-DEFAULT_CTX_SIZE = 2048
 HEADROOM_BYTES = 192 * MIB
 """Scratch of matrix products, thread stacks, allocator slack: docs/memory.md."""
 SMALL_TREE = 8
@@ -168,7 +167,7 @@ class MemoryPlanner:
             self._drafts[CPU] = CpuPlacementPlanner(cpu_draft, "auto")
         if gpu is not None and gpu.draft is not None:
             self._drafts[CUDA] = WholeGpuPlacementPlanner(gpu.draft, "ram")
-        self._ctx_size = min(options.ctx_size or DEFAULT_CTX_SIZE, target.max_context)
+        self._ctx_size = options.context_of(target.max_context)
         self._base_bytes = base_bytes + (0 if gpu is None else gpu.host_bytes)
 
     @property

@@ -92,6 +92,31 @@ SIZES: Mapping[str, GgufSizes] = MappingProxyType(
 )  # fmt: skip
 
 
+REPOSITORIES: Mapping[str, str] = MappingProxyType(
+    {
+        "Llama-3.2-1B": "bartowski/Llama-3.2-1B-Instruct-GGUF",
+        "Llama-3.1-8B": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
+        "Llama-3.3-70B": "bartowski/Llama-3.3-70B-Instruct-GGUF",
+        "Qwen3-0.6B": "Qwen/Qwen3-0.6B-GGUF",
+        "Qwen3-4B": "Qwen/Qwen3-4B-GGUF",
+        "Qwen3-8B": "Qwen/Qwen3-8B-GGUF",
+        "Qwen3-14B": "Qwen/Qwen3-14B-GGUF",
+        "Qwen3-32B": "Qwen/Qwen3-32B-GGUF",
+        "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B-GGUF",
+        "gpt-oss-20b": "ggml-org/gpt-oss-20b-GGUF",
+        "gpt-oss-120b": "ggml-org/gpt-oss-120b-GGUF",
+        "Qwen3.6-35B-A3B": "unsloth/Qwen3.6-35B-A3B-GGUF",
+        "Qwen3.8-27B": "unsloth/Qwen3.8-27B-GGUF",
+    }
+)
+"""Repositories on the hub with GGUF files of the models; their existence is not checked here."""
+
+
+def model_id(name: str, file_type: str) -> str:
+    """Return the name of a known model's file for -m and `specdec pull`."""
+    return f"{REPOSITORIES[name]}:{file_type}"
+
+
 @dataclass(frozen=True)
 class KnownPair:
     """A target in a file type, and a draft with its tokenizer, which is Q8_0; None: n-grams."""

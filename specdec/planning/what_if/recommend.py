@@ -7,14 +7,16 @@ speeds are predictions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from backends.contract.exactness import EXACT_OFF
 from backends.gguf.exactness import ExactRun
 from backends.gguf.outline import Q8_0, gguf_outline_bytes, write_gguf_outline
 from backends.timing.measure import matrix_formats
-from offload.budget import BudgetExceeded
+from offload.budget import BudgetExceeded, format_up
 from offload.formats.outline import mark_outlines
 from offload.units import GIB, format_bytes
 from specdec.devices.file import find_device
@@ -23,9 +25,10 @@ from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import SourcePair
 from specdec.models.outlines import new_outline_folder
 from specdec.planning.memory.base import measure_base
+from specdec.planning.memory.memory_plan import HEADROOM_BYTES
 from specdec.planning.plan import make_plan
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.what_if.known_models import PAIRS, SIZES, KnownPair
+from specdec.planning.what_if.known_models import PAIRS, SIZES, KnownPair, model_id
 from specdec.planning.what_if.other_device import measurements_of
 from specdec.run_options import RunOptions
 
@@ -47,7 +50,10 @@ class Recommendation:
     target: str
     file_type: str
     draft: str | None
-    """None where the plan leaves the draft out."""
+    """None where the plan leaves the draft out, or it should not pay."""
+    target_id: str
+    """Name of the target's file for -m and `specdec pull`."""
+    draft_id: str | None
     download_bytes: int
     """Bytes of both files."""
     streamed_bytes: int
@@ -69,6 +75,16 @@ def recommend(memory_bytes: int, device_name: str = TABLE_DEVICES[0]) -> list[Re
     return _Planned(device_name, PAIRS).fitting(memory_bytes)
 
 
+def refusal(memory_bytes: int, device_name: str) -> str:
+    """Return what is wrong with a budget that no pair fits, and how much the first one needs."""
+    first = replace(PAIRS[0], draft=None)
+    smallest = _Planned(device_name, (first,)).smallest(memory_bytes)
+    return (
+        f"no model of the table fits {format_bytes(memory_bytes)}: {first.target} in "
+        f"{first.file_type} needs {format_up(smallest)}; raise --memory-budget"
+    )
+
+
 class _Planned:
     """Outlines of the known pairs, planned on one device."""
 
@@ -78,14 +94,28 @@ class _Planned:
         self._folder = new_outline_folder("known")
         mark_outlines(self._folder)
         self._base_bytes = measure_base()
-        self._sources = [self._open(pair) for pair in pairs]
+
+    @cached_property
+    def _sources(self) -> list[SourcePair]:
+        return [self._open(pair) for pair in self.pairs]
 
     def fitting(self, memory_bytes: int) -> list[Recommendation]:
-        planned = (
-            self._plan(pair, source, memory_bytes)
-            for pair, source in zip(self.pairs, self._sources, strict=True)
-        )
-        return [item for item in planned if item is not None]
+        left = memory_bytes - self._base_bytes - HEADROOM_BYTES
+        if left <= 0:
+            return []  # before the outlines are written
+        items = []
+        for pair, source in zip(self.pairs, self._sources, strict=True):
+            if source.sources[0].non_layer_bytes < left:  # a plan takes a second
+                with suppress(BudgetExceeded):
+                    items.append(self._plan(pair, source, memory_bytes))
+        return items
+
+    def smallest(self, memory_bytes: int) -> int:
+        """Return the smallest budget of the first pair, which has to be above `memory_bytes`."""
+        try:
+            return self._plan(self.pairs[0], self._sources[0], memory_bytes).smallest_bytes
+        except BudgetExceeded as error:
+            return error.smallest_budget_bytes
 
     def _open(self, pair: KnownPair) -> SourcePair:
         from backends.contract.source import BackendOptions
@@ -102,21 +132,21 @@ class _Planned:
         target, *drafts = (GgufSource(path, BackendOptions(), _RUN) for path in paths)
         return SourcePair((target, drafts[0] if drafts else None))
 
-    def _plan(self, pair: KnownPair, source: SourcePair, n_bytes: int) -> Recommendation | None:
+    def _plan(self, pair: KnownPair, source: SourcePair, n_bytes: int) -> Recommendation:
+        """Plan one pair. Raises BudgetExceeded."""
         target, draft = source.sources
         device = self._completed(source)
         options = RunOptions(target.path, None if draft is None else draft.path)
-        try:
-            measurements = measurements_of(device, self._machine(source), source, None, n_bytes)
-            plan = make_plan(options, source, measurements, n_bytes, "as asked", self._base_bytes)
-        except BudgetExceeded:
-            return None
-        has_draft = draft is not None and plan.draft_placement is not None
+        measurements = measurements_of(device, self._machine(source), source, None, n_bytes)
+        plan = make_plan(options, source, measurements, n_bytes, "as asked", self._base_bytes)
+        has_draft = draft is not None and plan.does_draft_pay
         files = [target, draft] if has_draft else [target]
         return Recommendation(
             target=pair.target,
             file_type=pair.file_type,
             draft=pair.draft if has_draft else None,
+            target_id=model_id(pair.target, pair.file_type),
+            draft_id=model_id(pair.draft, Q8_0) if pair.draft and has_draft else None,
             download_bytes=sum(item.path.stat().st_size for item in files if item is not None),
             streamed_bytes=_streamed_bytes(plan),
             tokens_per_second=plan.predicted_tokens_per_second,
@@ -135,12 +165,10 @@ def _streamed_bytes(plan: RunPlan) -> int:
     return int(plan.decoding.target.placement.streamed_bytes)
 
 
-def lines(items: Iterable[Recommendation], memory_bytes: int, device_name: str) -> list[str]:
-    """Return the text for a terminal."""
+def lines(items: Sequence[Recommendation], memory_bytes: int, device_name: str) -> list[str]:
+    """Return the text for a terminal, of one item or more."""
     head = ("model", "format", "draft", "download", "storage/pass", "tokens/s")
     rows = [_row(item) for item in items]
-    if not rows:
-        return [f"no pair of the table fits {format_bytes(memory_bytes)}: raise --memory-budget"]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     text = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -149,7 +177,23 @@ def lines(items: Iterable[Recommendation], memory_bytes: int, device_name: str) 
     return [
         f"within {format_bytes(memory_bytes)}, predicted for {device_name}; not measured:",
         *text,
-        "get a GGUF file of the model from the hub; `specdec plan -m user/repo:Q4_K_M` plans it",
+        *_names_on_hub(items),
+    ]
+
+
+def _names_on_hub(items: Sequence[Recommendation]) -> list[str]:
+    """Return lines with the names that -m, -md and `specdec pull` take, and an example."""
+    repositories = {item.target: item.target_id.rpartition(":")[0] for item in items}
+    drafts = {item.draft: item.draft_id for item in items if item.draft and item.draft_id}
+    named = [*repositories.items(), *drafts.items()]
+    width = max(len(name) for name, _ in named)
+    with_draft = [item for item in items if item.draft_id] or items
+    shown = max(with_draft, key=lambda item: item.tokens_per_second)
+    draft = f" -md {shown.draft_id}" if shown.draft_id else ""
+    return [
+        "names on the hub, for -m and `specdec pull` with the format behind a colon:",
+        *(f"  {name:{width}}  {hub_name}" for name, hub_name in named),
+        f"for example: specdec run -m {shown.target_id}{draft}",
     ]
 
 

@@ -76,8 +76,8 @@ def is_length_open(body: Sampling) -> bool:
 
 def _clamped(max_tokens: int | None, limits: ServeOptions) -> int:
     if max_tokens is None or max_tokens < 0:
-        return limits.max_output_tokens
-    return min(max_tokens, limits.max_output_tokens)
+        return limits.output_limit
+    return min(max_tokens, limits.output_limit)
 
 
 def _repetition_penalty(body: Sampling) -> float:

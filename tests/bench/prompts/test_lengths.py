@@ -16,7 +16,7 @@ from bench.prompts.lengths import fitting, refuse_long
 from bench.prompts.workloads import Prompt
 from bench.report.tables import tables
 from bench.table import text_of
-from specdec.planning.memory.memory_plan import DEFAULT_CTX_SIZE
+from specdec.run_options import DEFAULT_CTX_SIZE
 
 CONTEXT = 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -191,3 +192,14 @@ def test_a_measurement_under_a_limit_neither_writes_nor_reads_the_disk_cache(
     assert speed() == 100
     monkeypatch.setattr(profile, "read_limit_in_force", lambda path: None)
     assert speed() == 800
+
+
+def test_a_hidden_sys_is_no_block_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to end a run in some containers."""
+
+    def refuse(path: Path, **_: object) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert block_device(tmp_path) is None
+    assert read_limit_in_force(tmp_path) is None

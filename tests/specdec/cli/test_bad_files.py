@@ -79,13 +79,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "no such family": (
         _write("config.json", '{"model_type": "no-such-type"}'),
-        ("`no-such-type`",),
+        ("config.json: the family no-such-type (model_type) is not known to transformers",),
+    ),
+    "code of its own": (
+        _write("config.json", '{"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}'),
+        ("config.json: the family own is defined by code in the checkpoint", "never runs"),
+    ),
+    "no family": (_write("config.json", "{}"), ("config.json has no model_type",)),
+    "empty config": (_write("config.json", " "), ("config.json is empty: fix it",)),
+    "config that is a list": (_write("config.json", "[1]"), ("config.json is no JSON object",)),
+    "config that is no text": (
+        lambda model: (model / "config.json").write_bytes(b"{\xff}") and None,
+        ("config.json is no UTF-8 text (byte 1): fix it",),
+    ),
+    "tokenizer that is cut": (
+        _write("tokenizer.json", '{"model":'),
+        ("tokenizer.json is not valid JSON (line 1, column 10): take the tokenizer files",),
     ),
     "no causal model": (
         _write("config.json", '{"model_type": "t5"}'),
         ("t5 is an encoder-decoder",),
     ),
-    "config that is no JSON": (_write("config.json", "{"), ("config.json cannot be read",)),
+    "config that is no JSON": (
+        _write("config.json", "{"),
+        ("config.json is not valid JSON (line 1",),
+    ),
     "no tokenizer": (_remove("tokenizer*"), ("has no tokenizer.json", "copy the tokenizer")),
     "tokenizer settings of another kind": (
         _write("tokenizer_config.json", "[]"),
@@ -97,7 +115,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "generation settings that are cut": (
         _write("generation_config.json", '{"eos_token_id": '),
-        ("generation_config.json", "fix it or remove it"),
+        ("generation_config.json is not valid JSON (line 1", "fix it or remove it"),
     ),
     "generation settings of another kind": (
         _write("generation_config.json", "[]"),

@@ -40,6 +40,16 @@ def test_words_are_understood(line: str, ours: str) -> None:
     assert run(line) == ours
 
 
+def test_the_limit_of_an_answer_is_that_of_all_answers_in_a_server() -> None:
+    for line in ("-n -1", "--n-predict -1", "--predict=128", "--max-tokens 128"):
+        words = ["serve", "MODEL", *line.split()]
+        shown = line.replace("-n ", "--n-predict ")
+        shown = shown.replace("--n-predict", "--max-output-tokens")
+        shown = shown.replace("--predict", "--max-output-tokens")
+        shown = shown.replace("--max-tokens", "--max-output-tokens")
+        assert understood(words, COMMAND) == ["serve", "-m", "MODEL", *shown.split()]
+
+
 def test_a_command_with_arguments_keeps_them() -> None:
     for line in ("batch in.jsonl -m MODEL", "models FOLDER", "pull a/b", "demo --temp 1"):
         assert understood(line.split(), COMMAND) == line.split()

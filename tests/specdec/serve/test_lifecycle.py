@@ -162,6 +162,22 @@ def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[
         expect_error(capsys, argv, "cannot listen at 127.0.0.1", "--port")
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-m", "smolm"], "no such model: smolm is no file or directory here; did you mean"),
+        (["-m", "./nothing.gguf"], "no such model file: nothing.gguf"),
+        (["-m", "pair:target", "-md", "nothing"], "no such model: nothing"),
+    ],
+)
+def test_a_name_that_is_no_models_is_told_before_anything_listens(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # it would be told first
+        port = str(taken.getsockname()[1])
+        expect_error(capsys, ["serve", *argv, "--port", port], message)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.com"])
 def test_others_need_a_key(
     host: str, served_model: Path, capsys: pytest.CaptureFixture[str]

@@ -18,12 +18,13 @@ pytest.importorskip("prometheus_client")
 from engines import PlayedEngine, model_starter, router_of_one
 
 from specdec.async_llm import AsyncChunk
+from specdec.checks import ConfigError
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats
 from specdec.run_options import RunOptions
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import UNLIMITED_TOKENS, SamplingParams
 from specdec.serve import answering
 from specdec.serve.admission import BodyLimiter, RequestBody
 from specdec.serve.answering import RunningRequest, answer_to
@@ -358,10 +359,13 @@ def test_a_completion_that_does_not_say_how_long_keeps_to_the_servers_limit() ->
     """It used to be refused for 16 tokens, OpenAI's default, which it had not requested."""
     tokenizer = SimpleNamespace(encode=lambda text: [1], n_tokens=9)
     llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=64)
-    for limit, expected in ((8, 8), (100, 16)):
+    for limit, expected in ((8, 8), (100, 16), (-1, 16)):
         limits = ServeOptions(max_output_tokens=limit)
         job = completion_job(CompletionRequest(prompt="x"), llm, limits)
         assert job.params.max_tokens == expected
+    assert ServeOptions(max_output_tokens=-1).output_limit == UNLIMITED_TOKENS
+    with pytest.raises(ConfigError, match="max_output_tokens is 0, must be positive, or -1"):
+        ServeOptions(max_output_tokens=0)
 
 
 @pytest.mark.parametrize(

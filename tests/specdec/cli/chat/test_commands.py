@@ -108,10 +108,13 @@ def test_set_changes_and_checks_the_sampling(talk: Talk) -> None:
     assert "max-tokens 5\ntemperature 0.5\n" in err
     assert "cut after --max-tokens 5 tokens; /set max-tokens N" in err
     wrong = {
-        "/set temprature 1": "/set has no temprature: it takes max-tokens, temperature",
+        "/set temprature 1": "/set has no temprature: did you mean temperature? It takes max-",
+        "/set temp 1": "/set has no temp: did you mean temperature? It takes max-tokens",
+        "/sytem x": "there is no command /sytem: did you mean /system? /help lists them",
         "/set top-k many": "/set top-k is 'many', must be a whole number, or off",
         "/set top-p 2": "/set top-p is 2.0, must be",
         "/set max-tokens 0": "/set max-tokens is 0, must be",
+        "/set max-tokens -2": "/set max-tokens is -2, must be",
         "/set json-schema /no/file": "/no/file: No such file or directory",
         "/set top-p": "/set top-p has no value",
         "/nothing": "there is no command /nothing: /help lists them",
@@ -141,6 +144,14 @@ def test_help_and_statistics(talk: Talk) -> None:
     assert "context 0 of" in err
     assert "1 turn\n" in err
     assert err.count("tok/s") == 1
+
+
+def test_a_message_that_no_context_holds_costs_no_earlier_turn(talk: Talk) -> None:
+    code, _, err = talk("ab", "x" * 60, "/stats", options=("-n", "4", "-c", "40"))
+    assert code == 2
+    assert "tokens, which leaves no room in the context of 40" in err
+    assert "forgotten" not in err
+    assert "1 turn\n" in err
 
 
 def test_a_full_context_forgets_the_oldest_turns(talk: Talk, tmp_path: Path) -> None:

@@ -83,6 +83,21 @@ def test_ctrl_c_clears_a_line_then_says_how_to_leave_then_leaves(start: Start) -
     assert "Traceback" not in screen
 
 
+def test_tab_completes_a_command_that_enter_runs(start: Start) -> None:
+    """Also where Tab follows at once, before the menu is there."""
+    terminal = start("-n", "4")
+    terminal.type("/he")
+    terminal.press("Tab")
+    terminal.press("Enter")
+    terminal.wait_for("show these lines")
+    terminal.wait_for_prompt()
+    terminal.type("/set temp")
+    terminal.press("Tab")
+    terminal.type(" 0.5")
+    terminal.press("Enter")
+    terminal.wait_for("temperature 0.5")
+
+
 def test_ctrl_c_stops_an_answer_and_nothing_else(start: Start) -> None:
     terminal = start("-n", "1500")
     terminal.type("def f(x):")

@@ -75,6 +75,24 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
     assert records[3]["response"]["body"]["usage"]["completion_tokens"] == 5
 
 
+def test_a_batch_without_any_answer_fails(
+    models: Models, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The records are there, and the same command says the same again."""
+    source.write_text('{\n{"prompt": 5}\n')
+    for _ in range(2):
+        assert main(argv(models, source, "--json")) == 2
+        out, err = capsys.readouterr()
+        assert json.loads(out)["n_errors"] == 2
+        assert err.endswith(
+            f"specdec: error: no line of {source} could be answered: see `error` in "
+            f"{source.with_name('out.jsonl')}\n"
+        )
+        assert err.count("could") == 1
+        lines = source.with_name("out.jsonl").read_text().splitlines()
+        assert len([json.loads(line)["error"] for line in lines]) == 2
+
+
 def test_a_note_is_said_once(
     models: Models, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

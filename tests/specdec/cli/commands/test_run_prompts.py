@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from command_line import expect_error
@@ -109,3 +112,70 @@ def test_log_probabilities(capsys: pytest.CaptureFixture[str], model: str) -> No
         assert len(likeliest) == 2
     (answer,) = reported(capsys, model, "-p", "hi", "--logprobs", "0")
     assert answer["outputs"][0]["top_logprobs"] is None
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """The writing end of a pipe on stdin."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin, os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield pipe
+
+
+def test_a_pipe_without_p_is_the_prompt(
+    capsys: pytest.CaptureFixture[str], model: str, piped: TextIO
+) -> None:
+    piped.write("abcd\n")
+    piped.close()
+    assert reported(capsys, model)[0]["stats"]["prompt_tokens"] == 4
+
+
+def test_a_pipe_beside_a_prompt_is_not_read_and_a_note_says_so(
+    capsys: pytest.CaptureFixture[str], model: str, piped: TextIO
+) -> None:
+    note = "specdec: note: the text on stdin is not read"
+    assert main(["run", "-m", model, *SHORT, "-p", "ab"]) == 0
+    assert note not in capsys.readouterr().err  # nothing is there
+    piped.write("x")
+    piped.flush()
+    assert main(["run", "-m", model, *SHORT, "-p", "ab"]) == 0
+    assert note in capsys.readouterr().err
+    assert sys.stdin.read(1) == "x"
+
+
+def test_an_empty_pipe_is_no_prompt(capsys: pytest.CaptureFixture[str], piped: TextIO) -> None:
+    piped.close()
+    expect_error(capsys, ["run", "-m", "no/such/model"], "stdin has no text: the prompt is empty")
+
+
+def test_a_file_on_stdin_is_the_prompt(
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "prompt").write_text("abc")
+    with (tmp_path / "prompt").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert reported(capsys, model)[0]["stats"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("limit", ["-1", "-2"])
+def test_without_a_limit_a_text_ends_with_the_context(
+    capsys: pytest.CaptureFixture[str], model: str, limit: str
+) -> None:
+    argv = ["run", "-m", model, "--threads", "1", "--spec-type", "none", "-c", "90", "-p", "abc"]
+    assert main([*argv, "-n", limit, "--json", "--stop", "never"]) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert output["finish_reason"] == "stop" or len(output["token_ids"]) == 90 - 3
+    assert len(output["token_ids"]) > 64, "the seed gives a text that does not end before"
+    assert "the context of 90 tokens" in output["finish_note"]
+
+
+def test_a_context_of_0_is_the_models_own(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["plan", "-m", model, "-c", "0", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["ctx_size"]
+    assert whole == json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
+    assert main(["plan", "-m", model, "-c", str(whole + 1), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ctx_size"] == whole

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from command_line import expect_error
 
-from offload.units import GIB
+from offload.units import GIB, MIB
 from specdec.cli.app import main
+from specdec.models.names import is_hub_id
 from specdec.planning.what_if import recommend as advice
-from specdec.planning.what_if.known_models import PAIRS, SIZES, KnownPair
+from specdec.planning.what_if.known_models import PAIRS, REPOSITORIES, SIZES, KnownPair, model_id
 from specdec.planning.what_if.recommend import recommend
 
 SMALL = (KnownPair("Qwen3-4B", "Q4_K_M", "Qwen3-0.6B"),)
@@ -25,8 +28,8 @@ def _two_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_fits_is_in_memory_and_what_does_not_streams() -> None:
     small, large = recommend(12 * GIB)
-    assert (small.target, small.draft, small.streamed_bytes) == ("Qwen3-4B", "Qwen3-0.6B", 0)
-    assert large.target == "Llama-3.3-70B"
+    assert (small.target, small.draft, small.streamed_bytes) == ("Qwen3-4B", None, 0)
+    assert (large.target, large.draft) == ("Llama-3.3-70B", "Llama-3.2-1B")
     assert 28 * GIB < large.streamed_bytes < 40 * GIB
     assert large.tokens_per_second < 1 < small.tokens_per_second
     assert large.smallest_bytes < 12 * GIB
@@ -37,6 +40,55 @@ def test_a_faster_laptop_is_faster_and_little_memory_fits_nothing() -> None:
     ratio = fast.tokens_per_second / slow.tokens_per_second
     assert ratio == pytest.approx(6.5 / 3.0, rel=0.1)  # the storage's
     assert recommend(GIB // 2) == []
+
+
+def test_where_nothing_fits_one_line_says_what_is_needed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "PAIRS", SMALL)
+    expect_error(capsys, ["recommend", "--memory-budget", "100MB"], "no model of the table fits")
+    needed = "Qwen3-4B in Q4_K_M needs "
+    assert main(["recommend", "--memory-budget", "600MiB", "--json"]) == 2
+    error = capsys.readouterr().err
+    smallest = error.partition(needed)[2].partition(" MiB;")[0]
+    assert [item.target for item in recommend(int(smallest) * MIB + 64 * MIB)] == ["Qwen3-4B"]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(KnownPair("Llama-3.1-8B", "Q4_K_M", "Llama-3.2-1B"), id="dense"),
+        pytest.param(
+            KnownPair("Qwen3-30B-A3B", "Q4_K_M", "Qwen3-0.6B"), id="mixture", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_more_memory_is_never_slower(pair: KnownPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory a draft is loaded, as it costs nothing there, but used only where it pays."""
+    monkeypatch.setattr(advice, "PAIRS", (pair,))
+    speeds = [recommend(n * GIB)[0].tokens_per_second for n in (3, 5, 6, 8, 12, 24)]
+    for before, after in pairwise(speeds):
+        assert after >= 0.99 * before, speeds  # capacity for larger trees may cost 1 %
+
+
+def test_a_draft_that_does_not_pay_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is its download. In memory a Q4_K_M of this size is bound by arithmetic."""
+    monkeypatch.setattr(advice, "PAIRS", (KnownPair("Llama-3.1-8B", "Q4_K_M", "Llama-3.2-1B"),))
+    (item,) = recommend(24 * GIB)
+    assert (item.draft, item.draft_id, item.streamed_bytes) == (None, None, 0)
+    assert item.download_bytes < 5.0e9
+
+
+def test_names_are_those_that_m_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert REPOSITORIES.keys() == SIZES.keys()
+    assert all(is_hub_id(model_id(pair.target, pair.file_type)) for pair in PAIRS)
+    assert main(["recommend", "--memory-budget", "12GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "\n  Llama-3.3-70B  bartowski/Llama-3.3-70B-Instruct-GGUF\n" in text
+    assert text.endswith(
+        "specdec run -m bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M "
+        "-md bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0\n"
+    )
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
