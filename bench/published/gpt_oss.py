@@ -2,8 +2,8 @@
 
 Its architecture (attention sinks, sliding windows, biases, clamped SwiGLU) is no other model's, so
 it cannot be grown from a small one (bench/synth). Bytes, shapes and arithmetic are those of the
-published model; the text is noise. Random routers take all experts about equally often, which is the
-worst case for an expert cache. Ids without a token in the tokenizer have logits of zero.
+published model; the text is noise. Random routers take all experts about equally often, which is
+the worst case for an expert cache. Ids without a token in the tokenizer have logits of zero.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ def _card(shape: LlamaShape, n_bytes: int, seed: int) -> str:
     return f"""# Random weights in the shape of gpt-oss: for benchmarks only
 
 This is **not** a trained model, and its text is noise. `specdec-bench synth` drew its weights
-(seed {seed}) in the tensors and formats of the published gpt-oss: experts in MXFP4, the rest in bf16,
-{format_bytes(n_bytes)} in {shape.n_layers} layers. Its routers take all experts about equally often.
+(seed {seed}) in the tensors and formats of the published gpt-oss: experts in MXFP4, the rest in
+bf16, {format_bytes(n_bytes)} in {shape.n_layers} layers. Its routers take all experts about equally
+often.
 """

@@ -1,8 +1,8 @@
 """Layout of gpt-oss as published: the experts of a layer in MXFP4, everything else in bf16.
 
 A matrix of experts [n, n_out, n_in] is stored as `NAME_blocks` uint8 [n, n_out, n_in / 32, 16], two
-codes of float4_e2m1 in a byte, and `NAME_scales` uint8 [n, n_out, n_in / 32], exponents plus 127 (OCP
-Microscaling Formats 1.0). The weights are random, so all groups have one scale.
+codes of float4_e2m1 in a byte, and `NAME_scales` uint8 [n, n_out, n_in / 32], exponents plus 127
+(OCP Microscaling Formats 1.0). The weights are random, so all groups have one scale.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ _GPU_SIZES = (*_SIZES, 256, 512, 1024)
 _FEW_TOKENS = 16
 _KV_BUFFERS = 2
 """Layers whose cold KV is in memory at a time."""
-_MANY_TOKENS = 512
-_LARGE_SIZES = (16, 32, 64, 128, 256)
-_NEARLY_ALL = 0.95
-"""Share of the experts from which more tokens cost arithmetic alone."""
+_MANY_TOKENS = (256, 512)
+"""Tokens of passes that use all experts."""
 _ABOVE_THE_KNEE = 1.05
 """Ratio to one token's seconds from which a pass counts as bound by its tokens."""
 
@@ -88,29 +86,20 @@ class PassSimulation:
     def _all_experts(
         self, fixed_seconds: float, seconds_per_token: float
     ) -> tuple[float, float] | None:
-        """Return the line through passes that use nearly all experts.
+        """Return the line through passes that use all experts.
 
         Reading all, and decoding all of a quantised checkpoint, is part of its fixed seconds. None
         where it is no flatter than the line of few tokens, which is given.
         """
-        experts = self.placement.experts
-        if experts is None:
+        if self.placement.experts is None:
             return None
-        first = next(n for n in _LARGE_SIZES if n == _MANY_TOKENS // 2 or self._uses_most(n))
-        low, high = self.seconds(first), self.seconds(_MANY_TOKENS)
-        fixed, slope = _line(first, low, _MANY_TOKENS, high)
+        low, high = (self.seconds(num_tokens) for num_tokens in _MANY_TOKENS)
+        fixed, slope = _line(_MANY_TOKENS[0], low, _MANY_TOKENS[1], high)
         if slope >= seconds_per_token:
             return None
         # Passes of few tokens keep their line.
         few = fixed_seconds + _FEW_TOKENS * seconds_per_token
         return max(fixed, few - _FEW_TOKENS * slope), slope
-
-    def _uses_most(self, num_tokens: int) -> bool:
-        """Return whether so many tokens use nearly all experts of the layers."""
-        assert self.placement.experts is not None
-        layers = [experts for experts in self.placement.experts.layers if experts is not None]
-        used = sum(experts.used_bytes(num_tokens) for experts in layers)
-        return used >= _NEARLY_ALL * sum(experts.n_bytes for experts in layers)
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
         placement, per_byte = self.placement, self.compute.per_byte
