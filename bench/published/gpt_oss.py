@@ -116,13 +116,14 @@ def shape_of_bytes(shape: LlamaShape, n_bytes: int | None, vocab_size: int | Non
     shape = replace(shape, vocab_size=vocab_size or shape.vocab_size)
     if n_bytes is None:
         return shape
-    one, two = (model_bytes(replace(shape, n_layers=n)) for n in (1, 2))
-    n_layers = max(1, 1 + round((n_bytes - one) / (two - one)))
+    smallest, next_size = (model_bytes(replace(shape, n_layers=n)) for n in (1, 2))
+    layer_bytes = next_size - smallest
+    n_layers = max(1, 1 + round((n_bytes - smallest) / layer_bytes))
     shape = replace(shape, n_layers=n_layers)
     if not 0.8 * n_bytes < model_bytes(shape) < 1.25 * n_bytes:
         raise SynthError(
-            f"cannot reach {format_bytes(n_bytes)}: whole layers, from {format_bytes(one)} on in "
-            f"steps of {format_bytes(two - one)}"
+            f"cannot reach {format_bytes(n_bytes)}: whole layers, from {format_bytes(smallest)} on "
+            f"in steps of {format_bytes(layer_bytes)}"
         )
     return shape
 
