@@ -25,7 +25,7 @@ SUBPACKAGES = {
         "decode experts",
         "peers timeline rank scenarios",
         "checks",
-        "heads",
+        "heads published",
         "prompts synth",
         "process results options table",
         "train",

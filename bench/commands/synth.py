@@ -15,8 +15,10 @@ from offload.units import format_bytes, parse_bytes
 from specdec.cli.output import loading_progress
 
 DEFAULT_SIZE = "6GB"
+MXFP4, GPT_OSS = "mxfp4", "gpt-oss-20b"
+"""Number format of a checkpoint that cannot be grown, and the only shape of it."""
 # The first is the default.
-_DTYPES = {"hf": ("bf16", "fp32", "fp8", "int4"), "gguf": tuple(RECIPES)}
+_DTYPES = {"hf": ("bf16", "fp32", "fp8", "int4", MXFP4), "gguf": tuple(RECIPES)}
 _ALIASES = {"f32": "fp32", "fp16": "f16"}
 
 
@@ -96,6 +98,10 @@ def synth_command(
     n_bytes = parse_bytes(size) if size else None
     (refuse_gguf_file if format == "gguf" else refuse_folder)(out.expanduser(), force)
 
+    if (format, dtype) == ("hf", MXFP4):
+        _draw_gpt_oss(source, out, like, n_bytes, vocab_size, seed, force)
+        return
+
     # Slow imports, after the options were checked.
     from bench.synth.checkpoint import grow
     from bench.synth.gguf import grow_gguf
@@ -123,6 +129,31 @@ def synth_command(
         f"{report.path}: {report.shape.n_layers} layers, "
         f"{report.n_parameters / 1e9:.2f} G weights, {format_bytes(report.n_bytes)} in "
         f"{report.n_files} file(s), grown from {source}"
+    )
+
+
+def _draw_gpt_oss(
+    tokenizer: str,
+    out: Path,
+    like: str | None,
+    n_bytes: int | None,
+    vocab_size: int | None,
+    seed: int,
+    force: bool,
+) -> None:
+    if like is None or like.lower() != GPT_OSS:
+        raise SynthError(f"a checkpoint in {MXFP4} has the shape of gpt-oss: give --like {GPT_OSS}")
+    from bench.published.gpt_oss import draw_gpt_oss, shape_of_bytes
+    from specdec.models.names import resolve_model
+
+    shape = shape_of_bytes(named_shape(like), n_bytes, vocab_size)
+    with loading_progress(out.name) as progress:
+        report = draw_gpt_oss(
+            resolve_model(tokenizer), out, shape, seed=seed, force=force, progress=progress
+        )
+    typer.echo(
+        f"{report.path}: {report.shape.n_layers} layers, {report.n_parameters / 1e9:.2f} G random "
+        f"weights, {format_bytes(report.n_bytes)} in {report.n_files} file(s)"
     )
 
 

@@ -28,7 +28,7 @@ from bench.synth.files import (
 )
 from bench.synth.gguf_file import reserve_blocks
 from bench.synth.hybrid import tensor_plans
-from bench.synth.layouts import LAYOUTS, Layout, StoredTensor
+from bench.synth.layouts import LAYOUTS, StoredTensor, TensorLayout
 from bench.synth.shapes import LlamaShape, SynthError
 from bench.synth.source import SourceModel
 from bench.synth.tensors import TensorPlan
@@ -115,7 +115,7 @@ def grow(
             card = model_card(source, grown, dtype, n_bytes, seed, source_name)
             config = grown_config(source, grown, dtype) | layout.config
             write_side_files(partial, source, config, card)
-            _replace_folder(partial, out_dir)
+            replace_folder(partial, out_dir)
         except OSError as error:
             raise SynthError(f"cannot write {out_dir}: {error.strerror or error}") from error
     return GrowReport(out_dir, grown, grown.parameters, n_bytes, len(shards))
@@ -132,7 +132,7 @@ def fit_shape(source: SourceModel, shape: LlamaShape, vocab_size: int | None) ->
     )
 
 
-def split_shards(plans: list[TensorPlan], layout: Layout, shard_bytes: int) -> list[Shard]:
+def split_shards(plans: list[TensorPlan], layout: TensorLayout, shard_bytes: int) -> list[Shard]:
     """Split tensors, in their order, into files of at most `shard_bytes` (or one tensor)."""
     groups: list[list[TensorPlan]] = [[]]
     size = 0
@@ -153,7 +153,7 @@ def write_shards(
     folder: Path,
     shards: list[Shard],
     maker: TensorMaker,
-    layout: Layout,
+    layout: TensorLayout,
     n_bytes: int,
     progress: Progress | None = None,
     with_data: bool = True,
@@ -183,7 +183,7 @@ def write_shards(
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def shard_header(shard: Shard, layout: Layout) -> bytes:
+def shard_header(shard: Shard, layout: TensorLayout) -> bytes:
     """Return the safetensors header: its length (8 bytes, little-endian), then JSON, padded."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -200,11 +200,11 @@ def shard_header(shard: Shard, layout: Layout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _stored(shard: Shard, layout: Layout) -> Iterator[StoredTensor]:
+def _stored(shard: Shard, layout: TensorLayout) -> Iterator[StoredTensor]:
     return chain.from_iterable(map(layout.stored, shard.plans))
 
 
-def _replace_folder(partial: Path, out_dir: Path) -> None:
+def replace_folder(partial: Path, out_dir: Path) -> None:
     """Move a finished checkpoint to its place; an old one is removed only afterwards."""
     old = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
     if out_dir.exists():

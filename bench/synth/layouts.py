@@ -39,6 +39,19 @@ class StoredTensor:
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
+class TensorLayout(Protocol):
+    """Layout of the tensors of a folder."""
+
+    def n_bytes(self, plan: TensorPlan) -> int:
+        """Return the bytes of the stored tensors of a plan."""
+
+    def stored(self, plan: TensorPlan) -> list[StoredTensor]:
+        """Return the stored tensors of a plan, in order."""
+
+    def chunks(self, plan: TensorPlan, maker: TensorMaker) -> Iterator[memoryview]:
+        """Yield the bytes of the stored tensors, in order."""
+
+
 class Scheme(Protocol):
     """Quantisation scheme of a matrix."""
 
@@ -132,7 +145,7 @@ class Int4Groups:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the tensors of a folder."""
+    """Layout of a grown model; see `TensorLayout`."""
 
     form: WeightFormat  # of what is not quantised
     scheme: Scheme | None = None  # of the layers' matrices

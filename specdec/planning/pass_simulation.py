@@ -20,7 +20,8 @@ _GPU_SIZES = (*_SIZES, 256, 512, 1024)
 _FEW_TOKENS = 16
 _KV_BUFFERS = 2
 """Layers whose cold KV is in memory at a time."""
-_MANY_TOKENS = 512
+_MANY_TOKENS = (256, 512)
+"""Tokens of passes that use all experts."""
 _ABOVE_THE_KNEE = 1.05
 """Ratio to one token's seconds from which a pass counts as bound by its tokens."""
 
@@ -85,19 +86,20 @@ class PassSimulation:
     def _all_experts(
         self, fixed_seconds: float, seconds_per_token: float
     ) -> tuple[float, float] | None:
-        """Return the line from the reads of all missing experts to a pass of many tokens.
+        """Return the line through passes that use all experts.
 
-        None where that is no longer than a pass of few tokens, whose line is given: most experts
-        are in memory.
+        Reading all, and decoding all of a quantised checkpoint, is part of its fixed seconds. None
+        where it is no flatter than the line of few tokens, which is given.
         """
-        experts = self.placement.experts
-        if experts is None:
+        if self.placement.experts is None:
             return None
-        n_bytes = sum(experts.read_bytes(i, _MANY_TOKENS) for i in range(len(experts.layers)))
-        read_seconds = n_bytes / self.expert_bytes_per_second
-        slope = max((self.seconds(_MANY_TOKENS) - read_seconds) / _MANY_TOKENS, 1e-12)
+        low, high = (self.seconds(num_tokens) for num_tokens in _MANY_TOKENS)
+        fixed, slope = _line(_MANY_TOKENS[0], low, _MANY_TOKENS[1], high)
+        if slope >= seconds_per_token:
+            return None
+        # Passes of few tokens keep their line.
         few = fixed_seconds + _FEW_TOKENS * seconds_per_token
-        return (read_seconds, slope) if read_seconds + _FEW_TOKENS * slope > few else None
+        return max(fixed, few - _FEW_TOKENS * slope), slope
 
     def _simulate(self, num_tokens: int, gap_seconds: float) -> SimulatedPass:
         placement, per_byte = self.placement, self.compute.per_byte

@@ -107,6 +107,20 @@ def test_missing_experts_take_longer_than_their_bytes(placement_planner) -> None
     )
 
 
+@pytest.mark.parametrize("storage", [1e6, 1e9], ids=["reads count", "arithmetic counts"])
+def test_the_cost_of_a_prompt_is_near_its_simulation(placement_planner, storage: float) -> None:
+    """Also where decoding all experts takes longer than reading them, whatever the tokens."""
+    placement = placement_planner.place(
+        placement_planner.all_bytes - 20 * slot_bytes(placement_planner.source.experts), 0
+    )
+    decoding = ModelCompute(ComputeCurve.linear(3e-9, 1e-11), 0)
+    model = PassSimulation(placement, decoding, storage)
+    cost = model.cost_model()
+    assert cost.seconds(1) == pytest.approx(model.seconds(1))
+    for num_tokens in (64, 128, 512):
+        assert cost.seconds(num_tokens) == pytest.approx(model.seconds(num_tokens), rel=0.1)
+
+
 def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> None:
     monkeypatch.setattr(plan, "missing_seconds_per_byte", lambda layers: 3e-9)
     assert measure_experts(source, 1, 1e9) == pytest.approx(2e-9)

@@ -1,0 +1,1 @@
+"""Checkpoints of published shapes and formats, with random weights."""
