@@ -185,13 +185,52 @@ HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Models with recurrent layers."""
 
+HYBRID_MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "kimi-linear": (  # Kimi Delta Attention beside latent attention
+        "KimiLinearConfig",
+        {
+            **_MOE,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 12,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "jamba": (  # Mamba
+        "JambaConfig",
+        {
+            **_GQA,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "mamba_expand": 2,
+        },
+    ),
+}
+"""Mixtures of experts with recurrent layers."""
+
 
 def save_tiny_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
     """Write a random fp32 checkpoint of `family`, sharded, with weights large enough to matter."""
     import torch
     import transformers
 
-    config_name, values = (FAMILIES | MIXTURES | HYBRIDS)[family]
+    config_name, values = (FAMILIES | MIXTURES | HYBRIDS | HYBRID_MIXTURES)[family]
     config = getattr(transformers, config_name)(**{**values, **overrides})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
