@@ -17,7 +17,6 @@ from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check_type
 from specdec.config import SPEC_TYPES, SpecConfig
-from specdec.models.names import SELF_DRAFT, is_self_draft, window_of_self
 from specdec.option import (
     BEAMS,
     MEMORY,
@@ -331,7 +330,6 @@ class RunOptions:
         if self.num_draft_tokens == 0:
             spec_type = ()  # no draft tokens: plain decoding, and no draft to load
         values = self.keywords(field.name for field in fields(SpecConfig))
-        values["draft_window"] = window_of_self(self.draft_model, self.draft_window)
         return SpecConfig(**{**values, "spec_type": spec_type})
 
     def context_of(self, max_context: int) -> int:
@@ -341,13 +339,10 @@ class RunOptions:
 
     @property
     def draft(self) -> str | Path | None:
-        """Draft model to load; SELF_DRAFT: the target, with the window of `spec`.
-
-        None if there is none, or if it would not be used.
-        """
+        """Draft model to load; None if there is none, or if it would not be used."""
         if self.draft_model is None or "draft" not in self.spec.spec_type:
             return None
-        return SELF_DRAFT if is_self_draft(self.draft_model) else self.draft_model
+        return self.draft_model
 
     @property
     def backend(self) -> BackendOptions:
@@ -356,13 +351,10 @@ class RunOptions:
 
     @property
     def may_leave_out_draft(self) -> bool:
-        """Whether the plan decides if the draft model pays for its memory: no option fixes it.
-
-        A target that drafts for itself takes next to no memory for it.
-        """
+        """Whether the plan decides if the draft model pays for its memory: no option fixes it."""
         is_fixed = self.spec_type is not None or self.num_draft_tokens is not None
         is_fixed = is_fixed or self.acceptance != "match" or self.draft_device != AUTO
-        return not is_fixed and self.draft not in (None, SELF_DRAFT)
+        return not is_fixed and self.draft is not None
 
     @property
     def requires_draft(self) -> bool:

@@ -214,17 +214,6 @@ class Backend(ABC):
         """
         return True
 
-    def with_shared_weights(
-        self, *, max_context: int, max_nodes: int, max_num_tokens: int
-    ) -> Backend:
-        """Return a backend with its own KV cache over this one's weights, which must be in memory.
-
-        The two may be used by two threads. Close the sibling first.
-
-        max_num_tokens: maximum number of nodes of one forward pass.
-        """
-        raise BackendError("this backend cannot share its weights")
-
     @property
     def transfer_stats(self) -> TransferStats:
         """Storage traffic so far; zero for a model in memory."""

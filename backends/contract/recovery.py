@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 import numpy as np
-from typing_extensions import Self
 
 from backends.contract.backend import Backend, BackendError, ContextFull
 from backends.contract.sequence import SavedTensors, SequenceInput, SequenceKV, SequenceOutput
@@ -176,12 +174,6 @@ class RecoveringBackend(Backend, Generic[Store]):
         self._sequences.remove(sequence)
         if not self._is_closed:
             sequence.store.close()
-
-    def _without_sequences(self) -> Self:
-        """Return a copy of this backend without sequences."""
-        other = copy.copy(self)
-        other._sequences = []
-        return other
 
     @property
     def num_free_nodes(self) -> int:

@@ -17,7 +17,7 @@ from backends.contract.backend import (
     MaskedBlock,
     UnsupportedModel,
 )
-from backends.contract.self_draft import SharesWeights
+from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.heads.dflash import DFlashDraftModel
 from backends.heads.dflash_config import BlockSettings, check_fits, load_dflash_config

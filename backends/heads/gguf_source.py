@@ -6,7 +6,7 @@ from pathlib import Path
 
 from backends.contract.backend import LAST_HIDDEN_STATE, Backend, BackendError
 from backends.contract.exactness import EXACT_OFF
-from backends.contract.self_draft import SharesWeights
+from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.ggml.nextn import hidden_state_functions
 from backends.gguf.heads import (

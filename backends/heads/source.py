@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backends.contract.backend import LAST_HIDDEN_STATE, Backend, BackendError
-from backends.contract.self_draft import SharesWeights
+from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.heads.eagle3 import load_eagle3_head
 from backends.heads.gguf_tensors import DecodedWeights

@@ -10,7 +10,6 @@ into the memory of the CPU, the other copies them to a GPU.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -111,8 +110,6 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         self._is_cancelled = False
         self._hidden_state_layers: Sequence[int] = ()
         self._has_run = False  # once a pass has ended, errors are not the config's fault
-        self._owner: TorchBackend | None = None
-        self._turn = threading.Lock()  # siblings share modules: one pass at a time
         try:
             self._make_cache(num_kv_slots, tiers)
         except BaseException:
@@ -179,20 +176,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
             model, weights, max_context=max_context, num_kv_slots=num_kv_slots, exactness=exactness
         )
 
-    def with_shared_weights(
-        self, *, max_context: int, max_nodes: int, max_num_tokens: int
-    ) -> TorchBackend:
-        """See Backend.with_shared_weights; the passes of the two take turns."""
-        if self._weights.streams:
-            raise BackendError("a streamed model cannot share its weights")
-        other = self._without_sequences()
-        other._owner = self
-        other.max_context = min(max_context, self._model.max_context)
-        other.max_nodes = max_nodes
-        other._make_cache()
-        return other
-
-    def _make_cache(self, num_kv_slots: int | None = None, tiers: Tiers | None = None) -> None:
+    def _make_cache(self, num_kv_slots: int | None, tiers: Tiers | None) -> None:
         limit = _DEFAULT_MAX_NODES if self.max_nodes is None else self.max_nodes
         num_kv_slots = self.max_context + limit if num_kv_slots is None else num_kv_slots
         n_blocks = blocks_of(num_kv_slots + self._exactness.min_batch_tokens)
@@ -290,22 +274,16 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def close(self) -> None:
         self._is_closed = True
-        if self._owner is not None:
-            self._free_cache()
-            return
         self._weights.stop()
         for runner in self._runners:
             runner.detach()
         for experts in self._experts:
             experts.detach()
         unbind(self._model.non_layer_tensors)
-        self._free_cache()
-        self._weights.close()
-
-    def _free_cache(self) -> None:
         for sequence in self._sequences:
             sequence.store.close()
         self._pool.close()
+        self._weights.close()
 
     def _guarded(self, operation: Callable[[], _T], recover: Callable[[], None]) -> _T:
         """See RecoveringBackend; runs in the context of the weights' device."""
@@ -343,8 +321,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
 
     def _restart(self) -> None:
         self._pool.abandon()
-        with self._turn:
-            self._weights.restart()
+        self._weights.restart()
 
     def _prefix_tensors(self, kv: BlockStore) -> tuple[TensorShape, ...]:
         return prefix_tensors(self._pool, kv)
@@ -389,7 +366,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         recurrent = recurrent_pass(new) if self._model.recurrences else None
         hidden_states = self._hidden_states(new)
         state = self._pass_state(batch, recurrent, hidden_states)
-        with self._turn, running(recurrent):
+        with running(recurrent):
             for runner in self._runners:
                 runner.state = state
             for experts in self._experts:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Generic, Protocol
-
-from typing_extensions import Self
 
 from backends.contract.backend import (
     LAST_HIDDEN_STATE,
@@ -206,29 +203,6 @@ class GgufBackend(RecoveringBackend[Store], Generic[Store]):
     def _open_passes(self) -> None:
         self._passes = CancellablePasses(self._context)
         self._closing.append(self._passes.cancel)
-
-    def with_shared_weights(self, *, max_context: int, max_nodes: int, max_num_tokens: int) -> Self:
-        """See Backend.with_shared_weights."""
-        if self._stream is not None:
-            raise BackendError("a streamed model cannot share its weights")
-        other = self._without_sequences()
-        other._closing, other._outputs = [], None
-        try:
-            other._open_context(
-                replace(
-                    self._options,
-                    max_context=min(max_context, self.max_context),
-                    max_nodes=max_nodes,
-                    max_outputs=max_num_tokens,
-                    num_kv_slots=None,
-                    max_num_seqs=1,
-                )
-            )
-            other._open_passes()
-        except BaseException:
-            other.close()
-            raise
-        return other
 
     @property
     def loaded(self) -> LlamaModel:

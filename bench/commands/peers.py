@@ -40,7 +40,7 @@ OtherDraft = Annotated[
     typer.Option(
         "--other-draft",
         help="The draft in that format.",
-        show_default="that of the embedded pair, or self:window=N, where -md is such",
+        show_default="that of the embedded pair, or mtp, where -md is such",
     ),
 ]
 PeerMemory = Annotated[

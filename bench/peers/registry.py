@@ -52,8 +52,8 @@ class Peer:
     install: str = ""
     tunes: str = ""
     """Settings that are tuned for speed on one prompt: MEMORY or DRAFTING."""
-    drafts_with_target: bool = False
-    """Whether it can use a draft without files, self:window=N."""
+    takes_mtp_head: bool = False
+    """Whether it can use a draft without files: mtp, the head in the target."""
     speculates: bool = False
     """Whether it has a mean acceptance length to report."""
     rewrites: bool = False
@@ -136,7 +136,7 @@ PEERS = {
             (HF, GGUF),
             "specdec with the draft",
             uses_draft=True,
-            drafts_with_target=True,
+            takes_mtp_head=True,
             speculates=True,
         ),
     )
@@ -150,7 +150,7 @@ class Weights:
     format: str
     model: Path
     draft: Path | str | None = None
-    """Path, or as str the name of a draft without files: self:window=N."""
+    """Path, or as str the name of a draft without files: mtp."""
 
     @classmethod
     def of(cls, model: Path, draft: Path | str | None = None) -> Weights:
@@ -185,7 +185,7 @@ def why_not(
     if peer.uses_draft and weights.draft is None:
         return "it needs a draft model: give -md"
     draft = weights.draft_path
-    if peer.uses_draft and draft is None and not peer.drafts_with_target:
+    if peer.uses_draft and draft is None and not peer.takes_mtp_head:
         return f"its draft must be a model of its own, which {weights.draft} is not"
     if peer.uses_draft and draft is not None and Weights.of(draft).format not in peer.formats:
         return f"its draft must be {_FORMAT_NAMES[weights.format]}"

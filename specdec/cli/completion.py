@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.pair import PAIR_HEAD_NAMES, PAIR_NAMES
 
-_DRAFTS = ("auto", "mtp", "self:window=512", *PAIR_HEAD_NAMES)
+_DRAFTS = ("auto", "mtp", *PAIR_HEAD_NAMES)
 
 
 def complete_model(incomplete: str, *, is_draft: bool) -> list[str]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from backends.contract.backend import one_line
 from offload.errors import SpecdecError
-from specdec.checks import ConfigError, FieldName
 from specdec.models.hub_errors import describe_hub_error
 from specdec.models.kinds import models_among, no_model
 from specdec.models.local_models import OLLAMA_PREFIX, SPLIT, ollama_blob
@@ -36,11 +35,10 @@ CHECKPOINT_PATTERNS = (
 )
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
-
-SELF_DRAFT = "self:"
-"""Prefix of a draft's name that is no model of its own: self:window=N is the target."""
 MTP_HEAD = "mtp"
 """Name of a draft that is the target's own MTP head."""
+_REMOVED = "self:"
+"""Prefix of what named the target as its own draft: self:window=N."""
 
 # No hub id begins like this.
 _PATH_STARTS = (".", "/", "~")
@@ -98,8 +96,11 @@ def _path(name: str | Path) -> Path:
 
 def _describe_missing(text: str, path: Path) -> str:
     """Return the message for a name that is not on this disk and cannot be a hub id."""
-    if is_self_draft(text):
-        return f"no such model: {text} is the target as its own draft, which only -md takes"
+    if text.startswith(_REMOVED):
+        return (
+            f"no such model: {text} meant the target as its own draft, which was removed because "
+            "n-grams are faster: leave -md out, and they draft, or name a small draft model"
+        )
     if text == MTP_HEAD:
         return f"no such model: {text} is a target's own MTP head, which only -md takes"
     if path.is_symlink():
@@ -114,31 +115,9 @@ def _describe_missing(text: str, path: Path) -> str:
     )
 
 
-def is_self_draft(name: str | Path) -> bool:
-    return str(name).startswith(SELF_DRAFT)
-
-
 def has_own_files(draft: str | Path) -> bool:
-    """Return whether a draft is a model of its own, not the target or a part of it."""
-    return not is_self_draft(draft) and str(draft) != MTP_HEAD
-
-
-def window_of_self(draft_model: str | Path | None, draft_window: int | None) -> int | None:
-    """Return N for a draft named self:window=N, else the requested window."""
-    if draft_model is None or not is_self_draft(draft_model):
-        return draft_window
-    match = re.fullmatch(r"self:window=([0-9]{1,9})", str(draft_model))
-    if match is None:
-        raise ConfigError(
-            FieldName("draft_model"),
-            f" is {str(draft_model)!r}: the target drafts for itself with self:window=N, N being "
-            "the recent tokens that it is shown, say self:window=512",
-        )
-    if draft_window is not None:
-        raise ConfigError(
-            f"{draft_model} names its window already: leave out ", FieldName("draft_window")
-        )
-    return int(match[1])
+    """Return whether a draft is a model of its own, not a part of the target."""
+    return str(draft) != MTP_HEAD
 
 
 def resolve_draft(name: str | Path | None) -> Path | None:
@@ -190,7 +169,7 @@ def check_local_name(name: str | Path) -> None:
 
 
 def check_local_draft(name: str | Path) -> None:
-    """Raise ModelNotFound as `check_local_name` for a draft, which may be the target itself."""
+    """Raise ModelNotFound as `check_local_name` for a draft, which may be a part of the target."""
     if has_own_files(name):
         check_local_name(name)
 

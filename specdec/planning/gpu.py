@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from backends.contract.backend import UnsupportedModel
-from backends.contract.self_draft import SharedSource
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes, format_exactly
 from specdec.checks import ConfigError, FieldName
-from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedPair, Sources
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.memory.base import asked_budget
@@ -62,25 +60,18 @@ def gpu_for(
 
     host_bytes: host memory that its libraries will take beyond what this process takes already.
 
-    Raises UnsupportedModel for a model that does not run on a GPU, ConfigError for a draft that
-    cannot run on the requested device.
+    Raises UnsupportedModel for a model that does not run on a GPU.
     """
     target, draft = pair.sources
-    device, is_self = options.draft_device, options.draft == SELF_DRAFT
-    if is_self and device == CPU:
-        raise ConfigError(
-            FieldName("draft_device"),
-            " is 'cpu', but a target that drafts for itself does so where it is: leave it out",
-        )
     if draft is not None and draft.hidden_state_bytes:
         raise UnsupportedModel(
             f"{draft.path} is a draft head, which runs beside a target on the CPU only: use "
             "--device cpu, or name a draft model"
         )
-    gpu_draft = None
+    gpu_draft, device = None, options.draft_device
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
         gpu_draft = on_gpu(draft)
-    cpu_draft = None if device == CUDA or is_self else draft
+    cpu_draft = None if device == CUDA else draft
     return Gpu(vram_bytes, source, on_gpu(target), cpu_draft, gpu_draft, host_bytes)
 
 
@@ -90,8 +81,6 @@ def on_gpu(source: ModelSource) -> ModelSource:
 
     Raises UnsupportedModel for a format that runs on the CPU only.
     """
-    if isinstance(source, SharedSource):
-        return SharedSource(on_gpu(source.source))
     if not source.can_use_gpu:
         raise UnsupportedModel(
             f"{source.path} runs on the CPU only, as GGUF files and mixtures of experts do: use "

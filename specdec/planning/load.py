@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.contract.backend import Backend
-from backends.contract.self_draft import SharesWeights
+from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import Loading
 from offload.placement.placement import Placement
 from offload.process.temporary import is_memory, temporary_folder
@@ -80,7 +80,7 @@ def load_draft(
     """Load the draft; return it with its window of a sequence, or (None, no window limit).
 
     Args:
-        target: the loaded target, whose weights a self-draft shares.
+        target: the loaded target, whose weights a draft head shares.
     """
     plan, placement = planned.plan, planned.plan.draft_placement
     if planned.draft is None or placement is None:

@@ -6,13 +6,12 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from backends.contract.self_draft import SharedSource
 from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.kinds import head_kind
 from backends.heads.opened import mtp_source, open_head
 from specdec.checks import ConfigError, FieldName
 from specdec.models.heads import refuse_head
-from specdec.models.names import MTP_HEAD, SELF_DRAFT, has_own_files, resolve_model
+from specdec.models.names import MTP_HEAD, has_own_files, resolve_model
 from specdec.models.opened import (
     OpenedModel,
     OpenedPair,
@@ -55,9 +54,7 @@ def open_sources(options: RunOptions) -> SourcePair:
     # Cache types apply to the target only: a draft's KV is small.
     of_draft = BackendOptions(options.backend.n_threads)
     draft: ModelSource | None = None
-    if options.draft == SELF_DRAFT:
-        draft = SharedSource(target)
-    elif options.draft == MTP_HEAD:
+    if options.draft == MTP_HEAD:
         draft = mtp_source(target, of_draft)
     elif options.draft is not None:
         path = resolve_model(options.draft)
@@ -74,9 +71,7 @@ def open_pair(options: RunOptions) -> OpenedPair:
         form = replace(target.tokenizer.chat_format, parse_special=True)
         target.tokenizer.chat_format = form
     draft = None
-    if options.draft == SELF_DRAFT:
-        draft = replace(target, source=SharedSource(target.source))
-    elif options.draft == MTP_HEAD:
+    if options.draft == MTP_HEAD:
         options_of_head = BackendOptions(options.backend.n_threads)
         draft = replace(target, source=mtp_source(target.source, options_of_head))
     elif options.draft is not None:

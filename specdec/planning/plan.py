@@ -18,7 +18,6 @@ from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import AUTO_DRAFT, draft_candidates
-from specdec.models.names import SELF_DRAFT
 from specdec.models.opened import OpenedModel, OpenedPair, Sources
 from specdec.models.outlines import planned_name
 from specdec.planning.candidate_cost import measure_draft
@@ -233,13 +232,6 @@ def make_plan(
     search = Search(MemoryPlanner(target, draft, options, base_bytes, gpu), measurements)
     chosen = search.best(total_bytes)
     warnings, notes = _remarks(chosen, search)
-    if options.draft == SELF_DRAFT and chosen.draft is not None:
-        problem = _self_draft_problem(options, chosen.memory_plan)
-        if problem and options.requires_draft:
-            raise ConfigError(problem)
-        if problem:
-            chosen, warnings = search.alone(total_bytes), ()
-            notes = (f"the draft is left out: {problem}",)
     chosen = with_kv_capacity(search, chosen, total_bytes)
     return RunPlan(
         budget_source=budget_source,
@@ -327,16 +319,4 @@ def _no_capacity(alone: MemoryPlan, search: Search) -> str:
         f"memory for it; the smallest with it is {with_draft}, without it "
         f"{format_up(alone.smallest.of(ledger))}: raise {option}, or take a smaller draft; "
         "n-grams draft instead"
-    )
-
-
-def _self_draft_problem(options: RunOptions, memory_plan: MemoryPlan) -> str:
-    """Return why a target that streams cannot draft for itself; empty where it fits in memory."""
-    if options.load_mode != "mmap" and not memory_plan.target.n_moving_layers:
-        return ""
-    whole = sum(layer.n_bytes for layer in memory_plan.target.layers)
-    return (
-        f"{options.model} does not fit in memory, where its layers would take "
-        f"{format_bytes(whole)}: as its own draft it would be read once for each level of a tree: "
-        "raise the budget, or use a small draft model or --spec-type ngram"
     )

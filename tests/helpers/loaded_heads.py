@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.contract.self_draft import SharesWeights
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
+from backends.contract.shares_weights import SharesWeights
 from backends.contract.source import BackendOptions, Loading, ModelSource
 from backends.heads.source import Eagle3Source
 from backends.heads.target import CheckpointTarget

@@ -12,7 +12,6 @@ import specdec
 from specdec.analysis.analyze import analyze
 from specdec.api import GenerateKeywords
 from specdec.checks import ConfigError
-from specdec.models.names import SELF_DRAFT
 from specdec.option import options_of
 from specdec.planning.what_if.other_device import plan_on
 from specdec.run_options import LoadKeywords, RunOptions
@@ -56,17 +55,6 @@ def test_a_draft_that_would_not_be_used_is_not_loaded(switched_off: dict[str, An
     options = RunOptions("t", "d", **switched_off)
     assert options.draft is None
     assert not options.may_leave_out_draft
-
-
-def test_a_target_that_drafts_for_itself() -> None:
-    options = RunOptions("t", "self:window=512")
-    assert options.draft == SELF_DRAFT
-    assert options.spec.draft_window == 512
-    assert not options.may_leave_out_draft
-    with pytest.raises(ConfigError, match="names its window already"):
-        RunOptions("t", "self:window=512", draft_window=64)
-    with pytest.raises(ConfigError, match="self:window=N"):
-        RunOptions("t", "self:512")
 
 
 @pytest.mark.parametrize(

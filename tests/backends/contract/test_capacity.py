@@ -112,18 +112,3 @@ def test_a_part_of_a_prompt_needs_no_logits(backend: RecoveringBackend[Any]) -> 
     actual = backend.forward([SequenceInput(sequence, [5, 6], logits_at=())])[0]
     assert (actual.node_ids, actual.logits.shape) == ([], (0, backend.vocab_size))
     assert np.array_equal(sequence.prefill([7, 8]), expected)
-
-
-def test_a_sibling_has_sequences_of_its_own(kind: Kind, backend: RecoveringBackend[Any]) -> None:
-    sizes = {"max_context": 30, "max_nodes": 8, "max_num_tokens": 8}
-    if kind.is_streamed:
-        with pytest.raises(BackendError, match="cannot share its weights"):
-            backend.with_shared_weights(**sizes)
-        return
-    row = own(backend).prefill([5, 6, 7])
-    with backend.with_shared_weights(**sizes) as other:
-        assert (own(other).n_committed, own(backend).n_committed) == (0, 3)
-        assert np.array_equal(own(other).prefill([5, 6, 7]), row)
-        assert own(backend).n_committed == 3
-        with pytest.raises(ContextFull):
-            own(other).prefill([5] * 28)

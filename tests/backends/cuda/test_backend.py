@@ -76,22 +76,6 @@ def test_a_pass_is_over_when_extend_returns(checkpoint_factory) -> None:
         engine.compute_stream.policy = Policy.EARLY
 
 
-def test_only_weights_on_the_device_can_be_shared(checkpoint_factory) -> None:
-    directory = checkpoint_factory("llama")
-    sizes = {"max_context": 64, "max_nodes": 8, "max_num_tokens": 8}
-    with (
-        on_device(directory, CpuEngine()) as streamed,
-        pytest.raises(BackendError, match="cannot share its weights"),
-    ):
-        streamed.with_shared_weights(**sizes)
-    with on_device(directory, CpuEngine(), all_there) as pinned:
-        expected = own(pinned).prefill(PROMPT)
-        with pinned.with_shared_weights(**sizes) as other:
-            assert np.array_equal(own(other).prefill(PROMPT), expected)
-            again = own(pinned).prefill(own(pinned).cut_to(PROMPT))
-            assert np.array_equal(again, own(other).prefill(own(other).cut_to(PROMPT)))
-
-
 def test_a_plan_over_tiers_loads_the_model_onto_the_device(
     checkpoint_factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from fake_gpu import install_fake_gpu
 from gguf_models import save_tiny_gguf
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.self_draft import SharedSource
 from backends.contract.sequence import SequenceInput
 from backends.contract.source import BackendOptions, Loading, ModelCompute, ModelSource
 from backends.cuda.source import HfGpuSource
@@ -128,10 +127,6 @@ def test_each_number_format_counts_by_its_bytes(
     head = expected(gguf_source.resident_non_layer_records(source.model))
     assert compute.per_byte.seconds(1) == pytest.approx(layers)
     assert compute.non_layer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
-    # A second cache over the same weights multiplies by all of them, after no layers.
-    shared = SharedSource(source).measure_compute(beside_reads=False)
-    total = layers * layer_bytes(source) + head * source.head_bytes
-    assert shared.non_layer_seconds(1) == pytest.approx(total)
 
 
 def test_what_comes_after_the_layers() -> None:

@@ -99,13 +99,16 @@ def test_specdec_samples_as_asked(run: Callable[..., dict[str, Any]], draft: Pat
     assert outputs[0] == outputs[1] != specdec_tokens(run)
 
 
-def test_specdec_with_its_target_as_the_draft(run: Callable[..., dict[str, Any]]) -> None:
+def test_specdec_with_the_head_in_its_target(run: Callable[..., dict[str, Any]]) -> None:
     from bench.peers.specdec import program
 
-    drafted = run(program, Path("self:window=64"), options={"num_draft_tokens": 4})
-    assert [record["token_ids"] for record in drafted["prompts"]] == specdec_tokens(run)
-    assert all(record["stats"]["accepted_tokens"] > 0 for record in drafted["prompts"])
-    assert drafted["loaded"]["settings"]["draft_model"] == "self:window=64"
+    target = {"model": "pair:hybrid"}
+    plain = run(program, options={"spec_type": "none"}, **target)
+    drafted = run(program, Path("mtp"), options={"num_draft_tokens": 4}, **target)
+    for item, other in zip(plain["prompts"], drafted["prompts"], strict=True):
+        assert item["token_ids"] == other["token_ids"]
+        assert other["stats"]["accepted_tokens"] > 0
+    assert drafted["loaded"]["settings"]["draft_model"] == "mtp"
 
 
 def test_accelerate_from_disk_alone_and_assisted(

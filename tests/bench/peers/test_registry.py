@@ -286,20 +286,17 @@ def test_command_prints_json_and_writes_it(
     assert result["weights"][0]["types"] == {"F32": 1.0}
 
 
-def test_a_draft_that_is_the_target_itself(target: Path, tmp_path: Path) -> None:
-    [weights] = all_weights(str(target), "self:window=16", None, None)
-    assert (weights.draft, weights.draft_path) == ("self:window=16", None)
+def test_a_draft_that_is_a_part_of_the_target(target: Path, tmp_path: Path) -> None:
+    [weights] = all_weights(str(target), "mtp", None, None)
+    assert (weights.draft, weights.draft_path) == ("mtp", None)
     assert why_not(PEERS["specdec"], weights) is None
     assisted = replace(PEERS["slow"], uses_draft=True)
-    assert why_not(assisted, weights) == (
-        "its draft must be a model of its own, which self:window=16 is not"
-    )
+    assert why_not(assisted, weights) == "its draft must be a model of its own, which mtp is not"
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
-    assert [
-        weight.draft for weight in all_weights(str(target), "self:window=16", str(file), None)
-    ] == ["self:window=16"] * 2
-    assert describe_weights(weights)["draft"] == "self:window=16"
+    both = all_weights(str(target), "mtp", str(file), None)
+    assert [weight.draft for weight in both] == ["mtp"] * 2
+    assert describe_weights(weights)["draft"] == "mtp"
 
 
 def test_names_are_listed_once_and_in_order() -> None:

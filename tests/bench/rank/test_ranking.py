@@ -149,28 +149,8 @@ def test_command(
     assert json.loads(capsys.readouterr().out)["best"] == str(models.draft)
 
 
-def test_the_target_as_its_own_draft_is_ranked(
-    capsys: pytest.CaptureFixture[str],
-    models: Models,
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measure(candidate: Candidate, *, enforce: bool) -> Measured:
-        return measure_here(candidate)
-
-    monkeypatch.setattr("bench.rank.command.measure_in_child", measure)
-    argv = [*argv_of(models, prompts, Path("self:window=16")), "--num-draft-tokens", "4", "--json"]
-    assert main([*argv, "--n-prompts", "1", "-n", "3"], "rank") == 0
-    actual = json.loads(capsys.readouterr().out)["candidates"]
-    [itself] = [item for item in actual if item["name"] == "self:window=16"]
-    assert itself["problem"] is None
-    assert itself["generated_tokens"] == 3
-
-
-def test_the_target_has_its_own_vocabulary(
-    capsys: pytest.CaptureFixture[str], models: Models
-) -> None:
-    assert specdec_main(["check", "-m", str(models.target), "-md", "self:window=16", "--json"]) == 0
+def test_a_head_in_the_target_has_its_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert specdec_main(["check", "-m", "pair:hybrid", "-md", "mtp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compatible"] is True
 
 

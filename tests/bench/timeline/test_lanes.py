@@ -266,11 +266,11 @@ def test_the_title_says_what_drafted_and_what_is_lossy(
 
     monkeypatch.setattr("bench.timeline.run.draw", note)
     monkeypatch.setattr("bench.timeline.run.check_matplotlib", lambda: None)
-    argv = f"timeline -m {model} -md self:window=16 --threads 1 -n 8 --ignore-eos"
+    argv = f"timeline -m {model} -md {model} --threads 1 -n 8 --ignore-eos"
     argv += f" --num-draft-tokens 4 -o {tmp_path / 'run.png'}"
     assert main(argv.split()) == 0
     assert main([*argv.split(), "--accept-threshold", "0.5"]) == 0
-    assert all("draft self:window=16" in title for title in titles)
+    assert all(f"draft {model.name}" in title for title in titles)
     assert ["LOSSY" in title for title in titles] == [False, True]
 
 

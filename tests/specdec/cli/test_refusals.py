@@ -81,9 +81,6 @@ BEFORE_A_MODEL: list[tuple[str, str]] = [
      "--accept-threshold is 0.5, but --acceptance 'block' decides"),
     ("--exact on --acceptance block -md x",
      "--exact is 'on', but with --acceptance block the tokens are not plain decoding's"),
-    ("-md self:x", "--draft-model is 'self:x': the target drafts for itself"),
-    ("-md self:window=512 --draft-window 64",
-     "self:window=512 names its window already: leave out --draft-window"),
     ("--load-mode x", "--load-mode is 'x', must be one of"),
     ("--cache-type-k x", "--cache-type-k is 'x', must be one of"),
     (
@@ -122,6 +119,7 @@ def test_a_mistake_in_the_options_of_a_run(
         ("-f /proc/self/mem", "cannot read /proc/self/mem: "),
         ("-p a --memory-budget 20MiB", "smallest budget"),
         ("-p a -md {other}", "token 3 is '!' in the target and '(' in the draft"),
+        ("-p a -md self:window=512", "was removed because n-grams are faster: leave -md out"),
         ("-p a --json --logprobs 1000000", "logprobs"),
         (f"-p {'a' * 200} -c 100", "200 tokens"),
     ],

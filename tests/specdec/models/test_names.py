@@ -13,7 +13,6 @@ from specdec.models.names import (
     check_local_draft,
     check_local_name,
     is_hub_id,
-    is_self_draft,
     resolve_draft,
     resolve_headers,
     resolve_model,
@@ -77,7 +76,8 @@ def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
         ("smolm2", "here; did you mean smollm2\\? Else give the path"),
         ("SmolLM2:latest", "did you mean smollm2"),
         ("llama3", "ollama:NAME for a model of Ollama's"),
-        ("self:window=64", "self:window=64 is the target as its own draft, which only -md takes"),
+        ("self:window=64", "self:window=64 meant the target as its own draft, which was removed"),
+        ("self:", "removed because n-grams are faster: leave -md out, and they draft, or name a"),
         ("link", "link is a link that leads nowhere"),
         ("./link", "link is a link that leads nowhere"),
     ],
@@ -184,13 +184,12 @@ def test_of_a_checkpoint_elsewhere_only_the_json_is_downloaded(
     assert asked == [("someone/large", "v2", ["*.json"])]
 
 
-def test_a_draft_may_be_the_target_itself(tmp_path: Path) -> None:
+def test_a_draft_may_be_a_part_of_the_target(tmp_path: Path) -> None:
     assert resolve_draft(None) is None
-    assert resolve_draft("self:window=16") is None
-    check_local_draft("self:window=16")
+    assert resolve_draft("mtp") is None
+    check_local_draft("mtp")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_draft(tmp_path) == resolve_model(tmp_path)
-    assert not is_self_draft(tmp_path)
     for find in (resolve_draft, check_local_draft):
         with pytest.raises(ModelNotFound, match="no such model directory"):
             find(tmp_path / "none")

@@ -12,7 +12,6 @@ from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.curve import ComputeCurve
-from backends.contract.self_draft import SharedSource
 from backends.cuda import engine as cuda_engine
 from backends.cuda import probe as cuda_probe
 from backends.cuda.probe import CudaMemory
@@ -96,17 +95,6 @@ def test_a_draft_that_cannot_use_the_gpu_stays_on_the_cpu():
     assert (actual.cpu_draft, actual.draft) == (CPU_ONLY, None)
     with pytest.raises(UnsupportedModel, match="runs on the CPU only"):
         find_gpu(options(device="cuda", draft_device="cuda"), pair(draft=CPU_ONLY))
-
-
-def test_a_target_that_drafts_for_itself_does_so_where_it_is():
-    own = PaperModel("t", 4, MIB, can_use_gpu=True)
-    both = pair(own, SharedSource(own))
-    asked = options(device="cuda", draft="self:window=512")
-    actual = find_gpu(asked, both)
-    assert actual.cpu_draft is None
-    assert isinstance(actual.draft, SharedSource)
-    with pytest.raises(ConfigError, match="where it is"):
-        find_gpu(options(device="cuda", draft="self:window=512", draft_device="cpu"), both)
 
 
 def test_a_draft_head_needs_its_target_on_the_cpu():

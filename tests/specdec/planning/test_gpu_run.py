@@ -14,7 +14,6 @@ from tiny_pair import save_model
 import specdec
 from backends.cuda.engine import cuda_problem
 from specdec.cli.app import main
-from specdec.models.names import SELF_DRAFT
 
 PROMPT = "def f(x): return x"
 needs_cuda = [
@@ -62,14 +61,6 @@ def test_a_model_that_fits_stays_on_the_gpu(models, monkeypatch):
     actual = generate(*models, device="auto")
     assert actual.token_ids == generate(*models).token_ids
     assert actual.stats.bytes_copied_to_device == actual.stats.bytes_streamed == 0
-
-
-def test_a_target_on_the_gpu_drafts_for_itself_there(models, monkeypatch):
-    install_fake_gpu(monkeypatch)
-    own = f"{SELF_DRAFT}window=32"
-    actual = generate(models[0], own, device="cuda", **FIXED)
-    assert actual.token_ids == generate(models[0], None).token_ids
-    assert actual.stats.accepted_tokens > 0
 
 
 @pytest.mark.slow_except(1)

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from paper_models import PaperModel
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.self_draft import SharedSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.checks import ConfigError
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner
 from specdec.planning.plan import OpenedPair, make_plan
 from specdec.planning.run_plan import RunPlan
@@ -197,22 +195,3 @@ def test_a_suggested_draft_is_never_why_a_run_is_refused(
     if any("no memory for it" in note for note in plan.notes):
         with pytest.raises(BudgetExceeded):
             plan_case(case, total, **DEMANDED)
-
-
-def plan_for_itself(total_bytes: int, **options: Any) -> RunPlan:
-    own: Any = OpenedPair(
-        SimpleNamespace(source=TARGET), SimpleNamespace(source=SharedSource(TARGET))
-    )
-    asked_for = RunOptions("t", "self:window=64", ctx_size=256, **options)
-    measurements = Measurements(1e9, TARGET.measure_compute(), TARGET.measure_compute())
-    return make_plan(asked_for, own, measurements, total_bytes, "as asked", BASE_BYTES)
-
-
-def test_a_target_that_streams_does_not_draft_for_itself() -> None:
-    plan = plan_for_itself(600 * MIB)
-    assert plan.draft_placement is None
-    (note,) = plan.notes
-    assert note.startswith("the draft is left out: t does not fit in memory")
-    assert plan_for_itself(2 * GIB).draft_placement is not None
-    with pytest.raises(ConfigError, match="read once for each level of a tree"):
-        plan_for_itself(600 * MIB, **DEMANDED)

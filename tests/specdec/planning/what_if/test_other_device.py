@@ -11,7 +11,6 @@ import pytest
 from paper_models import PaperModel, on_paper_gpus
 
 from backends.contract.curve import ComputeCurve
-from backends.contract.self_draft import SharedSource
 from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec.checks import ConfigError
@@ -148,17 +147,14 @@ def test_what_a_gpu_profile_cannot_tell_is_refused():
         plan("abacus")
 
 
-@pytest.mark.parametrize("device", ["phone", "gpu-8gb"])
-def test_a_target_that_drafts_for_itself_has_its_own_arithmetic(
-    device: str, monkeypatch: pytest.MonkeyPatch
-):
-    shared = SharedSource(TARGET)
-    on_paper_gpus(monkeypatch)
-    opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=shared))
+def test_a_head_without_layers_has_the_targets_arithmetic(monkeypatch: pytest.MonkeyPatch):
+    head = PaperModel("h", 0, MIB)
+    opened = OpenedPair(SimpleNamespace(source=TARGET), SimpleNamespace(source=head))
     monkeypatch.setattr(other_device, "open_to_plan", lambda options: opened)
-    actual = plan_on(device, "t", "self:window=512", ctx_size=256).plan
-    per_pass = actual.draft_cost_model.seconds(1)
-    assert per_pass == pytest.approx(actual.cost_model.seconds(1), rel=0.01)
+    actual = plan("phone").plan
+    n_bytes = TARGET.head_bytes + 40 * 2 * 40 * MIB
+    expected = actual.cost_model.seconds(1) * head.head_bytes / n_bytes
+    assert actual.draft_cost_model.seconds(1) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_device_has_a_name() -> None:
