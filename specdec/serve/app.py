@@ -111,6 +111,9 @@ def _add_status(app: FastAPI, service: Service) -> None:
             made.models = {runner.name: runner.state for runner in service.router.runners}
         elif len(service.router.only.replicas) > 1:
             made.replicas = [replica.state for replica in service.router.only.replicas]
+        for runner in service.router.runners:
+            name = f"{runner.name}, " if service.router.only is None else ""
+            made.errors += [f"{name}{reason}" for reason in runner.replicas.given_up]
         return JsonResponse(made, 200 if state == "ready" else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
