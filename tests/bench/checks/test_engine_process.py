@@ -1,4 +1,4 @@
-"""Streams of users, with the engine in its own process and in the server's, on the embedded pair."""
+"""Streams of users, with the engine in its own process and in the server's, on the pair."""
 
 from __future__ import annotations
 
