@@ -148,13 +148,13 @@ def measure(
         ]
         with specdec.load(**load, prompt_cache_dir=cache) as llm:
             restarts.append(restart(llm, cache, prompt, sizes))
-    texts = texts_of(session, restarts)
+    requests = requests_of(session, restarts)
     n_different = None
     if record is not None:
-        record.write_text(json.dumps(texts))
+        record.write_text(json.dumps(requests))
     else:
         with specdec.load(**load) as llm:
-            n_different = different(llm, texts)
+            n_different = different(llm, requests)
     names = ("first_token", "alone", "read", "restored")
     middle = {name: statistics.median(item["seconds"][name] for item in restarts) for name in names}
     return {
@@ -167,7 +167,7 @@ def measure(
         ],
         "seconds": middle,
         "ratio": middle["restored"] / middle["read"] if middle["read"] else None,
-        "n_texts": len(texts),
+        "n_texts": len(requests),
         "n_different": n_different,
     }
 
@@ -257,19 +257,19 @@ def read_seconds(files: Sequence[Path]) -> float:
         return time.perf_counter() - began
 
 
-def texts_of(session: Session, restarts: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
+def requests_of(session: Session, restarts: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """Return (prompt, answer) of all requests, as token ids."""
     turns = zip(session.prompts, session.answers, strict=True)
     return [*turns, *((item["prompt"], item["answer"]) for item in restarts), *session.short]
 
 
-def different(llm: LLM, texts: Sequence[tuple[Any, Any]]) -> int:
+def different(llm: LLM, requests: Sequence[tuple[Any, Any]]) -> int:
     """Return how many texts differ from those of a model that caches nothing."""
     options: dict[str, Any] = {"cache_prompt": False, "ignore_eos": True}
-    answers = (llm.generate(ids, max_tokens=len(answer), **options) for ids, answer in texts)
+    answers = (llm.generate(ids, max_tokens=len(answer), **options) for ids, answer in requests)
     return sum(
         tuple(answer) != result.token_ids
-        for (_, answer), result in zip(texts, answers, strict=True)
+        for (_, answer), result in zip(requests, answers, strict=True)
     )
 
 
@@ -277,17 +277,17 @@ def compare_texts(load: dict[str, Any], record: Path) -> None:
     """Compare the texts of a recorded session. Raises SlowSession if one differs."""
     import specdec
 
-    texts = json.loads(record.read_text())
+    requests = json.loads(record.read_text())
     with specdec.load(**load) as llm:
-        n_different = different(llm, texts)
-    typer.echo(f"{len(texts)} texts, {n_different} different")
-    _refuse_different(n_different, len(texts))
+        n_different = different(llm, requests)
+    typer.echo(f"{len(requests)} texts, {n_different} different")
+    _refuse_different(n_different, len(requests))
 
 
-def _refuse_different(n_different: int | None, n_texts: int) -> None:
+def _refuse_different(n_different: int | None, num_seqs: int) -> None:
     if n_different:
         raise SlowSession(
-            f"{n_different} of {n_texts} texts differ from those without a cache: this is a bug, "
+            f"{n_different} of {num_seqs} texts differ from those without a cache: this is a bug, "
             "report it"
         )
 

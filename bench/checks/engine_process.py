@@ -77,11 +77,11 @@ def main(
                 stream_all(port, prompts, 8)  # its first passes allocate memory
                 results.append(stream_all(port, prompts, max_tokens))
     typer.echo(text_of([table_of(runs)]))
-    figures = {
+    metrics = {
         place: [{"tokens_per_second": x.num_tokens / x.seconds, "p95": p95(x)} for x in results]
         for place, results in runs.items()
     }
-    typer.echo(json.dumps({"runs": figures, **collect(sys.argv)}))
+    typer.echo(json.dumps({"runs": metrics, **collect(sys.argv)}))
 
 
 def table_of(runs: Mapping[str, list[Streams]]) -> Table:
@@ -193,11 +193,14 @@ class _ThreadedEngine:
         from specdec.serve.process.messages import MessageSocket
         from specdec.serve.process.translation import Log
 
-        host = EngineHost(MessageSocket(self._descriptor), self._options, Log(print))
-        load = self._load
+        load, messages = self._load, MessageSocket(self._descriptor)
+        host = EngineHost(messages, self._options, Log(print))
         draft: dict[str, Any] = {"spec_type": "none"} if load.draft_model is None else {}
-        with specdec.load(load.model, load.draft_model, parallel=load.parallel, **draft) as llm:
-            host.run(llm)
+        try:
+            with specdec.load(load.model, load.draft_model, parallel=load.parallel, **draft) as llm:
+                host.run(llm)
+        finally:
+            messages.close()  # at which the server sees its end
 
 
 def serve_shared(model: str, draft_model: str | None, users: int, port: int) -> None:

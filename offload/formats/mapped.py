@@ -131,10 +131,10 @@ def checksums(
     result, start = {}, 0
     for record in records:
         pieces = pieces_of(record.offset, record.n_bytes)
-        texts = [digits[start + _DIGITS * i :][:_DIGITS] for i in range(len(pieces))]
-        if not all(map(_CHECKSUM.fullmatch, texts)):
+        numbers = [digits[start + _DIGITS * i :][:_DIGITS] for i in range(len(pieces))]
+        if not all(map(_CHECKSUM.fullmatch, numbers)):
             raise CheckpointError(f"{path} was written by another program")
-        result[record.name] = [int(text, 16) for text in texts]
+        result[record.name] = [int(number, 16) for number in numbers]
         start += _DIGITS * _max_num_pieces(record.n_bytes)
     return result
 

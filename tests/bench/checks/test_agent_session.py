@@ -47,9 +47,9 @@ def test_texts_are_compared_later(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["n_different"] is None
     run(tmp_path, compare=record)
     assert capsys.readouterr().out == "5 texts, 0 different\n"
-    texts = json.loads(record.read_text())
-    texts[1][1][0] += 1
-    record.write_text(json.dumps(texts))
+    requests = json.loads(record.read_text())
+    requests[1][1][0] += 1
+    record.write_text(json.dumps(requests))
     with pytest.raises(agent_session.SlowSession, match="1 of 5 texts differ"):
         run(tmp_path, compare=record)
 
