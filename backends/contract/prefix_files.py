@@ -4,8 +4,8 @@ Any number of processes and models may share the folder. A file has one model's 
 
     <16 digits of the model's fingerprint>-<32 digits of the tokens' SHA-256>.safetensors
 
-It is written under another name and renamed when it is complete, and carries the SHA-256 of its
-content, which is checked before it is used. A file that is damaged, or not of this format, is
+It is written under another name and renamed when it is complete, and carries checksums of its
+content, which are compared before it is used. A file that is damaged, or not of this format, is
 ignored with a note. When the folder is full, the files that were used last are kept.
 """
 
@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,20 +26,14 @@ import numpy as np
 
 from backends.contract.backend import BackendError, KvFileError
 from backends.contract.sequence import SequenceKV, common_length
-from offload.formats.mapped import (
-    FileChanged,
-    LazyMapping,
-    TensorShape,
-    file_bytes,
-    read_mapped,
-    write_mapped,
-)
+from offload.formats.mapped import LazyMapping, TensorShape, file_bytes, write_mapped
 from offload.formats.part import read_part
 from offload.formats.safetensors import read_header_and_metadata
 from offload.formats.tensors import CheckpointError
+from offload.storage.checked_tensors import CheckedTensors
 
 logger = logging.getLogger(__name__)
-FORMAT = "specdec prefix 1"
+FORMAT = "specdec prefix 2"
 FILE_SECONDS = 0.01
 """Fixed cost of writing a KV file and reading it again."""
 FILE_BYTES_PER_SECOND = 200e6
@@ -53,6 +47,8 @@ _UNFINISHED = re.compile(r"\.[0-9a-f]{16}-[0-9a-f]{32}\.safetensors\..*")
 _UNFINISHED_SECONDS = 3600.0
 """Age from which an unfinished file is taken for one of a process that was killed."""
 _MIN_TIMED_BYTES = 2**20
+_NUM_AHEAD = 2
+"""Tensors that are read while others are copied: a layer's keys and values."""
 
 Ranges = Sequence[tuple[int, int]]
 """(first, last) lengths that a prefix can be cut to."""
@@ -83,7 +79,7 @@ class PrefixFiles:
     Args:
         fingerprint: of all that the KV depends on: weights, cache types, device, library, ...
         max_bytes: maximum bytes of the files of all models.
-        free_memory: return whether so many bytes of memory, to map a tensor in, can be had.
+        free_memory: return whether so many bytes of memory, for tensors of a file, can be had.
     """
 
     def __init__(
@@ -133,36 +129,31 @@ class PrefixFiles:
         """
         path, began = self._folder / stored.name, time.perf_counter()
         try:
-            file = read_mapped(path)
-            with file.unchanged():
-                tensors = {
-                    name: TensorShape(name, record.dtype, record.shape)
-                    for name, record in file.records.items()
-                }
-                tokens = tensors.pop(_TOKENS)
-                if bytes(file.buffers[_TOKENS]) != _token_bytes(stored.token_ids):
-                    raise CheckpointError(f"{path} has other tokens than before")
-                n_bytes = tokens.n_bytes + sum(tensor.n_bytes for tensor in tensors.values())
-                n_mapped = max(tensor.n_bytes for tensor in tensors.values())
-                if not self._free_memory(n_mapped + n_growth_bytes):
+            with closing(CheckedTensors(path)) as file:
+                if not self._read_ahead(file, n_growth_bytes):
                     return False
-                kv.load_prefix(
-                    stored.token_ids,
-                    LazyMapping(tensors, lambda name: (tensors[name], file.buffers[name])),
-                )
-            file.forget_pages()
+                if bytes(file[_TOKENS][1]) != _token_bytes(stored.token_ids):
+                    raise CheckpointError(f"{path} has other tokens than before")
+                shapes = {name: shape for name, shape in file.records.items() if name != _TOKENS}
+                kv.load_prefix(stored.token_ids, LazyMapping(shapes, file.__getitem__))
             os.utime(path)  # it was used now
         except KvFileError as error:  # of another file: this one is good
             self._note(f"a prompt is computed, not loaded: {error}")
             return False
-        except FileChanged:  # another process uses or replaces it: it is no damaged file
-            return False
         except (CheckpointError, BackendError, OSError) as error:
             self._ignore(stored.name, str(error))
             return False
-        if n_bytes >= _MIN_TIMED_BYTES:
-            self._bytes_per_second = n_bytes / (time.perf_counter() - began)
+        if stored.n_bytes >= _MIN_TIMED_BYTES:
+            self._bytes_per_second = stored.n_bytes / (time.perf_counter() - began)
         return True
+
+    def _read_ahead(self, file: CheckedTensors, n_growth_bytes: int) -> bool:
+        """Set how many tensors are read ahead; return whether there is memory for any."""
+        for num_ahead in (_NUM_AHEAD, 0):
+            if self._free_memory(file.staged_bytes(num_ahead) + n_growth_bytes):
+                file.num_ahead = num_ahead
+                return True
+        return False
 
     def _refresh(self) -> None:
         """Look for files that came or went: other processes write and delete, too."""

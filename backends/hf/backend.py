@@ -60,6 +60,7 @@ from backends.recurrent.memory import StateMemory, kept_bytes
 from backends.recurrent.passes import RecurrentPass, running
 from backends.recurrent.states import RecurrentStates
 from offload.formats.mapped import TensorShape
+from offload.formats.tensors import CheckpointError
 from offload.ring.slots import Check
 
 CHUNK_TOKENS = 256
@@ -338,7 +339,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         try:
             device = self._weights.device
             load_prefix(self._pool, kv, self._model, token_ids, tensors, device)
-        except BackendError:
+        except (BackendError, CheckpointError):
             kv.abort(0)
             self._pool.free_if_unused()  # with the shapes that it took from the file
             raise

@@ -5,9 +5,11 @@
 Each turn has all turns before it in its prompt; --short requests run beside them. Then the model is
 loaded anew, and the session goes on from the KV in --folder, whose files are dropped from the page
 cache before. Its first token is compared with a direct read of the same files, apart from the pass
-over the new tokens, which is measured alone. All texts are compared with those of a model that
-caches nothing. Prints tables, then one JSON line with provenance; the exit code is 2 if less than
---share of a prefix is reused, if the ratio is above --limit, or if a text differs.
+over the new tokens, which another request takes whose prefix is in memory. All texts are compared
+with those of a model that caches nothing; with --record FILE, and then --compare FILE, that is a
+command of its own, which takes the longest and needs no idle machine. Prints tables, then one JSON
+line with provenance; the exit code is 2 if less than --share of a prefix is reused, if the ratio is
+above --limit, or if a text differs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 32 * MIB
 _SHORT_TOKENS = 40
+_NUM_IN_MEMORY = 5
 _SHORT_ANSWER = 8
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -100,6 +104,12 @@ def main(
     n_restarts: Annotated[int, typer.Option("--restarts", help="The median counts.")] = 3,
     share: Annotated[float, typer.Option("--share", help="Smallest allowed share.")] = 0.95,
     limit: Annotated[float, typer.Option("--limit", help="Largest allowed ratio.")] = 1.3,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Write the texts there, compare none.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", help="Compare the texts of --record, and end.")
+    ] = None,
 ) -> None:
     """Measure a session, and its first token after a restart."""
     sizes = Sizes(start_tokens, new_tokens, max_tokens, n_turns, n_short)
@@ -107,15 +117,21 @@ def main(
     load |= {"memory_budget": memory_budget} if memory_budget else {}
     load |= {"kv_tokens": kv_tokens} if kv_tokens else {}
     load |= {} if draft_model else {"spec_type": "none"}
+    if compare is not None:
+        compare_texts(load, compare)
+        return
     with tempfile.TemporaryDirectory(dir=folder, prefix="agent-session-") as cache:
-        result = measure(load, Path(cache), sizes, n_restarts)
+        result = measure(load, Path(cache), sizes, n_restarts, record)
     typer.echo(text_of(list(tables_of(result))))
     typer.echo(json.dumps({**result, "load": load, "sizes": vars(sizes), **collect(sys.argv)}))
     judge(result, share, limit)
 
 
-def measure(load: dict[str, Any], cache: Path, sizes: Sizes, n_restarts: int) -> dict[str, Any]:
-    """Run the session, the restarts and the comparison; return the results."""
+def measure(
+    load: dict[str, Any], cache: Path, sizes: Sizes, n_restarts: int, record: Path | None
+) -> dict[str, Any]:
+    """Run the session, the restarts and the comparison; return the results. record: file for the
+    texts, which are then not compared."""
     import specdec
 
     with specdec.load(**load, prompt_cache_dir=cache) as llm:
@@ -132,8 +148,13 @@ def measure(load: dict[str, Any], cache: Path, sizes: Sizes, n_restarts: int) ->
         ]
         with specdec.load(**load, prompt_cache_dir=cache) as llm:
             restarts.append(restart(llm, cache, prompt, sizes))
-    with specdec.load(**load) as llm:
-        n_different = different(llm, session, restarts, sizes)
+    requests = requests_of(session, restarts)
+    n_different = None
+    if record is not None:
+        record.write_text(json.dumps(requests))
+    else:
+        with specdec.load(**load) as llm:
+            n_different = different(llm, requests)
     names = ("first_token", "alone", "read", "restored")
     middle = {name: statistics.median(item["seconds"][name] for item in restarts) for name in names}
     return {
@@ -141,10 +162,12 @@ def measure(load: dict[str, Any], cache: Path, sizes: Sizes, n_restarts: int) ->
         "mean_share": statistics.mean(session.shares),
         "first_tokens": session.first_tokens,
         "saved_prefixes": saved,
-        "restarts": [{k: v for k, v in item.items() if k != "answer"} for item in restarts],
+        "restarts": [
+            {k: v for k, v in item.items() if k not in ("prompt", "answer")} for item in restarts
+        ],
         "seconds": middle,
         "ratio": middle["restored"] / middle["read"] if middle["read"] else None,
-        "n_texts": len(session.answers) + len(session.short) + len(restarts),
+        "n_texts": len(requests),
         "n_different": n_different,
     }
 
@@ -183,12 +206,13 @@ def restart(llm: LLM, cache: Path, prompt: list[int], sizes: Sizes) -> dict[str,
         for path in cache.glob("*.safetensors"):
             os.link(path, links / path.name)
         before = {path: path.stat().st_mtime_ns for path in links.iterdir()}
+        _back_memory(2 * sum(path.stat().st_size for path in before))
         drop_files(before)
         result = llm.generate(prompt, max_tokens=sizes.num_answer, ignore_eos=True)
         used = [path for path, time_ns in before.items() if path.stat().st_mtime_ns != time_ns]
         n_loaded = llm.stats.loaded_prefix_tokens
         n_new = result.stats.prompt_tokens - result.stats.reused_prompt_tokens
-        alone = llm.generate(prompt[-n_new:], max_tokens=1, cache_prompt=False).stats
+        alone = [_first_token(llm, prompt, n_new, index) for index in range(_NUM_IN_MEMORY)]
         first, read = result.stats.time_to_first_token, read_seconds(used)
         read_bytes = sum(path.stat().st_size for path in used)
     return {
@@ -199,11 +223,26 @@ def restart(llm: LLM, cache: Path, prompt: list[int], sizes: Sizes) -> dict[str,
         "read_bytes": read_bytes,
         "seconds": {
             "first_token": first,
-            "alone": alone.time_to_first_token,
+            "alone": statistics.median(alone),
             "read": read,
-            "restored": first - alone.time_to_first_token,
+            "restored": first - statistics.median(alone),
         },
     }
+
+
+def _first_token(llm: LLM, prompt: list[int], n_new: int, index: int) -> float:
+    """Return the seconds to the first token of a prompt with other new tokens, whose prefix is in
+    memory. Each index has its own."""
+    new = prompt[-n_new:]
+    other = [*prompt[:-n_new], *new[index + 1 :], *new[: index + 1]]
+    return llm.generate(other, max_tokens=1).stats.time_to_first_token
+
+
+def _back_memory(n_bytes: int) -> None:
+    """Let another process use so much memory and end: a virtual machine's fresh memory takes 2.3 s
+    per GiB from its host, which a machine without a host never waits for."""
+    code = f"from offload.storage.aligned import AlignedBuffer; AlignedBuffer({n_bytes})"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def read_seconds(files: Sequence[Path]) -> float:
@@ -218,27 +257,44 @@ def read_seconds(files: Sequence[Path]) -> float:
         return time.perf_counter() - began
 
 
-def different(llm: LLM, session: Session, restarts: Sequence[dict[str, Any]], sizes: Sizes) -> int:
+def requests_of(session: Session, restarts: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Return (prompt, answer) of all requests, as token ids."""
+    turns = zip(session.prompts, session.answers, strict=True)
+    return [*turns, *((item["prompt"], item["answer"]) for item in restarts), *session.short]
+
+
+def different(llm: LLM, requests: Sequence[tuple[Any, Any]]) -> int:
     """Return how many texts differ from those of a model that caches nothing."""
-    turns = [*zip(session.prompts, session.answers, strict=True)]
-    turns += [(item["prompt"], item["answer"]) for item in restarts]
     options: dict[str, Any] = {"cache_prompt": False, "ignore_eos": True}
-    number = 0
-    for prompt, answer in turns:
-        result = llm.generate(prompt, max_tokens=sizes.num_answer, **options)
-        number += result.token_ids != answer
-    for prompt, answer in session.short:
-        number += llm.generate(prompt, max_tokens=_SHORT_ANSWER, **options).token_ids != answer
-    return number
+    answers = (llm.generate(ids, max_tokens=len(answer), **options) for ids, answer in requests)
+    return sum(
+        tuple(answer) != result.token_ids
+        for (_, answer), result in zip(requests, answers, strict=True)
+    )
+
+
+def compare_texts(load: dict[str, Any], record: Path) -> None:
+    """Compare the texts of a recorded session. Raises SlowSession if one differs."""
+    import specdec
+
+    requests = json.loads(record.read_text())
+    with specdec.load(**load) as llm:
+        n_different = different(llm, requests)
+    typer.echo(f"{len(requests)} texts, {n_different} different")
+    _refuse_different(n_different, len(requests))
+
+
+def _refuse_different(n_different: int | None, num_seqs: int) -> None:
+    if n_different:
+        raise SlowSession(
+            f"{n_different} of {num_seqs} texts differ from those without a cache: this is a bug, "
+            "report it"
+        )
 
 
 def judge(result: dict[str, Any], share: float, limit: float) -> None:
     """Raise SlowSession for a result beyond the limits."""
-    if result["n_different"]:
-        raise SlowSession(
-            f"{result['n_different']} of {result['n_texts']} texts differ from those without a "
-            "cache: this is a bug, report it"
-        )
+    _refuse_different(result["n_different"], result["n_texts"])
     if result["smallest_share"] < share:
         raise SlowSession(
             f"a turn reused {result['smallest_share']:.3f} of what was computed for the one "
@@ -265,10 +321,10 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
             str(last["loaded_tokens"] + last["computed_tokens"]),
             seconds["first_token"],
         ),
-        ("the pass over its new tokens alone", str(last["computed_tokens"]), seconds["alone"]),
+        ("the same with its prefix in memory", str(last["computed_tokens"]), seconds["alone"]),
         ("a direct read of its KV", str(last["loaded_tokens"]), seconds["read"]),
     )
-    ratio = f"(first token - pass) / read: {cell(result['ratio'])}"
+    ratio = f"(first token - the same in memory) / read: {cell(result['ratio'])}"
     shares = (
         ("smallest", f"{result['smallest_share']:.4f}"),
         ("mean", f"{result['mean_share']:.4f}"),

@@ -1,39 +1,40 @@
-"""Safetensors files whose tensors are written and read in place, through mappings.
+"""Safetensors files whose tensors are written in place, through mappings.
 
-Nothing is in memory twice: tensors are written to the file's pages and read from there, each mapped
-only while it is used. A file is written under a temporary name and renamed when it is complete and
-on the disk, so that no process sees a partial one, and it is checked against its own digest before
-it is used.
+Nothing is in memory twice: tensors are written to the file's pages, each mapped only while it is
+used. A file is written under a temporary name and renamed when it is complete and on the disk, so
+that no process sees a partial one. Its metadata have the CRC-32 of each piece of its tensors, which
+are compared when it is read (see `CheckedTensors`): against damage, as in file systems, and not
+against whoever may write to the folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
-from offload.formats.lease import FileInUse, read_lease
-from offload.formats.safetensors import DTYPE_BITS, read_header_and_metadata
-from offload.formats.tensors import CheckpointError, FileState, TensorRecord, file_state
+from offload.formats.safetensors import DTYPE_BITS
+from offload.formats.tensors import CheckpointError, TensorRecord
 from offload.units import MIB
 
 _ALIGNMENT = 64
-_CHUNK_BYTES = MIB
-_DIGEST_KEY = "sha256"
-_NO_DIGEST = "0" * 64
+PIECE_BYTES = 4 * MIB
+"""Distance of the borders of pieces; a tensor's first and last piece are shorter."""
+_CHECKSUMS_KEY = "crc32"
+_DIGITS = 8
+_NO_DIGITS = "0" * _DIGITS
+_CHECKSUM = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 _T = TypeVar("_T")
-
-
-class FileChanged(CheckpointError):
-    """A file was written, or used, by another process while it was read."""
 
 
 @dataclass(frozen=True)
@@ -70,49 +71,9 @@ class LazyMapping(Mapping[str, _T]):
         return len(self._names)
 
 
-@dataclass(frozen=True)
-class MappedFile:
-    """A file that was read: its metadata, and its tensors in place."""
-
-    metadata: Mapping[str, str]
-    records: Mapping[str, TensorRecord]
-    buffers: Mapping[str, memoryview]
-    """Bytes of each tensor, mapped at every access, as long as this object is there. Changes to
-    them stay in this process."""
-    _file: BinaryIO
-    _state: FileState
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Keep the file from being truncated, which would end a process that reads it: writers
-        wait. Use `buffers` only inside this context.
-
-        Raises FileChanged if the file was changed since it was checked, CheckpointError if it is
-        being written.
-        """
-        try:
-            with read_lease(self._file.fileno()):
-                self.check_unchanged()
-                yield
-        except FileInUse as error:
-            raise CheckpointError(f"{self._file.name}: {error.strerror}") from error
-
-    def check_unchanged(self) -> None:
-        """Raise FileChanged if the file was overwritten or truncated since it was checked."""
-        if FileState.of(os.fstat(self._file.fileno())) != self._state:
-            raise FileChanged(f"{self._file.name} was changed since it was read")
-
-    def forget_pages(self) -> None:
-        """Drop the file's pages from the page cache, which counts in a memory cgroup, too."""
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def __del__(self) -> None:
-        self._file.close()
-
-
 def file_bytes(tensors: Sequence[TensorShape], metadata: Mapping[str, str]) -> int:
     """Return the size of the file that `write_mapped` writes."""
-    n_header = len(_header(_in_order(tensors), metadata, _NO_DIGEST))
+    n_header = len(_empty_header(_in_order(tensors), metadata))
     return n_header + sum(tensor.n_bytes for tensor in tensors)
 
 
@@ -130,17 +91,16 @@ def write_mapped(
     """
     place = Path(os.path.realpath(path))  # a link stays a link
     tensors = _in_order(tensors)
-    header = _header(tensors, metadata, _NO_DIGEST)
+    header = _empty_header(tensors, metadata)
     n_bytes = len(header) + sum(tensor.n_bytes for tensor in tensors)
     descriptor, aside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         try:
             os.posix_fallocate(descriptor, 0, n_bytes)  # a full disk would raise SIGBUS later
-            fill(_buffers(descriptor, len(header), tensors))
-            with os.fdopen(os.dup(descriptor), "r+b", buffering=0) as file:
-                digest = _digest(file, len(header))
-                file.seek(0)
-                file.write(_header(tensors, metadata, digest))
+            buffers = _buffers(descriptor, len(header), tensors)
+            fill(buffers)
+            digits = _digits(buffers, len(header), tensors)
+            os.pwrite(descriptor, _header(tensors, metadata, digits), 0)
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -153,54 +113,35 @@ def write_mapped(
     _sync_folder(place.parent)
 
 
-def read_mapped(path: Path) -> MappedFile:
-    """Map a file that `write_mapped` has written.
+def pieces_of(offset: int, n_bytes: int) -> list[tuple[int, int]]:
+    """Return the pieces of a tensor that have a checksum each, as (first, end) byte of the file."""
+    end = offset + n_bytes
+    borders = [offset, *range(offset - offset % PIECE_BYTES + PIECE_BYTES, end, PIECE_BYTES), end]
+    return list(pairwise(borders)) if n_bytes else []
 
-    Raises:
-        CheckpointError: it was not written so, or is damaged.
+
+def checksums(
+    path: Path, metadata: Mapping[str, str], records: Iterable[TensorRecord]
+) -> dict[str, list[int]]:
+    """Return the checksums of each tensor's pieces. records: in the order of the file.
+
+    Raises CheckpointError if another program has written the file.
     """
-    state = file_state(path)
-    metadata, records = read_header_and_metadata(path)
-    if _DIGEST_KEY not in metadata:
-        raise CheckpointError(f"{path} was written by another program")
-    try:
-        file = path.open("rb", buffering=0)
-        try:
-            return _checked(file, state, metadata, records)
-        except BaseException:
-            file.close()
-            raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    digits = metadata.get(_CHECKSUMS_KEY, "")
+    result, start = {}, 0
+    for record in records:
+        pieces = pieces_of(record.offset, record.n_bytes)
+        numbers = [digits[start + _DIGITS * i :][:_DIGITS] for i in range(len(pieces))]
+        if not all(map(_CHECKSUM.fullmatch, numbers)):
+            raise CheckpointError(f"{path} was written by another program")
+        result[record.name] = [int(number, 16) for number in numbers]
+        start += _DIGITS * _max_num_pieces(record.n_bytes)
+    return result
 
 
-def _checked(
-    file: BinaryIO,
-    state: FileState,
-    metadata: Mapping[str, str],
-    records: Mapping[str, TensorRecord],
-) -> MappedFile:
-    start = min((record.offset for record in records.values()), default=state.n_bytes)
-    digest = _digest(file, start)  # read, not mapped: a truncated file just ends early
-    if digest != metadata[_DIGEST_KEY]:
-        raise CheckpointError(f"{file.name} is damaged: its content does not match its checksum")
-    buffers = LazyMapping(
-        records,
-        lambda name: _mapped(
-            file.fileno(), records[name].offset, records[name].n_bytes, mmap.ACCESS_COPY
-        ),
-    )
-    mapped = MappedFile(metadata, records, buffers, file, state)
-    mapped.check_unchanged()
-    return mapped
-
-
-def _digest(file: BinaryIO, start: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(start)
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
+def _max_num_pieces(n_bytes: int) -> int:
+    """Return the number of pieces wherever the tensor begins, for a header of a known size."""
+    return (n_bytes + PIECE_BYTES - 2) // PIECE_BYTES + 1 if n_bytes else 0
 
 
 def _in_order(tensors: Sequence[TensorShape]) -> list[TensorShape]:
@@ -208,9 +149,9 @@ def _in_order(tensors: Sequence[TensorShape]) -> list[TensorShape]:
     return sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
 
 
-def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest: str) -> bytes:
-    """Return length, JSON and padding for aligned data; the size is the same for any digest."""
-    table: dict[str, object] = {"__metadata__": {**metadata, _DIGEST_KEY: digest}}
+def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digits: str) -> bytes:
+    """Return length, JSON and padding for aligned data."""
+    table: dict[str, object] = {"__metadata__": {**metadata, _CHECKSUMS_KEY: digits}}
     position = 0
     for tensor in tensors:
         end = position + tensor.n_bytes
@@ -225,23 +166,51 @@ def _header(tensors: Sequence[TensorShape], metadata: Mapping[str, str], digest:
     return struct.pack("<Q", len(text)) + text
 
 
+def _empty_header(tensors: Sequence[TensorShape], metadata: Mapping[str, str]) -> bytes:
+    """Return a header of its final size, without checksums."""
+    num_pieces = sum(_max_num_pieces(tensor.n_bytes) for tensor in tensors)
+    return _header(tensors, metadata, _NO_DIGITS * num_pieces)
+
+
+def _digits(
+    buffers: Mapping[str, memoryview], position: int, tensors: Sequence[TensorShape]
+) -> str:
+    """Return the checksums of all pieces, in the order of the file, from `position` on."""
+    digits = ""
+    for tensor, (offset, n_bytes) in zip(tensors, _places(tensors, position), strict=True):
+        content = buffers[tensor.name]
+        sums = [
+            f"{zlib.crc32(content[first - offset : end - offset]):0{_DIGITS}x}"
+            for first, end in pieces_of(offset, n_bytes)
+        ]
+        digits += "".join(sums).ljust(_DIGITS * _max_num_pieces(n_bytes), "0")
+    return digits
+
+
+def _places(tensors: Sequence[TensorShape], position: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of each tensor, from `position` on."""
+    places = []
+    for tensor in tensors:
+        places.append((position, tensor.n_bytes))
+        position += tensor.n_bytes
+    return places
+
+
 def _buffers(
     descriptor: int, position: int, tensors: Sequence[TensorShape]
 ) -> Mapping[str, memoryview]:
     """Return the bytes of each tensor, mapped at every access, from `position` on."""
-    places = {}
-    for tensor in tensors:
-        places[tensor.name] = (position, tensor.n_bytes)
-        position += tensor.n_bytes
-    return LazyMapping(places, lambda name: _mapped(descriptor, *places[name], mmap.ACCESS_WRITE))
+    names = (tensor.name for tensor in tensors)
+    places = dict(zip(names, _places(tensors, position), strict=True))
+    return LazyMapping(places, lambda name: _mapped(descriptor, *places[name]))
 
 
-def _mapped(descriptor: int, offset: int, n_bytes: int, access: int) -> memoryview:
+def _mapped(descriptor: int, offset: int, n_bytes: int) -> memoryview:
     """Map bytes of a file; they are unmapped when the last reference to them is gone."""
     if not n_bytes:
         return memoryview(bytearray())
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(descriptor, offset + n_bytes - start, access=access, offset=start)
+    pages = mmap.mmap(descriptor, offset + n_bytes - start, access=mmap.ACCESS_WRITE, offset=start)
     return memoryview(pages)[offset - start :]
 
 

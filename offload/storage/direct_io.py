@@ -76,13 +76,17 @@ class DirectFile:
     """A file opened for O_DIRECT reads, or for buffered reads where that fails; with drop-behind.
 
     Threads may read at the same time. `read_at` exists for tests, which inject faults there.
+
+    warns: whether to log once that a file system has no O_DIRECT.
     """
 
     _warned = False  # the fallback is logged once per process
     _lock = threading.Lock()
 
-    def __init__(self, path: Path, *, read_at: ReadAt = pread_into, direct: bool = True) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, *, read_at: ReadAt = pread_into, direct: bool = True, warns: bool = True
+    ) -> None:
+        self.path, self._warns = path, warns
         self._read_at = read_at
         self._descriptor = -1
         self._descriptor, self.direct = self._open(direct)
@@ -159,7 +163,7 @@ class DirectFile:
             descriptor = os.open(self.path, flags)
         except OSError as error:
             raise StorageError(f"cannot open {self.path}: {error.strerror or error}") from error
-        if direct:
+        if direct and self._warns:
             self._warn_once()
         return descriptor, False
 

@@ -111,6 +111,9 @@ def _add_status(app: FastAPI, service: Service) -> None:
             made.models = {runner.name: runner.state for runner in service.router.runners}
         elif len(service.router.only.replicas) > 1:
             made.replicas = [replica.state for replica in service.router.only.replicas]
+        errors = _errors(service)
+        if errors:
+            made.errors = errors
         return JsonResponse(made, 200 if state == "ready" else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -129,6 +132,16 @@ def _add_status(app: FastAPI, service: Service) -> None:
         """Return llama.cpp's properties of a server."""
         runner = service.router.find(model)
         return JsonResponse(properties(runner.name, runner.model, len(runner.replicas)))
+
+
+def _errors(service: Service) -> list[str]:
+    """Return why engines are not started any more."""
+    is_only = service.router.only is not None
+    return [
+        reason if is_only else f"{runner.name}, {reason}"
+        for runner in service.router.runners
+        for reason in runner.replicas.given_up
+    ]
 
 
 def _add_budget(app: FastAPI, budget: Budget) -> None:

@@ -55,11 +55,13 @@ class ErrorResponse(ResponseModel):
 
 
 class Health(ResponseModel):
-    """models: the state of each of several models. replicas: of each of several engines."""
+    """models: the state of each of several models. replicas: of each of several engines. errors:
+    why engines are not started any more."""
 
     status: State
     models: dict[str, str] = {}
     replicas: list[str] = []
+    errors: list[str] = []
 
 
 class ModelStatus(ResponseModel):

@@ -16,6 +16,7 @@ from serving import Server
 
 from specdec.metrics.stats import EngineStats
 from specdec.run_options import RunOptions
+from specdec.serve.process.child import ProcessRefused
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Beat, Loaded, MessageSocket, ServedModel, ServerGone
 from specdec.serve.router.router import ModelRouter
@@ -64,12 +65,16 @@ class PlayedEngine:
         self.socket = MessageSocket(os.dup(theirs.fileno()))
         self.is_killed = threading.Event()
         self._code = 0
+        self._refusal: ProcessRefused | None = None
         self._thread = threading.Thread(target=self._run, args=(play,), daemon=True)
         self._thread.start()
 
     def _run(self, play: Callable[[PlayedEngine], int]) -> None:
         with suppress(ServerGone):  # it has ended first
-            self._code = play(self)
+            try:
+                self._code = play(self)
+            except ProcessRefused as error:
+                self._refusal = error
         self.socket.close()
 
     def load(self) -> None:
@@ -83,6 +88,8 @@ class PlayedEngine:
 
     def wait(self) -> int:
         self._thread.join()
+        if self._refusal is not None:
+            raise self._refusal
         return -signal.SIGKILL if self.is_killed.is_set() else self._code
 
     def kill(self) -> None:

@@ -35,8 +35,13 @@ class ProcessLost(Exception):
     """Nobody knows how a process on another machine has ended; the text says what is known."""
 
 
+class ProcessRefused(Exception):
+    """A machine cannot run the process, which its operator was told with the reason."""
+
+
 class Process(Protocol):
-    """The members of subprocess.Popen that a supervisor uses; `wait` may raise ProcessLost."""
+    """The members of subprocess.Popen that a supervisor uses; `wait` may raise ProcessLost, and
+    ProcessRefused."""
 
     def wait(self) -> int: ...
 

@@ -13,11 +13,10 @@ from specdec import __version__
 from specdec.cluster.connection import ClusterError, connected, first_line, last_line
 from specdec.cluster.machines import Machine, machines_of
 from specdec.metrics.stats import EngineStats
-from specdec.serve.process.child import Process, ProcessLost, Start
+from specdec.serve.process.child import Process, ProcessLost, ProcessRefused, Start
 from specdec.serve.process.messages import Beat, frame
 from specdec.serve.process.ray_relay import CHUNK_BYTES, EngineRelay, RemoteTask
 
-_USER_ERROR = 2
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 """Time after which a replica that waits for its machine says so."""
@@ -109,13 +108,16 @@ class RayEngine:
         self._actor: Any = None
         self._is_killed = threading.Event()
         self._code, self._lost = -signal.SIGKILL, ""
+        self._is_refused = False
         name = f"specdec-replica-{replica}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def wait(self) -> int:
-        """Return its exit code once it has ended. Raises ProcessLost."""
+        """Return its exit code once it has ended. Raises ProcessLost and ProcessRefused."""
         self._thread.join()
+        if self._is_refused:
+            raise ProcessRefused
         if self._lost and not self._is_killed.is_set():
             raise ProcessLost(self._lost)
         return self._code
@@ -157,7 +159,7 @@ class RayEngine:
                 f"error: no engine can begin there: {last_line(reason)}; install specdec "
                 f"{__version__} for the Python that runs Ray there"
             )
-            self._code = _USER_ERROR
+            self._is_refused = True
         else:
             self._lost = first_line(reason)
 
@@ -191,7 +193,7 @@ class RayEngine:
         if problem is None:
             return True
         self._say(f"error: on {machine.name}: {problem}")
-        self._code = _USER_ERROR
+        self._is_refused = True
         return False
 
     def _pause(self) -> None:

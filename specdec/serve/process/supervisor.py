@@ -19,6 +19,7 @@ from specdec.serve.errors import engine_failed, engine_lost
 from specdec.serve.process.child import (
     Process,
     ProcessLost,
+    ProcessRefused,
     Start,
     described_exit,
     engine_marker,
@@ -50,6 +51,7 @@ class Supervisor:
 
     Attributes:
         num_restarts: engines that were started after the first one.
+        given_up: why no engine is started any more; empty until then.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._num_quick_ends = 0
         self.num_restarts = 0
+        self.given_up = ""
 
     async def run(self) -> int | None:
         """Run engines until `end`. Returns the exit code of the first one if that ended before its
@@ -75,8 +78,11 @@ class Supervisor:
                 if code != _USER_ERROR:
                     self._say(f"error: the engine {reason} while it loaded the model")
                 return 128 - code if code < 0 else code  # as shells report a signal
-            if self._is_final:
-                self._say(f"error: the engine {reason}, the {self._num_quick_ends}th time in a row")
+            if self.given_up:
+                self._say(
+                    f"error: the engine {reason}: {self.given_up}, so it stays down until the "
+                    "server is started again"
+                )
                 break
             self._say(f"error: the engine {reason}; it is started again")
             self.num_restarts += 1
@@ -91,13 +97,18 @@ class Supervisor:
     def _lose(self, client: EngineClient) -> None:
         """End the requests of an engine whose socket is closed."""
         self._num_quick_ends = 0 if client.has_answered else self._num_quick_ends + 1
+        if self._num_quick_ends >= MAX_QUICK_ENDS:
+            self.given_up = f"it ended {MAX_QUICK_ENDS} times in a row without any output"
         if client.model is not None or self.num_restarts:
-            self._users.lose(is_final=self._is_final)
-        client.abandon(engine_failed() if self._is_final else engine_lost())
+            self._users.lose(is_final=bool(self.given_up))
+        client.abandon(engine_failed() if self.given_up else engine_lost())
 
-    @property
-    def _is_final(self) -> bool:
-        return self._num_quick_ends >= MAX_QUICK_ENDS
+    def _refuse(self) -> None:
+        """Give up an engine whose machine cannot run it: a further try would end in the same way.
+        At the start of the server that ends the server."""
+        if self.num_restarts:
+            self.given_up = "its machine cannot run it"
+            self._users.lose(is_final=True)
 
     async def _wait(self, seconds: float) -> None:
         """Wait, unless the server ends."""
@@ -126,6 +137,9 @@ class Supervisor:
             described = described_exit(code)
         except ProcessLost as error:
             described, code = f"was lost: {error}", 1
+        except ProcessRefused:
+            described, code = "cannot begin there", _USER_ERROR
+            self._refuse()
         self._process = None
         watching.cancel()
         reason = watching.result() if watching.done() and not watching.cancelled() else None

@@ -33,6 +33,7 @@ class Replica:
     Attributes:
         state: UNLOADED, STARTING for the first engine, READY, RESTARTING or FAILED.
         engine: the engine, while it takes requests.
+        given_up: see `Supervisor`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Replica:
         self.number, self.say = number, say
         self.state: ModelState = UNLOADED
         self.engine: EngineClient | None = None
+        self.given_up = ""
         self._users, self._timeout_seconds = users, timeout_seconds
         self._supervisor: Supervisor | None = None
         self._num_restarts = 0  # before the present supervisor
@@ -56,7 +58,7 @@ class Replica:
 
     def begin(self, start: Start) -> None:
         """Prepare to `run` engines that `start` starts."""
-        self.state = STARTING
+        self.state, self.given_up = STARTING, ""
         self._supervisor = Supervisor(start, self, self.say, self._timeout_seconds)
 
     async def run(self) -> int | None:
@@ -83,6 +85,7 @@ class Replica:
     def lose(self, *, is_final: bool) -> None:
         """See `supervisor.Users`."""
         self.engine, self.state = None, FAILED if is_final else RESTARTING
+        self.given_up = self._supervisor.given_up if self._supervisor is not None else ""
         self._users.lost(self)
 
 
@@ -118,6 +121,12 @@ class Replicas:
     @property
     def states(self) -> set[ModelState]:
         return {replica.state for replica in self}
+
+    @property
+    def given_up(self) -> list[str]:
+        """Why engines are not started any more, one text for each of these."""
+        reasons = [(f"replica {item.number}", item.given_up) for item in self if item.given_up]
+        return [f"{name if len(self) > 1 else 'engine'}: {reason}" for name, reason in reasons]
 
     @property
     def open_engines(self) -> dict[int, EngineClient]:

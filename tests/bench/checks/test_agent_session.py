@@ -17,7 +17,7 @@ SMALL = {"start_tokens": 300, "new_tokens": 12, "max_tokens": 4, "n_turns": 4, "
 def run(folder: Path, **more: Any) -> None:
     given: dict[str, Any] = {"memory_budget": "2GiB", "kv_tokens": 4096, "n_restarts": 2}
     limits = {"folder": folder, "share": 0.95, "limit": 1e9}
-    agent_session.main("pair:target", "pair:draft", **given, **SMALL, **{**limits, **more})
+    agent_session.main("pair:target", "pair:draft", **{**given, **SMALL, **limits, **more})
 
 
 def test_a_session_goes_on_after_a_restart(
@@ -36,6 +36,22 @@ def test_a_session_goes_on_after_a_restart(
         assert restart["read_bytes"] > 0
         assert restart["seconds"]["read"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_are_compared_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    always_pay(monkeypatch)
+    record, sizes = tmp_path / "texts.json", {"n_turns": 2, "n_short": 2, "n_restarts": 1}
+    run(tmp_path, record=record, **sizes)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["n_different"] is None
+    run(tmp_path, compare=record)
+    assert capsys.readouterr().out == "5 texts, 0 different\n"
+    requests = json.loads(record.read_text())
+    requests[1][1][0] += 1
+    record.write_text(json.dumps(requests))
+    with pytest.raises(agent_session.SlowSession, match="1 of 5 texts differ"):
+        run(tmp_path, compare=record)
 
 
 @pytest.mark.parametrize(

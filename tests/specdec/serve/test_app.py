@@ -75,6 +75,20 @@ def test_head_is_answered_as_get() -> None:
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405
 
 
+def test_health_has_why_an_engine_is_given_up() -> None:
+    router = router_of_one()
+    service = Service(ServeOptions(), router)
+    app = make_app(service, Budget(service, print, lambda runner: None), None)
+    assert get(app, "/health")[1]["body"] == b'{"status":"ready"}'
+    (replica,) = router.runners[0].replicas
+    replica.lose(is_final=True)
+    replica.given_up = "its machine cannot run it"
+    assert json.loads(get(app, "/health")[1]["body"]) == {
+        "status": "failed",
+        "errors": ["engine: its machine cannot run it"],
+    }
+
+
 @pytest.mark.parametrize("limit", ["bodies", "requests"])
 def test_what_all_requests_hold_together_has_a_limit(limit: str) -> None:
     """Each of 256 connections may send the longest request at the same time."""

@@ -24,7 +24,7 @@ from specdec.cluster.connection import ClusterError
 from specdec.cluster.machines import with_absolute_paths
 from specdec.run_options import RunOptions
 from specdec.serve.options import ServeOptions
-from specdec.serve.process.child import EngineTask, ProcessLost, starter
+from specdec.serve.process.child import EngineTask, ProcessLost, ProcessRefused, starter
 from specdec.serve.process.messages import Beat, MessageSocket, frame
 from specdec.serve.process.ray_engine import Machines, RayEngine
 from specdec.serve.process.ray_relay import EngineRelay, RemoteTask
@@ -150,7 +150,8 @@ def test_messages_lines_and_the_exit_code_are_relayed(monkeypatch: pytest.Monkey
 def test_a_machine_with_another_version_cannot_begin() -> None:
     said: list[str] = []
     engine, _ = started(Machines(FakeRay("a"), None), echoing("0.0.1"), said)
-    assert engine.wait() == 2
+    with pytest.raises(ProcessRefused):
+        engine.wait()
     assert said[-1].startswith("replica 1: error: on a: this machine has specdec ")
     assert said[-1].endswith("begun by 0.0.1: install the same version")
 

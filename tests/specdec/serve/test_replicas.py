@@ -353,6 +353,8 @@ def test_replicas_are_given_up_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
             await asyncio.sleep(0.01)
         await until(runner, "failed", "ready")
         assert runner.state == "ready"
+        reason = "it ended 5 times in a row without any output"
+        assert runner.replicas.given_up == [f"replica 1: {reason}"]
         engine = await router.acquire(runner)
         assert runner.engines == [engine]
         engine.generate(b"end")

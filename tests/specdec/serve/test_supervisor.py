@@ -17,7 +17,7 @@ from engines import PlayedEngine, played
 
 from specdec.serve.errors import ApiError
 from specdec.serve.process import supervisor as supervisors
-from specdec.serve.process.child import ProcessLost
+from specdec.serve.process.child import ProcessLost, ProcessRefused
 from specdec.serve.process.client import EngineClient
 from specdec.serve.process.messages import Cancel, Generate, Output, ServerGone
 from specdec.serve.process.supervisor import MAX_QUICK_ENDS, Supervisor
@@ -101,8 +101,38 @@ def test_it_is_given_up_after_ends_without_any_output(monkeypatch: pytest.Monkey
     events, said, code = supervise([dies], work)
     assert events == ["open", "lose"] * (MAX_QUICK_ENDS - 1) + ["open", "final"]
     assert said[0] == "error: the engine was killed by SIGABRT; it is started again"
-    assert "5th time in a row" in said[-1]
+    assert said[-1] == (
+        "error: the engine was killed by SIGABRT: it ended 5 times in a row without any output, so "
+        "it stays down until the server is started again"
+    )
     assert code is None
+
+
+def refuses(engine: PlayedEngine) -> int:
+    raise ProcessRefused
+
+
+def test_one_whose_machine_cannot_run_it_is_given_up_at_once() -> None:
+    async def work(users: Recorder, supervisor: Supervisor) -> None:
+        await users.until("final")
+        await asyncio.sleep(0.2)
+
+    events, said, code = supervise([dies, refuses, lives], work)
+    assert events == ["open", "lose", "lose", "final"]
+    assert said == [
+        "error: the engine was killed by SIGABRT; it is started again",
+        "error: the engine cannot begin there: its machine cannot run it, so it stays down until "
+        "the server is started again",
+    ]
+    assert code is None
+
+
+def test_a_machine_that_cannot_run_the_first_one_ends_the_server() -> None:
+    async def work(users: Recorder, supervisor: Supervisor) -> None:
+        await asyncio.sleep(0.1)
+
+    events, _, code = supervise([refuses], work)
+    assert (events, code) == ([], 2)
 
 
 def test_one_that_gave_output_is_started_as_often_as_it_ends() -> None:
