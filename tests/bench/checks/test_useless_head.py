@@ -16,14 +16,19 @@ TOKENS = 256
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("spec_type", ["draft,ngram", "draft"])
 def test_it_is_hardly_run(tmp_path: Path, spec_type: str, temperature: float) -> None:
-    """Beside n-grams, whose tokens are accepted, it used to be run in every pass."""
+    """Beside n-grams, whose tokens are accepted, it used to be run in every pass. The policy learns
+    from measured times, so that a busy machine is given three tries."""
     head = useless_head.save_random_head("pair:target", tmp_path)
     load = {"model": "pair:target", "draft_model": head, "spec_type": spec_type, "threads": 1}
     sampling = {"max_tokens": TOKENS, "temperature": temperature, "ignore_eos": True, "seed": 1}
     prompts = ["def fibonacci(n):\n    ", "import os\n\n\nclass Reader:\n    def __init__(self"]
-    result = useless_head.run({**load, "memory_budget": "2GiB"}, prompts, sampling)
-    assert 1 <= result["head_runs"] < 0.2 * result["passes"]
-    assert result["head_runs"] < 0.1 * TOKENS * len(prompts)
+    for _ in range(3):
+        result = useless_head.run({**load, "memory_budget": "2GiB"}, prompts, sampling)
+        assert result["head_runs"] >= 1
+        limit = min(0.2 * result["passes"], 0.1 * TOKENS * len(prompts))
+        if result["head_runs"] < limit:
+            return
+    pytest.fail(f"{result['head_runs']} runs of the head in {result['passes']} passes, thrice")
 
 
 def test_the_check_prints_what_it_costs(capsys) -> None:

@@ -135,7 +135,8 @@ def test_closed_streams_do_no_harm(models: Models, tmp_path: Path) -> None:
     assert run.stdout
     run = run_in_shell(f"{argv} -p - <&-")
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "specdec: error: the prompt is empty: give some text with -p or -f\n"
+    message = "stdin has no text: the prompt is empty: give some text with -p or -f"
+    assert run.stderr == f"specdec: error: {message}\n"
     assert run_in_shell(f"{argv} -p a --bogus <&- >&- 2>&-").returncode == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_session import always_pay, load
+from agent_session import always_pay, cost_by_tokens, load
 from checkpoints import save_tiny_checkpoint
 from tiny_pair import SPECIAL, save_model, save_tokenizer
 
@@ -61,6 +61,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(target: Path, draft: Path) -> Iterator[LLM]:
     with specdec.load(target, draft, **OPTIONS) as loaded:
+        cost_by_tokens(loaded)
         yield loaded
 
 

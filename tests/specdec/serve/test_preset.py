@@ -124,7 +124,7 @@ def test_a_stream_waits_for_its_model(server: Server) -> None:
         ("[a]\nmodle = 'x'\n", "[a] has no option modle: did you mean model?"),
         ("host = 'x'\n[a]\n", "has no option host"),
         ("[a]\nctx-size = 'many'\n", "[a]: "),
-        ("[a]\nctx-size = 0\n", "[a]: Invalid value for '-c' / '--ctx-size'"),
+        ("[a]\nctx-size = -1\n", "[a]: Invalid value for '-c' / '--ctx-size'"),
         ("[a]\nkeep-alive = 'soon'\n", "[a] keep-alive is 'soon', must be 5m"),
         ("[a]\nload-on-startup = 1\n", "[a] load-on-startup is 1, must be true or false"),
         ("[a]\nalias = 'b'\n[b]\n", "two models have the name b"),
