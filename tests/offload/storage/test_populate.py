@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,6 @@ import pytest
 from system_probes import needs_advice
 
 from offload.paging.address_space import commit, reserve, unmap
-from offload.process.memory import process_memory
 from offload.storage import aligned
 from offload.storage.aligned import AlignedBuffer
 from offload.units import MIB
@@ -53,18 +53,22 @@ def _populates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @needs_advice
 @pytest.mark.usefixtures("_populates")
 def test_other_threads_run_meanwhile(committed: Callable[[], None]) -> None:
-    """One earlier poll may fall in between, whoever holds the interpreter lock."""
-    seen: set[int] = set()
-    is_over = threading.Event()
+    """One turn may fall in between, whoever holds the interpreter lock."""
+    turns: list[float] = []
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def look() -> None:
+        has_begun.set()
         while not is_over.is_set():
-            seen.add(process_memory().anonymous_bytes // MIB)
+            turns.append(time.perf_counter())
+            time.sleep(0.001)  # gives the lock back
 
-    before = process_memory().anonymous_bytes // MIB
     thread = threading.Thread(target=look)
     thread.start()
+    has_begun.wait()
+    began = time.perf_counter()
     committed()
+    ended = time.perf_counter()
     is_over.set()
     thread.join()
-    assert len([n for n in seen if before + 16 < n < before + 496]) >= 3
+    assert len([turn for turn in turns if began < turn < ended]) >= 3
