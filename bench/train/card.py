@@ -122,7 +122,8 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _training(state: TrainState) -> str:
+def training_of(state: TrainState) -> str:
+    """Return the steps, tokens and time of a training run, for the model's card."""
     return f"{state.step} steps, {state.tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.0f} min"
 
 
@@ -180,7 +181,7 @@ does not solve problems.
 {config.intermediate_size} |
 | heads, head dimension | {config.num_attention_heads}, {config.head_dim} |
 | vocabulary | {config.vocab_size}, byte-level BPE with GPT-2's pre-tokenizer, tied head |
-| training | {_training(states[role])} |
+| training | {training_of(states[role])} |
 | validation loss | {loss:.3f} nats per token, {quality.bits_per_byte(loss):.3f} bits per byte |
 | draft's top-1 agreement with the target | {quality.agreement_held_out:.3f} on held-out files, \
 {quality.agreement_greedy:.3f} on the target's greedy text, \

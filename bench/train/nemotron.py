@@ -9,27 +9,17 @@ from `--scratch`.
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-from typing import Annotated, Any
-
 import torch
-import typer
-from tokenizers import Tokenizer
 from torch import nn
 from transformers import LlamaForCausalLM, NemotronHConfig, NemotronHForCausalLM
 
-from bench.train.card import corpus_section, hardware, top1_agreement
-from bench.train.data import MAX_POSITIONS, WindowSampler, validation_batches
+from bench.train.card import top1_agreement
+from bench.train.data import MAX_POSITIONS
 from bench.train.distil import distillation_loss
+from bench.train.distilled import DistillationInputs, Recipe, mean_loss, run_recipe
 from bench.train.hybrid import PHASES
-from bench.train.model import next_token_loss, save_checkpoint
-from bench.train.moe import PAIR
-from bench.train.train import prepare_data
-from bench.train.trainer import Trainer, TrainOptions, TrainState, larger
+from bench.train.trainer import TrainOptions
 from specdec.training.loss import ARGMAX_WEIGHT
-
-log = logging.getLogger(__name__)
 
 _LAYERS = "M-M-M*-"  # Nemotron 3 Nano's first ones, with MLPs in place of experts
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
@@ -74,88 +64,26 @@ def build_nemotron(target: LlamaForCausalLM, seed: int) -> NemotronHForCausalLM:
     return model
 
 
-def card(
-    model: NemotronHForCausalLM,
-    quality: dict[str, float],
-    state: TrainState,
-    command: str,
-    corpus: dict[str, Any],
-) -> str:
-    """Return the model card; `corpus` is `train.summarise`'s."""
-    results = "\n".join(f"| {n.replace('_', ' ')} | {value:.3f} |" for n, value in quality.items())
-    return f"""---
-library_name: transformers
----
-
-# A very small NemotronH of Python source
-
-Mamba-2 layers beside one of attention, distilled from specdec's embedded target, whose tokenizer it
-has. To grow large models from, for benchmarks; it does not solve problems. All results below are on
-held-out files.
-
-| | |
-|---|---|
-| weights | {sum(p.numel() for p in model.parameters()):,}, bf16 |
-| layers | {_LAYERS} |
-| training | {state.step} steps, {state.tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.1f} min |
-{results}
-| hardware | {hardware(model.device)} |
-
-Made by `{command}`. Learning rates follow the clock, so another machine gives other weights.
-
-{corpus_section(corpus)}"""
+def measure(inputs: DistillationInputs, model: NemotronHForCausalLM) -> dict[str, float]:
+    """Measure on held-out text: loss in nats per token, and share of positions where the target
+    has the model's top-1 token."""
+    batches = inputs.valid_batches
+    return {
+        "valid_nats_per_token": mean_loss(model, batches),
+        "target_top1_agreement": top1_agreement(model, inputs.target, batches),
+    }
 
 
-def main(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the checkpoint.")],
-    corpus: Annotated[
-        list[Path] | None, typer.Option(help="Folder of installed packages; may be repeated.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Training time.")] = 120,
-    cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
-    seed: int = 1,
-    threads: int = 2,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to train.")] = "cpu",
-    batch_factor: Annotated[
-        int, typer.Option(min=1, help="Windows a batch, in multiples of a CPU's.")
-    ] = 1,
-    pair: Annotated[Path, typer.Option(help="Folder of the target and its draft.")] = PAIR,
-    scratch: Annotated[Path, typer.Option(help="Checkpoints and caches.")] = Path(
-        "nemotron-scratch"
-    ),
-) -> None:
-    """Distil the embedded target into a NemotronH, and write it with its model card."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(threads)
-    scratch.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
-    data = prepare_data(scratch, corpus or [], int(cap_mb * 1e6), 0, seed, tokenizer)
-    target = LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
-    target.eval().requires_grad_(False).to(device)
-    model = build_nemotron(target, seed).to(device)
-    trainer = Trainer(
-        "nemotron",
-        model,
-        lambda ids: distillation_loss(target, model, ids, ARGMAX_WEIGHT),
-        WindowSampler(data.train, seed),
-        TrainOptions(minutes, larger(PHASES, batch_factor)),
-        scratch,
-    )
-    state = trainer.run()
-    model.eval()
-    with torch.no_grad():
-        batches = list(validation_batches(data.valid, 4, 256))[:24]
-        quality = {
-            "valid_nats_per_token": sum(next_token_loss(model, x).item() for x in batches)
-            / max(1, len(batches)),
-            "target_top1_agreement": top1_agreement(model, target, batches),
-        }
-    log.info("%s", quality)
-    options = f"--minutes {minutes:g} --seed {seed} --device {device} --batch-factor {batch_factor}"
-    command = f"python -m bench.train.nemotron {options}"
-    save_checkpoint(model, tokenizer, out, card(model, quality, state, command, data.corpus))
-    log.info("wrote %s", out)
-
+RECIPE = Recipe(
+    "nemotron",
+    "A very small NemotronH of Python source",
+    "Mamba-2 layers beside one of attention, to grow large models from.",
+    TrainOptions(120, PHASES),
+    build_nemotron,
+    lambda target, model, ids: distillation_loss(target, model, ids, ARGMAX_WEIGHT),
+    measure,
+    lambda model: {"layers": _LAYERS},
+)
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(RECIPE)
