@@ -24,6 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,8 +46,10 @@ MIN_EXPONENT = -87.0
 """Minimum exponent: exponentials below it would be denormals, which libraries compute ten times
 slower and multiply slowly; they become 0. A sum over the keys is at least 1."""
 _LARGEST_OF_NONE = 1.01 * math.exp(MIN_EXPONENT)
-MAX_SCRATCH_BYTES = 32 * MIB
-"""Maximum size of the float32 keys and values together, and of the scores."""
+MAX_BLOCKED_SCORE_BYTES = 32 * MIB
+"""Maximum size of the scores of the rows and heads that are computed together."""
+SPAN_BYTES = 8 * MIB
+"""Size of the float32 keys and values that are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +103,36 @@ class RowGroup:
         tensors = (self.picked, self.keys, self.hidden, self.edge_hidden)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def fill(self, columns: torch.Tensor, rows: StoredRows) -> None:
-        """Copy rows of the cache, [1, heads, rows, dim], to the columns [heads, columns, dim].
+    def fill(self, columns: torch.Tensor, rows: StoredRows, first: int = 0) -> None:
+        """Copy rows of the cache, [1, heads, rows, dim], to columns [heads, columns, dim], which
+        begin with the group's column `first`.
 
         Hidden columns without a key are set to zero.
         """
-        end = 0
-        for first, row, num_tokens in self.runs:
-            end = first + num_tokens
-            rows.read(slice(row, row + num_tokens), columns[:, first:end])
+        end, of_runs = first + columns.shape[1], 0
+        for start, row, num_tokens in self.runs:
+            of_runs = start + num_tokens
+            a, b = max(start, first), min(of_runs, end)
+            if a < b:
+                rows.read(
+                    slice(row + a - start, row + b - start), columns[:, a - first : b - first]
+                )
+        start = max(of_runs, first)
+        if start >= end:
+            return
         if self.picked is None:
-            columns[:, end:] = 0.0
+            columns[:, start - first :] = 0.0
         else:
-            rows.pick(self.picked, columns[:, end:])
+            picked = self.picked[start - of_runs : end - of_runs]
+            rows.pick(picked, columns[:, start - first :])
+
+
+class BlockSpan(NamedTuple):
+    """Consecutive blocks: columns first..end of a group, and the columns of each block."""
+
+    first: int
+    end: int
+    widths: tuple[int, ...]
 
 
 class Scratch:
@@ -185,10 +206,16 @@ class BlockedMask:
         output = query.new_empty(num_tokens, n_kv_heads, n_heads // n_kv_heads, value_dim)
         keys, values = StoredRows.of(key), StoredRows.of(value)
         for group in self.groups:
-            bytes_per_head = 4 * group.n_columns * (dim + value_width(value_dim))
-            for heads in _parts(n_kv_heads, bytes_per_head):
-                part = Scores(group, self.scratch, self.limits.min_batch_tokens, scale, softcap)
-                part.fetch(keys.heads(heads), values.heads(heads))
+            for heads in self._head_parts(group, queries.shape[1], keys.shape, value_dim):
+                part = Scores(
+                    group,
+                    keys.heads(heads),
+                    values.heads(heads),
+                    self.scratch,
+                    self.limits.min_batch_tokens,
+                    scale,
+                    softcap,
+                )
                 if sinks is not None:
                     part.sinks = sinks.float().view(n_kv_heads, -1, 1)[heads]
                 if bias is not None:
@@ -197,6 +224,16 @@ class BlockedMask:
                 rows = slice(group.start, group.end)
                 part.attend(queries[heads, :, rows], output[rows, heads])
         return output.view(1, num_tokens, n_heads, value_dim)
+
+    def _head_parts(
+        self, group: RowGroup, n_group: int, shape: torch.Size, value_dim: int
+    ) -> Iterator[slice]:
+        """Yield spans of KV heads whose scores fit in memory, and one of whose blocks does."""
+        minimum = self.limits.min_batch_tokens
+        num_rows = -(-n_group * (group.end - group.start) // minimum) * minimum
+        n_fitting = MAX_BLOCKED_SCORE_BYTES // (4 * num_rows * group.n_columns)
+        block_bytes = 4 * max(group.widths) * (shape[3] + value_width(value_dim))
+        return _parts(shape[1], min(n_fitting, SPAN_BYTES // block_bytes))
 
 
 class Scores:
@@ -210,24 +247,32 @@ class Scores:
     def __init__(
         self,
         group: RowGroup,
+        keys: StoredRows,
+        values: StoredRows,
         scratch: Scratch,
         min_rows: int,
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._group, self._scratch, self._min_rows = group, scratch, min_rows
+        self._group, self._keys, self._values = group, keys, values
+        self._scratch, self._min_rows = scratch, min_rows
         self._scale, self._softcap = scale, softcap
+        self._spans = _spans(group.widths, 4 * keys.shape[1] * (keys.shape[3] + self._value_width))
+        self._fetched: dict[str, int] = {}
 
-    def fetch(self, keys: StoredRows, values: StoredRows) -> None:
-        """Copy keys and values [1, heads, rows of the cache, dim] to columns; ones follow a
-        value."""
-        group, (_, n_heads, _, dim) = self._group, keys.shape
-        self._value_dim = values.shape[-1]
-        width = value_width(self._value_dim)
-        self._keys = self._scratch.take("keys", n_heads, group.n_columns, dim)
-        self._values = self._scratch.take("values", n_heads, group.n_columns, width)
-        group.fill(self._keys, keys)
-        group.fill(self._values[..., : self._value_dim], values)
+    @property
+    def _value_width(self) -> int:
+        return value_width(self._values.shape[3])
+
+    def _columns_of(self, name: str, rows: StoredRows, span: BlockSpan, width: int) -> torch.Tensor:
+        """Return a span's columns of keys or values, float32 [heads, columns, width]; ones follow a
+        value. They stay until another span of the same name is fetched."""
+        _, n_heads, _, dim = rows.shape
+        columns = self._scratch.take(name, n_heads, span.end - span.first, width)
+        if self._fetched.get(name) != span.first:
+            self._group.fill(columns[..., :dim], rows, span.first)
+            self._fetched[name] = span.first
+        return columns
 
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Fill output [rows, heads, query heads, dim] for queries [heads, query heads, rows, dim].
@@ -235,7 +280,8 @@ class Scores:
         Takes as many rows at a time as the memory for scores allows.
         """
         n_heads, n_group, num_tokens, _ = queries.shape
-        for rows in _parts(num_tokens, 4 * n_heads * n_group * self._group.n_columns):
+        bytes_per_row = 4 * n_heads * n_group * self._group.n_columns
+        for rows in _parts(num_tokens, MAX_BLOCKED_SCORE_BYTES // bytes_per_row):
             output[rows] = self._attend(queries[:, :, rows], rows).permute(2, 0, 1, 3)
 
     def _attend(self, queries: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -252,44 +298,66 @@ class Scores:
 
         flat = queries.new_zeros(n_products, n_each, dim, dtype=torch.float32)
         of_rows(flat).copy_(queries)
-        keys = self._keys.expand(n_products, -1, -1).transpose(1, 2)
-        scores = self._scratch.take("scores", n_products, n_each, self._group.n_columns)
-        scores.baddbmm_(flat, keys, beta=0, alpha=self._scale)
-        self._finish(of_rows(scores), rows)
-        largest = scores.amax(-1, keepdim=True)
+        scores, maxima = [], []
+        for span, part in zip(self._spans, self._score_buffers(n_products, n_each), strict=True):
+            keys = self._columns_of("keys", self._keys, span, dim).expand(n_products, -1, -1)
+            part.baddbmm_(flat, keys.transpose(1, 2), beta=0, alpha=self._scale)
+            self._finish(of_rows(part), rows, span)
+            scores.append(part)
+            maxima.append(part.amax(-1, keepdim=True))
+        largest = maxima[0] if len(maxima) == 1 else torch.stack(maxima).amax(0)
         share = None
         if self.sinks is not None:
             own, sinks = of_rows(largest), self.sinks.unsqueeze(-1)
             torch.maximum(own, sinks, out=own)
             share = torch.exp(sinks - own)
-        sums = of_rows(self._sums(_exponentials(scores.sub_(largest))))
+        sums = of_rows(self._sums(scores, largest))
         total = sums[..., -1:]
-        return sums[..., : self._value_dim] / (total if share is None else total + share)
+        output = sums[..., : self._values.shape[3]]
+        return output / (total if share is None else total + share)
 
-    def _finish(self, scores: torch.Tensor, rows: slice) -> None:
-        """Apply softcap, bias and mask to scores [heads, query heads, rows, columns]."""
-        group = self._group
+    def _score_buffers(self, n_products: int, n_each: int) -> list[torch.Tensor]:
+        """Return memory for the scores of each span, [products, rows of each, columns]."""
+        num_rows = n_products * n_each
+        buffer = self._scratch.take("scores", num_rows * self._group.n_columns)
+        parts = buffer.split([num_rows * (span.end - span.first) for span in self._spans])
+        return [part.view(n_products, n_each, -1) for part in parts]
+
+    def _finish(self, scores: torch.Tensor, rows: slice, span: BlockSpan) -> None:
+        """Apply softcap, bias and mask to a span's scores [heads, query heads, rows, columns]."""
+        group, (first, end, _) = self._group, span
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)
         if self.bias is not None:
-            scores += self.bias
+            scores += self.bias[..., first:end]
         hidden = group.hidden[rows]
-        scores[..., -hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
-        if group.edge_hidden is not None:
-            edge = group.edge_hidden[rows]
+        first_hidden = group.n_columns - hidden.shape[1]
+        a = max(first, first_hidden)
+        if a < end:
+            columns = hidden[:, a - first_hidden : end - first_hidden]
+            scores[..., a - first :].masked_fill_(columns, -torch.inf)
+        if group.edge_hidden is not None and first < group.edge_hidden.shape[1]:
+            edge = group.edge_hidden[rows, first:end]
             scores[..., : edge.shape[1]].masked_fill_(edge, -torch.inf)
 
-    def _sums(self, shares: torch.Tensor) -> torch.Tensor:
-        """Sum the values weighted by `shares` [heads, rows, columns], block by block."""
-        sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
-        for of_block, values in self.blocks(shares):
-            sums.baddbmm_(of_block, values)
+    def _sums(self, scores: list[torch.Tensor], largest: torch.Tensor) -> torch.Tensor:
+        """Sum the values weighted by exponentials of the spans' scores [products, rows, columns],
+        block by block."""
+        sums = scores[0].new_zeros(*scores[0].shape[:2], self._value_width)
+        for of_block, of_values in self.blocks(scores, largest):
+            sums.baddbmm_(of_block, of_values)
         return sums
 
-    def blocks(self, shares: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the shares and values of every block, in the order of positions."""
-        widths, values = self._group.widths, self._values.expand(len(shares), -1, -1)
-        return zip(shares.split(widths, dim=2), values.split(widths, dim=1), strict=True)
+    def blocks(
+        self, scores: list[torch.Tensor], largest: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the shares and values of every block, in the order of positions; the values are
+        overwritten after the last block of a span."""
+        for span, part in zip(self._spans, scores, strict=True):
+            values = self._columns_of("values", self._values, span, self._value_width)
+            of_blocks = values.expand(len(part), -1, -1).split(span.widths, dim=1)
+            shares = _exponentials(part.sub_(largest)).split(span.widths, dim=2)
+            yield from zip(shares, of_blocks, strict=True)
 
 
 def _exponentials(scores: torch.Tensor) -> torch.Tensor:
@@ -303,7 +371,20 @@ def value_width(value_dim: int) -> int:
     return -(-(value_dim + 1) // VALUE_COLUMNS) * VALUE_COLUMNS
 
 
-def _parts(n_items: int, bytes_each: int) -> Iterator[slice]:
-    """Yield spans of as many items as fit in MAX_SCRATCH_BYTES, but at least one."""
-    limit = max(1, MAX_SCRATCH_BYTES // max(1, bytes_each))
-    return (slice(start, min(start + limit, n_items)) for start in range(0, n_items, limit))
+@lru_cache(maxsize=64)
+def _spans(widths: tuple[int, ...], bytes_per_column: int) -> list[BlockSpan]:
+    """Return spans of as many blocks as fit in SPAN_BYTES, but at least one."""
+    limit = max(1, SPAN_BYTES // bytes_per_column)
+    spans, first, end, start = [], 0, 0, 0
+    for block, width in enumerate(widths):
+        if end > first and end + width - first > limit:
+            spans.append(BlockSpan(first, end, widths[start:block]))
+            first, start = end, block
+        end += width
+    return [*spans, BlockSpan(first, end, widths[start:])]
+
+
+def _parts(n_items: int, n_each: int) -> Iterator[slice]:
+    """Yield spans of `n_each` items, but at least one."""
+    step = max(1, n_each)
+    return (slice(start, min(start + step, n_items)) for start in range(0, n_items, step))

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.attention.blocks import BLOCK_KEYS, MAX_SCRATCH_BYTES, value_width
+from backends.attention.blocks import (
+    BLOCK_KEYS,
+    MAX_BLOCKED_SCORE_BYTES,
+    SPAN_BYTES,
+    USUAL_LIMITS,
+    value_width,
+)
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.segments import MAX_SCORE_BYTES
 from backends.attention.stored_rows import OWN_FORMATS, PART_BYTES
@@ -133,17 +139,18 @@ def _blocked_bytes(model: HfModel, ctx_size: int, max_num_tokens: int) -> int:
 def _blocked_bytes_of(model: HfModel, shape: HeadShape, ctx_size: int, max_num_tokens: int) -> int:
     config = model.config
     n_columns = _max_columns(ctx_size, max_num_tokens)
-    bytes_per_head = _FLOAT32 * n_columns * (shape.key_dim + value_width(shape.value_dim))
-    n_kv_heads = min(shape.n_kv_heads, max(2, MAX_SCRATCH_BYTES // bytes_per_head))
-    n_heads = n_kv_heads * (shape.n_heads // shape.n_kv_heads)
-    scores_of_row = _FLOAT32 * n_heads * n_columns
-    scores = scores_of_row * min(CHUNK_TOKENS, max(1, MAX_SCRATCH_BYTES // scores_of_row))
-    width = value_width(shape.value_dim) + shape.value_dim
-    rows = CHUNK_TOKENS * n_heads * _FLOAT32 * (shape.key_dim + width)
+    width, n_group = value_width(shape.value_dim), shape.n_heads // shape.n_kv_heads
+    keys_and_values = _FLOAT32 * shape.n_kv_heads * n_columns * (shape.key_dim + width)
+    one_block = _FLOAT32 * USUAL_LIMITS.max_keys * (shape.key_dim + width)
+    bytes_per_row = _FLOAT32 * n_columns
+    num_rows = max(n_group, MAX_BLOCKED_SCORE_BYTES // bytes_per_row)
+    num_rows = min(num_rows, CHUNK_TOKENS * shape.n_heads)
+    rows = _FLOAT32 * num_rows * (shape.key_dim + width + shape.value_dim)
     output = CHUNK_TOKENS * shape.n_heads * shape.value_dim * model.dtype.itemsize
     dims = _latent_dims(config)
     expanded = ctx_size * shape.n_heads * dims.expanded * model.dtype.itemsize if dims else 0
-    return n_kv_heads * bytes_per_head + scores + rows + output + expanded
+    in_float32 = min(keys_and_values, max(SPAN_BYTES, one_block)) + num_rows * bytes_per_row + rows
+    return in_float32 + output + expanded
 
 
 def _max_columns(ctx_size: int, max_num_tokens: int) -> int:

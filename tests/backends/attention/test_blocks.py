@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -130,20 +131,22 @@ def test_padding_rows_change_no_bit(layout, window, n_more, options) -> None:
 
 
 @pytest.mark.parametrize("heads", [(6, 3), (4, 4), (5, 5), (4, 1)])
-@pytest.mark.parametrize("n_heads_at_once", [1, 2, 3])
+@pytest.mark.parametrize("n_scores", [10**9, 30_000, 7_000, 0], ids="all heads some one".split())
+@pytest.mark.parametrize("n_columns", [10**9, 300, 128, 0], ids="all three two one".split())
 def test_little_scratch_changes_no_bit(
-    heads: tuple[int, int], n_heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], n_scores: int, n_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scratch holds only some heads, and some rows of them, at a time."""
+    """Some heads, some rows of them, and some blocks of their keys are computed at a time."""
     options = {"heads": heads, "has_sinks": True, "has_bias": True}
-    case = Case(random_tree(130, 2, 30, np.random.default_rng(3)), None, 140, **options)
-    expected = case.together()
-    n_columns = blocked_mask(BatchLayout.of(case.layout), 0, 30, 140).groups[0].n_columns
-    per_head = 4 * n_columns * (8 + 16)
-    monkeypatch.setattr(blocks, "MAX_SCRATCH_BYTES", n_heads_at_once * per_head)
-    assert torch.equal(case.together(), expected)
-    monkeypatch.setattr(blocks, "MAX_SCRATCH_BYTES", 1)
-    assert torch.equal(case.together(), expected)
+    for window in (None, 140):
+        case = Case(random_tree(330, 2, 30, np.random.default_rng(3)), None, window, **options)
+        monkeypatch.undo()
+        expected = case.together()
+        blocks._spans.cache_clear()
+        monkeypatch.setattr(blocks, "MAX_BLOCKED_SCORE_BYTES", 4 * n_scores)
+        monkeypatch.setattr(blocks, "SPAN_BYTES", 4 * n_columns * heads[1] * (8 + 16))
+        assert torch.equal(case.together(), expected)
+        blocks._spans.cache_clear()
 
 
 @pytest.mark.slow_except(3)
@@ -190,6 +193,9 @@ def test_masks_that_take_turns_with_their_scratch_change_no_bit(
             assert torch.equal(mask.attend(*case.states, case.scale)[0], case.together())
 
 
+Block: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
 class Mistakes:
     """Variants that compute the same numbers in another order."""
 
@@ -206,35 +212,31 @@ class Mistakes:
     @staticmethod
     def last_block_first(patch: pytest.MonkeyPatch) -> None:
         """Process the last block first if there is more than one row."""
-        right = blocks.Scores._sums
+        right = blocks.Scores.blocks
 
-        def reversed_sums(self: Any, shares: torch.Tensor) -> torch.Tensor:
+        def reversed_blocks(self: Any, *scores: Any) -> Iterator[Block]:
             if self._group.end - self._group.start == 1:
-                return right(self, shares)
-            widths = self._group.widths
-            values = self._values.expand(len(shares), -1, -1).split(widths, dim=1)
-            sums = shares.new_zeros(*shares.shape[:2], self._values.shape[2])
-            for of_block, of_values in reversed(
-                list(zip(shares.split(widths, dim=2), values, strict=True))
-            ):
-                sums.baddbmm_(of_block, of_values)
-            return sums
+                return right(self, *scores)
+            return reversed([(shares, values.clone()) for shares, values in right(self, *scores)])
 
-        patch.setattr(blocks.Scores, "_sums", reversed_sums)
+        patch.setattr(blocks.Scores, "blocks", reversed_blocks)
 
     @staticmethod
     def one_block_in_two_parts(patch: pytest.MonkeyPatch) -> None:
-        """Sum one block in two parts, as a library does that splits long rows."""
-        right = blocks.Scores._sums
+        """Sum a block in two parts, as a library does that splits long rows."""
+        right = blocks.Scores.blocks
 
-        def in_parts(self: Any, shares: torch.Tensor) -> torch.Tensor:
-            if self._group.end - self._group.start == 1:
-                return right(self, shares)
-            first = shares.clone()
-            first[..., 32:64] = 0.0
-            return right(self, first) + right(self, shares - first)
+        def in_parts(self: Any, *scores: Any) -> Iterator[Block]:
+            for shares, values in right(self, *scores):
+                if self._group.end - self._group.start == 1:
+                    yield shares, values
+                else:
+                    first = shares.clone()
+                    first[..., 32:] = 0.0
+                    yield first, values
+                    yield shares - first, values
 
-        patch.setattr(blocks.Scores, "_sums", in_parts)
+        patch.setattr(blocks.Scores, "blocks", in_parts)
 
 
 @pytest.mark.parametrize(
