@@ -6,13 +6,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from offload.errors import SpecdecError
 from specdec.checks import ConfigError
 from specdec.cli.options import OptionError
 from specdec.option import options_of
+
+DEFAULTS_FILE = "specdec.defaults"
+"""Key in a context's `meta`: the file that its default values come from."""
 
 
 def option_name(kind: type[Any], name: str) -> str:
@@ -43,19 +49,48 @@ def with_variables(context: Any, typed: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def naming_variables(context: Any) -> Iterator[None]:
-    """Name the variable, too, in the block's errors about the text of one option."""
+def naming_origins(context: Any) -> Iterator[None]:
+    """Name, in the block's errors, the variable or the settings file that an option's value comes
+    from, if the error names the option or its value."""
     try:
         yield
-    except OptionError as error:
+    except (SpecdecError, OSError) as error:
         for item in context.command.params:
-            variable, option = variable_of(context, item.name), max(item.opts, key=len)
-            if variable is not None and str(error).startswith(f"{option} "):
-                raise OptionError(f"{variable}{str(error).removeprefix(option)}") from error
+            message = _with_origin(error, context, item)
+            if message is not None:
+                raise OptionError(message) from error
         raise
-    except OSError as error:
-        for item in context.command.params:
-            variable, value = variable_of(context, item.name), context.params.get(item.name)
-            if variable is not None and error.filename and str(value) == str(error.filename):
-                raise OptionError(f"{variable}: {error.filename}: {error.strerror}") from error
-        raise
+
+
+def _with_origin(error: Exception, context: Any, item: Any) -> str | None:
+    """Return the message with the origin of one option's value; None if it is about another."""
+    origin = _origin_of(context, item.name)
+    if origin is None or origin in str(error):
+        return None
+    option, value = max(item.opts, key=len), context.params.get(item.name)
+    if isinstance(error, OSError):
+        is_named = bool(error.filename) and str(value) == str(error.filename)
+        return f"{origin}: {error.filename}: {error.strerror}" if is_named else None
+    message = str(error)
+    if message.startswith(f"{option} ") and origin == item.envvar:
+        return f"{origin}{message.removeprefix(option)}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if any(_is_in(text, message) for text in (option, *map(_as_word, values))):
+        return f"{message} ({option} is set by {origin})"
+    return None
+
+
+def _origin_of(context: Any, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    if source is not None and source.name == "DEFAULT_MAP":
+        return str(context.meta[DEFAULTS_FILE])
+    return variable_of(context, name)
+
+
+def _as_word(value: Any) -> str:
+    """Return the text of a value that a message can be searched for; "" for numbers and flags."""
+    return str(value) if isinstance(value, (str, Path)) and len(str(value)) > 1 else ""
+
+
+def _is_in(word: str, message: str) -> bool:
+    return bool(word) and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", message))
