@@ -32,7 +32,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _REMEDIES = (
     ("No such command 'list'", ": use specdec models"),
     ("No such command 'show'", ": use specdec models, or specdec plan -m MODEL"),
-    ("Got unexpected extra argument", ": a prompt of several words is quoted, a model named once"),
+    ("Got unexpected extra argument", ": quote a prompt of several words, and name the model once"),
 )
 """Beginnings of typer's messages, and what is added to them."""
 

@@ -17,6 +17,8 @@ from specdec.checks import ConfigError
 from specdec.cli.options import OptionError
 from specdec.option import options_of
 
+PREFIX = "SPECDEC_"
+"""Beginning of the environment variables that set options."""
 DEFAULTS_FILE = "specdec.defaults"
 """Key in a context's `meta`: the file that its default values come from."""
 
@@ -54,30 +56,44 @@ def naming_origins(context: Any) -> Iterator[None]:
     from, if the error names the option or its value."""
     try:
         yield
-    except (SpecdecError, OSError) as error:
-        for item in context.command.params:
-            message = _with_origin(error, context, item)
-            if message is not None:
-                raise OptionError(message) from error
+    except OSError as error:
+        for origin, _, values in _from_elsewhere(context):
+            if error.filename and str(error.filename) in values:
+                raise OptionError(f"{origin}: {error.filename}: {error.strerror}") from error
         raise
+    except SpecdecError as error:
+        message = _with_origin(str(error), context)
+        if message is None:
+            raise
+        raise OptionError(message) from error
 
 
-def _with_origin(error: Exception, context: Any, item: Any) -> str | None:
-    """Return the message with the origin of one option's value; None if it is about another."""
-    origin = _origin_of(context, item.name)
-    if origin is None or origin in str(error):
+def _with_origin(message: str, context: Any) -> str | None:
+    """Return the message with the origin of the value that it is about, which it names first; None
+    for one about no such value, and for one that has it already."""
+    places = []
+    for origin, option, values in _from_elsewhere(context):
+        if origin in message:
+            return None
+        if message.startswith(f"{option} ") and origin.startswith(PREFIX):
+            return f"{origin}{message.removeprefix(option)}"
+        found = [_place(text, message) for text in (option, *values)]
+        places += [(place, option, origin) for place in found if place >= 0]
+    if not places:
         return None
-    option, value = max(item.opts, key=len), context.params.get(item.name)
-    if isinstance(error, OSError):
-        is_named = bool(error.filename) and str(value) == str(error.filename)
-        return f"{origin}: {error.filename}: {error.strerror}" if is_named else None
-    message = str(error)
-    if message.startswith(f"{option} ") and origin == item.envvar:
-        return f"{origin}{message.removeprefix(option)}"
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if any(_is_in(text, message) for text in (option, *map(_as_word, values))):
-        return f"{message} ({option} is set by {origin})"
-    return None
+    _, option, origin = min(places)
+    return f"{message} ({option} is set by {origin})"
+
+
+def _from_elsewhere(context: Any) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (origin, option, texts of its values) of the options that were not typed."""
+    for item in context.command.params:
+        origin = _origin_of(context, item.name)
+        if origin is not None:
+            value = context.params.get(item.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words = [str(x) for x in values if isinstance(x, (str, Path)) and len(str(x)) > 1]
+            yield origin, max(item.opts, key=len), words
 
 
 def _origin_of(context: Any, name: str) -> str | None:
@@ -87,10 +103,7 @@ def _origin_of(context: Any, name: str) -> str | None:
     return variable_of(context, name)
 
 
-def _as_word(value: Any) -> str:
-    """Return the text of a value that a message can be searched for; "" for numbers and flags."""
-    return str(value) if isinstance(value, (str, Path)) and len(str(value)) > 1 else ""
-
-
-def _is_in(word: str, message: str) -> bool:
-    return bool(word) and bool(re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", message))
+def _place(word: str, message: str) -> int:
+    """Return where a message has a word; -1 if nowhere."""
+    match = re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", message)
+    return match.start() if match else -1

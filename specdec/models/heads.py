@@ -47,8 +47,8 @@ class HeadFit:
     def lines(self) -> list[str]:
         whose = ", the target's own" if self.is_targets_own else ""
         note = (
-            "note       no file names the weights that a head was trained for: if few of its "
-            "tokens are accepted, it is another model's"
+            "note       a head's files do not say which weights it was trained for: if few of its "
+            "tokens are accepted, it was made for another model"
         )
         return [
             f"target     {self.n_target_tokens} tokens",

@@ -211,7 +211,7 @@ def _note(metrics: BatchMetrics, model: str, out: Path) -> None:
     other_models = sorted(metrics.models - {model})
     if other_models:
         names = ", ".join(other_models[:3]) + (", ..." if len(other_models) > 3 else "")
-        say(f"note: lines ask for the model {names}: {model} answered them")
+        say(f"note: some lines ask for the model {names}; {model} answered them")
     if 0 < metrics.n_errors < metrics.n_lines:
         say(f"note: {metrics.n_errors} of the lines could not be answered: see `error` in {out}")
 

@@ -165,7 +165,7 @@ def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-m", "smolm"], "no such model: smolm is no file or directory here; did you mean"),
+        (["-m", "smolm"], "no such model: smolm is not a file or directory here; did you mean"),
         (["-m", "./nothing.gguf"], "no such model file: nothing.gguf"),
         (["-m", "pair:target", "-md", "nothing"], "no such model: nothing"),
     ],
