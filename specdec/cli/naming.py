@@ -77,8 +77,8 @@ def _with_origin(message: str, context: Any) -> str | None:
             return None
         if message.startswith(f"{option} ") and origin.startswith(PREFIX):
             return f"{origin}{message.removeprefix(option)}"
-        found = [_place(text, message) for text in (option, *values)]
-        places += [(place, option, origin) for place in found if place >= 0]
+        starts = (_place(text, message) for text in (option, *values))
+        places += [(start, option, origin) for start in starts if start >= 0]
     if not places:
         return None
     _, option, origin = min(places)

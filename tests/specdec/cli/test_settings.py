@@ -210,7 +210,7 @@ def test_a_missing_file_is_reported_with_its_variable(monkeypatch, capsys, tmp_p
         ("MODEL", "smolm", "did you mean smollm2"),
         ("DRAFT_MODEL", "nothing", "no such model: nothing"),
         ("CHAT_TEMPLATE", "nothing", "no chat template 'nothing'"),
-        ("MEMORY_BUDGET", "999GiB", "the memory budget of 999"),
+        ("MEMORY_BUDGET", "999GiB", "the memory budget of"),
         ("CONFIG", "/nowhere", "/nowhere cannot be read as TOML"),
     ],
 )
