@@ -30,6 +30,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 _REMEDIES = (
+    ("Missing option '-m'", ": name a model, smollm2 for example"),
     ("No such command 'list'", ": use specdec models"),
     ("No such command 'show'", ": use specdec models, or specdec plan -m MODEL"),
     ("Got unexpected extra argument", ": quote a prompt of several words, and name the model once"),
