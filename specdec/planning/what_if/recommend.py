@@ -85,7 +85,7 @@ def refusal(memory_bytes: int, device_name: str) -> str:
     first = replace(PAIRS[0], draft=None)
     smallest = _Planned(device_name, (first,)).smallest(memory_bytes)
     return (
-        f"no model of the table fits {format_bytes(memory_bytes)}: {first.target} in "
+        f"no listed model fits {format_bytes(memory_bytes)}: {first.target} in "
         f"{first.file_type} needs {format_up(smallest)}; raise --memory-budget"
     )
 
