@@ -25,6 +25,7 @@ from offload.budget import format_up
 from offload.errors import SpecdecError
 from offload.process.disk_cache import cache_folder
 from offload.units import MIB, format_bytes, parse_bytes
+from specdec.cli.progress import waiting
 from specdec.models.names import resolve_model
 from specdec.models.weight_files import largest_weight_file, weight_files
 
@@ -89,7 +90,8 @@ def run_demo(
     stand_in = StandIn(
         source, format, form.dtype, n_bytes, _vocab_size(source), form.draft, CTX_SIZE
     )
-    _check_budget(stand_in, budget_bytes, is_auto)
+    with waiting("planning the memory"):
+        _check_budget(stand_in, budget_bytes, is_auto)
     made = _make_folders(parent)
     folder = None
     try:
@@ -101,7 +103,8 @@ def run_demo(
         argv += ["--vocab-size", str(stand_in.vocab_size)]
         argv += ["--format", format, "--dtype", form.dtype]
         check_child(run_child("bench", argv, None), "synth")
-        os.sync()  # pending writes would slow the reads
+        with waiting("waiting for the disk to write"):
+            os.sync()  # pending writes would slow the reads
         return _run(target, form.draft, budget_bytes, enforce)
     finally:
         if folder is not None and not keep:
@@ -110,7 +113,7 @@ def run_demo(
 
 
 def _announce(source: str, n_bytes: int, budget_bytes: int, parent: Path) -> None:
-    """Say beforehand what is written and read; the first seconds are spent on planning."""
+    """Say beforehand what is written and read."""
     _say(
         f"{source}, a small model of Python source, is grown to {n_bytes / 1e9:.2f} GB in {parent},"
     )
@@ -120,7 +123,7 @@ def _announce(source: str, n_bytes: int, budget_bytes: int, parent: Path) -> Non
     _say(
         "Nothing is downloaded. 3 GB took two minutes on the machine of docs/benchmarks.md; slower"
     )
-    _say("storage takes longer. First the memory is planned")
+    _say("storage takes longer.")
 
 
 def _check_budget(stand_in: StandIn, budget_bytes: int, is_auto: bool) -> None:

@@ -14,7 +14,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, __version__
 from transformers.configuration_utils import PreTrainedConfig
 
 from backends.checkpoint.architecture import architecture_of, language_config, sparse_limit
-from backends.checkpoint.json_file import json_fault
 from backends.checkpoint.kinds import read_raw, refuse_other_kinds
 from backends.checkpoint.layer_count import refuse_absurd_count
 from backends.checkpoint.quantised import quantisation_of
@@ -86,10 +85,8 @@ def load_config(directory: Path) -> PreTrainedConfig:
 def _fault(directory: Path, error: Exception) -> str:
     """Return what is wrong with a config.json that transformers refused."""
     path = directory / "config.json"
-    fault, raw = json_fault(path), read_raw(directory)
+    raw = read_raw(directory)
     kind = raw.get("model_type")
-    if fault is not None:
-        return f"{path} {fault}: {_REMEDY}"
     if kind is None:
         return f"{path} has no model_type, which names the model's family: {_REMEDY}"
     if kind not in CONFIG_MAPPING and "auto_map" in raw:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint.json_file import json_fault
 from backends.contract.backend import UnsupportedModel
 from offload.formats.lfs import refuse_pointer
+from offload.formats.tensors import CheckpointError
 
 _ENCODERS = frozenset(
     "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert "
@@ -58,8 +60,12 @@ def other_kind(directory: Path) -> str | None:
 
 def refuse_other_kinds(directory: Path) -> None:
     """Raise UnsupportedModel for a folder without a causal language model, CheckpointError for a
-    config.json that is only a Git LFS pointer."""
-    refuse_pointer(directory / "config.json")
+    config.json that is only a Git LFS pointer or no JSON object."""
+    path = directory / "config.json"
+    refuse_pointer(path)
+    fault = json_fault(path)
+    if fault is not None:
+        raise CheckpointError(f"{path} {fault}: fix it, or download the checkpoint again")
     kind = other_kind(directory)
     if kind is not None:
         raise UnsupportedModel(f"{directory} is {kind}: {_REMEDY}")

@@ -12,7 +12,7 @@ from bench.synth.recipes import RECIPES
 from bench.synth.shapes import HYBRIDS, MIXTURES, SHAPES, Storage, SynthError, named_shape
 from bench.synth.sizing import choose_shape
 from offload.units import format_bytes, parse_bytes
-from specdec.cli.output import loading_progress
+from specdec.cli.progress import loading_progress
 
 DEFAULT_SIZE = "6GB"
 MXFP4, GPT_OSS = "mxfp4", "gpt-oss-20b"

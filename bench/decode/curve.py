@@ -290,7 +290,7 @@ class _Progress:
 def measure(spec: CurveSpec, out: TextIO) -> dict[str, Any]:
     """Load the target and measure; progress goes to `out`."""
     from specdec.api import load
-    from specdec.cli.output import loading_progress
+    from specdec.cli.progress import loading_progress
 
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**load_keywords(spec.load, spec.settings), progress=progress)

@@ -25,6 +25,7 @@ from bench.process.probe import BUFFER_BYTES, probe_bandwidth
 from bench.process.results import Record, append_line
 from bench.prompts.workloads import WARM_UP_TOKENS, Prompt
 from offload.units import parse_bytes
+from specdec.cli.progress import loading_progress, waiting
 from specdec.metrics.stats import ratio
 from specdec.models.weight_files import largest_weight_file
 from specdec.policy.pair_statistics import PairStatistics
@@ -76,7 +77,6 @@ def measure(spec: MeasureSpec, out: TextIO) -> dict[str, Any]:
     Differences between outputs of an inexact target are examined (`near_ties`).
     """
     from specdec.api import load
-    from specdec.cli.output import loading_progress
 
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**_without_probe(spec), progress=progress)
@@ -106,8 +106,9 @@ def _without_probe(spec: MeasureSpec) -> dict[str, Any]:
 def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) -> list[Record]:
     keywords = {mode: keywords_of(mode, llm.spec) for mode in spec.modes}
     plan, few = llm.plan, {**spec.sampling, "max_tokens": WARM_UP_TOKENS}
-    for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
-        llm.generate(spec.prompts[0].text, **chosen, **few)
+    with waiting("warming up"):
+        for chosen in keywords.values():  # threads, caches and scratch memory, not the policy
+            llm.generate(spec.prompts[0].text, **chosen, **few)
     costs = plan.cost_model, plan.draft_cost_model
     statistics = {mode: PairStatistics(*costs, plan.n_draft_tokens) for mode in keywords}
     records: list[Record] = []
@@ -117,7 +118,9 @@ def _measure_all(llm: LLM, spec: MeasureSpec, probe: Probe | None, out: TextIO) 
         turn = []
         for mode in spec.modes[first:] + spec.modes[:first]:
             llm.session.use_statistics(statistics[mode])
-            turn.append(_measure_one(llm, prompt, mode, {**keywords[mode], **spec.sampling}, probe))
+            how = {**keywords[mode], **spec.sampling}
+            with waiting(f"prompt {index + 1}/{len(spec.prompts)} ({prompt.name}): {mode}"):
+                turn.append(_measure_one(llm, prompt, mode, how, probe))
             if spec.log is not None:
                 append_line(asdict(turn[-1]), Path(spec.log))
         records += turn

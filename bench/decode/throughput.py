@@ -56,7 +56,7 @@ def run_throughput(spec: ThroughputSpec, *, enforce: bool) -> dict[str, Any]:
 def measure(spec: ThroughputSpec, out: TextIO) -> dict[str, Any]:
     """Run the whole specification; progress goes to `out`."""
     from specdec.api import load
-    from specdec.cli.output import loading_progress
+    from specdec.cli.progress import loading_progress
 
     with loading_progress(f"loading {spec.load['model']}") as progress:
         llm = load(**spec.load, progress=progress)

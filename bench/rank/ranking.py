@@ -24,7 +24,7 @@ from bench.rank.ranked_draft import Comparison, RankedDraft, compare_speeds
 from bench.results import aggregate_stats
 from bench.table import Table, text_of
 from offload.errors import SpecdecError
-from specdec.cli.output import loading_progress
+from specdec.cli.progress import loading_progress, waiting
 from specdec.config import SPEC_TYPES
 from specdec.metrics.stats import ratio
 
@@ -178,7 +178,8 @@ def measure_here(candidate: Candidate) -> Measured:
         with loading_progress(title) as progress:
             llm = load(**candidate.load, progress=progress)
         with llm:
-            results = [llm.generate(text, **candidate.sampling) for text in candidate.prompts]
+            with waiting(f"measuring {candidate.name}"):
+                results = [llm.generate(text, **candidate.sampling) for text in candidate.prompts]
             stats = [result.stats.to_dict() for result in results]
             return Measured(None, llm.plan.predicted_tokens_per_second, stats)
     except SpecdecError as error:

@@ -27,7 +27,7 @@ def run_timeline(
     keywords: those of `specdec.load`; generation: keywords of `LLM.generate`.
     """
     from specdec.api import load
-    from specdec.cli.output import loading_progress
+    from specdec.cli.progress import loading_progress
     from specdec.models.names import resolve_draft
 
     if picture is not None:

@@ -167,7 +167,7 @@ class Placement:
         """Slots of the ring; 0 when nothing streams."""
         return min(self.max_slots, self.n_streamed_layers)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return max((layer.slot_bytes for layer in self.layers), default=0)
 

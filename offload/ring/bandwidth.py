@@ -29,7 +29,7 @@ from offload.ring.streamer import StreamStats, WeightStreamer
 from offload.storage.direct_io import DirectFile, StorageError
 from offload.storage.read_limit import read_limit_in_force
 from offload.storage.reading import DEFAULT_N_READERS, DEFAULT_READ_BYTES
-from offload.units import GIB, MIB
+from offload.units import GIB, MIB, format_bytes
 
 _CHUNK_BYTES = 64 * MIB  # two of these are in memory while measuring
 _MIN_BYTES = 64 * MIB  # a shorter measurement is not worth caching
@@ -98,6 +98,15 @@ def is_in_disk_cache(profile: DeviceProfile, cache_dir: Path | None = None) -> b
     was busy, or reading is limited."""
     folder = cache_folder() if cache_dir is None else cache_dir
     return _load(_cache_file(folder, profile)) == profile
+
+
+def why_not_cached(path: Path) -> str:
+    """Return why a measurement with this file is not in the disk cache."""
+    if not is_measurable(path):
+        return f"as the file has less than {format_bytes(_MIN_BYTES)}"
+    if read_limit_in_force(path) is not None:
+        return "as a cgroup limits reading"
+    return "as other programs were busy, or the cache folder cannot be written"
 
 
 def _cache_file(folder: Path, profile: DeviceProfile) -> Path:

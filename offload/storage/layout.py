@@ -9,7 +9,7 @@ its file offset modulo ALIGNMENT as its address.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload.formats.tensors import TensorRecord
@@ -67,27 +67,28 @@ def make_layout(records: Iterable[TensorRecord], *, merge_gap: int = MERGE_GAP_B
     """
     extents: list[ReadChunk] = []
     tensors: dict[str, tuple[int, int]] = {}
-    n_bytes = 0
+    path, start, buffer_start, end = None, 0, 0, 0  # of the extent that grows
+
+    def buffer_end() -> int:
+        return buffer_start + align_up(end - start)
+
+    def finish() -> None:
+        if path is not None:
+            n_needed = end - start
+            extents.append(ReadChunk(path, start, buffer_start, align_up(n_needed), n_needed))
+
     for record in sorted(records, key=lambda record: (str(record.path), record.offset)):
         if record.n_bytes == 0:
             tensors[record.name] = (0, 0)
             continue
-        start = align_down(record.offset)
-        last = extents[-1] if extents else None
-        if last is None or last.path != record.path or start > _end(last) + merge_gap:
-            last = ReadChunk(record.path, start, n_bytes, 0, 0)
-            extents.append(last)
-        n_needed = max(last.n_needed, record.offset + record.n_bytes - last.file_offset)
-        last = replace(last, n_bytes=align_up(n_needed), n_needed=n_needed)
-        extents[-1] = last
-        n_bytes = last.buffer_offset + last.n_bytes
-        offset = last.buffer_offset + record.offset - last.file_offset
-        tensors[record.name] = (offset, record.n_bytes)
-    return Layout(tuple(extents), tensors, n_bytes)
-
-
-def _end(extent: ReadChunk) -> int:
-    return extent.file_offset + extent.n_bytes
+        first = align_down(record.offset)
+        if record.path != path or first > start + align_up(end - start) + merge_gap:
+            finish()
+            path, start, buffer_start, end = record.path, first, buffer_end(), first
+        end = max(end, record.offset + record.n_bytes)
+        tensors[record.name] = (buffer_start + record.offset - start, record.n_bytes)
+    finish()
+    return Layout(tuple(extents), tensors, buffer_end())
 
 
 def _split(extent: ReadChunk, read_bytes: int) -> Iterator[ReadChunk]:

@@ -38,6 +38,7 @@ _OF_CHAT = frozenset(
     "model messages max_completion_tokens logprobs top_logprobs response_format".split()
 )
 _OF_COMPLETION = frozenset(("model", "prompt", "logprobs", "response_format"))
+_CONTENTS = ("prompt", "messages")
 _OF_MESSAGE = frozenset(("role", "content", "name"))
 _JSON_TYPES = {
     list: "an array",
@@ -188,8 +189,11 @@ def _openai_fields(value: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_fields(value: Mapping[str, Any]) -> dict[str, Any]:
     fields = _given(value)
     if "prompt" not in fields and "messages" not in fields:
+        near = [(name, get_close_matches(name[:64], _CONTENTS, 1)) for name in fields]
+        hints = [f": {_shown(name)} should be {match[0]}" for name, match in near if match]
         raise BatchError(
             "the line has neither a prompt nor messages, nor OpenAI's custom_id, method, url, body"
+            + "".join(hints[:1])
         )
     _refuse_unknown("the line", fields, _OF_PLAIN | _SAMPLING)
     return fields

@@ -22,10 +22,12 @@ from specdec.cli.commands import run as cli_run
 from specdec.cli.commands import serve as cli_serve
 from specdec.cli.commands import servers as cli_servers
 from specdec.cli.commands import train_draft as cli_train_draft
-from specdec.cli.errors import DEFAULTS_FILE, run_app
+from specdec.cli.errors import run_app
 from specdec.cli.help import Command, Group
 from specdec.cli.input.settings import FILE_VARIABLE, name_variables, own_file, read_defaults
 from specdec.cli.libraries import quiet_libraries
+from specdec.cli.naming import DEFAULTS_FILE, variable_of
+from specdec.cli.options import OptionError
 from specdec.cli.output import write_text
 
 app = typer.Typer(
@@ -77,7 +79,11 @@ def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
     name_variables(context.command)
     file = path or own_file()
     if file is not None:
-        context.default_map = read_defaults(file, context.command)
+        try:
+            context.default_map = read_defaults(file, context.command)
+        except OptionError as error:
+            variable = variable_of(context, "config")
+            raise error if variable is None else OptionError(f"{variable}: {error}") from error
         context.meta[DEFAULTS_FILE] = file
     return path
 

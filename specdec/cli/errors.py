@@ -22,21 +22,18 @@ from typer.exceptions import TyperException
 
 from offload.errors import SpecdecError, naming_options
 from specdec.cli.arguments import understood
-from specdec.cli.naming import variable_of
+from specdec.cli.naming import DEFAULTS_FILE, variable_of
 from specdec.cli.output import SHOWN, OutputError, write_text
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-DEFAULTS_FILE = "specdec.defaults"
-"""Key in a context's `meta`: the file that its default values come from."""
-
-
 _REMEDIES = (
+    ("Missing option '-m'", ": name a model, smollm2 for example"),
     ("No such command 'list'", ": use specdec models"),
     ("No such command 'show'", ": use specdec models, or specdec plan -m MODEL"),
-    ("Got unexpected extra argument", ": a prompt of several words is quoted, a model named once"),
+    ("Got unexpected extra argument", ": quote a prompt of several words, and name the model once"),
 )
 """Beginnings of typer's messages, and what is added to them."""
 

@@ -17,7 +17,7 @@ import typer
 
 from specdec.cli.completion import complete_model
 from specdec.cli.input.prompts import read_text
-from specdec.cli.naming import as_options, naming_variables, option_name, with_variables
+from specdec.cli.naming import as_options, naming_origins, option_name, with_variables
 from specdec.cli.options import Debug, OptionError
 from specdec.config import MAX_DRAFT_TOKENS, parse_spec_type
 from specdec.models.drafts import AUTO_DRAFT
@@ -299,12 +299,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         typed = dict(ChainMap(own, *of_groups))
         if is_context_declared:
             values["context"] = context
-        with as_options(with_variables(context, typed)):
-            with naming_variables(context):
-                built = {
-                    name: group.build({field: values.pop(field) for field in group.names})
-                    for name, group in groups.items()
-                }
+        with naming_origins(context), as_options(with_variables(context, typed)):
+            built = {
+                name: group.build({field: values.pop(field) for field in group.names})
+                for name, group in groups.items()
+            }
             command(**built, **values)
 
     flat.__doc__ = command.__doc__

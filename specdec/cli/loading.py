@@ -11,7 +11,8 @@ import typer
 from specdec.cli.enforce import enforced_bytes, run_enforced
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan, say_plan_notes
-from specdec.cli.output import SHOWN, loading_progress, say
+from specdec.cli.output import SHOWN, say
+from specdec.cli.progress import loading_progress
 from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:

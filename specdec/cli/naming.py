@@ -6,13 +6,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from offload.errors import SpecdecError
 from specdec.checks import ConfigError
 from specdec.cli.options import OptionError
 from specdec.option import options_of
+
+PREFIX = "SPECDEC_"
+"""Beginning of the environment variables that set options."""
+DEFAULTS_FILE = "specdec.defaults"
+"""Key in a context's `meta`: the file that its default values come from."""
 
 
 def option_name(kind: type[Any], name: str) -> str:
@@ -43,19 +51,59 @@ def with_variables(context: Any, typed: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def naming_variables(context: Any) -> Iterator[None]:
-    """Name the variable, too, in the block's errors about the text of one option."""
+def naming_origins(context: Any) -> Iterator[None]:
+    """Name, in the block's errors, the variable or the settings file that an option's value comes
+    from, if the error names the option or its value."""
     try:
         yield
-    except OptionError as error:
-        for item in context.command.params:
-            variable, option = variable_of(context, item.name), max(item.opts, key=len)
-            if variable is not None and str(error).startswith(f"{option} "):
-                raise OptionError(f"{variable}{str(error).removeprefix(option)}") from error
-        raise
     except OSError as error:
-        for item in context.command.params:
-            variable, value = variable_of(context, item.name), context.params.get(item.name)
-            if variable is not None and error.filename and str(value) == str(error.filename):
-                raise OptionError(f"{variable}: {error.filename}: {error.strerror}") from error
+        for origin, _, values in _from_elsewhere(context):
+            if error.filename and str(error.filename) in values:
+                raise OptionError(f"{origin}: {error.filename}: {error.strerror}") from error
         raise
+    except SpecdecError as error:
+        message = _with_origin(str(error), context)
+        if message is None:
+            raise
+        raise OptionError(message) from error
+
+
+def _with_origin(message: str, context: Any) -> str | None:
+    """Return the message with the origin of the value that it is about, which it names first; None
+    for one about no such value, and for one that has it already."""
+    places = []
+    for origin, option, values in _from_elsewhere(context):
+        if origin in message:
+            return None
+        if message.startswith(f"{option} ") and origin.startswith(PREFIX):
+            return f"{origin}{message.removeprefix(option)}"
+        starts = (_place(text, message) for text in (option, *values))
+        places += [(start, option, origin) for start in starts if start >= 0]
+    if not places:
+        return None
+    _, option, origin = min(places)
+    return f"{message} ({option} is set by {origin})"
+
+
+def _from_elsewhere(context: Any) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (origin, option, texts of its values) of the options that were not typed."""
+    for item in context.command.params:
+        origin = _origin_of(context, item.name)
+        if origin is not None:
+            value = context.params.get(item.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words = [str(x) for x in values if isinstance(x, (str, Path)) and len(str(x)) > 1]
+            yield origin, max(item.opts, key=len), words
+
+
+def _origin_of(context: Any, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    if source is not None and source.name == "DEFAULT_MAP":
+        return str(context.meta[DEFAULTS_FILE])
+    return variable_of(context, name)
+
+
+def _place(word: str, message: str) -> int:
+    """Return where a message has a word; -1 if nowhere."""
+    match = re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", message)
+    return match.start() if match else -1

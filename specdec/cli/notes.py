@@ -35,7 +35,7 @@ def check_models(load: RunOptions) -> None:
 def note_plan(load: RunOptions, plan: RunPlan) -> None:
     """Print notes on options that the plan cannot follow."""
     if load.exact != OFF and not plan.exactness.is_exact:
-        say(f"note: the text may not be plain decoding's to the bit: {plan.exactness.reason}")
+        say(f"note: the output may differ from plain decoding's: {plan.exactness.reason}")
     if load.prefetch_depth is not None and not plan.placement.n_streamed_layers:
         say("note: --prefetch-depth has no effect: no layer of the target streams")
     # The weights of a GGUF file that are not streamed are llama.cpp's to read.

@@ -27,7 +27,7 @@ Enforce = Annotated[
     bool,
     typer.Option(
         "--enforce",
-        help="Run inside a memory cgroup of the budget, so that the limit is the kernel's.",
+        help="Run in a memory cgroup of that size, so that the kernel enforces the budget.",
         rich_help_panel=MEMORY,
     ),
 ]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from offload.errors import SpecdecError
-from offload.units import GIB, Progress
+from offload.units import GIB
 
 
 @dataclass
@@ -26,6 +25,7 @@ class Shown:
 
 
 SHOWN = Shown()
+_NAME = "specdec: "
 
 
 class OutputError(SpecdecError):
@@ -51,7 +51,7 @@ def write_json(value: Mapping[str, Any]) -> None:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    print(f"specdec: {line}", file=stream or sys.stderr)
+    print(f"{_NAME}{line}", file=stream or sys.stderr)
 
 
 def say_lines(lines: Iterable[str]) -> None:
@@ -76,57 +76,29 @@ def say_figures(line: str) -> None:
         say(line)
 
 
-@contextmanager
-def loading_progress(title: str) -> Iterator[Progress]:
-    """Yield a function that shows a progress bar of bytes and their speed on stderr.
-
-    The bar appears on a terminal only, and ends before the text begins: reads during the first
-    pass are not shown. It starts with the first call, so that an earlier error is not printed
-    below an empty bar.
-    """
-    if not SHOWN.metrics or not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bar
-
-    title_columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    columns = (BarColumn(), DownloadColumn(binary_units=True))
-    speed = (TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Bar(*title_columns, *columns, *speed, console=Console(stderr=True), transient=True)
-    task = bar.add_task(title, total=None)
-
-    lock = threading.Lock()
-    is_over = False
-
-    def update(done: int, total: int) -> None:
-        with lock:
-            if not is_over:
-                # All bytes are read: measurements of the machine may follow, of unknown length.
-                description = f"{title}: finishing" if done >= total else title
-                bar.update(task, description=description, completed=done, total=total)
-                bar.start()
-
-    try:
-        yield update
-    finally:
-        with lock:
-            is_over = True
-            if bar.live.is_started:
-                bar.stop()
+def say_parts(parts: Iterable[str]) -> None:
+    """Print metrics side by side: on one line, or on as many as the terminal's width takes."""
+    if SHOWN.metrics:
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
+        for number, line in enumerate(_side_by_side(parts, width - len(_NAME))):
+            print((" " * len(_NAME) if number else _NAME) + line, file=sys.stderr)
 
 
-def perf_line(stats: Mapping[str, Any]) -> str:
-    """Return one line: speed, tokens per pass, traffic, stall share, memory; and if it is lossy."""
-    parts = [
+def _side_by_side(parts: Iterable[str], width: int) -> list[str]:
+    """Return the lines; a part that is wider has one of its own."""
+    lines: list[str] = []
+    for part in parts:
+        joined = f"{lines[-1]} | {part}" if lines else part
+        if lines and len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return lines
+
+
+def perf_parts(stats: Mapping[str, Any]) -> list[str]:
+    """Return speed, tokens per pass, traffic, stall share, memory; and whether it is lossy."""
+    return [
         f"{stats['tokens_per_second']:.2f} tok/s",
         f"{stats['mean_acceptance_length']:.2f} tokens/pass",
         f"{stats['bytes_streamed'] / 1e9:.1f} GB streamed",
@@ -138,7 +110,6 @@ def perf_line(stats: Mapping[str, Any]) -> str:
         *_vram(stats),
         *(() if stats["is_lossless"] else ("LOSSY (--accept-threshold)",)),
     ]
-    return " | ".join(parts)
 
 
 def stall_share(stats: Mapping[str, Any]) -> float:

@@ -1,10 +1,11 @@
-"""Generated text on stdout as it comes, then the perf line and notes on stderr."""
+"""Generated text on stdout as it comes, then metrics and notes on stderr."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.output import perf_line, say, say_figures, write_text
+from specdec.cli.output import perf_parts, say, say_parts, write_text
+from specdec.cli.progress import waiting
 
 if TYPE_CHECKING:
     from specdec.api import LLM, GenerationResult
@@ -17,22 +18,32 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
 
 
 def write_stream(stream: GenerationStream, n_sequences: int = 1) -> GenerationResult:
-    """Write a stream's text as it comes, a line break after it, and the perf line."""
+    """Write a stream's text as it comes, a line break after it, and its metrics."""
     last, index = "", -1
-    for chunk in stream:
-        if n_sequences > 1 and chunk.index > index:
-            index = chunk.index
-            write_text(("\n" if index else "") + f"--- {index + 1} of {n_sequences} ---\n")
-        write_text(chunk.text)
-        last = chunk.text or last
+    with waiting("reading the prompt", lambda: _progress(stream)) as indicator:
+        for chunk in stream:
+            indicator.end()
+            if n_sequences > 1 and chunk.index > index:
+                index = chunk.index
+                write_text(("\n" if index else "") + f"--- {index + 1} of {n_sequences} ---\n")
+            write_text(chunk.text)
+            last = chunk.text or last
     if not last.endswith("\n"):
         write_text("\n")
     result = stream.result
-    say_figures(perf_line(result.stats.to_dict()))
+    say_parts(perf_parts(result.stats.to_dict()))
     for note in dict.fromkeys(output.finish_note for output in result.outputs):
         if note is not None:
             say(f"note: {note}")
     return result
+
+
+def _progress(stream: GenerationStream) -> str:
+    """Return how much of the prompt is computed; "" for one that takes a single pass."""
+    progress = stream.progress
+    if progress is None or not progress.num_processed:
+        return ""
+    return f"{progress.num_processed} of {progress.num_prompt_tokens} tokens"
 
 
 def was_cut(result: GenerationResult) -> bool:

@@ -55,8 +55,8 @@ def cached_model(name: str) -> CachedModel:
     repos = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name]
     if not repos:
         raise ModelNotFound(
-            f"the hub's cache has no model {name}: `specdec models` lists what it has; other "
-            "files are removed by the program that keeps them"
+            f"the hub's cache has no model {name}: `specdec models` lists what it has; remove "
+            "other files with the program that keeps them"
         )
     own = replace(cache, repos=frozenset(repos))  # copies of a repository have the same commits
     strategy = own.delete_revisions(*(revision.commit_hash for revision in repos[0].revisions))

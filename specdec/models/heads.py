@@ -8,9 +8,9 @@ from typing import Any
 
 from backends.contract.backend import UnsupportedModel
 from backends.contract.source import BackendOptions, ModelSource
-from backends.heads.kinds import NAMES, head_kind
-from backends.heads.opened import open_head
-from specdec.models.names import resolve_model
+from backends.heads.kinds import MTP, NAMES, head_kind
+from backends.heads.opened import mtp_source, open_head
+from specdec.models.names import has_own_files, resolve_model
 
 
 def refuse_head(path: Path) -> None:
@@ -39,12 +39,21 @@ class HeadFit:
     n_layers: int
     """Layers of the head."""
 
+    @property
+    def is_targets_own(self) -> bool:
+        """Whether the head is among the target's own weights."""
+        return not has_own_files(self.head)
+
     def lines(self) -> list[str]:
+        whose = ", the target's own" if self.is_targets_own else ""
+        note = (
+            "note       a head's files do not say which weights it was trained for: if few of its "
+            "tokens are accepted, it was made for another model"
+        )
         return [
             f"target     {self.n_target_tokens} tokens",
-            f"draft      {NAMES[self.kind]}, layers: {self.n_layers}",
-            "note       no file names the weights that a head was trained for: if few of its "
-            "tokens are accepted, it is another model's",
+            f"draft      {NAMES[self.kind]}{whose}, layers: {self.n_layers}",
+            *(() if self.is_targets_own else (note,)),
             f"ok: the head fits; use it with -m {self.target} -md {self.head}",
         ]
 
@@ -59,12 +68,18 @@ class HeadFit:
 
 
 def compare_head(target: ModelSource, target_name: str, head_name: str) -> HeadFit:
-    """Compare an opened target with a draft head of one of `backends.heads.kinds.NAMES`.
+    """Compare an opened target with a draft head of one of `backends.heads.kinds.NAMES`; with its
+    own for the name MTP_HEAD.
 
-    Raises UnsupportedModel if it does not fit: another hidden size, vocabulary or family.
+    Raises UnsupportedModel if it does not fit (another hidden size, vocabulary or family), or the
+    target has no head.
     """
-    path = resolve_model(head_name)
-    kind, source = head_kind(path), open_head(path, target, BackendOptions())
+    if not has_own_files(head_name):
+        kind: str | None = MTP
+        source: ModelSource | None = mtp_source(target, BackendOptions())
+    else:
+        path = resolve_model(head_name)
+        kind, source = head_kind(path), open_head(path, target, BackendOptions())
     assert kind is not None, "the caller asked `head_kind`"
     assert source is not None
     n_tokens, n_layers = target.vocab_size, len(source.layers)

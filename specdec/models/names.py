@@ -110,8 +110,8 @@ def _describe_missing(text: str, path: Path) -> str:
     near = get_close_matches(text.lower().partition(":")[0], PACKAGED, n=1)
     hint = f"did you mean {near[0]}? Else give" if near else "give"
     return (
-        f"no such model: {path} is no file or directory here; {hint} the path of one, a hub id "
-        "(user/repo), smollm2, pair:target, or ollama:NAME for a model of Ollama's on this machine"
+        f"no such model: {path} is not a file or directory here; {hint} the path of one, a hub id "
+        "(user/repo), smollm2, pair:target, or ollama:NAME for a model that Ollama has here"
     )
 
 

@@ -19,7 +19,7 @@ from offload.formats.gguf_header import GgufFile
 from offload.formats.lfs import refuse_pointer
 from offload.formats.tensors import CheckpointError
 from specdec.models.heads import HeadFit, compare_head, refuse_head
-from specdec.models.names import resolve_model
+from specdec.models.names import has_own_files, resolve_model
 from specdec.text.contract import ChatTokenizer
 from specdec.text.tokenizer import Tokenizer
 from specdec.text.vocabulary import Compatibility, Vocabulary, compare_vocabularies
@@ -158,7 +158,7 @@ def compare_draft(target: str | Path, draft: str | Path) -> Compatibility | Head
 
     A head is compared by its shapes, so the target's weights must be there.
     """
-    if head_kind(resolve_model(draft)) is None:
+    if has_own_files(draft) and head_kind(resolve_model(draft)) is None:
         return compare_models(target, draft)
     source = open_model(target, BackendOptions()).source
     return compare_head(source, str(target), str(draft))

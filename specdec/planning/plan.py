@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import Unpack
 
 from backends.contract.source import ModelSource
-from offload.budget import format_up
+from offload.budget import BudgetExceeded, format_up
 from offload.formats.outline import is_outline
 from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.placement.tiers import VRAM
@@ -60,10 +60,10 @@ class Planning:
 
     def plan(self, total_bytes: int, budget_source: str) -> PlannedModels:
         """Return the models as planned for a budget. Raises BudgetExceeded."""
-        pair, options = self.pair, for_recurrent(self.options, self.pair.target.source, total_bytes)
+        pair = self.pair
         try:
             plan = make_plan(
-                options,
+                self.options,
                 pair,
                 self.measurements,
                 total_bytes,
@@ -75,6 +75,9 @@ class Planning:
             for source in pair.sources:
                 if source is not None:
                     source.end_planning()
+        options = for_recurrent(self.options, pair.target.source, total_bytes)
+        if options.parallel is not None:
+            options = replace(options, parallel=plan.max_num_seqs)
         if pair.draft is not None and plan.draft_placement is None:
             options, pair = options.without_draft(), OpenedPair(pair.target, None)
         to_load = placement(pair, self.gpu, plan.draft_device)
@@ -222,6 +225,34 @@ def make_plan(
 
     Raises BudgetExceeded with the smallest budget that works.
     """
+    if options.parallel is not None or not pair.sources[0].state_bytes(1, 1):
+        return _plan_of(options, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
+    # States of fewer sequences take less memory: one is what the smallest budget is for.
+    n = for_recurrent(options, pair.sources[0], total_bytes).max_num_seqs
+    while True:
+        fewer = replace(options, parallel=n)
+        try:
+            plan = _plan_of(fewer, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
+        except BudgetExceeded:
+            if n == 1:
+                raise
+            n //= 2
+        else:
+            return plan.with_smallest_of(
+                MemoryPlanner(*pair.sources, replace(options, parallel=1), base_bytes, gpu)
+            )
+
+
+def _plan_of(
+    options: RunOptions,
+    pair: Sources,
+    measurements: Measurements,
+    total_bytes: int,
+    budget_source: str,
+    base_bytes: int,
+    gpu: Gpu | None,
+) -> RunPlan:
+    """Return the plan of `make_plan` for options with a number of sequences."""
     target, draft = pair.sources
     options = for_recurrent(options, target, total_bytes)
     exactness = (target if gpu is None else gpu.target).exactness

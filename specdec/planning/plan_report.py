@@ -15,8 +15,9 @@ from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, a "
-    "fixed draft is kept, and KV of further sequences holds layers while they do not run"
+    "* is the plan that was chosen; it may be slower than the first row, because room for larger "
+    "trees may cost 1 %, a draft that was asked for stays, and KV cache for more sequences holds "
+    "layers until they run"
 )
 _WHOLE_CACHE_TYPES = ("f32", "f16", "bf16")
 _HEADINGS = ("weighed", "GB/pass", "s, 1 token", "s, tree", "tokens/s")
@@ -51,7 +52,10 @@ def memory_table(budget: MemoryBudget, title: str, source: str) -> list[str]:
     lines += [f"  {name:<{width}}  {format_bytes(n):>11}" for name, n in parts if n]
     overhead = overhead_bytes(budget)
     share = overhead / budget.total_bytes
-    return [*lines, f"neither weights nor KV cache: {format_bytes(overhead)}, {share:.0%} of it"]
+    return [
+        *lines,
+        f"libraries, activations and reserves: {format_bytes(overhead)}, {share:.0%} of the budget",
+    ]
 
 
 def kv_lines(cache_types: tuple[str, str], chosen: Alternative) -> list[str]:
@@ -122,9 +126,9 @@ def pinning_line(placement: Placement, decoding: Placement) -> str:
     num_pinned = placement.n_streamed_layers - decoding.n_streamed_layers
     pinnable = placement.streamed_bytes - decoding.streamed_bytes
     return (
-        f"while a sequence of {SEQUENCE_TOKENS} tokens is decoded, unused memory should hold "
-        f"{num_pinned} more ({format_bytes(pinnable)}): "
-        f"{format_bytes(decoding.streamed_bytes)} streamed per pass"
+        f"while a sequence of {SEQUENCE_TOKENS} tokens is decoded, {num_pinned} more "
+        f"({format_bytes(pinnable)}) should fit in unused memory, so that "
+        f"{format_bytes(decoding.streamed_bytes)} are streamed per pass"
     )
 
 

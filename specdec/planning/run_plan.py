@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
 from specdec.metrics.renamed import RenamedFields, with_old_names
+from specdec.planning.memory.memory_plan import MemoryPlanner
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.plan_report import (
     alternatives_table,
@@ -136,6 +137,14 @@ class RunPlan(RenamedFields):
     def smallest_budget_bytes(self) -> int:
         """The smallest budget that works for the run as planned, with or without the draft."""
         return self.chosen.memory_plan.smallest.host_bytes
+
+    def with_smallest_of(self, planner: MemoryPlanner) -> RunPlan:
+        """Return the plan with the smallest budgets of another choice of options."""
+        memory_plan, alone = self.chosen.memory_plan, planner.smallest_alone
+        smallest = alone if memory_plan.draft is None else planner.smallest
+        smallest = smallest.at_most(self.budget_bytes)
+        memory_plan = replace(memory_plan, smallest=smallest, smallest_alone=alone)
+        return replace(self, chosen=replace(self.chosen, memory_plan=memory_plan))
 
     @property
     def smallest_without_draft_bytes(self) -> int:

@@ -45,7 +45,9 @@ class SamplingParams:
 
     temperature: float = option(0.0, "0, the default, is greedy.", SAMPLING)
     top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.", SAMPLING)  # (warper)
-    top_p: float = option(1.0, "Keep the likeliest tokens up to this sum.", SAMPLING)  # (warper)
+    top_p: float = option(
+        1.0, "Keep the likeliest tokens whose probabilities add up to this.", SAMPLING
+    )  # (warper)
     min_p: float = option(  # (warper)
         0.0, "Drop tokens below this share of the likeliest one.", SAMPLING
     )
@@ -57,10 +59,10 @@ class SamplingParams:
         1.0, "Above 1: tokens already seen become less likely.", SAMPLING
     )
     frequency_penalty: float = option(  # OpenAI's, as is the next one
-        0.0, "Subtracted from a token's logit for each time that the output has it.", SAMPLING
+        0.0, "Subtract this from a token's logit for each time it occurs in the output.", SAMPLING
     )
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of all tokens that the output has.", SAMPLING
+        0.0, "Subtract this from the logits of all tokens that occur in the output.", SAMPLING
     )
     logit_bias: TokenBias = ()  # ((token id, bias added to its logit), ...)
     no_repeat_ngram_size: int = 0
@@ -83,15 +85,17 @@ class SamplingParams:
     )
     json_schema: str | Mapping[str, Any] | None = option(  # stored as a string
         None,
-        "The output is JSON of this schema.",
+        "Constrain the output to JSON that follows this schema.",
         SAMPLING,
         metavar="FILE",
     )
     json_object: bool = False  # the output is any JSON object
-    regex: str | None = option(None, "The whole output matches this regular expression.", SAMPLING)
+    regex: str | None = option(
+        None, "Constrain the output to text that matches this regular expression.", SAMPLING
+    )
     grammar: str | None = option(
         None,
-        "The output follows this grammar: Lark, or llama.cpp's GBNF.",
+        "Constrain the output to this grammar: Lark, or llama.cpp's GBNF.",
         SAMPLING,
         metavar="FILE",
     )

@@ -163,7 +163,7 @@ class Serving:
         the page and programs repeat to see the server's state."""
         if path in _REPEATED:
             return
-        line = f"{path} {status or 'left by its client'}, {seconds:.2f} s"
+        line = f"{path} {status or 'closed by the client'}, {seconds:.2f} s"
         if self._logs_requests:
             self._say(line)
         elif self._write_log is not None:
@@ -196,12 +196,12 @@ class Serving:
 
     def _begin(self, router: ModelRouter) -> None:
         """Load the models of the start."""
-        health = f"{self._url}/health tells"
+        health = f"{self._url}/health"
         if router.only is not None:
-            self._say(f"loading {router.only.name}; {health} when it is ready")
+            self._say(f"loading {router.only.name}; {health} shows when it is ready")
         else:
             self._say(f"ready: {', '.join(r.name for r in self._runners)} at {self._url}/v1")
-            self._say(f"{health} which are loaded; chat page: {self._url}")
+            self._say(f"{health} shows which are loaded; chat page: {self._url}")
         for runner in self._runners:
             if runner.options.on_startup:
                 router.load(runner)

@@ -32,22 +32,22 @@ class TrainOptions:
     traces: Path | None = None
     max_tokens: int = option(
         200_000,
-        "Use this much of the text: whole files, in random order.",
+        "Maximum number of tokens of the text to use: whole files, in random order.",
         DATA,
         at_least=1024,
     )
     length: int = option(512, "Tokens of a training sequence.", DATA, at_least=16, at_most=32_768)
     generate: float = option(
         8.0,
-        "Minutes in which the target continues beginnings of the text: its own output is what a "
-        "draft has to predict. 0 for none.",
+        "Minutes during which the target writes its own continuations of the text, because a draft "
+        "has to predict the target's output; 0: none.",
         DATA,
         at_least=0.0,
         metavar="MINUTES",
     )
     minutes: float = option(20.0, "Time limit of the training alone.", TRAINING, above=0.0)
     epochs: float = option(
-        4.0, "Train on the text so many times, if there is time.", TRAINING, above=0.0
+        4.0, "Number of passes over the text, if the time allows.", TRAINING, above=0.0
     )
     learning_rate: float | None = option(
         None,

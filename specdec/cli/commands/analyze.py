@@ -9,6 +9,7 @@ import typer
 from specdec.cli import options
 from specdec.cli.groups import Roofline, with_options
 from specdec.cli.output import say, write_json, write_text
+from specdec.cli.progress import waiting
 from specdec.models.names import check_local_name
 
 Phase = Annotated[
@@ -42,9 +43,10 @@ def analyze(
 ) -> None:
     """Show a pass's FLOPs and bytes, its bottleneck, and how many more tokens cost no time."""
     check_local_name(load.model)
-    from specdec.analysis.analyze import analyze as analyze_model
+    with waiting(f"analyzing {load.model}"):
+        from specdec.analysis.analyze import analyze as analyze_model
 
-    result = analyze_model(**load.keywords(), phase=phase, n_tokens=n_tokens, on=on)
+        result = analyze_model(**load.keywords(), phase=phase, n_tokens=n_tokens, on=on)
     if load.ctx_size is not None and result.context < load.ctx_size:
         say(f"note: --ctx-size {load.ctx_size} is cut to the model's {result.context}")
     if json:

@@ -17,7 +17,7 @@ from specdec.cli import options
 from specdec.cli.groups import BatchLoad, Sampling, with_options
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import check_models
-from specdec.cli.output import SHOWN, say, say_figures, write_json
+from specdec.cli.output import SHOWN, say, say_parts, write_json
 from specdec.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def batch(
     if json:
         write_json(_summary(metrics))
     else:
-        say_figures(_figures_line(metrics))
+        say_parts(_parts(metrics))
     if metrics.n_errors == metrics.n_lines:
         raise BatchError(f"no line of {source} could be answered: see `error` in {output_file}")
 
@@ -211,7 +211,7 @@ def _note(metrics: BatchMetrics, model: str, out: Path) -> None:
     other_models = sorted(metrics.models - {model})
     if other_models:
         names = ", ".join(other_models[:3]) + (", ..." if len(other_models) > 3 else "")
-        say(f"note: lines ask for the model {names}: {model} answered them")
+        say(f"note: some lines ask for the model {names}; {model} answered them")
     if 0 < metrics.n_errors < metrics.n_lines:
         say(f"note: {metrics.n_errors} of the lines could not be answered: see `error` in {out}")
 
@@ -223,16 +223,15 @@ def _summary(metrics: BatchMetrics) -> dict[str, Any]:
     return {**result, "tokens_per_second": metrics.tokens_per_second}
 
 
-def _figures_line(metrics: BatchMetrics) -> str:
+def _parts(metrics: BatchMetrics) -> list[str]:
     before = f" ({metrics.n_before} of them before)" if metrics.n_before else ""
-    parts = [
+    return [
         f"{metrics.n_answered} lines{before}, {metrics.n_errors} failed",
         f"{metrics.n_generated_tokens} tokens",
         f"{metrics.tokens_per_second:.2f} tok/s",
         _duration(metrics.seconds),
         *_engine_parts(metrics.engine),
     ]
-    return " | ".join(parts)
 
 
 def _engine_parts(stats: EngineStats | None) -> list[str]:

@@ -11,7 +11,8 @@ from specdec.cli import options
 from specdec.cli.enforce import run_benchmark
 from specdec.cli.groups import LoadEachDraft, Sampling, one_draft, with_options
 from specdec.cli.output import write_json, write_text
-from specdec.models.names import has_own_files
+from specdec.cli.progress import waiting
+from specdec.models.drafts import AUTO_DRAFT
 from specdec.run_options import RunOptions
 
 Rank = Annotated[
@@ -77,10 +78,16 @@ def _compare(named: list[RunOptions], json: bool) -> None:
     model, draft = named[0].model, one_draft([str(item.draft_model or "") for item in named])
     if not draft:
         raise options.OptionError("no draft model was named: use -md (--draft-model)")
-    from specdec.models.opened import compare_draft
-    from specdec.text.vocabulary import Compatibility
+    if draft == AUTO_DRAFT:
+        raise options.OptionError(
+            f"-md auto is chosen when a run is planned: specdec plan -m {model} -md auto says "
+            "which draft and why"
+        )
+    with waiting("reading both models"):
+        from specdec.models.opened import compare_draft
+        from specdec.text.vocabulary import Compatibility
 
-    result = compare_draft(model, draft if has_own_files(draft) else model)
+        result = compare_draft(model, draft)
     if json:
         write_json(result.to_dict())
     else:

@@ -15,6 +15,7 @@ from specdec.cli.groups import Model, PlannedLoad, with_options
 from specdec.cli.libraries import import_for_good
 from specdec.cli.notes import check_models, note_plan
 from specdec.cli.output import write_json, write_text
+from specdec.cli.progress import waiting
 from specdec.run_options import CPU, CUDA
 
 if TYPE_CHECKING:
@@ -51,20 +52,20 @@ def plan(
 ) -> None:
     """Show the memory plan, the alternatives, and the predicted speed."""
     check_models(load)
-    import specdec.api  # noqa: F401  # the memory of a run's own modules counts in its plan
-    from specdec.planning.plan import plan_run
-    from specdec.planning.what_if.machines import Machines as SeveralMachines
-    from specdec.planning.what_if.other_device import plan_on
-    from specdec.planning.what_if.together import Together, plan_together
+    keywords, elsewhere = load.keywords(), None
+    with waiting(f"planning {load.model}"):
+        import specdec.api  # noqa: F401  # the memory of a run's own modules counts in its plan
+        from specdec.planning.plan import plan_run
+        from specdec.planning.what_if.machines import Machines as SeveralMachines
+        from specdec.planning.what_if.other_device import plan_on
+        from specdec.planning.what_if.together import Together, plan_together
 
-    keywords = load.keywords()
-    if on is None:
-        elsewhere = None
-        import_for_good(load)
-        here = plan_run(**keywords)
-    else:  # the weights need not be there
-        elsewhere = plan_on(on, **keywords)
-        here = elsewhere.plan
+        if on is None:
+            import_for_good(load)
+            here = plan_run(**keywords)
+        else:  # the weights need not be there
+            elsewhere = plan_on(on, **keywords)
+            here = elsewhere.plan
     note_plan(load, here)
     result = elsewhere or here
     more: dict[str, Together | SeveralMachines] = {}
@@ -88,7 +89,7 @@ def profile(
 ) -> None:
     """Measure this machine's storage and arithmetic; --json prints a device for --on."""
     from backends.timing.cached import forget_curves
-    from offload.ring.bandwidth import is_in_disk_cache, measure_storage
+    from offload.ring.bandwidth import is_in_disk_cache, measure_storage, why_not_cached
     from specdec.devices.this_machine import ThisGpu, ThisMachine, model_formats
     from specdec.models.names import resolve_model
     from specdec.models.weight_files import largest_weight_file
@@ -96,11 +97,14 @@ def profile(
     if device not in (CPU, CUDA):
         raise options.OptionError(f"--device is {device!r}, must be cpu or cuda")
     path = resolve_model(model)
+    file = largest_weight_file(path)
     if refresh:
         forget_curves()
-    result = measure_storage(largest_weight_file(path), refresh=refresh)
-    gpu = ThisGpu(path, model_formats(path)) if device == CUDA else None
-    machine = gpu or ThisMachine(path, model_formats(path))
+    with waiting("measuring this machine"):
+        result = measure_storage(file, refresh=refresh)
+        gpu = ThisGpu(path, model_formats(path)) if device == CUDA else None
+        machine = gpu or ThisMachine(path, model_formats(path))
+        _ = machine.dram_bytes_per_second, None if gpu is None else gpu.pcie_bytes_per_second
     if json:
         metrics = {
             "dram_bytes_per_second": machine.dram_bytes_per_second,
@@ -112,15 +116,15 @@ def profile(
         return
     when = datetime.fromtimestamp(result.measured_at).isoformat(" ", timespec="seconds")
     how = "O_DIRECT" if result.direct else "through the page cache"
-    cached = " and cached on disk; --refresh measures again"
+    cached = "and cached on disk; --refresh measures again"
     if not is_in_disk_cache(result):
-        cached = "; not cached: the file is too small, the disk busy, or reading limited"
+        cached = f"and not cached, {why_not_cached(file)}: the next call measures again"
     speeds = machine.flops_per_second.items()
     flops = ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds)
     write_text(
         f"storage    {result.storage_bytes_per_second / 1e9:.2f} GB/s, {how}, "
         f"{result.n_readers} readers of {format_bytes(result.read_bytes)}\n"
-        f"           measured {when}{cached}\n"
+        f"           measured {when} {cached}\n"
         f"memory     {format_bytes(machine.memory_bytes)}, "
         f"{machine.dram_bytes_per_second / 1e9:.1f} GB/s in one-token products\n"
         f"arithmetic {flops}\n"

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from specdec.cli import options
-from specdec.cli.output import loading_progress, write_json, write_text
+from specdec.cli.output import write_json, write_text
+from specdec.cli.progress import loading_progress
 from specdec.models.names import check_local_name
 
 Model = Annotated[

@@ -9,6 +9,7 @@ import typer
 from offload.units import UnitError, parse_bytes
 from specdec.cli import options
 from specdec.cli.output import write_json, write_text
+from specdec.cli.progress import waiting
 
 Budget = Annotated[
     str,
@@ -34,13 +35,22 @@ def recommend(
     from specdec.planning.what_if import recommend as advice
 
     if markdown:
-        write_text(advice.markdown_table())
+        with waiting("planning for eight machines"):
+            table = advice.markdown_table()
+        write_text(table)
         return
     if memory_budget == "auto":
         n_bytes = budget_of_run(memory_budget)[0]
     else:  # that of another machine may be larger than this one's memory
         n_bytes = _parsed(memory_budget)
-    items = advice.recommend(n_bytes, on)
+    planned = ""
+
+    def report(name: str) -> None:
+        nonlocal planned
+        planned = name
+
+    with waiting("planning", lambda: planned):
+        items = advice.recommend(n_bytes, on, report)
     if not items:
         raise options.OptionError(advice.refusal(n_bytes, on))
     if json:

@@ -42,8 +42,8 @@ IsChat = Annotated[
     bool,
     typer.Option(
         "--chat",
-        help="Treat the prompt as a user's message, in the model's chat template; without one as a "
-        "plain transcript. The default where the model has a template.",
+        help="Treat the prompt as a user's message: in the model's chat template, or as a plain "
+        "transcript if it has none. This is the default for models with a template.",
     ),
 ]
 IsRaw = Annotated[

@@ -28,7 +28,7 @@ from specdec.cli.libraries import import_for_good
 from specdec.cli.loading import open_model, run_again_enforced
 from specdec.cli.notes import note_embedded, note_plain_transcript
 from specdec.cli.output import SHOWN, say
-from specdec.models.names import check_local_draft, check_local_name
+from specdec.models.names import check_local_name
 from specdec.run_options import AUTO, CPU, RunOptions
 from specdec.serve.options import ServeOptions
 from specdec.serve.process.child import (
@@ -76,7 +76,7 @@ def serve(
         models, capacity = _planned(preset, start)
     else:
         assert load is not None, "it is named, or there is a preset"
-        _check_names(load)
+        _check_models(load)
         models, capacity = [_only(server, load)], None
     shows = {"is_debug": wants_debug(argv), "logs_requests": SHOWN.plan}
     read_budget = None if preset else budget_reader(context)
@@ -125,11 +125,13 @@ def _only(server: ServeOptions, load: RunOptions) -> ModelOptions:
     return ModelOptions(_names(server, load), load, keep_alive=server.keep_alive_seconds)
 
 
-def _check_names(load: RunOptions) -> None:
-    """Raise ModelNotFound for names that can be no models, before anything listens."""
-    check_local_name(load.model)
-    if load.draft_model not in (None, AUTO):  # the engine chooses, each machine's own
-        check_local_draft(load.draft_model)
+def _check_models(load: RunOptions) -> None:
+    """Raise SpecdecError for names that can be no models and for files that cannot be read, before
+    anything listens."""
+    from specdec.models.headers import check_headers
+
+    is_chosen = load.draft_model == AUTO  # by the engine, which knows each machine's own
+    check_headers(load.model, None if is_chosen else load.draft_model)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.naming import PREFIX
 from specdec.cli.options import OptionError
 from specdec.opening import open_now
 from specdec.run_options import AUTO
@@ -21,7 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PREFIX = "SPECDEC_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 # Options of one call, or read elsewhere: a key may come from a file instead of its variable.
 _ELSEWHERE = frozenset({"help", "version", "debug", "config", "prompt", "file", "api_key"})

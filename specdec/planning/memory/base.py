@@ -11,7 +11,7 @@ from backends.contract.source import ModelSource
 from offload.process.allocator import give_back_freed
 from offload.process.memory import companion_bytes, memory_limit, process_memory
 from offload.units import format_exactly, parse_bytes
-from specdec.checks import ConfigError
+from specdec.checks import ConfigError, FieldName
 from specdec.run_options import AUTO
 
 
@@ -46,6 +46,8 @@ def asked_budget(ledger: str, requested: str | int, max_bytes: int, whose: str) 
     n_bytes = parse_bytes(requested)
     if n_bytes - max_bytes >= mmap.PAGESIZE:  # the kernel steps limits down to whole pages
         raise ConfigError(
-            f"the {ledger} budget of {format_exactly(n_bytes)} is above {whose}: give at most that"
+            f"the {ledger} budget of {format_exactly(n_bytes)} is above {whose}: lower ",
+            FieldName(f"{ledger.lower()}_budget"),
+            " to that",
         )
     return min(n_bytes, max_bytes)

@@ -106,6 +106,10 @@ class MinBudget:
         """Return the budget of one ledger, named as in errors."""
         return self.vram_bytes if ledger == VRAM else self.host_bytes
 
+    def at_most(self, total_bytes: int) -> MinBudget:
+        """Return the smallest budgets, of which one that works is known: they differ by jitter."""
+        return replace(self, host_bytes=min(self.host_bytes, total_bytes))
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -208,6 +212,7 @@ class MemoryPlanner:
         if needed > total_bytes + BASE_JITTER_BYTES:
             advice = self._advice(needed, shape, vram) + self._advice_on_draft(shape, MEMORY)
             raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
+        smallest = smallest.at_most(total_bytes)
         headroom_bytes = HEADROOM_BYTES - max(needed - total_bytes, 0)
         budget = MemoryBudget(total_bytes, self._base_bytes, headroom_bytes)
         _reserve(budget, None, parts)

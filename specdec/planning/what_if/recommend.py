@@ -6,7 +6,7 @@ speeds are predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -63,16 +63,21 @@ class Recommendation:
     """Smallest budget that works, with the draft."""
 
 
-def recommend(memory_bytes: int, device_name: str = TABLE_DEVICES[0]) -> list[Recommendation]:
+def recommend(
+    memory_bytes: int,
+    device_name: str = TABLE_DEVICES[0],
+    report: Callable[[str], None] = lambda _name: None,
+) -> list[Recommendation]:
     """Return the pairs that fit a budget, from the smallest target to the largest.
 
     Args:
         memory_bytes: memory that a run may take.
         device_name: as `specdec plan --on`; its own memory is not looked at.
+        report: called with the name of each target that is planned.
 
     Raises DeviceError, and CheckpointError where the outlines cannot be written.
     """
-    return _Planned(device_name, PAIRS).fitting(memory_bytes)
+    return _Planned(device_name, PAIRS).fitting(memory_bytes, report)
 
 
 def refusal(memory_bytes: int, device_name: str) -> str:
@@ -80,7 +85,7 @@ def refusal(memory_bytes: int, device_name: str) -> str:
     first = replace(PAIRS[0], draft=None)
     smallest = _Planned(device_name, (first,)).smallest(memory_bytes)
     return (
-        f"no model of the table fits {format_bytes(memory_bytes)}: {first.target} in "
+        f"no listed model fits {format_bytes(memory_bytes)}: {first.target} in "
         f"{first.file_type} needs {format_up(smallest)}; raise --memory-budget"
     )
 
@@ -99,13 +104,16 @@ class _Planned:
     def _sources(self) -> list[SourcePair]:
         return [self._open(pair) for pair in self.pairs]
 
-    def fitting(self, memory_bytes: int) -> list[Recommendation]:
+    def fitting(
+        self, memory_bytes: int, report: Callable[[str], None] = lambda _name: None
+    ) -> list[Recommendation]:
         left = memory_bytes - self._base_bytes - HEADROOM_BYTES
         if left <= 0:
             return []  # before the outlines are written
         items = []
         for pair, source in zip(self.pairs, self._sources, strict=True):
-            if source.sources[0].non_layer_bytes < left:  # a plan takes a second
+            if source.sources[0].non_layer_bytes < left:  # a plan takes half a second
+                report(f"{pair.target}, {pair.file_type}")
                 with suppress(BudgetExceeded):
                     items.append(self._plan(pair, source, memory_bytes))
         return items

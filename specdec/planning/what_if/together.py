@@ -29,7 +29,7 @@ class Together:
         result = self.throughput
         line = (
             f"{result.num_seqs} sequences at once: predicted "
-            f"{result.plain_tokens_per_second:.2f} tokens/s together plain"
+            f"{result.plain_tokens_per_second:.2f} tokens/s in total without a draft"
         )
         if result.tree_tokens:
             tokens = "token" if result.tree_tokens == 1 else "tokens"
@@ -38,8 +38,8 @@ class Together:
                 f"{tokens} each"
             )
         return [
-            f"{line}; prompts not counted; the KV cache has {format_bytes(self.kv_bytes)} for "
-            f"{self.kv_tokens} tokens of all sequences"
+            f"{line}, prompts not counted; the KV cache of {format_bytes(self.kv_bytes)} holds "
+            f"{self.kv_tokens} tokens of all sequences together"
         ]
 
 

@@ -132,6 +132,7 @@ def test_seeds_are_of_the_run_and_of_the_line() -> None:
     ("value", "parts"),
     [
         ({}, ("neither a prompt nor messages",)),
+        ({"promt": "x"}, ("neither a prompt nor messages", '"promt" should be prompt')),
         ([1], ("holds an array", "object")),
         ({"prompt": "x", "temprature": 1}, ('"temprature"', "leave them out")),
         ({"prompt": "x", "messages": HI}, ("both a prompt and messages",)),

@@ -6,14 +6,17 @@ import io
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Models, save_models
 
+import specdec.cli.progress
 from specdec.cli.app import main
-from specdec.cli.output import loading_progress
+from specdec.cli.output import say_parts
+from specdec.cli.progress import loading_progress, waiting
 from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
 
@@ -249,9 +252,53 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(8 * 2**20, 8 * 2**20)
     shown = terminal.getvalue()
     assert "growing" in shown
-    assert "8.0/8.0 MiB" in shown
-    assert "growing: finishing" in shown, "a full bar says that something follows"
+    assert "3.0/8.0 MiB" in shown
+    assert "growing: finishing" in shown, "a full bar gives way to a line that moves"
     assert shown.endswith("\x1b[2K")  # the line is erased at the end
+
+
+def test_a_wait_without_bytes_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec.cli.progress, "DELAY_SECONDS", 0.0)
+    terminal, details = open_terminal(monkeypatch), iter(range(1, 1000))
+    with waiting("planning", lambda: f"pair {next(details)}") as indicator:
+        end = time.monotonic() + 60
+        while "pair 3" not in terminal.getvalue():
+            assert time.monotonic() < end, terminal.getvalue()
+            time.sleep(0.02)
+        indicator.end()
+        shown = terminal.getvalue()
+        assert shown.endswith("\x1b[2K")
+    assert terminal.getvalue() == shown
+    assert "planning: pair 1" in shown
+    assert "0:00:0" in shown, "the seconds"
+
+
+def test_a_short_wait_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec.cli.progress, "DELAY_SECONDS", 60.0)
+    terminal = open_terminal(monkeypatch)
+    with waiting("planning"):
+        pass
+    with loading_progress("loading") as progress:
+        progress(8, 8)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_metrics_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parts = [
+        "9.64 tok/s",
+        "5.31 tokens/pass",
+        "12.3 GB streamed",
+        "stall 75%",
+        "peak 3.4 of 3.5 GiB",
+    ]
+    say_parts(parts)
+    lines = terminal.getvalue().splitlines()
+    assert 1 < len(lines) <= 3
+    assert max(map(len, lines)) <= columns
+    assert [word for line in lines for word in line[9:].split(" | ")] == parts
 
 
 def test_no_bar_above_an_error_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

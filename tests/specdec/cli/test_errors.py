@@ -118,7 +118,7 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
     [
         (["list"], "No such command 'list': use specdec models"),
         (["show", "smollm2"], "use specdec models, or specdec plan -m MODEL"),
-        (["run", "smollm2", "hi", "there"], "a prompt of several words is quoted"),
+        (["run", "smollm2", "hi", "there"], "quote a prompt of several words"),
         (["run", "smollm2", "hi", "-c", "abc"], "'abc' should be a valid integer (see"),
     ],
 )

@@ -202,3 +202,33 @@ def test_a_missing_file_is_reported_with_its_variable(monkeypatch, capsys, tmp_p
     assert main(["run", "-m", "pair:target", "-p", "hi"]) == 2
     error = capsys.readouterr().err
     assert f"error: SPECDEC_JSON_SCHEMA: {missing}: No such file or directory\n" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MODEL", "smolm", "did you mean smollm2"),
+        ("DRAFT_MODEL", "nothing", "no such model: nothing"),
+        ("CHAT_TEMPLATE", "nothing", "no chat template 'nothing'"),
+        ("MEMORY_BUDGET", "999GiB", "the memory budget of"),
+        ("CONFIG", "/nowhere", "/nowhere cannot be read as TOML"),
+    ],
+)
+def test_the_variable_behind_a_bad_name_is_named(
+    name: str,
+    value: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECDEC_MODEL", "pair:target")
+    monkeypatch.setenv(f"SPECDEC_{name}", value)
+    expect_error(capsys, ["run", "-p", "x"], message, f"SPECDEC_{name}")
+
+
+def test_the_file_behind_a_bad_name_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('model = "smolm"')
+    expect_error(capsys, ["--config", str(file), "run", "-p", "x"], f"(--model is set by {file})")

@@ -50,6 +50,33 @@ def test_check_says_what_it_is_and_how_it_is_used(
     assert value["target_tokens"] == VOCAB
 
 
+@pytest.mark.parametrize("name", ["pair:target", "pair:target.gguf"])
+def test_check_finds_that_a_target_has_no_head(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name.endswith("gguf"):
+        pytest.importorskip("llama_cpp")
+    assert main(["check", "-m", name, "-md", "mtp"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "has no MTP head" in err
+    assert err.count("\n") == 1
+
+
+def test_check_finds_the_targets_own_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-m", "pair:hybrid", "-md", "mtp"]) == 0
+    out = capsys.readouterr().out
+    assert "an MTP head, the target's own, layers: 1" in out
+    assert "another model" not in out
+
+
+def test_check_compares_no_draft_that_is_yet_to_be_chosen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "-m", "pair:target", "-md", "auto"]) == 2
+    assert "specdec plan -m pair:target -md auto" in capsys.readouterr().err
+
+
 def test_check_finds_the_head_of_another_target(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

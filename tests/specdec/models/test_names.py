@@ -70,9 +70,9 @@ def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("missing", "no such model: missing is no file or directory here; give the path"),
-        ("missing.gguf", "missing.gguf is no file or directory here"),
-        ("a/b/c", "a/b/c is no file or directory here"),
+        ("missing", "no such model: missing is not a file or directory here; give the path"),
+        ("missing.gguf", "missing.gguf is not a file or directory here"),
+        ("a/b/c", "a/b/c is not a file or directory here"),
         ("smolm2", "here; did you mean smollm2\\? Else give the path"),
         ("SmolLM2:latest", "did you mean smollm2"),
         ("llama3", "ollama:NAME for a model of Ollama's"),

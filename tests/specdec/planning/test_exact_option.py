@@ -84,7 +84,7 @@ def test_a_run_that_cannot_be_exact_is_reported(
     models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = models.run_argv("-p", "ab", "-n", "4", "--json")
-    note = "note: the text may not be plain decoding's to the bit: its sums are odd"
+    note = "note: the output may differ from plain decoding's: its sums are odd"
     for more, is_reported in (((), True), (("--exact", "off"), False)):
         assert main([*argv, *more]) == 0
         out, err = capsys.readouterr()

@@ -63,7 +63,7 @@ def test_all_that_is_free_is_taken_or_what_was_asked_for():
     assert (actual.vram_bytes, actual.vram_source) == (6 * GIB, "what is free on Test GPU")
     actual = find_gpu(options(device="cuda", vram_budget="2GiB"), pair())
     assert (actual.vram_bytes, actual.vram_source) == (2 * GIB, "as asked")
-    with pytest.raises(ConfigError, match="give at most that"):
+    with pytest.raises(ConfigError, match="lower vram_budget to that"):
         find_gpu(options(device="cuda", vram_budget="7GiB"), pair())
 
 

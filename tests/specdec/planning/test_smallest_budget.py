@@ -50,17 +50,27 @@ def test_a_run_takes_the_smallest_budget_of_a_plan(model: str, tmp_path: Path) -
     """Also where only one of them times the machine, which leaves up to 90 MiB behind."""
     name = str(save_model(tmp_path / "model", seed=1)) if model == TINY else model
     cache = tmp_path / "cache"
+
+    def run(budget_mib: int) -> subprocess.CompletedProcess[str]:
+        budget = f"{budget_mib}MiB"
+        return command(cache, "run", name, "-p", "x", "-n", "1", "--memory-budget", budget)
+
     for is_planned_first in (True, False):
         if not is_planned_first:
             command(cache, "run", name, "-p", "x", "-n", "1")
         n_bytes = smallest_bytes(cache, name)
-        budget = f"{n_bytes // MIB}MiB"
         if is_planned_first:
             shutil.rmtree(cache)
-        run = command(cache, "run", name, "-p", "x", "-n", "1", "--memory-budget", budget)
-        assert run.returncode == 0, run.stderr
-    refused = command(cache, "run", name, "-p", "x", "-n", "1", "--memory-budget", "64MiB")
-    assert refused.returncode == 2
-    actual = re.search(r"the smallest budget that works is (\d+) MiB", refused.stderr)
-    assert actual is not None, refused.stderr
-    assert abs(int(actual[1]) * MIB - n_bytes) <= BASE_JITTER_BYTES
+        done = run(n_bytes // MIB)
+        assert done.returncode == 0, done.stderr
+    for budget in (64, n_bytes // MIB - 16):
+        refused = run(budget)
+        assert refused.returncode == 2
+        actual = re.search(r"the smallest budget that works is (\d+) MiB", refused.stderr)
+        assert actual is not None, refused.stderr
+        assert abs(int(actual[1]) * MIB - n_bytes) <= BASE_JITTER_BYTES
+    accepted = run(int(actual[1]))
+    assert accepted.returncode == 0, accepted.stderr
+    plan = command(cache, "plan", name, "--memory-budget", f"{n_bytes // MIB}MiB", "--json")
+    smallest = json.loads(plan.stdout)["smallest_budget_bytes"]
+    assert smallest <= n_bytes, "a budget that works is not below the smallest"

@@ -165,7 +165,7 @@ def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-m", "smolm"], "no such model: smolm is no file or directory here; did you mean"),
+        (["-m", "smolm"], "no such model: smolm is not a file or directory here; did you mean"),
         (["-m", "./nothing.gguf"], "no such model file: nothing.gguf"),
         (["-m", "pair:target", "-md", "nothing"], "no such model: nothing"),
     ],
@@ -176,6 +176,32 @@ def test_a_name_that_is_no_models_is_told_before_anything_listens(
     with socket.create_server(("127.0.0.1", 0)) as taken:  # it would be told first
         port = str(taken.getsockname()[1])
         expect_error(capsys, ["serve", *argv, "--port", port], message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b'{"model_type": ', "config.json is not valid JSON (line 1, column 16)"),
+        ("config.json", b'{"model_type": "bert"}', "is an encoder (bert), which gives no next"),
+        ("model.safetensors", b"\0" * 8, "model.safetensors"),
+        ("model.gguf", b"GGUF", "model.gguf"),
+    ],
+)
+def test_files_that_cannot_be_read_are_told_before_anything_listens(
+    name: str,
+    content: bytes,
+    message: str,
+    served_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = shutil.copytree(served_model, tmp_path / "model")
+    (model / name).write_bytes(content)
+    named = model / name if name.endswith("gguf") else model
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # it would be told first
+        argv = ["serve", "--port", str(taken.getsockname()[1])]
+        expect_error(capsys, [*argv, "-m", str(named)], message)
+        expect_error(capsys, [*argv, "-m", "pair:target", "-md", str(named)], message)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.com"])

@@ -58,7 +58,7 @@ def test_a_batch(models: Models, source: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == ""
     notes = err.splitlines()
-    assert notes[0].startswith("specdec: note: lines ask for the model gpt-4o: ")
+    assert notes[0].startswith("specdec: note: some lines ask for the model gpt-4o; ")
     assert notes[1].startswith(
         "specdec: note: 1 of the lines could not be answered: see `error` in "
     )

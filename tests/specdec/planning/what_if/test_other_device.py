@@ -172,7 +172,7 @@ def test_a_budget_above_the_devices_memory_is_refused():
     with pytest.raises(
         ConfigError,
         match=r"memory budget of 17179869184B \(16.00 GiB\) is above the memory of "
-        r"raspberry-pi-5, 8589934592B \(8.00 GiB\): give at most that",
+        r"raspberry-pi-5, 8589934592B \(8.00 GiB\): lower memory_budget to that",
     ):
         plan("raspberry-pi-5", memory_budget="16GiB")
     with pytest.raises(ConfigError, match=rf"above the memory of sd-card, {2 * GIB}B"):

@@ -46,7 +46,7 @@ def test_where_nothing_fits_one_line_says_what_is_needed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advice, "PAIRS", SMALL)
-    expect_error(capsys, ["recommend", "--memory-budget", "100MB"], "no model of the table fits")
+    expect_error(capsys, ["recommend", "--memory-budget", "100MB"], "no listed model fits")
     needed = "Qwen3-4B in Q4_K_M needs "
     assert main(["recommend", "--memory-budget", "600MiB", "--json"]) == 2
     error = capsys.readouterr().err
