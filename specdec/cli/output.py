@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO
 
 from offload.errors import SpecdecError
 from offload.units import GIB, Progress
+
+if TYPE_CHECKING:
+    from specdec.engine.outputs import PromptProgress
+
+_MIN_PROMPT_TOKENS = 512
+"""Minimum length of a prompt whose progress is shown: shorter ones are one pass."""
 
 
 @dataclass
@@ -87,7 +94,6 @@ def loading_progress(title: str) -> Iterator[Progress]:
     if not SHOWN.metrics or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -96,27 +102,64 @@ def loading_progress(title: str) -> Iterator[Progress]:
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
-    from rich.progress import Progress as Bar
 
     title_columns = (SpinnerColumn(), TextColumn("{task.description}"))
     columns = (BarColumn(), DownloadColumn(binary_units=True))
     speed = (TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Bar(*title_columns, *columns, *speed, console=Console(stderr=True), transient=True)
-    task = bar.add_task(title, total=None)
+    with _bar(*title_columns, *columns, *speed) as show:
 
+        def update(done: int, total: int) -> None:
+            # All bytes are read: measurements of the machine may follow, of unknown length.
+            description = f"{title}: finishing" if done >= total else title
+            show(description=description, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def prompt_progress() -> Iterator[Callable[[PromptProgress | None], None]]:
+    """Yield a function that shows a progress bar of a long prompt's tokens and the time left, on a
+    terminal only; it ends before the text begins."""
+    if not SHOWN.metrics or not sys.stderr.isatty():
+        yield lambda _progress: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+
+    left = TextColumn("tokens {task.fields[left]}")
+    title = TextColumn("reading the prompt")
+    with _bar(SpinnerColumn(), title, BarColumn(), MofNCompleteColumn(), left) as show:
+
+        def update(progress: PromptProgress | None) -> None:
+            if progress is None or progress.num_prompt_tokens < _MIN_PROMPT_TOKENS:
+                return
+            seconds = progress.seconds_left
+            left = "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"
+            done, total = progress.num_processed, progress.num_prompt_tokens
+            show(completed=done, total=total, left=left)
+
+        yield update
+
+
+@contextmanager
+def _bar(*columns: Any) -> Iterator[Callable[..., None]]:
+    """Yield a function that updates a transient bar on stderr, which its first call starts; calls
+    after the block have no effect. Any thread may call it."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
     lock = threading.Lock()
     is_over = False
 
-    def update(done: int, total: int) -> None:
+    def show(**values: Any) -> None:
         with lock:
             if not is_over:
-                # All bytes are read: measurements of the machine may follow, of unknown length.
-                description = f"{title}: finishing" if done >= total else title
-                bar.update(task, description=description, completed=done, total=total)
+                bar.update(task, **values)
                 bar.start()
 
     try:
-        yield update
+        yield show
     finally:
         with lock:
             is_over = True

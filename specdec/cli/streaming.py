@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.output import perf_line, say, say_figures, write_text
+from specdec.cli.output import perf_line, prompt_progress, say, say_figures, write_text
 
 if TYPE_CHECKING:
     from specdec.api import LLM, GenerationResult
@@ -19,7 +20,10 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
 def write_stream(stream: GenerationStream, n_sequences: int = 1) -> GenerationResult:
     """Write a stream's text as it comes, a line break after it, and the perf line."""
     last, index = "", -1
-    for chunk in stream:
+    with prompt_progress() as note:
+        stream.start(on_output=lambda: note(stream.progress))
+        first = next(stream, None)
+    for chunk in () if first is None else chain((first,), stream):
         if n_sequences > 1 and chunk.index > index:
             index = chunk.index
             write_text(("\n" if index else "") + f"--- {index + 1} of {n_sequences} ---\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import prompt
+from agent_session import always_pay, cost_by_tokens, cut_off, prompt
 from tiny_pair import save_model
 
 import specdec
@@ -132,7 +132,8 @@ def test_a_folder_that_is_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "number"), [("pread_into", errno.EIO), ("pwrite_from", errno.ENOSPC)]
+    ("what", "number"),
+    [("pread_into", errno.EIO), ("pwrite_from", errno.ENOSPC), ("pwrite_from", errno.EIO)],
 )
 def test_a_failure_ends_one_request(
     llm: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch, what: str, number: int
@@ -174,3 +175,29 @@ def test_a_full_disk_fails_only_what_needs_it(
             result = llm.generate(prompt(90, seed), **asked)
         assert same(result, whole.generate(prompt(90, 35), **asked))
     assert same(llm.generate(LONG, **asked), whole.generate(LONG, **asked))
+
+
+def test_a_prompt_that_was_cancelled_goes_on(
+    models: tuple[Path, Path],
+    budget: int,
+    whole: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the prefix cache, and from the folder with prompts in the next process."""
+    always_pay(monkeypatch)
+    expected, passes = whole.generate(LONG, **ASKED), 5
+    for folder in (None, tmp_path / "first", tmp_path / "first"):
+        options = {**OPTIONS, "memory_budget": budget, "prompt_cache_dir": folder}
+        with specdec.load(*models, **options) as llm:
+            assert llm.plan.kv_split is not None
+            cost_by_tokens(llm)
+            if passes:
+                cut_off(llm, monkeypatch, LONG, 600, passes)
+            if folder is None or not passes:
+                result = llm.generate(LONG, **ASKED)
+                assert same(result, expected)
+                assert result.stats.reused_prompt_tokens >= 5 * 512
+                assert (llm.stats.loaded_prefixes > 0) == (folder is not None)
+        if folder is not None:
+            passes = 0
