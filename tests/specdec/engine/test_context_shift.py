@@ -89,6 +89,34 @@ def test_drafts_leave_the_text_alone(
     assert result.stats.drafted_tokens > 0 or not drafting
 
 
+@pytest.mark.slow_except(2)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 2, "n": 2, "temperature": 0.9, "seed": 3, "repetition_penalty": 1.2},
+        {"regex": "(abcdefgh){10}", "ignore_eos": False},
+        {"regex": "[ab]{60,80}!", "ignore_eos": False, "temperature": 0.9, "seed": 1},
+        {"prompt_logprobs": 1, "no_repeat_ngram_size": 3},
+    ],
+)
+def test_options_of_a_request(target: Path, draft: Path, asked: dict[str, Any]) -> None:
+    """With the prefix cache and without; stop strings before, at and after the jumps."""
+    with specdec.load(target, draft, num_draft_tokens=8, parallel=2, **SHIFTED) as llm:
+        plain = llm.generate(PROMPT, speculative=False, **{**LONG, **asked})
+        assert len(plain.token_ids) > CONTEXT
+        for caches in (False, True, True):
+            result = llm.generate(PROMPT, cache_prompt=caches, **{**LONG, **asked})
+            for actual, expected in zip(result.outputs, plain.outputs, strict=True):
+                assert actual.token_ids == expected.token_ids
+                assert actual.top_logprobs == expected.top_logprobs
+                assert actual.finish_reason == expected.finish_reason
+            assert result.prompt_logprobs == plain.prompt_logprobs
+        for at in (20, CONTEXT - len(PROMPT) - 1, CONTEXT, 55):
+            more = {**LONG, **asked, "stop": [plain.text[at : at + 3]]}
+            stopped = llm.generate(PROMPT, speculative=False, **more)
+            assert llm.generate(PROMPT, cache_prompt=False, **more).text == stopped.text
+
+
 @pytest.mark.parametrize("num_prompt", [1, CONTEXT - 2, CONTEXT - 1])
 def test_prompts_of_any_length_that_fits(target: Path, draft: Path, num_prompt: int) -> None:
     prompt = [5 + i * i % 90 for i in range(num_prompt)]
