@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 MIXES_PER_LOAD = 10
 _SIZES = ("ctx_size", "parallel", "kv_tokens")
 _COUNTS = ("hot_kv_tokens", "n_texts", "n_cancelled", "n_different", "n_files_left")
-_COLUMNS = ("context", "parallel", "KV tokens", "in memory", "texts", "cancelled", "different")
-_COLUMNS += ("files left", "budget MiB", "peak", "GB read", "written")
+_COLUMNS = (
+    *("context", "parallel", "KV tokens", "in memory", "texts", "cancelled", "different"),
+    *("files left", "budget MiB", "peak", "GB read", "written"),
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Text = tuple[list[int], list[float]]
@@ -77,12 +79,12 @@ def expected_texts(llm: LLM, mixes: Sequence[Sequence[Call]]) -> list[Text]:
 
     calls = [call for mix in mixes for call in mix]
     asked = [(list(call.prompt), SamplingParams(**call.sampling)) for call in calls]
-    texts: dict[int, Text] = {}
+    outputs: dict[int, Text] = {}
     for i, result in llm.generate_each(asked):
         if isinstance(result, SpecdecError):
             raise result
-        texts[i] = _text_of(result.outputs[0])
-    return [texts[i] for i in range(len(calls))]
+        outputs[i] = _text_of(result.outputs[0])
+    return [outputs[i] for i in range(len(calls))]
 
 
 def run_mix(llm: LLM, mix: Sequence[Call]) -> list[Text]:
@@ -117,7 +119,7 @@ def _text_of(output: Any) -> Text:
 def is_equal(text: Text, expected: Text, *, is_cancelled: bool) -> bool:
     """Return whether a text is the expected one, or the beginning of it if it was cancelled."""
     num = len(text[0]) if is_cancelled else max(len(text[0]), len(expected[0]))
-    return all(part == whole[:num] for part, whole in zip(text, expected, strict=True))
+    return text == (expected[0][:num], expected[1][:num])
 
 
 def run_load(load: dict[str, Any], mixes: dict[str, Any], expected: list[Text]) -> dict[str, Any]:
@@ -128,9 +130,9 @@ def run_load(load: dict[str, Any], mixes: dict[str, Any], expected: list[Text]) 
     calls = [call for mix in chosen for call in mix]
     with specdec.load(**load) as llm:
         split = llm.plan.kv_split
-        texts = [text for mix in chosen for text in run_mix(llm, mix)]
+        actual = [text for mix in chosen for text in run_mix(llm, mix)]
         stats = llm.stats
-    pairs = zip(texts, expected, calls, strict=True)
+    pairs = zip(actual, expected, calls, strict=True)
     n_equal = sum(is_equal(x, y, is_cancelled=z.cancelled_after is not None) for x, y, z in pairs)
     opened = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     return {
@@ -140,7 +142,7 @@ def run_load(load: dict[str, Any], mixes: dict[str, Any], expected: list[Text]) 
         "n_cancelled": sum(call.cancelled_after is not None for call in calls),
         "n_different": len(calls) - n_equal,
         "n_files_left": len(os.listdir(folder)) + sum(folder in target for target in opened),
-        "n_tokens": sum(len(token_ids) for token_ids, _ in texts),
+        "n_tokens": sum(len(token_ids) for token_ids, _ in actual),
         "n_preempted": stats.preempted,
         "peak_memory_bytes": process_memory().peak_rss_bytes,
         "kv_bytes_read": stats.kv_bytes_read,

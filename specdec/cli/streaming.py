@@ -20,8 +20,8 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
 def write_stream(stream: GenerationStream, n_sequences: int = 1) -> GenerationResult:
     """Write a stream's text as it comes, a line break after it, and the perf line."""
     last, index = "", -1
-    with prompt_progress() as note:
-        stream.start(on_output=lambda: note(stream.progress))
+    with prompt_progress() as show:
+        stream.start(on_output=lambda: show(stream.progress))
         first = next(stream, None)
     for chunk in () if first is None else chain((first,), stream):
         if n_sequences > 1 and chunk.index > index:

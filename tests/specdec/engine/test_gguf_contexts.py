@@ -68,7 +68,7 @@ def test_python_and_the_context_that_it_names(model: Path, budget: int) -> None:
 
 
 def test_a_server(model: Path) -> None:
-    """Its process has less beside the model than this one, so that its budget is smaller."""
+    """Its budget is smaller, as its process has less beside the model than this one."""
     pytest.importorskip("fastapi")
     from serving import Server
 
