@@ -12,6 +12,7 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model, save_tokenizer
 
 import specdec
+from offload.units import MIB
 from specdec.checks import ConfigError
 from specdec.sampling.context_window import N_SINKS, ContextWindow
 
@@ -153,6 +154,27 @@ def test_the_models_own_head(hybrid: Path) -> None:
         before = llm.generate("def f(x):", max_tokens=20, ignore_eos=True).stats.accepted_tokens
     assert result.token_ids == plain.token_ids
     assert result.stats.accepted_tokens > 2 * before, "it drafts after the window has jumped"
+
+
+@pytest.mark.slow
+def test_kv_on_storage(draft: Path, tmp_path: Path) -> None:
+    """The window jumps in blocks that are in the file."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = save_model(tmp_path / "model", seed=0, num_hidden_layers=8, **heads)
+    options = {"ctx_size": 1536, "context_shift": True, "num_draft_tokens": 8, "exact": "on"}
+    options |= {"parallel": 2, "kv_tokens": 3072}
+    prompts = [[5 + (i * step + i * i) % 85 for i in range(n)] for step, n in ((7, 1500), (3, 300))]
+    asked = {**LONG, "n": 2, "temperature": 0.8, "seed": 2, "logprobs": True}
+    with specdec.load(model, spec_type="none", **options) as llm:
+        expected = [llm.generate(prompt, **asked) for prompt in prompts]
+    budget = specdec.plan_run(model, draft, **options).smallest_budget_bytes + 4 * MIB
+    with specdec.load(model, draft, memory_budget=budget, **options) as llm:
+        assert llm.plan.kv_split is not None
+        results = llm.generate(prompts, **asked)
+        assert llm.stats.kv_bytes_read > 0
+    for result, whole in zip(results, expected, strict=True):
+        for actual, output in zip(result.outputs, whole.outputs, strict=True):
+            assert (actual.token_ids, actual.logprobs) == (output.token_ids, output.logprobs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -68,10 +68,10 @@ def test_python_and_the_context_that_it_names(model: Path, budget: int) -> None:
 
 
 def test_a_server(model: Path) -> None:
-    """Its budget is smaller, as its process has less beside the model than this one."""
     pytest.importorskip("fastapi")
     from serving import Server
 
+    # A smaller budget: the server's processes have less beside the model than this one.
     argv = ("--spec-type", "none", "-c", str(CTX), "--parallel", "1", "--memory-budget", "400MiB")
     with Server(model, *argv) as server:
         assert server.process.wait(120) == 2, server.lines
