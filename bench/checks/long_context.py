@@ -67,7 +67,7 @@ def main(
     rows, token_ids = {}, []
     for name, options in kinds.items():
         with specdec.load(**load, **options) as llm:
-            result = measure(llm, _prompt(llm, text, prompt_tokens), asked)
+            result = measure(llm, prompt_of(llm, prompt_tokens, text), asked)
         token_ids.append(result.pop("token_ids"))
         rows[name] = result
     typer.echo(text_of([table_of(rows)]))
@@ -132,8 +132,8 @@ def table_of(rows: dict[str, dict[str, Any]]) -> Table:
     return Table("Passes at the end of the context", _HEADINGS, cells, (about,))
 
 
-def _prompt(llm: LLM, path: Path | None, num_tokens: int) -> list[int]:
-    """Return the first tokens of a text, repeated where it is shorter."""
+def prompt_of(llm: LLM, num_tokens: int, path: Path | None = None) -> list[int]:
+    """Return the first tokens of a text, repeated where it is shorter; default: specdec's code."""
     if path is None:
         text = "\n".join(x.read_text() for x in sorted((ROOT / "specdec").rglob("*.py")))
     else:

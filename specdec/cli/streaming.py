@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.output import perf_parts, say, say_parts, write_text
@@ -9,6 +10,7 @@ from specdec.cli.progress import waiting
 
 if TYPE_CHECKING:
     from specdec.api import LLM, GenerationResult
+    from specdec.engine.outputs import PromptProgress
     from specdec.engine.stream import GenerationStream
 
 
@@ -20,7 +22,7 @@ def stream_text(llm: LLM, prompt: Any, keywords: dict[str, Any]) -> GenerationRe
 def write_stream(stream: GenerationStream, n_sequences: int = 1) -> GenerationResult:
     """Write a stream's text as it comes, a line break after it, and its metrics."""
     last, index = "", -1
-    with waiting("reading the prompt", lambda: _progress(stream)) as indicator:
+    with waiting("reading the prompt", lambda: prompt_progress(stream.progress)) as indicator:
         for chunk in stream:
             indicator.end()
             if n_sequences > 1 and chunk.index > index:
@@ -38,12 +40,13 @@ def write_stream(stream: GenerationStream, n_sequences: int = 1) -> GenerationRe
     return result
 
 
-def _progress(stream: GenerationStream) -> str:
-    """Return how much of the prompt is computed; "" for one that takes a single pass."""
-    progress = stream.progress
+def prompt_progress(progress: PromptProgress | None) -> str:
+    """Return how much of a prompt is computed, and the time left; "" before its first pass ends."""
     if progress is None or not progress.num_processed:
         return ""
-    return f"{progress.num_processed} of {progress.num_prompt_tokens} tokens"
+    computed = f"{progress.num_processed} of {progress.num_prompt_tokens} tokens"
+    seconds = progress.seconds_left
+    return computed if seconds is None else f"{computed}, {timedelta(seconds=round(seconds))} left"
 
 
 def was_cut(result: GenerationResult) -> bool:

@@ -81,6 +81,14 @@ class PromptProgress:
     seconds: float
     """Since the prompt was first scheduled."""
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest takes if it goes on as so far; None before anything is computed."""
+        num_computed = self.num_processed - self.num_cached
+        if num_computed < 1:
+            return None
+        return self.seconds * (self.num_prompt_tokens - self.num_processed) / num_computed
+
 
 @dataclass(frozen=True)
 class GenerationResult:

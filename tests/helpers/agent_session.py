@@ -87,3 +87,36 @@ def wait_for_files(llm: LLM) -> None:
 
 def files_of(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+def cut_off(
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    token_ids: list[int],
+    chunk: int,
+    num_passes: int,
+    how: str = "is cancelled",
+) -> None:
+    """End a prompt that is computed in passes of `chunk` tokens in the pass after `num_passes`, so
+    that it "is cancelled" or "fails"."""
+    monkeypatch.setattr(CostModel, "max_num_tokens", lambda self, seconds: chunk)
+    forward, lengths = llm.target.forward, []
+
+    def noted(batch: Any) -> Any:
+        lengths.append(sum(len(item.token_ids) for item in batch))
+        if len(lengths) > num_passes:
+            if how == "fails":
+                raise OSError("the disk is gone")
+            llm.session.engine.cancel(stream._request)
+        return forward(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.target, "forward", noted)
+        stream = llm.stream(token_ids, ANSWER)
+        if how == "fails":
+            with pytest.raises(OSError, match="disk is gone"):
+                list(stream)
+        else:
+            list(stream)
+    assert len(lengths) == num_passes + 1
+    assert max(lengths) <= chunk

@@ -210,7 +210,8 @@ class MemoryPlanner:
         vram = self._divide_vram(parts, shape)
         needed = self._needed(parts, shape, vram)
         if needed > total_bytes + BASE_JITTER_BYTES:
-            advice = self._advice(needed, shape, vram) + self._advice_on_draft(shape, MEMORY)
+            advice = self._advice(needed, total_bytes, shape, vram)
+            advice += self._advice_on_draft(shape, MEMORY)
             raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
         smallest = smallest.at_most(total_bytes)
         headroom_bytes = HEADROOM_BYTES - max(needed - total_bytes, 0)
@@ -397,16 +398,21 @@ class MemoryPlanner:
             kv_split=shape.kv_split,
         )
 
-    def _advice(self, needed: int, shape: Shape, vram: MemoryBudget | None) -> str:
-        """Return the smaller context or KV formats that would help, with the budget of each."""
+    def _advice(
+        self, needed: int, total_bytes: int, shape: Shape, vram: MemoryBudget | None
+    ) -> str:
+        """Return the smaller context or KV formats that would help, with the budget of each: the
+        half, quarter and so on of the context that fits, or the half where none does."""
 
         def with_change(ctx_size: int, **changes: Any) -> int:
             return self._needed(self._parts(ctx_size, shape, **changes), shape, vram)
 
-        changes = []
-        half = self._ctx_size // 2
-        if half >= _MIN_ADVISED_CTX:
-            changes.append((with_change(half), f"--ctx-size {half}"))
+        sizes = [self._ctx_size >> i for i in range(1, self._ctx_size.bit_length())]
+        shorter = [
+            (with_change(size), f"--ctx-size {size}") for size in sizes if size >= _MIN_ADVISED_CTX
+        ]
+        fitting = [change for change in shorter if change[0] <= total_bytes]
+        changes = (fitting or shorter)[:1]
         for cache_type in self._target.source.smaller_cache_types:
             flags = f"--cache-type-k {cache_type} --cache-type-v {cache_type}"
             changes.append((with_change(self._ctx_size, cache_type=cache_type), flags))

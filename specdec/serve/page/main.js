@@ -55,10 +55,18 @@ function addContent(message, piece, draft) {
   else message.marks.push([begin, begin + accepted]);
 }
 
-function showProgress({ total, processed }) {
+function timeLeft({ total, cache, processed, time_ms }) {
+  const seconds = Math.ceil((time_ms * (total - processed)) / (processed - cache) / 1000);
+  if (!(seconds > 1 && seconds < Infinity)) return "";
+  return seconds < 120 ? `, ${seconds} s left` : `, ${Math.ceil(seconds / 60)} minutes left`;
+}
+
+function showProgress(progress) {
+  const { total, processed } = progress;
   const isReading = processed < total;
   const percent = Math.floor((100 * processed) / total);
-  setActivity(isReading ? `reading the prompt: ${percent} % of ${total} tokens` : "answering");
+  const reading = `reading the prompt: ${percent} % of ${total} tokens${timeLeft(progress)}`;
+  setActivity(isReading ? reading : "answering");
   $("progress").hidden = !isReading;
   $("progress").value = processed / total;
 }

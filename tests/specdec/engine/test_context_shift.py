@@ -12,6 +12,7 @@ from gguf_models import save_tiny_gguf
 from tiny_pair import save_model, save_tokenizer
 
 import specdec
+from offload.units import MIB
 from specdec.checks import ConfigError
 from specdec.sampling.context_window import N_SINKS, ContextWindow
 
@@ -89,6 +90,34 @@ def test_drafts_leave_the_text_alone(
     assert result.stats.drafted_tokens > 0 or not drafting
 
 
+@pytest.mark.slow_except(2)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 2, "n": 2, "temperature": 0.9, "seed": 3, "repetition_penalty": 1.2},
+        {"regex": "(abcdefgh){10}", "ignore_eos": False},
+        {"regex": "[ab]{60,80}!", "ignore_eos": False, "temperature": 0.9, "seed": 1},
+        {"prompt_logprobs": 1, "no_repeat_ngram_size": 3},
+    ],
+)
+def test_options_of_a_request(target: Path, draft: Path, asked: dict[str, Any]) -> None:
+    """With the prefix cache and without; stop strings before, at and after the jumps."""
+    with specdec.load(target, draft, num_draft_tokens=8, parallel=2, **SHIFTED) as llm:
+        plain = llm.generate(PROMPT, speculative=False, **{**LONG, **asked})
+        assert len(plain.token_ids) > CONTEXT
+        for caches in (False, True, True):
+            result = llm.generate(PROMPT, cache_prompt=caches, **{**LONG, **asked})
+            for actual, expected in zip(result.outputs, plain.outputs, strict=True):
+                assert actual.token_ids == expected.token_ids
+                assert actual.top_logprobs == expected.top_logprobs
+                assert actual.finish_reason == expected.finish_reason
+            assert result.prompt_logprobs == plain.prompt_logprobs
+        for at in (20, CONTEXT - len(PROMPT) - 1, CONTEXT, 55):
+            more = {**LONG, **asked, "stop": [plain.text[at : at + 3]]}
+            stopped = llm.generate(PROMPT, speculative=False, **more)
+            assert llm.generate(PROMPT, cache_prompt=False, **more).text == stopped.text
+
+
 @pytest.mark.parametrize("num_prompt", [1, CONTEXT - 2, CONTEXT - 1])
 def test_prompts_of_any_length_that_fits(target: Path, draft: Path, num_prompt: int) -> None:
     prompt = [5 + i * i % 90 for i in range(num_prompt)]
@@ -125,6 +154,27 @@ def test_the_models_own_head(hybrid: Path) -> None:
         before = llm.generate("def f(x):", max_tokens=20, ignore_eos=True).stats.accepted_tokens
     assert result.token_ids == plain.token_ids
     assert result.stats.accepted_tokens > 2 * before, "it drafts after the window has jumped"
+
+
+@pytest.mark.slow
+def test_kv_on_storage(draft: Path, tmp_path: Path) -> None:
+    """The window jumps in blocks that are in the file."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = save_model(tmp_path / "model", seed=0, num_hidden_layers=8, **heads)
+    options = {"ctx_size": 1536, "context_shift": True, "num_draft_tokens": 8, "exact": "on"}
+    options |= {"parallel": 2, "kv_tokens": 3072}
+    prompts = [[5 + (i * step + i * i) % 85 for i in range(n)] for step, n in ((7, 1500), (3, 300))]
+    asked = {**LONG, "n": 2, "temperature": 0.8, "seed": 2, "logprobs": True}
+    with specdec.load(model, spec_type="none", **options) as llm:
+        expected = [llm.generate(prompt, **asked) for prompt in prompts]
+    budget = specdec.plan_run(model, draft, **options).smallest_budget_bytes + 4 * MIB
+    with specdec.load(model, draft, memory_budget=budget, **options) as llm:
+        assert llm.plan.kv_split is not None
+        results = llm.generate(prompts, **asked)
+        assert llm.stats.kv_bytes_read > 0
+    for result, whole in zip(results, expected, strict=True):
+        for actual, output in zip(result.outputs, whole.outputs, strict=True):
+            assert (actual.token_ids, actual.logprobs) == (output.token_ids, output.logprobs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

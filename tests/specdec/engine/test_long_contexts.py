@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import prompt
+from agent_session import always_pay, cost_by_tokens, cut_off, prompt
 from tiny_pair import save_model
 
 import specdec
@@ -20,6 +20,7 @@ from offload.units import MIB
 from specdec.api import LLM
 from specdec.checks import ConfigError
 from specdec.planning.load import _kv_folder
+from specdec.policy.opportunistic_layers import OpportunisticLayers
 from specdec.run_options import RunOptions
 
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
@@ -132,7 +133,8 @@ def test_a_folder_that_is_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "number"), [("pread_into", errno.EIO), ("pwrite_from", errno.ENOSPC)]
+    ("what", "number"),
+    [("pread_into", errno.EIO), ("pwrite_from", errno.ENOSPC), ("pwrite_from", errno.EIO)],
 )
 def test_a_failure_ends_one_request(
     llm: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch, what: str, number: int
@@ -174,3 +176,37 @@ def test_a_full_disk_fails_only_what_needs_it(
             result = llm.generate(prompt(90, seed), **asked)
         assert same(result, whole.generate(prompt(90, 35), **asked))
     assert same(llm.generate(LONG, **asked), whole.generate(LONG, **asked))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_prompt_that_was_cancelled_goes_on(
+    models: tuple[Path, Path],
+    whole: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_restarted: bool,
+) -> None:
+    """From the prefix cache, or from the folder with prompts in the next process."""
+    always_pay(monkeypatch)
+    # Measured, this process has the other tests' models in the budget.
+    monkeypatch.setattr(OpportunisticLayers, "free_memory", lambda self, n_bytes: True)
+    folder = tmp_path / "cache" if is_restarted else None
+
+    def load() -> LLM:
+        budget = specdec.plan_run(*models, **OPTIONS).smallest_budget_bytes + 24 * MIB
+        llm = specdec.load(*models, memory_budget=budget, prompt_cache_dir=folder, **OPTIONS)
+        assert llm.plan.kv_split is not None
+        cost_by_tokens(llm)
+        return llm
+
+    llm = load()
+    cut_off(llm, monkeypatch, LONG, 600, 4)
+    if is_restarted:
+        llm.close()
+        llm = load()
+    with llm:
+        result = llm.generate(LONG, **ASKED)
+        assert same(result, whole.generate(LONG, **ASKED))
+        assert result.stats.reused_prompt_tokens >= 4 * 500
+        assert (llm.stats.loaded_prefixes > 0) == is_restarted
+        assert result.stats.kv_bytes_read > 0

@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import always_pay, cost_by_tokens, files_of, load, prompt, wait_for_files
+from agent_session import (
+    always_pay,
+    cost_by_tokens,
+    cut_off,
+    files_of,
+    load,
+    prompt,
+    wait_for_files,
+)
 from tiny_pair import save_model
 
 import specdec
-from specdec.api import LLM
 from specdec.cli.app import main
 from specdec.engine.prompt_cache import PromptCacheError
 from specdec.metrics.recorder import StatsRecorder
-from specdec.policy.cost_model import CostModel
 
 OPTIONS = {"ctx_size": 512, "num_draft_tokens": 4}
 LONG = prompt(300, 7)
@@ -43,42 +49,18 @@ def expected(target: Path) -> Any:
         return llm.generate(LONG, cache_prompt=False, **ASKED)
 
 
-def cut_off(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_passes: int, how: str) -> None:
-    """End a prompt that is computed in passes of CHUNK tokens during one of them."""
-    monkeypatch.setattr(CostModel, "max_num_tokens", lambda self, seconds: CHUNK)
-    forward, lengths = llm.target.forward, []
-
-    def noted(batch: Any) -> Any:
-        lengths.append(sum(len(item.token_ids) for item in batch))
-        if len(lengths) > num_passes:
-            if how == "fails":
-                raise OSError("the disk is gone")
-            llm.session.engine.cancel(stream._request)
-        return forward(batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.target, "forward", noted)
-        stream = llm.stream(LONG, **ASKED)
-        if how == "fails":
-            with pytest.raises(OSError, match="disk is gone"):
-                list(stream)
-        else:
-            list(stream)
-    assert max(lengths) == CHUNK
-
-
 @pytest.mark.parametrize("how", ["is cancelled", "fails"])
 def test_a_prompt_that_is_cut_off_keeps_its_passes(
     target: Path, folder: Path, expected: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(target, folder, **OPTIONS) as llm:
-        cut_off(llm, monkeypatch, 3, how)
+        cut_off(llm, monkeypatch, LONG, CHUNK, 3, how)
         result = llm.generate(LONG, **ASKED)
         assert result.stats.reused_prompt_tokens >= 3 * CHUNK
         assert result.logprobs == expected.logprobs
     with load(target, folder / "other", **OPTIONS) as llm:
-        cut_off(llm, monkeypatch, 0, how)  # nothing is left, and nothing breaks
-        cut_off(llm, monkeypatch, 3, how)
+        cut_off(llm, monkeypatch, LONG, CHUNK, 0, how)  # nothing is left, and nothing breaks
+        cut_off(llm, monkeypatch, LONG, CHUNK, 3, how)
     with load(target, folder / "other", **OPTIONS) as llm:
         result = llm.generate(LONG, **ASKED)
         assert llm.stats.loaded_prefix_tokens >= 3 * CHUNK

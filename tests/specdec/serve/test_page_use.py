@@ -99,10 +99,10 @@ def test_escape_stops_an_answer_and_keeps_its_text(page: Any) -> None:
 
 
 def test_the_progress_of_a_long_prompt_is_shown(page: Any) -> None:
-    progress = {"total": 4000, "cache": 0, "processed": 1000, "time_ms": 100}
+    progress = {"total": 4000, "cache": 0, "processed": 1000, "time_ms": 10_000}
     stall_answers(page, {"choices": [], "prompt_progress": progress})
     send(page, "hello")
-    page.get_by_text("reading the prompt: 25 % of 4000 tokens").wait_for()
+    page.get_by_text("reading the prompt: 25 % of 4000 tokens, 30 s left").wait_for()
     assert page.get_by_role("progressbar").evaluate("one => one.value") == 0.25
     page.keyboard.press("Escape")
     wait_until_idle(page)

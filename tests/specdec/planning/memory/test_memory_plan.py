@@ -91,6 +91,16 @@ def test_a_refusal_says_what_a_shorter_context_and_a_smaller_cache_would_save():
     assert f"ctx_size={CTX // 2} it is {n_needed - CTX // 2 // 4} MiB" in message
 
 
+def test_a_refusal_names_a_context_that_fits():
+    item = memory_planner(PaperModel("t", 4, MIB))
+    with pytest.raises(BudgetExceeded) as failure:
+        item.divide(200 * MIB, Shape(8))
+    n_quarter = -(-failure.value.requested_bytes // MIB) - 3 * CTX // 4 // 4
+    with pytest.raises(BudgetExceeded) as failure:
+        item.divide(n_quarter * MIB, Shape(8))
+    assert f"; with ctx_size={CTX // 4} it is {n_quarter} MiB;" in str(failure.value)
+
+
 class PaperHybrid(PaperModel):
     """A model with 50 MiB of recurrent states for each sequence."""
 
