@@ -28,6 +28,7 @@ from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
 from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
+from specdec.planning.saved_statistics import SavedStatistics
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 
@@ -230,22 +231,46 @@ def make_plan(
             FieldName("exact"), f" is 'on', but {exactness.reason}: 'auto' runs all the same"
         )
     search = Search(MemoryPlanner(target, draft, options, base_bytes, gpu), measurements)
-    chosen = search.best(total_bytes)
-    warnings, notes = _remarks(chosen, search)
-    chosen = with_kv_capacity(search, chosen, total_bytes)
-    return RunPlan(
-        budget_source=budget_source,
-        chosen=chosen,
-        alternatives=tuple(search.alternatives),
-        exactness=exactness,
-        cache_types=target.cache_types,
-        uses_mmap=options.load_mode == "mmap",
-        accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)
-        + warnings,
-        notes=_cut_context(options, chosen.memory_plan) + notes,
-        vram_source="" if gpu is None else gpu.vram_source,
-        max_num_seqs=options.max_num_seqs,
+
+    def completed(
+        chosen: Alternative, warnings: tuple[str, ...], notes: tuple[str, ...]
+    ) -> RunPlan:
+        chosen = with_kv_capacity(search, chosen, total_bytes)
+        own_warnings = target.warnings if gpu is None else gpu.target.warnings + gpu.warnings
+        return RunPlan(
+            budget_source=budget_source,
+            chosen=chosen,
+            alternatives=tuple(search.alternatives),
+            exactness=exactness,
+            cache_types=target.cache_types,
+            uses_mmap=options.load_mode == "mmap",
+            accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
+            warnings=own_warnings + warnings,
+            notes=_cut_context(options, chosen.memory_plan) + notes,
+            vram_source="" if gpu is None else gpu.vram_source,
+            max_num_seqs=options.max_num_seqs,
+        )
+
+    best = search.best(total_bytes)
+    plan = completed(best, *_remarks(best, search))
+    loss = _known_loss(best, search, plan, pair)
+    return plan if loss is None else completed(search.alone(total_bytes), (), (loss,))
+
+
+def _known_loss(best: Alternative, search: Search, plan: RunPlan, pair: Sources) -> str | None:
+    """Return the note that a draft is left out because it did not pay in earlier processes; None
+    where it did, where nothing is known, or where it takes next to no memory."""
+    plain = best.plain_tokens_per_second
+    if not search.should_leave_out(best, plain):
+        return None
+    sources = [source for source in pair.sources if source is not None]
+    speedup = SavedStatistics(plan, sources).pair_statistics.saved_speedup()
+    if speedup is None or not search.should_leave_out(best, max(1.0, speedup.alone) * plain):
+        return None
+    return (
+        f"the draft is left out: in earlier runs decoding with it had {speedup.alone:.2f} times "
+        "the speed of plain decoding, and its memory is better used for the target; "
+        "--spec-type draft,ngram loads it all the same"
     )
 
 
@@ -281,12 +306,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
     ]
     if not with_draft:
         return (), (_no_capacity(chosen.memory_plan, search),) if search.refusals else ()
-    alone = next(
-        alternative
-        for alternative in search.alternatives
-        if alternative.draft is None and not alternative.memory_plan.n_drafted
-    )
-    speed = alone.tokens_per_second
+    speed = search.plain.tokens_per_second
     if chosen.draft is None:
         best = max(alternative.better_tokens_per_second for alternative in with_draft)
         note = (

@@ -25,8 +25,9 @@ _VERSION = 7
 """Version of the saved statistics; files of other versions are ignored."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""
-_MIN_SAVED_STEPS = 8.0
-"""Minimum weight of saved steps with the draft; half of them are the plan's estimate at most."""
+_MIN_SAVED_STEPS, _MIN_TRIED_STEPS = 8.0, 5.0
+"""Minimum weight of saved steps with the draft: half of them are the plan's estimate at most; and
+of those that say that it does not pay, which the plan does not, so any steps will do."""
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start, because planned costs and draft probabilities are guesses: nodes of the first tree,
 and maximum growth over trees that were worth verifying lately (bench/scenarios: 0.99 of the speed
@@ -93,10 +94,12 @@ class Speedup(NamedTuple):
     """Decoding with the draft, as measured in earlier processes.
 
     relative: tokens per second in multiples of plain decoding's.
+    alone: the same without tokens that n-grams had proposed too, and their time.
     """
 
     tokens_per_pass: float
     relative: float
+    alone: float
 
 
 class PairStatistics:
@@ -156,21 +159,25 @@ class PairStatistics:
 
     def saved_speedup(self) -> Speedup | None:
         """Return the speedup of single sequences in the mode of choosing tokens with the most
-        steps, from other processes' statistics alone; None where few steps are known."""
-        best: list[float] = [_MIN_SAVED_STEPS]
-        plain = best
+        steps, from other processes' statistics alone; None where too few steps are known."""
+        best: list[float] = [0.0]
         for saved in self._saved.values():
             try:
                 choice = saved["choices"]["1"]
                 draft = saved_numbers(choice["draft"], (3,)).tolist()
-                if draft[0] >= best[0] and min(draft) > 0.0:
-                    best, plain = draft, saved_numbers(choice["plain"], (2,)).tolist()
+                ngram = saved_numbers(choice["ngram"], (3,)).tolist()
+                plain = saved_numbers(choice["plain"], (2,)).tolist()
             except _BROKEN:
                 continue
-        if best is plain or min(plain) <= 0.0:
+            if draft[0] > best[0] and min(*draft, *plain) > 0.0 and ngram[2] < draft[2]:
+                best = [*draft, *ngram[1:], plain[1] / plain[0]]
+        if best[0] < _MIN_TRIED_STEPS:
             return None
-        weight, tokens, seconds = best
-        return Speedup(tokens / weight, tokens / seconds * plain[1] / plain[0])
+        weight, tokens, seconds, ngram_tokens, ngram_seconds, plain_seconds = best
+        alone = (tokens - ngram_tokens) / (seconds - ngram_seconds) * plain_seconds
+        if alone > 1.0 and weight < _MIN_SAVED_STEPS:
+            return None  # the plan's estimate may be all that speaks for it
+        return Speedup(tokens / weight, tokens / seconds * plain_seconds, alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-serialisable state, for `pair_statistics_of` in another process."""

@@ -11,13 +11,16 @@ from paper_models import PaperModel
 from backends.contract.curve import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
+from specdec.planning import saved_statistics
 from specdec.planning.plan import OpenedPair, PlannedModels
 from specdec.planning.search import Measurements
+from specdec.policy.pair_statistics import pair_statistics_of
 from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)
 LARGE = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100, curve=CURVE)
+MEDIUM = PaperModel("d", 4, 40 * MIB, kv_bytes_per_token=100, curve=CURVE)
 SMALL = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=CURVE)
 
 
@@ -61,3 +64,41 @@ def test_a_draft_that_pays_is_loaded_and_nothing_is_said(monkeypatch: pytest.Mon
     assert actual.draft is not None
     assert actual.options.spec.spec_type == ("draft", "ngram")
     assert (actual.plan.notes, actual.plan.warnings) == ((), ())
+
+
+def save_steps(
+    monkeypatch: pytest.MonkeyPatch, plan: Any, tokens: float, ngram_tokens: float, n: float = 9.0
+) -> None:
+    """Save statistics of `n` steps of a second each with the draft, where a plain one takes one."""
+    state_dict = pair_statistics_of(plan.cost_model, plan.draft_cost_model, 16).state_dict()
+    choice = {
+        "plain": [9.0, 9.0],
+        "draft": [n, n * tokens, n],
+        "ngram": [n, n * ngram_tokens, 0.0],
+    }
+    state_dict["acceptance"] = {"greedy": {"choices": {"1": choice}}}
+    monkeypatch.setattr(saved_statistics, "load_cached", lambda _: state_dict)
+
+
+def test_a_draft_that_did_not_pay_in_earlier_runs_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three of its tokens were n-grams' as well."""
+    first = planned(MEDIUM, monkeypatch)
+    assert first.draft is not None
+    save_steps(monkeypatch, first.plan, 3.8, 3.0)
+    later = planned(MEDIUM, monkeypatch)
+    assert (later.draft, later.plan.draft_cost_model) == (None, None)
+    (note,) = later.plan.notes
+    assert note.startswith("the draft is left out: in earlier runs decoding with it had 0.80 times")
+    assert planned(MEDIUM, monkeypatch, spec_type="draft,ngram").draft is not None
+
+
+def test_a_draft_is_loaded_if_it_paid_or_little_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(MEDIUM, monkeypatch).plan
+    save_steps(monkeypatch, plan, 3.8, 1.0)
+    assert planned(MEDIUM, monkeypatch).draft is not None
+    save_steps(monkeypatch, plan, 0.8, 0.0, n=4.0)  # the plan's own estimate
+    assert planned(MEDIUM, monkeypatch).draft is not None
