@@ -216,8 +216,12 @@ class DraftPolicy:
         )
 
     def _note_plain(self) -> None:
-        num_seqs = self.step.num_seqs
-        self.choice.plain_seconds = self.pair_statistics.cost.seconds(num_seqs) / num_seqs
+        num_seqs, cost = self.step.num_seqs, self.pair_statistics.cost
+        # No longer than the last pass, with draft tokens: the only one of `num_seqs` tokens may be
+        # the first of the process, which reads all that stays in memory.
+        num_tokens = max(num_seqs, self.step.num_tokens)
+        seconds = min(cost.seconds(num_seqs), cost.seconds(num_tokens))
+        self.choice.plain_seconds = seconds / num_seqs
 
 
 def _is_proposed_without_draft(sources: Sequence[str]) -> bool:
