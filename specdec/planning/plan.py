@@ -258,19 +258,18 @@ def make_plan(
 
 
 def _known_loss(best: Alternative, search: Search, plan: RunPlan, pair: Sources) -> str | None:
-    """Return the note that a draft is left out because it did not pay in earlier processes; None
-    where it did, where nothing is known, or where it takes next to no memory."""
-    plain = best.plain_tokens_per_second
-    if not search.should_leave_out(best, plain):
+    """Return the note that a draft is left out because it lost in earlier processes; None where it
+    did not, where nothing is known, or where it takes next to no memory."""
+    if not search.should_leave_out(best, best.plain_tokens_per_second):
         return None
     sources = [source for source in pair.sources if source is not None]
-    speedup = SavedStatistics(plan, sources).pair_statistics.saved_speedup()
-    if speedup is None or not search.should_leave_out(best, max(1.0, speedup.alone) * plain):
+    if not SavedStatistics(plan, sources).pair_statistics.has_lost:
         return None
     return (
-        f"the draft is left out: in earlier runs decoding with it had {speedup.alone:.2f} times "
-        "the speed of plain decoding, and its memory is better used for the target; "
-        "--spec-type draft,ngram loads it all the same"
+        "the draft is left out: in earlier runs it was slower than plain decoding, and its memory "
+        f"is better used for the target ({search.plain.tokens_per_second:.2f} tokens/s predicted "
+        f"without it, {best.plain_tokens_per_second:.2f} beside it); --spec-type draft,ngram loads "
+        "it all the same"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
 from specdec.policy.cost_model import CostModel, run_seconds
-from specdec.policy.modes import DraftChoice
+from specdec.policy.modes import FIRST_BUDGET, DraftChoice
 from specdec.policy.moving_average import (
     LASTING,
     MAX_SAVED_ENTRIES,
@@ -25,9 +25,8 @@ _VERSION = 7
 """Version of the saved statistics; files of other versions are ignored."""
 _BROKEN = (KeyError, TypeError, ValueError, OverflowError)
 """Errors of reading a file with foreign content."""
-_MIN_SAVED_STEPS, _MIN_TRIED_STEPS = 8.0, 5.0
-"""Minimum weight of saved steps with the draft: half of them are the plan's estimate at most; and
-of those that say that it does not pay, which the plan does not, so any steps will do."""
+_MIN_SAVED_STEPS = 8.0
+"""Minimum weight of saved steps with the draft; half of them are the plan's estimate at most."""
 _FIRST_NODES, _GROWTH = 16, 2
 """Slow start, because planned costs and draft probabilities are guesses: nodes of the first tree,
 and maximum growth over trees that were worth verifying lately (bench/scenarios: 0.99 of the speed
@@ -94,12 +93,10 @@ class Speedup(NamedTuple):
     """Decoding with the draft, as measured in earlier processes.
 
     relative: tokens per second in multiples of plain decoding's.
-    alone: the same without tokens that n-grams had proposed too, and their time.
     """
 
     tokens_per_pass: float
     relative: float
-    alone: float
 
 
 class PairStatistics:
@@ -159,25 +156,33 @@ class PairStatistics:
 
     def saved_speedup(self) -> Speedup | None:
         """Return the speedup of single sequences in the mode of choosing tokens with the most
-        steps, from other processes' statistics alone; None where too few steps are known."""
-        best: list[float] = [0.0]
+        steps, from other processes' statistics alone; None where few steps are known."""
+        best: list[float] = [_MIN_SAVED_STEPS]
+        plain = best
         for saved in self._saved.values():
             try:
                 choice = saved["choices"]["1"]
                 draft = saved_numbers(choice["draft"], (3,)).tolist()
-                ngram = saved_numbers(choice["ngram"], (3,)).tolist()
-                plain = saved_numbers(choice["plain"], (2,)).tolist()
+                if draft[0] >= best[0] and min(draft) > 0.0:
+                    best, plain = draft, saved_numbers(choice["plain"], (2,)).tolist()
             except _BROKEN:
                 continue
-            if draft[0] > best[0] and min(*draft, *plain) > 0.0 and ngram[2] < draft[2]:
-                best = [*draft, *ngram[1:], plain[1] / plain[0]]
-        if best[0] < _MIN_TRIED_STEPS:
+        if best is plain or min(plain) <= 0.0:
             return None
-        weight, tokens, seconds, ngram_tokens, ngram_seconds, plain_seconds = best
-        alone = (tokens - ngram_tokens) / (seconds - ngram_seconds) * plain_seconds
-        if alone > 1.0 and weight < _MIN_SAVED_STEPS:
-            return None  # the plan's estimate may be all that speaks for it
-        return Speedup(tokens / weight, tokens / seconds * plain_seconds, alone)
+        weight, tokens, seconds = best
+        return Speedup(tokens / weight, tokens / seconds * plain[1] / plain[0])
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether drafting for single sequences was slower than plain decoding in other processes,
+        in all modes of choosing tokens: it has used up its exploration budget."""
+        budgets = []
+        for saved in self._saved.values():
+            try:
+                budgets.append(float(saved_numbers(saved["choices"]["1"]["budget"], ())))
+            except _BROKEN:
+                continue
+        return max(budgets, default=FIRST_BUDGET) < FIRST_BUDGET / 2
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-serialisable state, for `pair_statistics_of` in another process."""

@@ -25,9 +25,16 @@ CURVE = ComputeCurve.linear(1e-12, 1e-15)
 NGRAMS = DraftCandidate(None, NGRAM, "")
 
 
-TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)
+class Named(PaperModel):
+    """A paper model that statistics can be saved of."""
+
+    def fingerprint(self) -> str:
+        return self.layers[0].tensors[0].name
+
+
+TARGET = Named("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)
 DRAFTS = {
-    name: PaperModel(name, 4, n_bytes, kv_bytes_per_token=100, curve=CURVE)
+    name: Named(name, 4, n_bytes, kv_bytes_per_token=100, curve=CURVE)
     for name, n_bytes in {"small": MIB, "other": MIB, "large": 300 * MIB}.items()
 }
 
@@ -117,11 +124,7 @@ def test_earlier_runs_count_most(saved: dict[str, Any]) -> None:
     file = saved_statistics.SavedStatistics(planned.plan, sources)
     known = pair_statistics_of(planned.plan.cost_model, planned.plan.draft_cost_model, 16)
     state_dict = known.state_dict()
-    choice: dict[str, Any] = {
-        "plain": [40.0, 40.0],
-        "draft": [40.0, 40 * 7.5, 44.0],
-        "ngram": [40.0, 0.0, 0.0],
-    }
+    choice: dict[str, Any] = {"plain": [40.0, 40.0], "draft": [40.0, 40 * 7.5, 44.0]}
     state_dict["acceptance"] = {"greedy": {"choices": {"1": choice}}}
     saved[file._path.name] = state_dict
     chosen = ranked(*rivals)
