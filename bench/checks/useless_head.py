@@ -5,8 +5,9 @@
 
 The head is an MTP head of the target's sizes with random weights. It is compared with n-grams
 alone, and, with the head as the only source, with plain decoding, each time without saved
-statistics; and with n-grams alone once more, with the statistics of a load before. Prints a table, then one JSON line with provenance; the exit code is 2 if the median
-loss of a comparison is above --limit, or if a text differs.
+statistics; and with n-grams alone once more, with the statistics of a load before. Prints a table,
+then one JSON line with provenance; the exit code is 2 if the median loss of a comparison is above
+--limit, or if a text differs.
 """
 
 from __future__ import annotations
