@@ -15,7 +15,7 @@ from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
-    "the row with * may be slower than the first one: capacity for larger trees may cost 1 %, a "
+    "the row with * may be slower than the first one: capacity for larger trees may cost 5 %, a "
     "fixed draft is kept, and KV of further sequences holds layers while they do not run"
 )
 _WHOLE_CACHE_TYPES = ("f32", "f16", "bf16")
