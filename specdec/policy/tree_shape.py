@@ -21,6 +21,10 @@ from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 from specdec.policy.shared_pass import CandidateTree
 from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
 
+_FIRST_LEVEL_WEIGHT = 0.25
+"""Weight of the first level's gain, beside those of further ones, which are smaller (bench/scenarios:
+with 1, 0.94 of the speed where one level is best)."""
+
 
 class TreeShape:
     """Limits and trimming of trees by measured costs and acceptance.
@@ -137,6 +141,6 @@ class TreeShape:
         draft = np.bincount(depths, weights=probabilities).astype(np.float64)
         gained = np.bincount(depths, weights=is_new * gains).astype(np.float64)
         # A tree of one level shows what that one gains: without it, few levels would stay few.
-        first = 1 if deepest > 1 else 0
+        first, weight = (1, 1.0) if deepest > 1 else (0, _FIRST_LEVEL_WEIGHT)
         draft, gained = draft[first:deepest], gained[first + 1 : deepest + 1]
-        note_levels(self._acceptance_statistics.levels, draft, gained)
+        note_levels(self._acceptance_statistics.levels, draft, gained, weight)

@@ -144,10 +144,10 @@ def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None
 def test_levels_that_seemed_to_gain_nothing_are_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    usual = simulate(SIX["streamed, greedy"], SpecConfig(), 500).rate(250)
+    usual = simulate(SIX["streamed, greedy"], SpecConfig(), 800).rate(500)
     gains = MovingAverage(LASTING, (-5.0,), weight=8.0)
     monkeypatch.setattr(pair_statistics, "depth_gain", lambda: gains)
-    assert simulate(SIX["streamed, greedy"], SpecConfig(), 500).rate(250) > 0.95 * usual
+    assert simulate(SIX["streamed, greedy"], SpecConfig(), 800).rate(500) > 0.95 * usual
 
 
 # --- changes of regime, at the 300th of 700 tokens ------------------------------------------------
