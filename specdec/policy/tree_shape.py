@@ -22,8 +22,8 @@ from specdec.policy.shared_pass import CandidateTree
 from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
 
 _FIRST_LEVEL_WEIGHT = 0.25
-"""Weight of the first level's gain, beside those of further ones, which are smaller (bench/scenarios:
-with 1, 0.94 of the speed where one level is best)."""
+"""Weight of the first level's gain beside those of further ones, which are smaller
+(bench/scenarios: with 1, 0.94 of the speed where one level is best)."""
 
 
 class TreeShape:
