@@ -35,7 +35,7 @@ _PAYS_TO_LEAVE_OUT = 1.05
 """Speedup of running without the draft from which the draft is not loaded."""
 _TREE_MULTIPLES, _WIDE_TREE = (4, 1), 64
 """Multiples of the best tree, and draft tokens of a model: memory is reserved for the largest that
-costs little, as acceptance may be better than assumed. Beside a streamed target pair:mtp brings
+costs little, as acceptance may be better than assumed. With simulated times pair:mtp brings
 1.29 times the speed with 64 instead of 8, and no more with 128."""
 _MIN_SPEED_SHARE = 0.95
 """Share of the speed with the smallest tree capacity that a larger capacity must leave."""
