@@ -20,6 +20,10 @@ from offload.storage.aligned import buffer_bytes
 from offload.units import Progress
 
 LOAD_MODES = ("auto", "stream", "ram", "mmap")
+MAX_PROMPT_STATES = 512
+"""Last tokens whose hidden states a draft head is given in a pass: the states of a whole prompt
+would take more memory than its KV. With the last 16, 64, 256 and 1024 tokens of prompts of 350,
+pair:hybrid's head brings 5.25, 5.60, 5.93 and 5.86 tokens per pass."""
 CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0", "fp8")
 """Number formats of a KV cache. f16 is llama.cpp's default; bf16 is as large. Only llama.cpp has
 q4_0, and only torch fp8."""

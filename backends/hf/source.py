@@ -23,6 +23,7 @@ from backends.contract.cached_checks import machine
 from backends.contract.curve import ComputeCurve
 from backends.contract.exactness import EXACT_OFF
 from backends.contract.source import (
+    MAX_PROMPT_STATES,
     BackendOptions,
     KvSplit,
     Loading,
@@ -206,7 +207,8 @@ class HfSource(ModelSource):
     def scratch_bytes(self, ctx_size: int, max_num_tokens: int, max_nodes: int) -> int:
         num_tokens = max(max_num_tokens, self.exactness.min_batch_tokens)
         rows = _ROW_COPIES * num_tokens * row_bytes(self.model)
-        return rows + activation_bytes(self.model, ctx_size, num_tokens)
+        limit = MAX_PROMPT_STATES if self.hidden_state_bytes else None
+        return rows + activation_bytes(self.model, ctx_size, num_tokens, prompt_tokens=limit)
 
     def shared_scratch_bytes(
         self, ctx_size: int, kv_tokens: int, max_num_tokens: int, max_nodes: int

@@ -4,9 +4,10 @@
     python -m bench.checks.useless_head -m GROWN --memory-budget 3.5GiB --rounds 3 -n 64
 
 The head is an MTP head of the target's sizes with random weights. It is compared with n-grams
-alone, and, with the head as the only source, with plain decoding; each load begins without saved
-statistics. Prints a table, then one JSON line with provenance; the exit code is 2 if the median
-loss of a comparison is above --limit, or if a text differs.
+alone, and, with the head as the only source, with plain decoding, each time without saved
+statistics; and with n-grams alone once more, with the statistics of a load before. Prints a table,
+then one JSON line with provenance; the exit code is 2 if the median loss of a comparison is above
+--limit, or if a text differs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ from bench.table import Table, text_of
 from offload.errors import SpecdecError
 from specdec.cli.errors import run_app
 
-_COMPARED = {"n-grams": ("ngram", "draft,ngram"), "plain": ("none", "draft")}
-"""spec_type without the head and with it."""
+_COMPARED = {
+    "n-grams": ("ngram", "draft,ngram", 1),
+    "plain": ("none", "draft", 1),
+    "n-grams, second load": ("ngram", None, 2),
+}
+"""spec_type without the head and with it (None: the plan may leave it out); loads with the head, of
+which the last one counts."""
 _STD = 0.02
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -57,13 +63,13 @@ def main(
     result = {}
     with TemporaryDirectory() as folder:
         head = save_random_head(model, Path(folder))
-        for name, (without, with_head) in _COMPARED.items():
+        for name, (without, with_head, n_loads) in _COMPARED.items():
             runs = []
             for _ in range(rounds):
                 load = {"model": model, "memory_budget": memory_budget}
                 alone = run({**load, "spec_type": without}, contexts, sampling)
                 beside = {**load, "draft_model": head, "spec_type": with_head}
-                runs.append((alone, run(beside, contexts, sampling)))
+                runs.append((alone, run(beside, contexts, sampling, n_loads)))
             result[name] = summary(runs)
     typer.echo(text_of([table_of(result)]))
     load = {"model": model, "memory_budget": memory_budget}
@@ -97,13 +103,17 @@ def save_random_head(model: str, folder: Path) -> Path:
     return folder
 
 
-def run(load: dict[str, Any], prompts: list[str], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens per second, runs of the head and token ids of one load."""
+def run(
+    load: dict[str, Any], prompts: list[str], sampling: dict[str, Any], n_loads: int = 1
+) -> dict[str, Any]:
+    """Return tokens per second, runs of the head and token ids of the last of `n_loads` loads."""
     import specdec
 
-    with forgetting_statistics(), specdec.load(**load) as llm:
-        llm.generate(prompts[0], max_tokens=2, cache_prompt=False)  # warms up
-        results = [llm.generate(prompt, cache_prompt=False, **sampling) for prompt in prompts]
+    with forgetting_statistics():
+        for _ in range(n_loads):
+            with specdec.load(**load) as llm:
+                llm.generate(prompts[0], max_tokens=2, cache_prompt=False)  # warms up
+                results = [llm.generate(x, cache_prompt=False, **sampling) for x in prompts]
     stats = [result.stats for result in results]
     n_tokens = sum(item.generated_tokens - 1 for item in stats)
     return {

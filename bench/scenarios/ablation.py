@@ -63,7 +63,7 @@ PARTS: Mapping[str, Sequence[Patch]] = {
     "slow start, and no more candidates than of use": [
         (AcceptanceStatistics, "n_candidates", ANYTHING)
     ],
-    "the exploration budget of a draft": [(modes, "_FIRST_BUDGET", 1e9)],
+    "the exploration budget of a draft": [(modes, "FIRST_BUDGET", 1e9)],
     "the plan's weight of four steps (of half a step)": [(modes, "_PLAN_WEIGHT", 0.5)],
     "n-grams' tokens left out of the draft's account": [
         (draft_policy, "_accepted_without_draft", lambda *_: 0),

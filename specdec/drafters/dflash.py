@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from backends.contract.backend import PREFIX, Backend, BackendError
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
+from backends.contract.source import MAX_PROMPT_STATES
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
 from specdec.drafters.marginals import CandidatesAfter, Transitions, best_tree
-from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
+from specdec.drafters.state_buffer import StateBuffer
 from specdec.sampling.sampler import Sampler
 from specdec.verification.acceptance import sample_index
 from specdec.verification.tree import ROOT, DraftTree
@@ -71,7 +72,6 @@ class DFlashDrafter(Drafter):
 
     def take_hidden_states(self, position: int, states: NDArray[np.float32]) -> None:
         self._states.add(position, states)
-        self._states.keep_last(MAX_PROMPT_STATES)  # steps without the draft leave them here
 
     def num_uncomputed(self, context_ids: Sequence[int]) -> int:
         return len(self._states)

@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.contract.sequence import SequenceInput, SequenceOutput
+from backends.contract.source import MAX_PROMPT_STATES
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.candidates import Candidates
 from specdec.drafters.frontier import Level
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.state_buffer import MAX_PROMPT_STATES, StateBuffer
+from specdec.drafters.state_buffer import StateBuffer
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_PROMPT_STATES = 512
-"""Last tokens of a prompt that a head is given: the states of all would take more memory than its
-KV. With the last 16, 64, 256 and 1024 tokens of prompts of 350, pair:hybrid's head brings 5.25,
-5.60, 5.93 and 5.86 tokens per pass."""
+from backends.contract.source import MAX_PROMPT_STATES
 
 
 class StateBuffer:
@@ -31,10 +28,12 @@ class StateBuffer:
         return self.start + len(self._states)
 
     def add(self, position: int, states: NDArray[np.float32]) -> None:
-        """Append states [n, width] of tokens from `position` on; begin anew after a gap."""
+        """Append states [n, width] of tokens from `position` on; begin anew after a gap. Of more
+        than MAX_PROMPT_STATES, which steps without the draft leave, the last ones stay."""
         if position != self.end:
             self._states, self.start = [], position
         self._states += list(states)
+        self.keep_last(MAX_PROMPT_STATES)
 
     def stacked(self) -> NDArray[np.float32]:
         """Return all states, [n, width]."""

@@ -28,6 +28,7 @@ from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
 from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
+from specdec.planning.saved_statistics import SavedStatistics
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
 
@@ -261,22 +262,45 @@ def _plan_of(
             FieldName("exact"), f" is 'on', but {exactness.reason}: 'auto' runs all the same"
         )
     search = Search(MemoryPlanner(target, draft, options, base_bytes, gpu), measurements)
-    chosen = search.best(total_bytes)
-    warnings, notes = _remarks(chosen, search)
-    chosen = with_kv_capacity(search, chosen, total_bytes)
-    return RunPlan(
-        budget_source=budget_source,
-        chosen=chosen,
-        alternatives=tuple(search.alternatives),
-        exactness=exactness,
-        cache_types=target.cache_types,
-        uses_mmap=options.load_mode == "mmap",
-        accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
-        warnings=(target.warnings if gpu is None else gpu.target.warnings + gpu.warnings)
-        + warnings,
-        notes=_cut_context(options, chosen.memory_plan) + notes,
-        vram_source="" if gpu is None else gpu.vram_source,
-        max_num_seqs=options.max_num_seqs,
+
+    def completed(
+        chosen: Alternative, warnings: tuple[str, ...], notes: tuple[str, ...]
+    ) -> RunPlan:
+        chosen = with_kv_capacity(search, chosen, total_bytes)
+        own_warnings = target.warnings if gpu is None else gpu.target.warnings + gpu.warnings
+        return RunPlan(
+            budget_source=budget_source,
+            chosen=chosen,
+            alternatives=tuple(search.alternatives),
+            exactness=exactness,
+            cache_types=target.cache_types,
+            uses_mmap=options.load_mode == "mmap",
+            accept_threshold=None if options.spec.is_lossless else options.spec.accept_threshold,
+            warnings=own_warnings + warnings,
+            notes=_cut_context(options, chosen.memory_plan) + notes,
+            vram_source="" if gpu is None else gpu.vram_source,
+            max_num_seqs=options.max_num_seqs,
+        )
+
+    best = search.best(total_bytes)
+    plan = completed(best, *_remarks(best, search))
+    loss = _known_loss(best, search, plan, pair)
+    return plan if loss is None else completed(search.alone(total_bytes), (), (loss,))
+
+
+def _known_loss(best: Alternative, search: Search, plan: RunPlan, pair: Sources) -> str | None:
+    """Return the note that a draft is left out because it lost in earlier processes; None where it
+    did not, where nothing is known, or where it takes next to no memory."""
+    if not search.should_leave_out(best, best.plain_tokens_per_second):
+        return None
+    sources = [source for source in pair.sources if source is not None]
+    if not SavedStatistics(plan, sources).pair_statistics.has_lost:
+        return None
+    return (
+        "the draft is left out: in earlier runs it was slower than plain decoding, and its memory "
+        f"is better used for the target ({search.plain.tokens_per_second:.2f} tokens/s predicted "
+        f"without it, {best.plain_tokens_per_second:.2f} beside it); --spec-type draft,ngram loads "
+        "it all the same"
     )
 
 
@@ -312,12 +336,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
     ]
     if not with_draft:
         return (), (_no_capacity(chosen.memory_plan, search),) if search.refusals else ()
-    alone = next(
-        alternative
-        for alternative in search.alternatives
-        if alternative.draft is None and not alternative.memory_plan.n_drafted
-    )
-    speed = alone.tokens_per_second
+    speed = search.plain.tokens_per_second
     if chosen.draft is None:
         best = max(alternative.better_tokens_per_second for alternative in with_draft)
         note = (

@@ -16,7 +16,7 @@ from specdec.planning.search import Alternative
 
 _WHY_NOT_THE_FASTEST = (
     "* is the plan that was chosen; it may be slower than the first row, because room for larger "
-    "trees may cost 1 %, a draft that was asked for stays, and KV cache for more sequences holds "
+    "trees may cost 5 %, a draft that was asked for stays, and KV cache for more sequences holds "
     "layers until they run"
 )
 _WHOLE_CACHE_TYPES = ("f32", "f16", "bf16")

@@ -110,12 +110,15 @@ def depth_gain() -> MovingAverage:
 
 
 def note_levels(
-    levels: MovingAverage, draft: NDArray[np.float64], gains: NDArray[np.float64]
+    levels: MovingAverage,
+    draft: NDArray[np.float64],
+    gains: NDArray[np.float64],
+    weight: float = 1.0,
 ) -> None:
     """Record the total draft probability of levels, and the gain in tokens of the level below."""
     if len(draft):
         x, y = (np.log(np.maximum(values, _MIN_GAIN)) for values in (draft, gains))
-        levels.add(float(np.mean(y - x)), n=len(draft))
+        levels.add(float(np.mean(y - x)), n=weight * len(draft))
 
 
 def min_level_probability(levels: MovingAverage, gain: float) -> float:

@@ -17,7 +17,7 @@ _BUDGET_SHARE = 0.015
 """Share of a sequence's tokens, those of n-grams left out, that trials of a draft not in use may
 lose: a draft that never pays keeps 0.98 of a long sequence's speed, and one that becomes good is in
 use after some 100 tokens."""
-_FIRST_BUDGET = 2.0
+FIRST_BUDGET = 2.0
 """Initial exploration budget, in tokens: losing 3.2 of 64 would cost 5 % of the speed; the margin
 is for a last trial that overdraws."""
 _MIN_TRIAL_COST = 0.5
@@ -62,7 +62,7 @@ class DraftChoice:
         self._ngram = MovingAverage(LASTING, (0.0, 0.0), _PLAN_WEIGHT)  # part of n-grams in it
         if with_draft is not None:
             self._draft = MovingAverage(LASTING, with_draft, _PLAN_WEIGHT)
-        self._budget = _FIRST_BUDGET
+        self._budget = FIRST_BUDGET
         self.plain_seconds = plain_seconds
 
     @property
@@ -96,7 +96,7 @@ class DraftChoice:
             self._draft.load_state_dict(state_dict["draft"])
         self._ngram.load_state_dict(state_dict["ngram"])
         budget = float(saved_numbers(state_dict["budget"], ()))
-        self._budget = min(max(budget, -_FIRST_BUDGET), _PLAN_WEIGHT * _FIRST_BUDGET)
+        self._budget = min(max(budget, -FIRST_BUDGET), _PLAN_WEIGHT * FIRST_BUDGET)
 
     def next_uses_draft(self, draft_seconds: float) -> bool:
         """Return whether the next step uses the draft.
@@ -108,7 +108,7 @@ class DraftChoice:
         price = draft_seconds / self.plain_seconds
         if not self.is_draft_better:
             # Earlier gains do not raise the loss that a trial may make.
-            self._budget = min(self._budget, max(_FIRST_BUDGET, price))
+            self._budget = min(self._budget, max(FIRST_BUDGET, price))
             price = max(_MIN_TRIAL_COST, price)
         return self._budget >= price
 
@@ -126,7 +126,7 @@ class DraftChoice:
         gain = tokens - seconds / self.plain_seconds
         if is_trial and tokens <= seconds * rate:
             gain = min(gain, -_MIN_TRIAL_COST)
-        self._budget = max(self._budget + gain, -_FIRST_BUDGET)
+        self._budget = max(self._budget + gain, -FIRST_BUDGET)
 
     @property
     def _plain_rate(self) -> float:

@@ -31,7 +31,7 @@ class MovingAverage:
         self._fade, self._weight = decay, weight
         self._sums = weight * np.array([1.0, *expected])
 
-    def add(self, *values: float, n: int = 1) -> None:
+    def add(self, *values: float, n: float = 1) -> None:
         """Add `n` measurements whose means are `values`."""
         self._sums = self._fade**n * self._sums + n * np.array([1.0, *values])
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specdec.policy.calibration import Calibration, chain_acceptance_rate, depth_gain
 from specdec.policy.cost_model import CostModel, run_seconds
-from specdec.policy.modes import DraftChoice
+from specdec.policy.modes import FIRST_BUDGET, DraftChoice
 from specdec.policy.moving_average import (
     LASTING,
     MAX_SAVED_ENTRIES,
@@ -171,6 +171,18 @@ class PairStatistics:
             return None
         weight, tokens, seconds = best
         return Speedup(tokens / weight, tokens / seconds * plain[1] / plain[0])
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether drafting for single sequences was slower than plain decoding in other processes,
+        in all modes of choosing tokens: it has used up its exploration budget."""
+        budgets = []
+        for saved in self._saved.values():
+            try:
+                budgets.append(float(saved_numbers(saved["choices"]["1"]["budget"], ())))
+            except _BROKEN:
+                continue
+        return max(budgets, default=FIRST_BUDGET) < FIRST_BUDGET / 2
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-serialisable state, for `pair_statistics_of` in another process."""

@@ -19,7 +19,11 @@ from specdec.policy.cost_model import runs_of_levels
 from specdec.policy.modes import DraftChoice
 from specdec.policy.pair_statistics import AcceptanceStatistics, PairStatistics
 from specdec.policy.shared_pass import CandidateTree
-from specdec.verification.tree import DRAFT_SOURCE, DraftTree
+from specdec.verification.tree import DRAFT_SOURCE, ROOT, DraftTree
+
+_FIRST_LEVEL_WEIGHT = 0.25
+"""Weight of the first level's gain beside those of further ones, which are smaller
+(bench/scenarios: with 1, 0.94 of the speed where one level is best)."""
 
 
 class TreeShape:
@@ -126,10 +130,17 @@ class TreeShape:
         return minimum + int(values[minimum:].argmax())
 
     def _note_levels(self, tree: DraftTree, gains: NDArray[np.float64]) -> None:
-        """Record the gain of each of the model's levels, in tokens, net of their price."""
+        """Record the gain of each of the model's levels, in tokens, net of their price. Tokens that
+        others propose too are no gain."""
         depths = np.array(tree.depths)
         is_drafted = np.array([DRAFT_SOURCE in sources for sources in tree.sources])
+        is_new = np.array([sources == (DRAFT_SOURCE,) for sources in tree.sources])
         deepest = int(depths[is_drafted].max(initial=0))
-        draft = np.bincount(depths, weights=np.exp(tree.path_log_probs)).astype(np.float64)
-        gained = np.bincount(depths, weights=gains).astype(np.float64)
-        note_levels(self._acceptance_statistics.levels, draft[1:deepest], gained[2 : deepest + 1])
+        is_drafted[ROOT] = True
+        probabilities = is_drafted * np.exp(tree.path_log_probs)
+        draft = np.bincount(depths, weights=probabilities).astype(np.float64)
+        gained = np.bincount(depths, weights=is_new * gains).astype(np.float64)
+        # A tree of one level shows what that one gains: without it, few levels would stay few.
+        first, weight = (1, 1.0) if deepest > 1 else (0, _FIRST_LEVEL_WEIGHT)
+        draft, gained = draft[first:deepest], gained[first + 1 : deepest + 1]
+        note_levels(self._acceptance_statistics.levels, draft, gained, weight)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backends.contract.nodes import table_bytes
-from backends.contract.source import KvSplit, ModelSource
+from backends.contract.source import MAX_PROMPT_STATES, KvSplit, ModelSource
 from offload.process.memory import companion_bytes
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
 from specdec.drafters.model import level_width
-from specdec.drafters.state_buffer import MAX_PROMPT_STATES
 from specdec.run_options import RunOptions
 from specdec.sampling.context_window import draft_context_size
 

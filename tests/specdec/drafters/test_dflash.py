@@ -11,6 +11,7 @@ from dflash_heads import BLOCK_SIZE, FAMILY, TARGET_LAYERS, Reference, save_dfla
 
 from backends.contract.backend import LAST_HIDDEN_STATE, MaskedBlock
 from backends.contract.sequence import SequenceInput
+from backends.contract.source import MAX_PROMPT_STATES
 from backends.heads.dflash_source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
@@ -19,7 +20,6 @@ from specdec.drafters.base import TreeLimits
 from specdec.drafters.batched_drafting import run_batched
 from specdec.drafters.candidates import CandidateRanker, TargetNoise
 from specdec.drafters.dflash import DFlashDrafter
-from specdec.drafters.state_buffer import MAX_PROMPT_STATES
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 

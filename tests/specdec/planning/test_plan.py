@@ -11,13 +11,16 @@ from paper_models import PaperModel
 from backends.contract.curve import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
+from specdec.planning import saved_statistics
 from specdec.planning.plan import OpenedPair, PlannedModels
 from specdec.planning.search import Measurements
+from specdec.policy.pair_statistics import pair_statistics_of
 from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)
 TARGET = PaperModel("t", 40, 40 * MIB, kv_bytes_per_token=1000, curve=CURVE)
 LARGE = PaperModel("d", 30, 40 * MIB, kv_bytes_per_token=100, curve=CURVE)
+MEDIUM = PaperModel("d", 4, 40 * MIB, kv_bytes_per_token=100, curve=CURVE)
 SMALL = PaperModel("d", 4, MIB, kv_bytes_per_token=100, curve=CURVE)
 
 
@@ -61,3 +64,29 @@ def test_a_draft_that_pays_is_loaded_and_nothing_is_said(monkeypatch: pytest.Mon
     assert actual.draft is not None
     assert actual.options.spec.spec_type == ("draft", "ngram")
     assert (actual.plan.notes, actual.plan.warnings) == ((), ())
+
+
+def save_budgets(monkeypatch: pytest.MonkeyPatch, plan: Any, *budgets: float | str) -> None:
+    """Save statistics of several modes of choosing tokens with these exploration budgets."""
+    state_dict = pair_statistics_of(plan.cost_model, plan.draft_cost_model, 16).state_dict()
+    choices = [{"1": {"budget": budget}} for budget in budgets]
+    state_dict["acceptance"] = {str(i): {"choices": x} for i, x in enumerate(choices)}
+    monkeypatch.setattr(saved_statistics, "load_cached", lambda _: state_dict)
+
+
+def test_a_draft_that_lost_in_earlier_runs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned(MEDIUM, monkeypatch)
+    assert first.draft is not None
+    save_budgets(monkeypatch, first.plan, -0.6, 0.9)
+    later = planned(MEDIUM, monkeypatch)
+    assert (later.draft, later.plan.draft_cost_model) == (None, None)
+    (note,) = later.plan.notes
+    assert note.startswith("the draft is left out: in earlier runs it was slower than plain decod")
+    assert planned(MEDIUM, monkeypatch, spec_type="draft,ngram").draft is not None
+
+
+def test_a_draft_that_gained_in_some_runs_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(MEDIUM, monkeypatch).plan
+    for budgets in [(-0.6, 7.0), (1.9,), (), ("x",)]:
+        save_budgets(monkeypatch, plan, *budgets)
+        assert planned(MEDIUM, monkeypatch).draft is not None

@@ -77,7 +77,7 @@ def test_the_reason_why_the_first_row_is_not_chosen_is_shown() -> None:
     ranked = sorted(plan.alternatives, key=lambda item: -item.tokens_per_second)
     for chosen in ranked:
         text = "\n".join(replace(plan, chosen=chosen).lines())
-        assert ("room for larger trees may cost 1 %" in text) == (chosen is not ranked[0])
+        assert ("room for larger trees may cost 5 %" in text) == (chosen is not ranked[0])
 
 
 def test_the_json_holds_what_was_weighed() -> None:

@@ -158,6 +158,37 @@ def test_what_is_not_worth_its_row_is_cut():
     assert trim_together([policy], [unlikely_chain().best_subset(4)])[0].n_drafted == 0
 
 
+def test_tokens_of_n_grams_are_no_gain_of_a_level():
+    def levels(*more: int) -> tuple[float, ...]:
+        policy, tree, node = new_policy(SpecConfig(), FREE, DRAFT), DraftTree(0), 0
+        for token in (1, 2, 3):
+            node = tree.add(node, token, -1.0)
+        node = 0
+        for token in more:
+            node = tree.add(node, token, -0.1, "ngram")
+        policy.limits(10, 64, 1000)
+        trim_together([policy], [tree])
+        return policy.acceptance_statistics.levels.means
+
+    assert levels(4, 5, 6) == levels() != (0.0,)
+
+
+def test_a_slow_first_pass_does_not_make_drafting_look_cheap():
+    clock = Clock()
+    policy = new_policy(SpecConfig(), FREE, DRAFT, clock=clock)
+
+    def step(max_tokens: int, tree: DraftTree, seconds: float) -> None:
+        policy.limits(10, max_tokens, 1000)
+        trim_together([policy], [tree])
+        clock.now += seconds
+        observe_together([policy], [Acceptance((0,), 99, False)], [tree])
+
+    step(1, DraftTree(0), 25.0)  # the last token is never drafted
+    for _ in range(5):
+        step(64, unlikely_chain(), 9.0)
+    assert policy.choice.plain_seconds == pytest.approx(9.0, rel=0.02)
+
+
 # --- chains of the rejection rule -----------------------------------------------------------------
 
 CHAIN = SpecConfig(("draft",), acceptance="rejection")

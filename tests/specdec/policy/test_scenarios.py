@@ -27,7 +27,9 @@ from bench.scenarios.settings import (
     speeds,
 )
 from specdec.config import SpecConfig
+from specdec.policy import pair_statistics
 from specdec.policy.cost_model import CostModel
+from specdec.policy.moving_average import LASTING, MovingAverage
 from specdec.policy.pair_statistics import PairStatistics
 
 SHORT, MEDIUM = 64, 400  # tokens of an output
@@ -137,6 +139,15 @@ def test_good_drafts_are_used_within_a_short_sequence() -> None:
 def test_a_number_that_the_user_fixed_is_obeyed_though_it_does_not_pay() -> None:
     outcome = simulate(SCENARIOS["useless, in memory"], fixed(8, 4), 60)
     assert set(outcome.sizes) == {8}
+
+
+def test_levels_that_seemed_to_gain_nothing_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = simulate(SIX["streamed, greedy"], SpecConfig(), 800).rate(500)
+    gains = MovingAverage(LASTING, (-5.0,), weight=8.0)
+    monkeypatch.setattr(pair_statistics, "depth_gain", lambda: gains)
+    assert simulate(SIX["streamed, greedy"], SpecConfig(), 800).rate(500) > 0.95 * usual
 
 
 # --- changes of regime, at the 300th of 700 tokens ------------------------------------------------

@@ -68,7 +68,7 @@ def test_more_memory_is_never_slower(pair: KnownPair, monkeypatch: pytest.Monkey
     monkeypatch.setattr(advice, "PAIRS", (pair,))
     speeds = [recommend(n * GIB)[0].tokens_per_second for n in (3, 5, 6, 8, 12, 24)]
     for before, after in pairwise(speeds):
-        assert after >= 0.99 * before, speeds  # capacity for larger trees may cost 1 %
+        assert after >= 0.95 * before, speeds  # capacity for larger trees may cost 5 %
 
 
 def test_a_draft_that_does_not_pay_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
