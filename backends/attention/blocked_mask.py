@@ -8,14 +8,9 @@ import numpy as np
 import torch
 
 from backends.attention.batch import BatchLayout, PartRows, rows_in_pool, runs_of
-from backends.attention.blocks import (
-    BLOCK_KEYS,
-    USUAL_LIMITS,
-    BlockedMask,
-    ProductLimits,
-    RowGroup,
-    Scratch,
-)
+from backends.attention.blocks import USUAL_LIMITS, BlockedMask, ProductLimits
+from backends.attention.row_groups import BLOCK_KEYS, RowGroup
+from backends.attention.scores import Scratch
 
 
 def blocked_mask(

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from backends.attention.blocks import (
-    BLOCK_KEYS,
-    MAX_BLOCKED_SCORE_BYTES,
-    SPAN_BYTES,
-    USUAL_LIMITS,
-    value_width,
-)
+from backends.attention.blocks import USUAL_LIMITS
 from backends.attention.interface import KEYS_BY_ROW
+from backends.attention.row_groups import BLOCK_KEYS, SPAN_BYTES
+from backends.attention.scores import MAX_BLOCKED_SCORE_BYTES, value_width
 from backends.attention.segments import MAX_SCORE_BYTES
 from backends.attention.stored_rows import OWN_FORMATS, PART_BYTES
 from backends.checkpoint.config import HeadShape

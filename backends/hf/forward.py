@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import ProductLimits, Scratch
+from backends.attention.blocks import ProductLimits
 from backends.attention.interface import KEYS_BY_ROW
 from backends.attention.masks import additive_mask, segmented_mask
+from backends.attention.scores import Scratch
 from backends.contract.backend import UnsupportedModel, one_line
 from backends.hf.hidden_states import HiddenStates
 from backends.hf.layer_runner import MakeMask

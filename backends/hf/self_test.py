@@ -20,8 +20,9 @@ from torch import nn
 
 from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import BLOCK_KEYS, USUAL_LIMITS, ProductLimits
+from backends.attention.blocks import USUAL_LIMITS, ProductLimits
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.attention.row_groups import BLOCK_KEYS
 from backends.checkpoint.config import HeadShape
 from backends.contract.cached_checks import CachedChecks
 from backends.contract.exactness import Exactness

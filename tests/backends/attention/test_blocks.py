@@ -13,11 +13,11 @@ from attention_cases import Case, random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.attention import blocks
+from backends.attention import blocks, row_groups, scores
 from backends.attention.batch import BatchLayout
 from backends.attention.blocked_mask import blocked_mask
-from backends.attention.blocks import Scratch
 from backends.attention.layout import CausalLayout, PassLayout
+from backends.attention.scores import Scratch
 
 PREFIXES = [0, 1, 5, 62, 63, 64, 65, 127, 128, 190, 300]
 LAYOUTS = st.builds(
@@ -142,11 +142,13 @@ def test_little_scratch_changes_no_bit(
         case = Case(random_tree(330, 2, 30, np.random.default_rng(3)), None, window, **options)
         monkeypatch.undo()
         expected = case.together()
-        blocks._spans.cache_clear()
-        monkeypatch.setattr(blocks, "MAX_BLOCKED_SCORE_BYTES", 4 * n_scores)
-        monkeypatch.setattr(blocks, "SPAN_BYTES", 4 * n_columns * heads[1] * (8 + 16))
+        row_groups.spans_of.cache_clear()
+        for module in (blocks, scores):
+            monkeypatch.setattr(module, "MAX_BLOCKED_SCORE_BYTES", 4 * n_scores)
+        for module in (blocks, row_groups):
+            monkeypatch.setattr(module, "SPAN_BYTES", 4 * n_columns * heads[1] * (8 + 16))
         assert torch.equal(case.together(), expected)
-        blocks._spans.cache_clear()
+        row_groups.spans_of.cache_clear()
 
 
 @pytest.mark.slow_except(3)
@@ -205,29 +207,29 @@ class Mistakes:
         right = PassLayout.key_positions
 
         def shifted(self: PassLayout, end: int) -> np.ndarray:
-            return right(self, end) + (-self.prefix % blocks.BLOCK_KEYS)
+            return right(self, end) + (-self.prefix % row_groups.BLOCK_KEYS)
 
         patch.setattr(PassLayout, "key_positions", shifted)
 
     @staticmethod
     def last_block_first(patch: pytest.MonkeyPatch) -> None:
         """Process the last block first if there is more than one row."""
-        right = blocks.Scores.blocks
+        right = scores.Scores.blocks
 
-        def reversed_blocks(self: Any, *scores: Any) -> Iterator[Block]:
+        def reversed_blocks(self: Any, *given: Any) -> Iterator[Block]:
             if self._group.end - self._group.start == 1:
-                return right(self, *scores)
-            return reversed([(shares, values.clone()) for shares, values in right(self, *scores)])
+                return right(self, *given)
+            return reversed([(shares, values.clone()) for shares, values in right(self, *given)])
 
-        patch.setattr(blocks.Scores, "blocks", reversed_blocks)
+        patch.setattr(scores.Scores, "blocks", reversed_blocks)
 
     @staticmethod
     def one_block_in_two_parts(patch: pytest.MonkeyPatch) -> None:
         """Sum a block in two parts, as a library does that splits long rows."""
-        right = blocks.Scores.blocks
+        right = scores.Scores.blocks
 
-        def in_parts(self: Any, *scores: Any) -> Iterator[Block]:
-            for shares, values in right(self, *scores):
+        def in_parts(self: Any, *given: Any) -> Iterator[Block]:
+            for shares, values in right(self, *given):
                 if self._group.end - self._group.start == 1:
                     yield shares, values
                 else:
@@ -236,7 +238,7 @@ class Mistakes:
                     yield first, values
                     yield shares - first, values
 
-        patch.setattr(blocks.Scores, "blocks", in_parts)
+        patch.setattr(scores.Scores, "blocks", in_parts)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from checkpoints import FAMILIES, HYBRIDS, in_dtype
 from plain_rows import Plain
 from sequence_histories import CONTEXT, MAX_NODES, try_sequences
 
-from backends.attention.blocks import Scores
+from backends.attention.scores import Scores
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions, Loading
 from backends.hf import backend as hf_backend
@@ -104,9 +104,12 @@ def reverse_the_blocks(monkeypatch, source: HfSource) -> None:
     """Passes of several rows add the last block of keys first."""
     blocks = Scores.blocks
 
-    def reversed_for_many(self, shares):
-        actual = list(blocks(self, shares))
-        return actual[::-1] if shares.shape[1] > 8 else actual
+    def reversed_for_many(self, scores, largest):
+        if largest.shape[1] <= 8:
+            return blocks(self, scores, largest)
+        return reversed(
+            [(shares, values.clone()) for shares, values in blocks(self, scores, largest)]
+        )
 
     monkeypatch.setattr(Scores, "blocks", reversed_for_many)
 
