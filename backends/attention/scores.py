@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -25,26 +26,35 @@ MAX_BLOCKED_SCORE_BYTES = 32 * MIB
 """Maximum size of the scores of the rows and heads that are computed together."""
 
 
+Shape: TypeAlias = tuple[int, ...]
+
+
 class Scratch:
     """float32 buffers by name, shared by the layers of a model, which run one after the other."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
+        self._taken: dict[str, tuple[list[Shape], list[torch.Tensor]]] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return the buffer with its last contents if the shape is the same, else filled with 1."""
-        view = self._views.get(name)
-        if view is None or view.shape != shape:
-            view, n_numbers = None, math.prod(shape)
-            if name not in self._buffers or len(self._buffers[name]) < n_numbers:
-                self._views.pop(name, None)
+        return self.take_parts(name, [shape])[0]
+
+    def take_parts(self, name: str, shapes: list[Shape]) -> list[torch.Tensor]:
+        """Return tensors of these shapes in one buffer, as `take` does."""
+        taken, parts = self._taken.get(name, ([], []))
+        if taken != shapes:
+            sizes = list(map(math.prod, shapes))
+            if name not in self._buffers or len(self._buffers[name]) < sum(sizes):
+                parts.clear()
+                self._taken.pop(name, None)
                 self._buffers.pop(name, None)
                 # Explicit: building a model changes torch's default dtype.
-                self._buffers[name] = torch.empty(n_numbers, dtype=torch.float32)
-            view = self._buffers[name][:n_numbers].view(shape).fill_(1.0)
-            self._views[name] = view
-        return view
+                self._buffers[name] = torch.empty(sum(sizes), dtype=torch.float32)
+            flat = self._buffers[name][: sum(sizes)].fill_(1.0).split(sizes)
+            parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+            self._taken[name] = shapes, parts
+        return parts
 
 
 class Scores:
@@ -80,7 +90,8 @@ class Scores:
         _, n_heads, _, dim = rows.shape
         columns = self._scratch.take(name, n_heads, span.end - span.first, width)
         if self._fetched.get(name) != span.first:
-            self._group.fill(columns[..., :dim], rows, span.first)
+            numbers = columns if width == dim else columns[..., :dim]
+            self._group.fill(numbers, rows, span.first)
             self._fetched[name] = span.first
         return columns
 
@@ -108,12 +119,12 @@ class Scores:
 
         flat = queries.new_zeros(n_products, n_each, dim, dtype=torch.float32)
         of_rows(flat).copy_(queries)
-        scores, maxima = [], []
-        for span, part in zip(self._spans, self._score_buffers(n_products, n_each), strict=True):
+        shapes: list[Shape] = [(n_products, n_each, span.end - span.first) for span in self._spans]
+        scores, maxima = self._scratch.take_parts("scores", shapes), []
+        for part, span in zip(scores, self._spans, strict=True):
             keys = self._columns_of("keys", self._keys, span, dim).expand(n_products, -1, -1)
             part.baddbmm_(flat, keys.transpose(1, 2), beta=0, alpha=self._scale)
             self._finish(of_rows(part), rows, span)
-            scores.append(part)
             maxima.append(part.amax(-1, keepdim=True))
         largest = maxima[0] if len(maxima) == 1 else torch.stack(maxima).amax(0)
         share = None
@@ -125,13 +136,6 @@ class Scores:
         total = sums[..., -1:]
         output = sums[..., : self._value_dim]
         return output / (total if share is None else total + share)
-
-    def _score_buffers(self, n_products: int, n_each: int) -> list[torch.Tensor]:
-        """Return memory for the scores of each span, [products, rows of each, columns]."""
-        num_rows = n_products * n_each
-        buffer = self._scratch.take("scores", num_rows * self._group.n_columns)
-        parts = buffer.split([num_rows * (span.end - span.first) for span in self._spans])
-        return [part.view(n_products, n_each, -1) for part in parts]
 
     def _finish(self, scores: torch.Tensor, rows: slice, span: BlockSpan) -> None:
         """Apply softcap, bias and mask to a span's scores [heads, query heads, rows, columns]."""
