@@ -73,12 +73,12 @@ class CpuWeights:
 
     @property
     def non_layer(self) -> RawTensors:
-        return _as_tensors(self._non_layer)
+        return _Tensors(self._non_layer)
 
     @contextmanager
     def layer(self, index: int, check: Check | None = None) -> Iterator[RawTensors]:
         with self._streamer.layer(index, check) as tensors:
-            yield _as_tensors(tensors)
+            yield _Tensors(tensors)
 
     def stays(self, index: int) -> bool:
         return not self._layers[index].layout.extents
@@ -132,5 +132,18 @@ def _fetch(
             yield expert, tuple(torch.frombuffer(x, dtype=torch.uint8) for x in tensors)
 
 
-def _as_tensors(tensors: Mapping[str, memoryview]) -> RawTensors:
-    return {name: torch.frombuffer(view, dtype=torch.uint8) for name, view in tensors.items()}
+class _Tensors(Mapping[str, torch.Tensor]):
+    """Bytes as tensors, made when they are bound: a layer that stays is bound once, but entered in
+    every pass."""
+
+    def __init__(self, views: Mapping[str, memoryview]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.frombuffer(self._views[name], dtype=torch.uint8)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)

@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from offload.trace import record_since, recorded
@@ -78,7 +77,7 @@ class StatsRecorder:
     ) -> None:
         self.clock = clock
         self._totals = totals or Totals()
-        self._counted = GenerationStats(prompt_tokens=prompt_tokens)
+        self._counts: dict[str, Any] = defaultdict(int, prompt_tokens=prompt_tokens)
         self._first: float | None = None
         # Of the last pass, and of the drafting beside it: (began, ended).
         self._last_pass = self._last_ahead = (0.0, 0.0)
@@ -99,7 +98,7 @@ class StatsRecorder:
 
     def record_scheduled(self) -> None:
         """Note that the sequence is scheduled for the first time; before, it was queued."""
-        if self._first is None and not self._counted.queue_seconds:
+        if self._first is None and not self._counts["queue_seconds"]:
             self._add(queue_seconds=self.clock() - self._last)
             self._scheduled = self.clock()
 
@@ -116,12 +115,12 @@ class StatsRecorder:
         if self._first is None:
             self._first = now
             self._add(reused_prompt_tokens=n_reused, time_to_first_token=now - self._last)
-            self._totals.add(prompt_tokens=self._counted.prompt_tokens, first_tokens=1)
+            self._totals.add(prompt_tokens=self._counts["prompt_tokens"], first_tokens=1)
         else:
             self._token_seconds.append(now - self._last)
         self._last = now
         self._add(generated_tokens=1)
-        record_since(self._made, PREFILL, f"prompt of {self._counted.prompt_tokens}")
+        record_since(self._made, PREFILL, f"prompt of {self._counts['prompt_tokens']}")
 
     @recorded(DRAFT, "draft")
     @contextmanager
@@ -218,8 +217,8 @@ class StatsRecorder:
     def stats(self) -> GenerationStats:
         """Return the statistics so far, without those that only backends and the system know."""
         slowed, unslowed = self._compared_pass_seconds()
-        return replace(
-            self._counted,
+        return GenerationStats(
+            **self._counts.copy(),
             decode_seconds=0.0 if self._first is None else self._last - self._first,
             time_per_output_token_p90=percentile(self._token_seconds, 0.9),
             slowed_pass_seconds=slowed,
@@ -231,9 +230,8 @@ class StatsRecorder:
 
     def _add(self, **more: float) -> None:
         """Add to these counts."""
-        counted = self._counted
-        sums = {name: getattr(counted, name) + value for name, value in more.items()}
-        self._counted = replace(counted, **sums)
+        for name, value in more.items():
+            self._counts[name] += value
         self._totals.add(**{_OF_ALL[name]: more[name] for name in more if name in _OF_ALL})
 
     def _at_depths(self, counts: Counter[int]) -> tuple[int, ...]:
