@@ -28,7 +28,8 @@ class WaitingNotes:
         num_tokens: tokens of the sequence.
         num_all_tokens: tokens of all of them together, with what they grow by next.
         """
-        enough = -(-num_all_tokens // 256) * 256
+        # Blocks that are not full take more than their tokens, so these may be fewer than it has.
+        enough = max(-(-num_all_tokens // 256), self._kv_tokens // 256 + 1) * 256
         more = (enough - self._kv_tokens) * self._price.token_bytes
         cost = f", {format_bytes(more)} of the memory that holds layers" if more > 0 else ""
         self._note(
