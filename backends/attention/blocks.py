@@ -69,7 +69,7 @@ class BlockedMask:
     limits: ProductLimits = USUAL_LIMITS
     scratch: Scratch = field(default_factory=Scratch)
     _cached_parts: dict[tuple[int, int, int, int], list[tuple[RowGroup, slice]]] = field(
-        default_factory=dict
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property

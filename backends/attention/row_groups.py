@@ -82,7 +82,7 @@ class BlockSpan(NamedTuple):
     widths: tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def spans_of(widths: tuple[int, ...], bytes_per_column: int) -> list[BlockSpan]:
     """Return spans of as many blocks as fit in SPAN_BYTES, but at least one."""
     limit = max(1, SPAN_BYTES // bytes_per_column)

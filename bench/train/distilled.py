@@ -64,6 +64,7 @@ class Recipe:
     facts: Callable[[Any], dict[str, str]] = lambda model: {}
     main: Callable[[Any], PreTrainedModel] = lambda model: model
     head: Callable[[Any], Mapping[str, torch.Tensor] | None] = lambda model: None
+    threads: int = 2
 
 
 def run_recipe(recipe: Recipe) -> None:
@@ -77,7 +78,7 @@ def run_recipe(recipe: Recipe) -> None:
         minutes: Annotated[float, typer.Option(help="Training time.")] = recipe.options.minutes,
         cap_mb: Annotated[float, typer.Option(help="Maximum text from one package, MB.")] = 1.5,
         seed: int = 1,
-        threads: int = 2,
+        threads: int = recipe.threads,
         device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to train.")] = "cpu",
         batch_factor: Annotated[
             int, typer.Option(min=1, help="Windows a batch, in multiples of a CPU's.")

@@ -64,6 +64,7 @@ RECIPE = Recipe(
     build_mixture,
     mixture_loss,
     measure,
+    threads=1,
 )
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 from offload.errors import SpecdecError
 from specdec.checks import ConfigError
 from specdec.cli.options import OptionError
+from specdec.cli.output import OutputError
 from specdec.option import options_of
 
 PREFIX = "SPECDEC_"
@@ -61,6 +62,8 @@ def naming_origins(context: Any) -> Iterator[None]:
             if error.filename and str(error.filename) in values:
                 raise OptionError(f"{origin}: {error.filename}: {error.strerror}") from error
         raise
+    except OutputError:
+        raise  # of what was written, whatever the options
     except SpecdecError as error:
         message = _with_origin(str(error), context)
         if message is None:
@@ -92,7 +95,10 @@ def _from_elsewhere(context: Any) -> Iterator[tuple[str, str, list[str]]]:
         if origin is not None:
             value = context.params.get(item.name)
             values = value if isinstance(value, (list, tuple)) else [value]
+            # Words such as on or ram are in messages about other things, too.
+            is_choice = "|" in (getattr(item, "metavar", None) or "")
             words = [str(x) for x in values if isinstance(x, (str, Path)) and len(str(x)) > 1]
+            words = [] if is_choice else words
             yield origin, max(item.opts, key=len), words
 
 

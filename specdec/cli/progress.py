@@ -113,7 +113,9 @@ def _new_bar(*, is_of_bytes: bool) -> Bar:
         TimeRemainingColumn(),
     )
     more = of_bytes if is_of_bytes else (TimeElapsedColumn(),)
-    return Progress(*columns, *more, console=Console(stderr=True), transient=True)
+    return Progress(
+        *columns, *more, console=Console(stderr=True), transient=True, redirect_stdout=False
+    )
 
 
 @contextmanager

@@ -219,21 +219,38 @@ def make_plan(
     budget_source: str,
     base_bytes: int,
     gpu: Gpu | None = None,
+    *,
+    uses_statistics: bool = True,
 ) -> RunPlan:
     """Choose the memory plan that is fastest according to the measurements.
 
     base_bytes: memory that the process takes already.
 
+    uses_statistics: leave out a draft that lost in earlier runs, which were on this machine.
+
     Raises BudgetExceeded with the smallest budget that works.
     """
+
+    def plan_of(options: RunOptions) -> RunPlan:
+        return _plan_of(
+            options,
+            pair,
+            measurements,
+            total_bytes,
+            budget_source,
+            base_bytes,
+            gpu,
+            uses_statistics=uses_statistics,
+        )
+
     if options.parallel is not None or not pair.sources[0].state_bytes(1, 1):
-        return _plan_of(options, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
+        return plan_of(options)
     # States of fewer sequences take less memory: one is what the smallest budget is for.
     n = for_recurrent(options, pair.sources[0], total_bytes).max_num_seqs
     while True:
         fewer = replace(options, parallel=n)
         try:
-            plan = _plan_of(fewer, pair, measurements, total_bytes, budget_source, base_bytes, gpu)
+            plan = plan_of(fewer)
         except BudgetExceeded:
             if n == 1:
                 raise
@@ -252,6 +269,8 @@ def _plan_of(
     budget_source: str,
     base_bytes: int,
     gpu: Gpu | None,
+    *,
+    uses_statistics: bool,
 ) -> RunPlan:
     """Return the plan of `make_plan` for options with a number of sequences."""
     target, draft = pair.sources
@@ -284,23 +303,21 @@ def _plan_of(
 
     best = search.best(total_bytes)
     plan = completed(best, *_remarks(best, search))
-    loss = _known_loss(best, search, plan, pair)
+    loss = _known_loss(best, search, plan, pair) if uses_statistics else None
     return plan if loss is None else completed(search.alone(total_bytes), (), (loss,))
 
 
 def _known_loss(best: Alternative, search: Search, plan: RunPlan, pair: Sources) -> str | None:
     """Return the note that a draft is left out because it lost in earlier processes; None where it
     did not, where nothing is known, or where it takes next to no memory."""
-    if not search.should_leave_out(best, best.plain_tokens_per_second):
+    if not search.should_leave_out(best, lambda plan: plan.plain_tokens_per_second):
         return None
     sources = [source for source in pair.sources if source is not None]
     if not SavedStatistics(plan, sources).pair_statistics.has_lost:
         return None
     return (
         "the draft is left out: in earlier runs it was slower than plain decoding, and its memory "
-        f"is better used for the target ({search.plain.tokens_per_second:.2f} tokens/s predicted "
-        f"without it, {best.plain_tokens_per_second:.2f} beside it); --spec-type draft,ngram loads "
-        "it all the same"
+        "is better used for the target; --spec-type draft,ngram loads it all the same"
     )
 
 
@@ -334,7 +351,7 @@ def _remarks(chosen: Alternative, search: Search) -> tuple[tuple[str, ...], tupl
     with_draft = [
         alternative for alternative in search.alternatives if alternative.draft is not None
     ]
-    if not with_draft:
+    if not with_draft or search.plain is None:
         return (), (_no_capacity(chosen.memory_plan, search),) if search.refusals else ()
     speed = search.plain.tokens_per_second
     if chosen.draft is None:

@@ -144,7 +144,9 @@ class RunPlan(RenamedFields):
         smallest = alone if memory_plan.draft is None else planner.smallest
         smallest = smallest.at_most(self.budget_bytes)
         memory_plan = replace(memory_plan, smallest=smallest, smallest_alone=alone)
-        return replace(self, chosen=replace(self.chosen, memory_plan=memory_plan))
+        chosen = replace(self.chosen, memory_plan=memory_plan)
+        compared = [chosen if item is self.chosen else item for item in self.alternatives]
+        return replace(self, chosen=chosen, alternatives=tuple(compared))
 
     @property
     def smallest_without_draft_bytes(self) -> int:

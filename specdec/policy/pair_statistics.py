@@ -175,11 +175,14 @@ class PairStatistics:
     @property
     def has_lost(self) -> bool:
         """Whether drafting for single sequences was slower than plain decoding in other processes,
-        in all modes of choosing tokens: it has used up its exploration budget."""
+        in all modes of choosing tokens of which enough steps are known: it has used up its
+        exploration budget."""
         budgets = []
         for saved in self._saved.values():
             try:
-                budgets.append(float(saved_numbers(saved["choices"]["1"]["budget"], ())))
+                choice = saved["choices"]["1"]
+                if saved_numbers(choice["draft"], (3,))[0] >= _MIN_SAVED_STEPS:
+                    budgets.append(float(saved_numbers(choice["budget"], ())))
             except _BROKEN:
                 continue
         return max(budgets, default=FIRST_BUDGET) < FIRST_BUDGET / 2

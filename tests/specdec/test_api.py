@@ -189,7 +189,9 @@ def test_trees_wider_than_the_reserved_memory_are_refused(target, draft):
 
 
 def test_a_budget_above_the_machine_is_refused(target):
-    with pytest.raises(SpecdecError, match=r"above the limit of this process.*give at most"):
+    with pytest.raises(
+        SpecdecError, match=r"above the limit of this process.*lower memory_budget to that"
+    ):
         specdec.load(target, memory_budget="900TiB")
 
 

@@ -116,7 +116,9 @@ def plan_on(
         n_bytes: int = total_bytes,
         other_gpu: Gpu | None = gpu,
     ) -> RunPlan:
-        return make_plan(asked, pair, changed, n_bytes, source, base_bytes, other_gpu)
+        return make_plan(
+            asked, pair, changed, n_bytes, source, base_bytes, other_gpu, uses_statistics=False
+        )
 
     plan = plan_for()
     storage = replace(

@@ -146,7 +146,15 @@ class _Planned:
         device = self._completed(source)
         options = RunOptions(target.path, None if draft is None else draft.path)
         measurements = measurements_of(device, self._machine(source), source, None, n_bytes)
-        plan = make_plan(options, source, measurements, n_bytes, "as asked", self._base_bytes)
+        plan = make_plan(
+            options,
+            source,
+            measurements,
+            n_bytes,
+            "as asked",
+            self._base_bytes,
+            uses_statistics=False,
+        )
         has_draft = draft is not None and plan.does_draft_pay
         files = [target, draft] if has_draft else [target]
         return Recommendation(

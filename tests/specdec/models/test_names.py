@@ -75,7 +75,7 @@ def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
         ("a/b/c", "a/b/c is not a file or directory here"),
         ("smolm2", "here; did you mean smollm2\\? Else give the path"),
         ("SmolLM2:latest", "did you mean smollm2"),
-        ("llama3", "ollama:NAME for a model of Ollama's"),
+        ("llama3", "ollama:NAME for a model that Ollama has here"),
         ("self:window=64", "self:window=64 meant the target as its own draft, which was removed"),
         ("self:", "removed because n-grams are faster: leave -md out, and they draft, or name a"),
         ("link", "link is a link that leads nowhere"),

@@ -66,10 +66,14 @@ def test_a_draft_that_pays_is_loaded_and_nothing_is_said(monkeypatch: pytest.Mon
     assert (actual.plan.notes, actual.plan.warnings) == ((), ())
 
 
-def save_budgets(monkeypatch: pytest.MonkeyPatch, plan: Any, *budgets: float | str) -> None:
-    """Save statistics of several modes of choosing tokens with these exploration budgets."""
+def save_budgets(
+    monkeypatch: pytest.MonkeyPatch, plan: Any, *budgets: float | str, n_steps: float = 8.0
+) -> None:
+    """Save statistics of several modes of choosing tokens with these exploration budgets, after
+    steps with the draft."""
     state_dict = pair_statistics_of(plan.cost_model, plan.draft_cost_model, 16).state_dict()
-    choices = [{"1": {"budget": budget}} for budget in budgets]
+    draft = [n_steps, n_steps, 2.0 * n_steps]
+    choices = [{"1": {"budget": budget, "draft": draft}} for budget in budgets]
     state_dict["acceptance"] = {str(i): {"choices": x} for i, x in enumerate(choices)}
     monkeypatch.setattr(saved_statistics, "load_cached", lambda _: state_dict)
 
@@ -90,3 +94,5 @@ def test_a_draft_that_gained_in_some_runs_is_loaded(monkeypatch: pytest.MonkeyPa
     for budgets in [(-0.6, 7.0), (1.9,), (), ("x",)]:
         save_budgets(monkeypatch, plan, *budgets)
         assert planned(MEDIUM, monkeypatch).draft is not None
+    save_budgets(monkeypatch, plan, -0.6, n_steps=7.0)
+    assert planned(MEDIUM, monkeypatch).draft is not None, "too few steps"
