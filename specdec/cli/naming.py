@@ -95,10 +95,10 @@ def _from_elsewhere(context: Any) -> Iterator[tuple[str, str, list[str]]]:
         if origin is not None:
             value = context.params.get(item.name)
             values = value if isinstance(value, (list, tuple)) else [value]
-            # Words such as on or ram are in messages about other things, too.
-            is_choice = "|" in (getattr(item, "metavar", None) or "")
-            words = [str(x) for x in values if isinstance(x, (str, Path)) and len(str(x)) > 1]
-            words = [] if is_choice else words
+            # Valid words such as on or ram are in messages about other things, too.
+            choices = (getattr(item, "metavar", None) or "").split("|")
+            words = [str(x) for x in values if isinstance(x, (str, Path))]
+            words = [word for word in words if len(word) > 1 and word not in choices]
             yield origin, max(item.opts, key=len), words
 
 

@@ -210,7 +210,8 @@ class MemoryPlanner:
         vram = self._divide_vram(parts, shape)
         needed = self._needed(parts, shape, vram)
         if needed > total_bytes + BASE_JITTER_BYTES:
-            advice = self._advice(needed, total_bytes, shape, vram)
+            # The smallest may have a part of its KV in a file.
+            advice = self._advice(min(needed, smallest.host_bytes), total_bytes, shape, vram)
             advice += self._advice_on_draft(shape, MEMORY)
             raise BudgetExceeded("this run", needed, total_bytes, smallest.host_bytes, advice)
         smallest = smallest.at_most(total_bytes)

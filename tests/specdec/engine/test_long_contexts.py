@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from tiny_pair import save_model
 
 import specdec
 from backends.contract.backend import KvFileError
+from offload.budget import BudgetExceeded
 from offload.storage import scratch_file
-from offload.units import MIB
+from offload.units import MIB, parse_bytes
 from specdec.api import LLM
 from specdec.checks import ConfigError
 from specdec.planning.load import _kv_folder
@@ -108,6 +110,14 @@ def test_a_budget_that_was_refused_runs(models: tuple[Path, Path], budget: int) 
     assert plan.kv_split is None
     reserved = plan.budget_bytes - dict(plan.parts)["available"]
     assert plan.smallest_budget_bytes < reserved - 30 * MIB
+
+
+def test_a_refusal_advises_no_larger_budget(models: tuple[Path, Path], budget: int) -> None:
+    """Half of the context in memory may need more than all of it in a file."""
+    with pytest.raises(BudgetExceeded) as caught:
+        specdec.plan_run(models[0], memory_budget=budget - 150 * MIB, **OPTIONS)
+    smallest, *advised = re.findall(r"(?:works|it) is ([\d.]+ [MG]iB)", str(caught.value))
+    assert all(parse_bytes(size) < parse_bytes(smallest) for size in advised)
 
 
 def test_memory_holds_kv_until_all_of_it_fits(models: tuple[Path, Path], budget: int) -> None:
