@@ -225,32 +225,18 @@ def make_plan(
     """Choose the memory plan that is fastest according to the measurements.
 
     base_bytes: memory that the process takes already.
-
     uses_statistics: leave out a draft that lost in earlier runs, which were on this machine.
 
     Raises BudgetExceeded with the smallest budget that works.
     """
-
-    def plan_of(options: RunOptions) -> RunPlan:
-        return _plan_of(
-            options,
-            pair,
-            measurements,
-            total_bytes,
-            budget_source,
-            base_bytes,
-            gpu,
-            uses_statistics=uses_statistics,
-        )
-
+    same = (pair, measurements, total_bytes, budget_source, base_bytes, gpu, uses_statistics)
     if options.parallel is not None or not pair.sources[0].state_bytes(1, 1):
-        return plan_of(options)
+        return _plan_of(options, *same)
     # States of fewer sequences take less memory: one is what the smallest budget is for.
     n = for_recurrent(options, pair.sources[0], total_bytes).max_num_seqs
     while True:
-        fewer = replace(options, parallel=n)
         try:
-            plan = plan_of(fewer)
+            plan = _plan_of(replace(options, parallel=n), *same)
         except BudgetExceeded:
             if n == 1:
                 raise
@@ -269,7 +255,6 @@ def _plan_of(
     budget_source: str,
     base_bytes: int,
     gpu: Gpu | None,
-    *,
     uses_statistics: bool,
 ) -> RunPlan:
     """Return the plan of `make_plan` for options with a number of sequences."""
