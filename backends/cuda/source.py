@@ -15,11 +15,11 @@ from backends.cuda import probe
 from backends.cuda.engine import CudaEngine
 from backends.cuda.memory import cache_bytes
 from backends.cuda.weights import DeviceWeights
+from backends.feedforward.timing import measure_gpu_compute
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
-from backends.hf.timing import measure_gpu_compute
 from backends.packed.device import device_buffer_bytes
 from backends.packed.timing import measure_gpu_decoding
 from backends.timing.passes import is_small, measure_small

@@ -19,9 +19,9 @@ from backends.attention.segments import MAX_SCORE_BYTES
 from backends.attention.stored_rows import OWN_FORMATS, PART_BYTES
 from backends.checkpoint.config import HeadShape
 from backends.feedforward.linear import sum_bytes
-from backends.hf.backend import CHUNK_TOKENS
 from backends.hf.layer_runner import MAX_MASK_BYTES
 from backends.hf.model import HfModel
+from backends.hf.runner import CHUNK_TOKENS
 
 _FLOAT32 = 4
 _CUSTOM_SCORE_BYTES = 16

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -15,11 +16,14 @@ from backends.checkpoint.architecture import language_config
 from backends.checkpoint.matching import TensorMatch
 from backends.checkpoint.records import check_record
 from backends.contract.backend import UnsupportedModel
+from backends.feedforward.experts import Matrix
 from backends.feedforward.records import experts_per_token, find_experts, is_experts, slice_record
-from backends.hf.weights import DecodesTensors
+from backends.hf.layer_runner import as_tensor
+from backends.hf.weights import DecodesTensors, TorchWeights
 from backends.packed.tensor import PackedTensor
 from offload.formats.tensors import TensorRecord
 from offload.placement.experts import LayerExperts
+from offload.ring.slots import Check
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,43 @@ class StoredMatrix:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x [n, n_in] times the matrix, plus `bias`."""
         return self.decoder.multiply(self.tensor, self.stored, x, bias)
+
+
+def fetch_matrices(
+    weights: TorchWeights,
+    dtype: torch.dtype,
+    layer: int,
+    own: ExpertMatrices,
+    experts: Sequence[int],
+    check: Check | None,
+) -> Generator[tuple[int, list[Matrix]], None, None]:
+    """Yield each of a layer's `experts` once, with its matrices, valid until the next.
+
+    own: the matrices of each expert of the layer.
+    """
+    fetch = weights.fetch_experts
+    assert fetch is not None, "the weights have no experts"
+    with closing(fetch(layer, experts, check)) as fetched:
+        for expert, tensors in fetched:
+            left = iter(tensors)
+            parts = [[next(left) for _ in matrix.parts] for matrix in own[expert]]
+            matrices = [
+                _loaded(matrix, stored, weights.decoder, dtype)
+                for matrix, stored in zip(own[expert], parts, strict=True)
+            ]
+            yield expert, matrices
+
+
+def _loaded(
+    matrix: ExpertMatrix,
+    parts: Sequence[torch.Tensor],
+    decoder: DecodesTensors,
+    dtype: torch.dtype,
+) -> Matrix:
+    """Return a matrix over the bytes of its parts; a packed one is decoded as it is multiplied."""
+    if matrix.packed is None:
+        return as_tensor(parts[0], matrix.record, dtype)
+    return StoredMatrix(decoder, matrix.packed, parts)
 
 
 def experts_by_layer(

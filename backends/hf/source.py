@@ -32,6 +32,7 @@ from backends.contract.source import (
     StoredKv,
 )
 from backends.feedforward.linear import library_of, slow_products
+from backends.feedforward.timing import measure_compute
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
@@ -40,7 +41,6 @@ from backends.hf.model import HfModel, load_hf_model
 from backends.hf.row_tables import resident_records, row_bytes
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads
-from backends.hf.timing import measure_compute
 from backends.hf.weights import TorchWeights
 from backends.kv.block_file import block_bytes
 from backends.kv.pool import blocks_of

@@ -51,7 +51,7 @@ def smallest_budget(stand_in: StandIn) -> int | None:
 
 def _plan(stand_in: StandIn) -> int:
     from specdec.planning.memory.base import measure_base
-    from specdec.planning.memory.memory_plan import MemoryPlanner
+    from specdec.planning.memory.planner import MemoryPlanner
     from specdec.planning.opening import open_pair
     from specdec.run_options import RunOptions
 

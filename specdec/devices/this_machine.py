@@ -105,7 +105,7 @@ class ThisGpu(ThisMachine):
         import torch
 
         from backends.cuda import probe as cuda_probe
-        from backends.hf.timing import measure_gpu_compute
+        from backends.feedforward.timing import measure_gpu_compute
 
         dtype = _torch_format(name)
         with cuda_probe.measuring():
@@ -154,8 +154,8 @@ def _torch_format(name: str) -> Any:
 
 
 def _measure_torch(name: str, n_threads: int | None) -> tuple[ComputeCurve, float]:
+    from backends.feedforward.timing import measure_compute
     from backends.hf.threads import keep_few_kernels, use_threads
-    from backends.hf.timing import measure_compute
 
     dtype = _torch_format(name)
     keep_few_kernels()

@@ -25,7 +25,8 @@ from specdec.planning.draft_ranking import PlannedCandidate, ranked_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
 from specdec.planning.kv_capacity import with_kv_capacity
 from specdec.planning.memory.base import budget_of_run, measure_base
-from specdec.planning.memory.memory_plan import Gpu, MemoryPlan, MemoryPlanner
+from specdec.planning.memory.memory_plan import Gpu, MemoryPlan
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.saved_statistics import SavedStatistics

@@ -12,8 +12,8 @@ from offload.budget import MEMORY
 from offload.placement.placement import Placement
 from offload.placement.tiers import CUDA_CONTEXT_BYTES, VRAM
 from specdec.metrics.renamed import RenamedFields, with_old_names
-from specdec.planning.memory.memory_plan import MemoryPlanner
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan_report import (
     alternatives_table,
     enough,

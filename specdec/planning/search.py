@@ -17,8 +17,9 @@ from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.placement.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.planning.memory.memory_plan import MemoryPlan, MemoryPlanner, Shape
+from specdec.planning.memory.memory_plan import MemoryPlan, Shape
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.pass_simulation import PassSimulation
 from specdec.policy.assumptions import (
     ASSUMED_NGRAM_SHARE,

@@ -174,14 +174,14 @@ def inside_a_pass(
             action()
 
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(backend, "_runners"):
-            forward = backend._runners[1]._forward
+        if hasattr(backend, "_runner"):
+            forward = backend._runner.layers[1]._forward
 
             def run(hidden: Any, *args: Any, **rest: Any) -> Any:
                 act(hidden.shape[1])
                 return forward(hidden, *args, **rest)
 
-            patch.setattr(backend._runners[1], "_forward", run)
+            patch.setattr(backend._runner.layers[1], "_forward", run)
         else:
             decode = backend._context.decode
 

@@ -15,7 +15,7 @@ from fake_device import Policy
 from tiered import plan_tiers
 
 from backends.cuda.probe import CudaMemory
-from backends.hf.timing import measure_compute
+from backends.feedforward.timing import measure_compute
 from offload.placement.placement import LayerWeights, Placement
 from offload.units import GIB
 

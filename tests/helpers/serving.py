@@ -38,7 +38,8 @@ class Server:
         self.process = self._start(argv, {**os.environ, **(environment or {})})
         self.lines: list[str] = []
         self._reported = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _start(self, argv: list[str], environment: dict[str, str]) -> AnyProcess:
         return ForkedProcess(["specdec", *argv], environment, text=True)
@@ -75,6 +76,12 @@ class Server:
     def ready(self) -> Server:
         self.wait_for("ready: ")
         return self
+
+    def code(self) -> int:
+        """Wait for the end of the process and of its stderr; return the exit code."""
+        code = self.process.wait(120)
+        self._listener.join(60)
+        return code
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""

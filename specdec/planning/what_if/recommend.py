@@ -25,7 +25,7 @@ from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import SourcePair
 from specdec.models.outlines import new_outline_folder
 from specdec.planning.memory.base import measure_base
-from specdec.planning.memory.memory_plan import HEADROOM_BYTES
+from specdec.planning.memory.planner import HEADROOM_BYTES
 from specdec.planning.plan import make_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.what_if.known_models import PAIRS, SIZES, KnownPair, model_id

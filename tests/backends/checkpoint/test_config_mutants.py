@@ -171,7 +171,7 @@ def test_an_error_of_a_later_pass_is_a_bug_and_keeps_its_traceback(
 
     with TorchBackend.resident(folder, max_context=_CTX) as backend:
         own(backend).prefill([3, 17])
-        monkeypatch.setattr("backends.hf.backend.run_model", fail)
+        monkeypatch.setattr("backends.hf.runner.run_model", fail)
         with pytest.raises(RuntimeError, match="ours"):
             own(backend).extend([5], [-1])
 

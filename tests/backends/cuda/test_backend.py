@@ -114,7 +114,7 @@ def test_a_model_loaded_in_inference_mode_is_copied_to_by_threads_outside_of_it(
 def test_masks_are_given_back_with_the_rest(checkpoint_factory) -> None:
     backend = on_device(checkpoint_factory("llama"), CpuEngine())
     conversation(backend)
-    state = weakref.ref(backend._runners[0].state)
+    state = weakref.ref(backend._runner.layers[0].state)
     backend.close()
     assert state() is None
 

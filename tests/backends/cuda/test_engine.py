@@ -142,16 +142,16 @@ def test_out_of_memory_is_ours_and_leaves_the_prefix(checkpoint_factory) -> None
         own(backend).prefill(PROMPT)
         _, expected = own(backend).extend([7, 9], [PREFIX, PREFIX])
         own(backend).rollback(len(PROMPT))
-        forward = backend._runners[1]._forward
+        forward = backend._runner.layers[1]._forward
 
         def greedy(*args: object, **kwargs: object) -> object:
             torch.empty(budget, dtype=torch.uint8, device="cuda")
             return forward(*args, **kwargs)
 
-        backend._runners[1]._forward = greedy
+        backend._runner.layers[1]._forward = greedy
         with pytest.raises(VramExceeded, match="raise (--vram-budget|vram_budget)"):
             own(backend).extend([7, 9], [PREFIX, PREFIX])
-        backend._runners[1]._forward = forward
+        backend._runner.layers[1]._forward = forward
         assert own(backend).n_committed == len(PROMPT)
         assert np.array_equal(own(backend).extend([7, 9], [PREFIX, PREFIX])[1], expected)
     assert vram_peak_bytes() <= budget

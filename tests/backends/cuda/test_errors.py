@@ -70,7 +70,7 @@ def test_out_of_memory_in_mid_pass_is_our_error_and_leaves_the_prefix(checkpoint
         own(backend).prefill(PROMPT)
         _, expected = own(backend).extend([7, 9], [PREFIX, PREFIX])
         own(backend).rollback(len(PROMPT))
-        for runner in backend._runners:
+        for runner in backend._runner.layers:
             forward = runner._forward
 
             def failing(*args: object, forward=forward, **kwargs: object) -> object:

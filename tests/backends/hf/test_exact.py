@@ -16,7 +16,7 @@ from sequence_histories import CONTEXT, MAX_NODES, try_sequences
 from backends.attention.scores import Scores
 from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions, Loading
-from backends.hf import backend as hf_backend
+from backends.hf import runner as hf_runner
 from backends.hf.source import HfSource
 from offload.placement.plan import plan_placement
 
@@ -71,7 +71,7 @@ def test_any_history_behind_several_blocks(family, dtype, checkpoint_factory, tm
 @pytest.mark.parametrize(("family", "n_threads"), [("llama", 2), ("gemma2", 1), ("bloom", 3)])
 def test_long_prefixes(family, n_threads, checkpoint_factory, monkeypatch) -> None:
     """Several blocks of keys, chunks of a prompt of any length, threads that share rows."""
-    monkeypatch.setattr(hf_backend, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(hf_runner, "CHUNK_TOKENS", 40)
     token_ids = long_sequence(150)
     directory = checkpoint_factory(family, max_position_embeddings=512)
     with (

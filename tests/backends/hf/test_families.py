@@ -63,7 +63,7 @@ def test_commit_continues_without_recomputing(family, checkpoint_factory):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_layer_major_prefill_in_chunks(family, checkpoint_factory, monkeypatch):
-    monkeypatch.setattr("backends.hf.backend.CHUNK_TOKENS", 5)
+    monkeypatch.setattr("backends.hf.runner.CHUNK_TOKENS", 5)
     directory = checkpoint_factory(family)
     with streamed(directory) as backend:
         own(backend).prefill(PROMPT[:4])

@@ -36,6 +36,7 @@ from backends.contract.backend import PREFIX
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
+from backends.hf.expert_records import fetch_matrices
 from backends.hf.model import load_hf_model
 from backends.hf.source import HfSource
 from offload.errors import SpecdecError
@@ -141,7 +142,10 @@ def test_an_expert_gives_a_row_the_same_bits_beside_any_others(
 def outputs(backend: TorchBackend, x: torch.Tensor) -> torch.Tensor:
     """The first matrix of expert 1 of layer 0, for rows."""
     with torch.inference_mode():
-        fetched = backend._fetch_experts(0, [1], None)
+        model = backend._model
+        own = model.expert_matrices[0]
+        assert own is not None
+        fetched = fetch_matrices(backend._weights, model.dtype, 0, own, [1], None)
         for _, matrices in fetched:
             matrix = matrices[0]
             assert not isinstance(matrix, torch.Tensor)

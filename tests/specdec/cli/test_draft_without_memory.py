@@ -17,7 +17,7 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec.cli.app import main
-from specdec.planning.memory.memory_plan import MemoryPlanner
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.opening import open_pair
 from specdec.planning.plan import make_plan
 from specdec.planning.search import Measurements

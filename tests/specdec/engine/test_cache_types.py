@@ -84,7 +84,7 @@ def test_a_refused_budget_names_the_cache_that_would_do_with_less(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.planning.plan.measure_base", lambda *sources: 100 * MIB)
-    monkeypatch.setattr("specdec.planning.memory.memory_plan._MIN_ADVISED_SAVING_BYTES", 64 * KIB)
+    monkeypatch.setattr("specdec.planning.memory.planner._MIN_ADVISED_SAVING_BYTES", 64 * KIB)
     with pytest.raises(BudgetExceeded) as refused:
         specdec.plan_run(models[0], memory_budget="256MiB", ctx_size=2048)
     pattern = r"cache_type_k='q8_0' cache_type_v='q8_0' it is ([\d.]+ \w+)"

@@ -80,7 +80,7 @@ def test_closing_from_another_thread_ends_a_generation(small_llm: LLM) -> None:
 def test_closing_in_the_middle_of_a_pass(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cancel the pass would go on to its last layer."""
     inside, asked, entered = threading.Event(), threading.Event(), []
-    runners = small_llm.target._runners
+    runners = small_llm.target._runner.layers
     for index, runner in enumerate(runners):
 
         def forward(

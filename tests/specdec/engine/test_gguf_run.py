@@ -150,7 +150,7 @@ def test_a_refused_budget_names_the_caches_that_would_do_with_less(
     # The process's own memory varies by a MiB or two.
     monkeypatch.setattr("specdec.planning.plan.measure_base", lambda *sources: 100 * MIB)
     # The model is small.
-    monkeypatch.setattr("specdec.planning.memory.memory_plan._MIN_ADVISED_SAVING_BYTES", 64 * KIB)
+    monkeypatch.setattr("specdec.planning.memory.planner._MIN_ADVISED_SAVING_BYTES", 64 * KIB)
 
     def plan(budget: str, cache_type: str) -> None:
         types = {"cache_type_k": cache_type, "cache_type_v": cache_type}

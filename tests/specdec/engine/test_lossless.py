@@ -178,7 +178,7 @@ def test_a_cancel_inside_a_pass_leaves_the_prefix(target, monkeypatch):
     own(target).rollback(0)
     controller = make_controller(target, RandomDrafter(96))
     controller.start(prompt)
-    runner = target._runners[1]
+    runner = target._runner.layers[1]
     forward = runner._forward
 
     def interrupted(*args, **kwargs):

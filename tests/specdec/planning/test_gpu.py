@@ -21,7 +21,8 @@ from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import candidate_cost
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placement
-from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
+from specdec.planning.memory.memory_plan import Shape
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan import make_plan
 from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
@@ -189,7 +190,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line(capsys, monkeypatch, tmp_path):
 def test_a_profile_of_a_gpu_is_a_device_to_plan_for(capsys, monkeypatch, tmp_path):
     from tiny_pair import save_model
 
-    from backends.hf import timing as compute
+    from backends.feedforward import timing as compute
     from specdec.cli.app import main
     from specdec.devices.file import find_device
 

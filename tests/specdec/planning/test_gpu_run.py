@@ -170,7 +170,7 @@ def test_what_is_measured_of_a_real_gpu_is_plausible():
     import torch
 
     from backends.cuda.probe import cuda_memory, measure_copies_to_gpu
-    from backends.hf.timing import measure_gpu_compute
+    from backends.feedforward.timing import measure_gpu_compute
 
     memory = cuda_memory()
     assert 0 < memory.free_bytes <= memory.total_bytes

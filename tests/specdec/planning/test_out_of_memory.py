@@ -15,7 +15,8 @@ from paper_models import PaperModel
 from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.planning.memory.memory_plan import Gpu, MemoryPlanner
+from specdec.planning.memory.memory_plan import Gpu
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan import OpenedPair, make_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Measurements

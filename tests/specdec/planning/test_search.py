@@ -13,7 +13,7 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.memory_plan import MemoryPlanner
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.search import Alternative, Measurements, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,

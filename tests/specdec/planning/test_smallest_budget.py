@@ -14,7 +14,7 @@ from command_line import ROOT
 from tiny_pair import save_model
 
 from offload.units import MIB
-from specdec.planning.memory.memory_plan import BASE_JITTER_BYTES
+from specdec.planning.memory.planner import BASE_JITTER_BYTES
 
 TINY = "tiny"
 FEW = ("--threads", "1", "-c", "512", "--parallel", "1")

@@ -13,7 +13,8 @@ from paper_models import PaperModel
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
-from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
+from specdec.planning.memory.memory_plan import Shape
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan import for_recurrent
 from specdec.run_options import RunOptions
 from specdec.verification.block import verify_block

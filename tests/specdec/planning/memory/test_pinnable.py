@@ -15,8 +15,9 @@ from offload.placement.plan import pin_layers_of
 from offload.ring.order import ReadOrder
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
-from specdec.planning.memory.memory_plan import MemoryPlanner, Shape
+from specdec.planning.memory.memory_plan import Shape
 from specdec.planning.memory.pinnable import IN_USE_BYTES, SEQUENCE_TOKENS
+from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.search import Alternative, Measurements, predict
 from specdec.policy import opportunistic_layers
