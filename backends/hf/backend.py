@@ -89,6 +89,7 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         model: HfModel,
         *,
         max_context: int | None = None,
+        max_nodes: int | None = None,
         num_kv_slots: int | None = None,
         exactness: TorchExactness = _ANY,
     ) -> TorchBackend:
@@ -99,7 +100,12 @@ class TorchBackend(RecoveringBackend[BlockStore]):
         ]
         weights = CpuWeights(model, layers, 0)
         return cls(
-            model, weights, max_context=max_context, num_kv_slots=num_kv_slots, exactness=exactness
+            model,
+            weights,
+            max_context=max_context,
+            max_nodes=max_nodes,
+            num_kv_slots=num_kv_slots,
+            exactness=exactness,
         )
 
     def _make_cache(

@@ -107,7 +107,7 @@ class Engine(EngineThread):
         began = time.perf_counter()
         outputs = self.speculation.forward(trees, batch)
         if not trees:
-            self.scheduler.kv.observe_prefill(batch.num_prefill_tokens, time.perf_counter() - began)
+            self.scheduler.observe_prefill(batch.num_prefill_tokens, time.perf_counter() - began)
         verified = [
             (sequence, sequence.accept(tree, output))
             for (sequence, tree), output in zip(trees, outputs.trees, strict=True)

@@ -114,6 +114,7 @@ class Scheduler:
         self.cost = cost
         self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._max_num_nodes, self._kv_seconds = max_num_nodes, kv_seconds
+        self._prefill_tokens_per_second = 0.0
         self.waiting: list[Sequence] = []
         self._arrivals = count()
 
@@ -211,10 +212,20 @@ class Scheduler:
         return max_num_logits - _num_tokens(decode) - len(prefill)
 
     def _max_prompt_tokens(self) -> int:
-        """Return the maximum tokens of a pass over prompts alone."""
+        """Return the maximum tokens of a pass over prompts alone.
+
+        The cost model may know the sizes that were not tried lately from passes in longer contexts
+        only. So a pass may also have as many tokens as take that time at the last one's speed.
+        """
         read_seconds = self.cost.seconds(self.cost.num_tokens_of_all_experts) + self._kv_seconds()
         seconds = max(MAX_PREFILL_SECONDS, MIN_PREFILL_RATIO * read_seconds)
-        return max(1, self.cost.max_num_tokens(seconds))
+        at_last_speed = int(seconds * self._prefill_tokens_per_second)
+        return max(1, self.cost.max_num_tokens(seconds), at_last_speed)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a pass over prompts alone."""
+        self._prefill_tokens_per_second = num_tokens / seconds
+        self.kv.observe_prefill(num_tokens, seconds)
 
     def _max_num_tokens(self, decode: SequenceOf[Sequence]) -> int:
         """Return the maximum tokens of a pass with prefill chunks beside these sequences.

@@ -16,7 +16,7 @@ from alone import own
 
 from backends.contract.backend import PREFIX, Backend
 from backends.contract.source import BackendOptions, Loading
-from backends.hf import backend as hf_backend
+from backends.hf import runner as hf_runner
 from backends.hf import threads
 from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
@@ -54,13 +54,13 @@ def test_a_model_that_follows_the_load_leaves_the_threads_of_others_alone(
     monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
     monkeypatch.setattr(threads, "_default_threads", lambda: 2)
     monkeypatch.setattr(cpus, "free_cpus", lambda: 1)
-    run_model, actual = hf_backend.run_model, []
+    run_model, actual = hf_runner.run_model, []
 
     def run(*args: Any) -> torch.Tensor:
         actual.append(torch.get_num_threads())
         return run_model(*args)
 
-    monkeypatch.setattr(hf_backend, "run_model", run)
+    monkeypatch.setattr(hf_runner, "run_model", run)
     directory = checkpoint_factory("llama")
     with (
         load(directory, TorchExactness(True, is_thread_invariant=False)) as target,

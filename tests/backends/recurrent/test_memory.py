@@ -49,6 +49,10 @@ def decode(backend: TorchBackend, kvs: list[SequenceKV], n_nodes: int) -> None:
         kv.commit(output.node_ids[: n_nodes // 2])
 
 
+def in_memory(source: HfSource, max_nodes: int) -> TorchBackend:
+    return TorchBackend.kept_in_memory(source.model, max_nodes=max_nodes, num_kv_slots=4096)
+
+
 def growth_bytes(backend: TorchBackend) -> int:
     return backend.kv_growth_bytes(sum(x.store.table.n_committed for x in backend._sequences))
 
@@ -59,8 +63,7 @@ def test_planned_bytes_are_enough_and_not_too_many(
 ) -> None:
     peak = Peak(monkeypatch)
     source = HfSource(checkpoint_factory(family), BackendOptions())
-    with TorchBackend.resident(source.path) as backend:
-        backend.max_nodes = N_NODES
+    with in_memory(source, N_NODES) as backend:
         cache = PrefixCache(backend, n_sequences)
         for turn in range(3):
             prompts = [[5 + i] * (20 * (turn + 1)) for i in range(n_sequences)]
@@ -86,8 +89,7 @@ def test_a_sequence_that_rolls_back_goes_on_and_one_that_finishes_does_not(
 ) -> None:
     """A step that was cut short rolls its sequences back: layers must not take their memory."""
     peak, source = Peak(monkeypatch), HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
-    with TorchBackend.resident(source.path) as backend:
-        backend.max_nodes = 6
+    with in_memory(source, 6) as backend:
         cache = PrefixCache(backend, 3)
         kvs = [cache.allocate([5 + i]) for i in range(3)]
         for kv in kvs:
@@ -118,8 +120,7 @@ def test_layers_leave_room_for_the_walk_through_a_tree(
 
     monkeypatch.setattr(CompiledDeltaRule, "_walk", noted)
     source = HfSource(checkpoint_factory("qwen3.5"), BackendOptions())
-    with TorchBackend.resident(source.path) as backend:
-        backend.max_nodes = N_NODES
+    with in_memory(source, N_NODES) as backend:
         kv = backend.new_sequence()
         kv.prefill([5] * 20)
         for _ in range(2):

@@ -13,7 +13,7 @@ from tiny_pair import save_model
 
 import specdec
 from backends.contract.exactness import Exactness
-from backends.hf import backend as hf_backend
+from backends.hf import runner as hf_runner
 from backends.llama.batch import Batch
 from backends.llama.context import LlamaContext
 from offload.process import cpus
@@ -44,7 +44,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of threads of each pass, for either library."""
     actual: list[int] = []
-    run_model, decode = hf_backend.run_model, LlamaContext.decode
+    run_model, decode = hf_runner.run_model, LlamaContext.decode
 
     def run_torch(*args: Any) -> torch.Tensor:
         actual.append(torch.get_num_threads())
@@ -55,7 +55,7 @@ def threads_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         actual.append(context._library.llama_n_threads(context.handle))
         return code
 
-    monkeypatch.setattr(hf_backend, "run_model", run_torch)
+    monkeypatch.setattr(hf_runner, "run_model", run_torch)
     monkeypatch.setattr(LlamaContext, "decode", run_llama)
     return actual
 

@@ -69,6 +69,7 @@ def test_a_prompt_alone_takes_passes_of_equal_length(
         monkeypatch.setattr(llm.target, "forward", noted)
         scheduler = llm.session.engine.scheduler
         monkeypatch.setattr(scheduler, "cost", CostModel(0.0, 1.0, 0.3))
+        monkeypatch.setattr(scheduler, "observe_prefill", lambda *measured: None)
         limit = scheduler._max_prompt_tokens()
         assert len(LONG) / 3 < limit < len(LONG) / 2
         llm.generate(LONG, params(0.0))
@@ -76,6 +77,23 @@ def test_a_prompt_alone_takes_passes_of_equal_length(
         lengths = [batch[0] for batch in batches[:3]]
         assert max(lengths) - min(lengths) <= 2
         assert max(lengths) <= limit
+
+
+def test_passes_over_a_prompt_grow_after_those_of_a_longer_context(
+    fresh: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of few tokens say nothing of those of many, which were slow once."""
+    scheduler, cost = fresh.session.engine.scheduler, CostModel(1.0, 0.1, 0.01)
+    monkeypatch.setattr(scheduler, "cost", cost)
+    monkeypatch.setattr(scheduler.kv, "cost", cost)
+    cost.observe(1, 1.0)
+    for num_tokens in (1024, 512, 256, 128):
+        scheduler.observe_prefill(num_tokens, 0.1 * num_tokens)
+    assert scheduler._max_prompt_tokens() < 150
+    for _ in range(8):
+        num_tokens = scheduler._max_prompt_tokens()
+        scheduler.observe_prefill(num_tokens, max(1.0, 0.02 * num_tokens))
+    assert scheduler._max_prompt_tokens() == pytest.approx(10.0 / 0.02, rel=0.02)
 
 
 @pytest.mark.slow
