@@ -130,9 +130,11 @@ class BodyOutput:
         """Return logits [rows, vocab] of these tokens of the pass, by the family's own code."""
         body, output = self._body, self._output
         body.forward = lambda *args, **kwargs: output  # hides the class's
+        # Gemma 4 takes the rows of its head only from as many states as there are tokens.
+        token_ids = logit_rows.new_zeros(1, output[0].shape[1])
         try:
             with _rows_of_head(self._model, logit_rows) as options:
-                logits: torch.Tensor = self._model(input_ids=logit_rows[None], **options).logits[0]
+                logits: torch.Tensor = self._model(input_ids=token_ids, **options).logits[0]
         finally:
             del body.forward
         return logits

@@ -7,7 +7,7 @@ Embeddings, final norm and head stay in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -74,50 +74,42 @@ class ModelRunner:
         """See Backend.collect_hidden_states."""
         self.is_cancelled = False
         """Whether a running pass is to end; set by any thread."""
+        self.layers: list[LayerRunner] = []
+        self._experts: list[ExpertsRunner] = []
         try:
             with weights.computing():
                 own = weights.non_layer
                 bind(in_memory(model.non_layer_tensors, own), own, model.dtype)
                 self._slopes = prepare_buffers(model, weights.device)
+            self.layers.extend(map(self._make_layer, range(len(model.layers))))
+            self._experts.extend(self._make_experts())
         except BaseException:
-            unbind(model.non_layer_tensors)
+            self.detach()
             raise
-        self.layers = self._make_layers()
-        self._experts = self._make_experts()
 
-    def _make_layers(self) -> list[LayerRunner]:
+    def _make_layer(self, index: int) -> LayerRunner:
         model, weights = self._model, self._weights
-        return [
-            LayerRunner(
-                i,
-                module,
-                tensors,
-                weights.layer,
-                model.window(i),
-                model.dtype,
-                is_resident=weights.stays(i),
-                decoder=weights.decoder,
-                has_attention=model.has_attention(i),
-                looks_ahead=model.looks_ahead(i),
-            )
-            for i, (module, tensors) in enumerate(
-                zip(model.layers, model.layer_tensors, strict=True)
-            )
-        ]
+        return LayerRunner(
+            index,
+            model.layers[index],
+            model.layer_tensors[index],
+            weights.layer,
+            model.window(index),
+            model.dtype,
+            is_resident=weights.stays(index),
+            decoder=weights.decoder,
+            has_attention=model.has_attention(index),
+            looks_ahead=model.looks_ahead(index),
+        )
 
-    def _make_experts(self) -> list[ExpertsRunner]:
+    def _make_experts(self) -> Iterator[ExpertsRunner]:
         model, weights = self._model, self._weights
-        return [
-            ExpertsRunner(
-                module,
-                partial(fetch_matrices, weights, model.dtype, i, own),
-                self._min_batch_tokens,
-            )
-            for i, (module, own) in enumerate(
-                zip(model.expert_modules, model.expert_matrices, strict=True)
-            )
-            if module is not None and own is not None
-        ]
+        for i, (module, own) in enumerate(
+            zip(model.expert_modules, model.expert_matrices, strict=True)
+        ):
+            if module is not None and own is not None:
+                fetch = partial(fetch_matrices, weights, model.dtype, i, own)
+                yield ExpertsRunner(module, fetch, self._min_batch_tokens)
 
     def detach(self) -> None:
         """Detach from the model, which cannot compute afterwards. Idempotent."""

@@ -66,14 +66,12 @@ def with_forced(
     The model computes forced tokens together with the node before them, in one run.
 
     Args:
-        level: nodes whose parents were run.
+        level: nodes whose parents were run, and are above them.
         context_ids: all tokens up to the tree's root.
         n_tokens: size of the model's vocabulary.
         max_count: maximum nodes that are run together.
         deepest: position that no node may reach.
     """
-    for parent, node in level:
-        node.above = parent
     result = list(level)
     for _, node in level:
         forced = grammar.forced([*context_ids, *node.tokens_below_root()], n_tokens)

@@ -69,14 +69,24 @@ class HeadDrafter(ModelDrafter):
             self._sequence.commit([])
             self._tree = None
 
+    def reset(self) -> None:
+        super().reset()
+        self._states.clear()
+
     def _view(self, context_ids: Sequence[int]) -> list[int]:
-        """Return the tokens from `_begin` on; none if the state before the last one is lacking."""
+        """Return the tokens from `_begin` on; none if the state before the last one is lacking.
+
+        The cache begins anew after a gap, and with the newest states where the head's own context
+        is full.
+        """
         if self._states.end != len(context_ids) - 1:
             return []
         n_computed = 0 if self._kv is None else self._kv.n_committed
-        if self._kv is None or self._begin + n_computed != self._states.start + 1:
+        is_full = n_computed + len(self._states) > self._backend.max_context
+        if self._kv is None or self._begin + n_computed != self._states.start + 1 or is_full:
             if n_computed:
                 self._sequence.rollback(0)
+            self._states.keep_last(max(1, self._backend.max_context // 2))
             self._begin = self._states.start + 1
         return list(context_ids[self._begin :])
 

@@ -291,15 +291,18 @@ class ModelDrafter(Drafter):
         """
         grammar, prefixes, n_chosen = self._ranker.grammar, [], len(level)
         kv = self._sequence
-        if grammar is not None and self._can_run_forced:
-            level = with_forced(
-                level,
-                grammar,
-                self._context,
-                n_tokens=self._n_tokens,
-                max_count=min(level_width(self._limits.max_nodes), kv.num_free_slots),
-                deepest=frontier.deepest,
-            )
+        if grammar is not None:
+            for parent, node in level:
+                node.above = parent
+            if self._can_run_forced:
+                level = with_forced(
+                    level,
+                    grammar,
+                    self._context,
+                    n_tokens=self._n_tokens,
+                    max_count=min(level_width(self._limits.max_nodes), kv.num_free_slots),
+                    deepest=frontier.deepest,
+                )
             prefixes = [[*self._context, *node.tokens_below_root()] for _, node in level]
         ids = {id(node): kv.next_node_id + i for i, (_, node) in enumerate(level)}
         parents = [

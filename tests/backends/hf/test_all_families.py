@@ -72,14 +72,15 @@ def check_scored(backend: TorchBackend) -> None:
     rows: list[np.ndarray] = []
     sequence = backend.new_sequence()
     for chunk in (PROMPT[:5], PROMPT[5:]):
-        scored_at = range(len(chunk))
+        scored_at = range(1, len(chunk))
         item = SequenceInput(
             sequence, chunk, scored_at=scored_at, score=lambda _, row: rows.append(row.copy())
         )
         backend.forward([item])
     sequence.close()
     sequence = backend.new_sequence()
-    assert np.array_equal(rows, [sequence.prefill([token]) for token in PROMPT])
+    expected = [sequence.prefill([token]) for token in PROMPT]
+    assert np.array_equal(rows, [*expected[1:5], *expected[6:]])
     sequence.close()
 
 

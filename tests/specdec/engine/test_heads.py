@@ -10,6 +10,8 @@ from tiny_pair import save_tokenizer
 
 import specdec
 from specdec.config import SpecConfig
+from specdec.drafters import head
+from specdec.drafters.state_buffer import StateBuffer
 from specdec.models.names import MTP_HEAD
 from specdec.sampling.params import SamplingParams
 
@@ -59,6 +61,43 @@ def test_a_beam_search_is_the_targets(plain, with_head):
     beams = {"num_beams": 3, "max_tokens": 12}
     expected = plain.generate(PROMPTS[0], **beams).token_ids
     assert with_head.generate(PROMPTS[0], **beams).token_ids == expected
+
+
+def test_a_constrained_text_is_the_targets(plain, with_head):
+    constraint = {"regex": "[a-z]{3,8}( [a-z]{3,8}){9}", "max_tokens": 60}
+    expected = plain.generate(PROMPTS[0], **constraint)
+    result = with_head.generate(PROMPTS[0], **constraint)
+    assert result.token_ids == expected.token_ids
+    assert len(result.token_ids) > 10
+    assert result.stats.drafted_tokens > 0
+
+
+def test_hidden_states_of_a_finished_sequence_are_dropped(with_head, monkeypatch):
+    made = []
+
+    class Noted(StateBuffer):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(head, "StateBuffer", Noted)
+    streams = [with_head.stream(prompt, max_tokens=1) for prompt in PROMPTS]
+    assert [len(list(stream)) for stream in streams]
+    assert len(made) == len(PROMPTS)
+    assert not any(map(len, made))
+
+
+def test_a_head_goes_on_where_its_own_context_is_full(plain, with_head):
+    """It begins anew with the newest hidden states."""
+    options = {"spec_type": "draft", "num_draft_tokens": 8, "draft_window": 32, **OPTIONS}
+    prompt = PROMPTS[1] + " path" * 230
+    expected = plain.generate(prompt, **ASKED)
+    with specdec.load("pair:hybrid", draft_model=MTP_HEAD, **options) as llm:
+        assert llm.draft is not None
+        result = llm.generate(prompt, **ASKED)
+        assert result.stats.prompt_tokens > llm.draft.max_context
+    assert result.token_ids == expected.token_ids
+    assert result.stats.drafted_tokens > 4 * result.stats.passes
 
 
 def test_a_second_turn_drafts_for_its_new_tokens(plain, with_head):
