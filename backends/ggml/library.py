@@ -21,6 +21,7 @@ from typing import Any
 from offload.distribution import install_command
 from offload.errors import SpecdecError
 from offload.process.openmp import LLAMA_SPINS, bounded_spinning
+from offload.process.signals import delayed_interrupt
 from offload.units import Progress
 
 _MODEL_FIELDS = "load_mode use_extra_bufts no_alloc n_gpu_layers devices progress_callback"
@@ -97,7 +98,8 @@ def load_library() -> ModuleType:
     _check_fields(library.llama_context_params, _CONTEXT_FIELDS)
     _KEPT_ALIVE.append(library.llama_log_callback(lambda level, text, _: LOG.write(level, text)))
     listen(library)
-    library.llama_backend_init()
+    with delayed_interrupt():
+        library.llama_backend_init()
     return library
 
 
@@ -240,7 +242,8 @@ def _has_amx(library: ModuleType) -> bool:
 
 
 class _Loading:
-    """Calls `progress` from llama.cpp; an exception in it ends the loading and is re-raised.
+    """Calls `progress` from llama.cpp; an exception in it, or Ctrl-C, ends the loading and is
+    raised after it.
 
     ctypes would lose an exception in a callback.
     """
@@ -248,10 +251,12 @@ class _Loading:
     def __init__(self, library: ModuleType, path: Path, progress: Progress | None) -> None:
         self._progress, self._n_bytes = progress, path.stat().st_size
         self._error: BaseException | None = None
+        self._interrupts: Sequence[int] = ()
         self.callback = library.llama_progress_callback(self._report)
 
     def run(self, load: Callable[[], None]) -> None:
-        load()
+        with delayed_interrupt() as self._interrupts:
+            load()
         if self._error is not None:
             raise self._error
 
@@ -261,4 +266,4 @@ class _Loading:
                 self._progress(int(share * self._n_bytes), self._n_bytes)
         except BaseException as error:
             self._error = error
-        return self._error is None
+        return self._error is None and not self._interrupts

@@ -22,6 +22,7 @@ from backends.ggml.library import LOG, LlamaError, LlamaModel, listen
 from backends.ggml.nextn import HiddenStateFunctions, hidden_state_functions
 from backends.llama.batch import Batch
 from offload.process.cpus import threads_for_load, usable_cpus
+from offload.process.signals import delayed_interrupt
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 """KV cache types and their numbers in ggml.h."""
@@ -165,7 +166,8 @@ class LlamaContext:
         self.n_cells: int = self._library.llama_n_ctx(self._handle)
 
     def _open(self, params: Any) -> None:
-        self._handle = self._library.llama_init_from_model(self._model.handle, params)
+        with delayed_interrupt():
+            self._handle = self._library.llama_init_from_model(self._model.handle, params)
 
     def _params(self, options: ContextOptions) -> Any:
         params = self._library.llama_context_default_params()
@@ -210,7 +212,8 @@ class LlamaContext:
             self._library.llama_set_n_threads(self.handle, n_threads, n_threads)
         if self._outputs is not None:
             self._outputs.begin(batch.n_tokens, batch.state_rows)
-        code = self._library.llama_decode(self.handle, batch.as_struct(self._library))
+        with delayed_interrupt():
+            code = self._library.llama_decode(self.handle, batch.as_struct(self._library))
         if self._outputs is not None and self._outputs.error is not None:
             raise self._outputs.error
         if code not in (0, 2):
@@ -307,4 +310,5 @@ class LlamaContext:
     def close(self) -> None:
         handle, self._handle = self._handle, None
         if handle:
-            self._library.llama_free(handle)
+            with delayed_interrupt():
+                self._library.llama_free(handle)

@@ -30,3 +30,19 @@ def handling(signals: Iterable[signal.Signals], handler: Handler) -> Iterator[No
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[list[int]]:
+    """Let Ctrl-C take effect at the end of the block; yield a list that is empty until it comes.
+
+    For calls of C libraries that call back: Python would handle the signal in the callback, and
+    ctypes loses what is raised there. In other threads than the main one this does nothing.
+    """
+    received: list[int] = []
+    try:
+        with handling((signal.SIGINT,), lambda number, frame: received.append(number)):
+            yield received
+    finally:
+        if received:
+            signal.raise_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 import builtins
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ pytest.importorskip("gguf")
 from backends.contract.backend import PREFIX, BackendError, TransferStats, UnsupportedModel
 from backends.contract.exactness import Exactness
 from backends.contract.source import BackendOptions
-from backends.ggml.library import LlamaError, LlamaLog, LlamaModel, load_library
+from backends.ggml.library import LOG, LlamaError, LlamaLog, LlamaModel, load_library
 from backends.ggml.operators import load_ggml
 from backends.gguf.model import load_gguf_model
 from backends.llama.backend import LlamaBackend
@@ -102,6 +103,73 @@ def test_ctrl_c_in_the_progress_ends_the_loading(path):
 
     with pytest.raises(KeyboardInterrupt):
         LlamaModel(path, "ram", progress)
+
+
+@pytest.fixture
+def interrupt_in_the_log(monkeypatch):
+    """Function that presses Ctrl-C while llama.cpp's next line is written to the log."""
+
+    def prepare():
+        genuine, n_sent = LOG.write, 0
+
+        def write(level, text):
+            nonlocal n_sent
+            n_sent += 1
+            if n_sent == 1:
+                signal.raise_signal(signal.SIGINT)
+            genuine(level, text)
+
+        monkeypatch.setattr(LOG, "write", write)
+
+    return prepare
+
+
+def test_ctrl_c_in_the_log_costs_no_line_and_is_raised_after_the_call(path, interrupt_in_the_log):
+    """ctypes lost it, and the line with it: plans went on, or missed the size of a buffer."""
+    loaded = LlamaModel(path, "none")
+    try:
+        LlamaContext(loaded, ContextOptions(60, 8)).close()
+        lines = LOG.lines()
+        assert logged_sizes(lines)
+        interrupt_in_the_log()
+        with pytest.raises(KeyboardInterrupt):
+            LlamaContext(loaded, ContextOptions(60, 8))
+        assert LOG.lines()[0] == lines[0]
+        assert (len(LOG.lines()), logged_sizes(LOG.lines())) == (len(lines), logged_sizes(lines))
+    finally:
+        loaded.close()
+
+
+def test_ctrl_c_in_the_log_ends_the_loading(path, interrupt_in_the_log):
+    seen = []
+    interrupt_in_the_log()
+    with pytest.raises(KeyboardInterrupt):
+        LlamaModel(path, "ram", lambda *done: seen.append(done))
+    assert len(seen) == 1
+    assert LOG.lines()
+
+
+def test_ctrl_c_in_a_callback_of_a_pass_is_raised_after_it(path):
+    def on_node(address, ask, _):
+        seen.append(address)
+        if len(seen) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return not ask
+
+    loaded, seen = LlamaModel(path, "mmap"), []
+    callback = loaded.library.ggml_backend_sched_eval_callback(on_node)
+    context = LlamaContext(loaded, ContextOptions(60, 8), callback)
+    try:
+        seen = [0]
+        context.decode(Batch([3], [0], [[0]], rows=[0]))
+        n_nodes = len(seen)
+        seen = []
+        with pytest.raises(KeyboardInterrupt):
+            context.decode(Batch([4], [1], [[0]], rows=[0]))
+        assert len(seen) == n_nodes - 1 > 1
+    finally:
+        context.close()
+        loaded.close()
 
 
 def test_progress_ends_at_the_whole(path):

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from offload.process.signals import handling
+from offload.process.signals import delayed_interrupt, handling
 
 
 def test_a_block_has_its_own_handler_and_puts_the_others_back() -> None:
@@ -54,3 +54,36 @@ def test_another_thread_leaves_the_handlers_alone() -> None:
     thread.start()
     thread.join()
     assert actual == [before]
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        with delayed_interrupt() as received:
+            steps.append(f"begun after {len(received)}")
+            signal.raise_signal(signal.SIGINT)
+            steps.append(f"ended after {len(received)}")
+        steps.append("went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["begun after 0", "ended after 1"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_is_raised_after_a_block_that_failed() -> None:
+    def work() -> None:
+        with delayed_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("an error ends the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+
+def test_a_block_without_an_interrupt_goes_on() -> None:
+    with delayed_interrupt() as received:
+        pass
+    assert received == []
