@@ -126,7 +126,8 @@ _TABLE: tuple[Skipped | Refused, ...] = (
     _skip("--numa --prio --poll", "the kernel places threads; --threads sets how many", VALUE),
     _refuse(
         "-ngl --gpu-layers --n-gpu-layers -ngld --gpu-layers-draft",
-        "layers are placed by plan here: --device cuda, with --vram-budget 8GiB for a limit",
+        "GGUF files run on the CPU here; --device cuda places a checkpoint's layers by plan, and "
+        "--vram-budget 8GiB limits it",
     ),
     _refuse("--gpu-memory-utilization", "give the GPU's memory in bytes: --vram-budget 8GiB"),
     _refuse("--cpu-offload-gb --swap-space", "give the memory in bytes: --memory-budget 16GiB"),

@@ -26,6 +26,8 @@ _SLOW_BF16 = (
     "float16 runs several times faster"
 )
 
+_USE_CPU = "use --device cpu"
+
 
 def find_gpu(options: RunOptions, pair: Sources) -> Gpu | None:
     """Return this machine's GPU for the run; None for a run on the CPU.
@@ -54,11 +56,19 @@ def find_gpu(options: RunOptions, pair: Sources) -> Gpu | None:
 
 
 def gpu_for(
-    options: RunOptions, pair: Sources, vram_bytes: int, source: str, host_bytes: int = 0
+    options: RunOptions,
+    pair: Sources,
+    vram_bytes: int,
+    source: str,
+    host_bytes: int = 0,
+    remedy: str = "",
 ) -> Gpu:
     """Describe a GPU with `vram_bytes` of memory, present on this machine or not.
 
-    host_bytes: host memory that its libraries will take beyond what this process takes already.
+    Args:
+        host_bytes: host memory that its libraries will take beyond what this process takes already.
+        remedy: for a model that does not run on a GPU, where another device than `options` say is
+            planned for.
 
     Raises UnsupportedModel for a model that does not run on a GPU.
     """
@@ -70,12 +80,13 @@ def gpu_for(
         )
     gpu_draft, device = None, options.draft_device
     if draft is not None and (device == CUDA or (device == AUTO and draft.can_use_gpu)):
-        gpu_draft = on_gpu(draft)
+        gpu_draft = on_gpu(draft, remedy or "leave --draft-device out")
     cpu_draft = None if device == CUDA else draft
-    return Gpu(vram_bytes, source, on_gpu(target), cpu_draft, gpu_draft, host_bytes)
+    gpu_target = on_gpu(target, remedy or _USE_CPU)
+    return Gpu(vram_bytes, source, gpu_target, cpu_draft, gpu_draft, host_bytes)
 
 
-def on_gpu(source: ModelSource) -> ModelSource:
+def on_gpu(source: ModelSource, remedy: str = _USE_CPU) -> ModelSource:
     """Return the model as a CUDA device would run it: with its activations and arithmetic, and a
     `load` that takes a placement on it. No device is needed before it measures.
 
@@ -83,8 +94,8 @@ def on_gpu(source: ModelSource) -> ModelSource:
     """
     if not source.can_use_gpu:
         raise UnsupportedModel(
-            f"{source.path} runs on the CPU only, as GGUF files and mixtures of experts do: use "
-            "--device cpu, or plan for a device without a GPU"
+            f"{source.path} runs on the CPU only, as GGUF files, mixtures of experts and recurrent "
+            f"models do: {remedy}"
         )
     from backends.cuda.source import HfGpuSource
 
@@ -131,15 +142,16 @@ def check_no_gpu_options(options: RunOptions) -> None:
             FieldName("draft_device"),
             " is 'cuda', but the target is computed on the CPU (",
             FieldName("device"),
-            f" {options.device!r}): a GPU drafts beside a target that uses it too: give device "
-            "'cuda', or leave that out",
+            f" is {options.device}): a GPU drafts beside a target that uses it too: give --device "
+            "cuda and a checkpoint, or leave --draft-device out",
         )
     if options.vram_budget != AUTO:
         raise ConfigError(
             FieldName("vram_budget"),
             f" is {options.vram_budget}, but the target is computed on the CPU (",
             FieldName("device"),
-            f" {options.device!r}): give device 'cuda', or leave that out",
+            f" is {options.device}): give --device cuda and a checkpoint, or leave --vram-budget "
+            "out",
         )
 
 

@@ -157,7 +157,8 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: Sources) -> Gpu | None:
     if options.vram_budget != AUTO:
         whose = f"the VRAM of {device.name}, {format_exactly(n_bytes)}"
         n_bytes, source = asked_budget("VRAM", options.vram_budget, n_bytes, whose), "as asked"
-    return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES)
+    remedy = "plan for a device without a GPU"
+    return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES, remedy)
 
 
 def measurements_of(

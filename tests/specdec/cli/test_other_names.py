@@ -80,7 +80,11 @@ def test_an_option_that_is_refused_names_the_remedy(name: str) -> None:
 
 
 def test_a_refused_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    expect_error(capsys, ["run", "m", "x", "-ngl", "99"], "-ngl 99: layers are placed by plan")
+    expect_error(
+        capsys,
+        ["run", "m", "x", "-ngl", "99"],
+        "-ngl 99: GGUF files run on the CPU here; --device cuda places",
+    )
 
 
 def test_each_name_means_one_thing_and_is_none_of_ours() -> None:

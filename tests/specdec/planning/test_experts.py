@@ -188,7 +188,7 @@ def test_a_mixture_is_planned_by_name(with_tokenizer: Path) -> None:
 
 
 def test_a_gpu_is_refused_in_one_line(source) -> None:
-    with pytest.raises(UnsupportedModel, match="GGUF files and mixtures of experts do: use"):
+    with pytest.raises(UnsupportedModel, match="mixtures of experts and recurrent models do: use"):
         on_gpu(source)
 
 

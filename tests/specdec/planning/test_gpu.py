@@ -94,8 +94,22 @@ def test_where_the_draft_may_run(where, on_cpu, on_gpu):
 def test_a_draft_that_cannot_use_the_gpu_stays_on_the_cpu():
     actual = find_gpu(options(device="cuda"), pair(draft=CPU_ONLY))
     assert (actual.cpu_draft, actual.draft) == (CPU_ONLY, None)
-    with pytest.raises(UnsupportedModel, match="runs on the CPU only"):
+    with pytest.raises(UnsupportedModel, match="runs on the CPU only, .*: leave draft_device out$"):
         find_gpu(options(device="cuda", draft_device="cuda"), pair(draft=CPU_ONLY))
+    with pytest.raises(UnsupportedModel, match="runs on the CPU only, .*: use device='cpu'$"):
+        find_gpu(options(device="cuda"), pair(CPU_ONLY))
+    with pytest.raises(UnsupportedModel, match=": plan for a device without a GPU$"):
+        gpu_for(options(), pair(CPU_ONLY), GIB, "as asked", 0, "plan for a device without a GPU")
+
+
+@pytest.mark.parametrize("given", ["--vram-budget 8GiB", "--draft-device cuda"])
+def test_a_remedy_has_the_names_of_the_command_line(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = given.split()[0]
+    remedy = f"give --device cuda and a checkpoint, or leave {option} out"
+    argv = ["plan", "-m", "pair:target", *given.split()]
+    expect_error(capsys, argv, "(--device is cpu): ", remedy)
 
 
 def test_a_draft_head_needs_its_target_on_the_cpu():
