@@ -1,7 +1,7 @@
 """Choice of compiled code: numba is an extra.
 
-Coding of twelve-bit planes (`specdec pack`) can do without it, in four times the time and to the
-same bits. Computing with stored matrices cannot.
+Coding of twelve-bit planes can do without it, in four times the time and to the same bits.
+Computing with stored matrices on the CPU cannot, so `specdec pack` asks for it, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ def has_numba() -> bool:
     return find_spec("numba") is not None
 
 
-def tile_products() -> ModuleType:
-    """Return backends.tiles.calls, which needs numba. Raises UnsupportedModel without it."""
+def check_numba() -> None:
+    """Raise UnsupportedModel where the extra `pack` is not installed."""
     if not has_numba():
         raise UnsupportedModel(
             "packed and quantised weights are decoded on the CPU by loops that numba compiles: "
             f"{install_command('pack')}"
         )
+
+
+def tile_products() -> ModuleType:
+    """Return backends.tiles.calls, which needs numba. Raises UnsupportedModel without it."""
+    check_numba()
     from backends.tiles import calls
 
     return calls

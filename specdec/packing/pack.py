@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.packed.errors import PackError
+from backends.packed.kernels import check_numba
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorIndex
 from offload.process.cpus import usable_cpus
@@ -83,14 +84,16 @@ def pack(
 
     Raises:
         SpecdecError: `out` is there already, lies in the model or cannot be written, all found
-            before the model is read; the model cannot be read or packed, the disk lacks space; one
-            line, and nothing is left behind.
+            before the model is read; the extra `pack` is missing, so that the copy would not run
+            here; the model cannot be read or packed, the disk lacks space; one line, and nothing is
+            left behind.
     """
     place = place_of(out)
     out = Path(out).expanduser().absolute()
     directory = resolve_model(model)
     refuse_inside(out, place, directory)
     check_source(directory)
+    check_numba()
     beside_weights = files_beside(directory)
 
     # These imports take seconds: checks without them come first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_other_formats_are_refused(tmp_path: Path, name: str, dtype: torch.dtype
     reported = reported_without_torch(plain, tmp_path / "a" / "b" / "packed")
     assert f"plain holds {name} weights, and bf16 alone is packed" in reported
     assert "use it as it is, or pack the bf16 checkpoint of this model" in reported
+    assert {path.name for path in tmp_path.iterdir()} == {"plain"}
+
+
+def test_without_the_extra_no_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same installation could not run it."""
+    monkeypatch.setattr("backends.packed.kernels.has_numba", lambda: False)
+    plain = save_packable("llama", tmp_path / "plain")
+    with pytest.raises(SpecdecError, match=re.escape("pip install 'specdec-stream[pack]'")):
+        pack(plain, tmp_path / "a" / "packed")
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
 
 
