@@ -46,7 +46,7 @@ class GrammarCompiler:
         return GrammarState(matcher, constraint, prompt_length, end_ids)
 
     def _make_matcher(self, constraint: Constraint, end_ids: tuple[int, ...]) -> Any:
-        library, grammar = llguidance(), constraint.grammar
+        library, grammar = llguidance(constraint.kind), constraint.grammar
         try:
             tokenizer = self._tokenizer(end_ids)
         except ConfigError:

@@ -83,21 +83,22 @@ def schema_text(value: Any) -> str | None:
     return text
 
 
-def llguidance() -> Any:
-    """Import the library. Raises ConfigError where it is not installed."""
+def llguidance(field: str) -> Any:
+    """Import the library for a constraint given in `field`. Raises ConfigError where it is not
+    installed."""
     try:
         import llguidance as library
     except ImportError as error:
         raise ConfigError(
-            *_listed(KINDS), f" need llguidance: {install_command('grammar')}"
+            FieldName(field), f" needs llguidance: {install_command('grammar')}"
         ) from error
     return library
 
 
 def _grammar(constraint: Constraint) -> str:
-    matcher = llguidance().LLMatcher
+    matcher = llguidance(constraint.kind).LLMatcher
     try:
-        grammar = str(_MAKERS[constraint.kind](constraint.text))
+        grammar = str(_MAKERS[constraint.kind](matcher, constraint.text))
         is_wrong, messages = matcher.validate_grammar_with_warnings(grammar)
     except RecursionError as error:
         raise constraint.refuse("it is nested too deep") from error
@@ -111,14 +112,14 @@ def _grammar(constraint: Constraint) -> str:
 _GRAMMARS = Cached(_grammar, limit=32)
 
 
-def _from_schema(text: str) -> str:
+def _from_schema(matcher: Any, text: str) -> str:
     schema = json.loads(text)
     _check_names(schema)
     form: dict[str, Any] = {} if _OWN_FORM in schema else {**_ONE_LINE}
     if text != _ANY_OBJECT and not _CONTROLS.search(text):
         form |= _SHORT_ESCAPES
     followed = json.dumps(followable(schema))
-    return str(llguidance().LLMatcher.grammar_from_json_schema(followed, defaults=form))
+    return str(matcher.grammar_from_json_schema(followed, defaults=form))
 
 
 def _check_names(schema: Any) -> None:
@@ -140,13 +141,12 @@ def _check_names(schema: Any) -> None:
             todo += [value for key, value in node.items() if key not in _VALUES]
 
 
-def _from_regex(text: str) -> str:
-    return str(llguidance().LLMatcher.grammar_from_regex(text))
+def _from_regex(matcher: Any, text: str) -> str:
+    return str(matcher.grammar_from_regex(text))
 
 
-def _from_grammar(text: str) -> str:
+def _from_grammar(matcher: Any, text: str) -> str:
     """Read llguidance's Lark; llama.cpp's GBNF is recognised by `::=` and translated."""
-    matcher = llguidance().LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -155,7 +155,7 @@ def _from_grammar(text: str) -> str:
         raise ValueError(str(error)) from error
 
 
-_MAKERS: dict[str, Callable[[str], str]] = {
+_MAKERS: dict[str, Callable[[Any, str], str]] = {
     "json_schema": _from_schema,
     "json_object": _from_schema,
     "regex": _from_regex,

@@ -25,7 +25,7 @@ def check_cost(constraint: Constraint) -> None:
 
 
 def _try(constraint: Constraint) -> None:
-    llguidance()
+    llguidance(constraint.kind)
     argv = [*command_of(__name__), constraint.kind]
     with subprocess.Popen(
         argv,
@@ -72,6 +72,6 @@ def main() -> int:
         reason = str(error).partition("cannot be kept to: ")[2] or str(error)
         print(in_one_line(reason))
         return _REFUSED
-    library = llguidance()
+    library = llguidance(constraint.kind)
     library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
     return 0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec.grammar.constraint import Constraint, schema_text
+from specdec.grammar.constraint import Constraint, llguidance, schema_text
 from specdec.serve.api.base import ConstraintFields
 from specdec.serve.api.chat import ChatRequest, ObjectFormat, ResponseFormat, SchemaFormat, Tool
 from specdec.serve.api.completions import CompletionRequest
@@ -22,7 +22,7 @@ def constraint_fields(
 
     forced_tools: tools of which the answer has to call one.
 
-    Raises ApiError for two constraints, ConfigError.
+    Raises ApiError for two constraints, ConfigError, also where the extra `grammar` is missing.
     """
     given = [*_of_format(body.response_format), *_of_fields(body)]
     if forced_tools:
@@ -30,7 +30,8 @@ def constraint_fields(
     if len(given) > 1:
         names = " and ".join(name for name, _, _ in given)
         raise bad_request(f"{names} do not go together: leave one of them out", given[0][0])
-    for _, kind, value in given:
+    for name, kind, value in given:
+        llguidance(name)  # the error names the field as it was sent
         return {kind: schema_text(value) if kind == "json_schema" else value}
     return {}
 

@@ -90,4 +90,5 @@ def test_without_the_library_the_error_names_the_extra() -> None:
         "SamplingParams(regex='a')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].endswith("pip install 'specdec-stream[grammar]'")
+    error = done.stderr.splitlines()[-1].partition(": ")[2]
+    assert error == "regex needs llguidance: pip install 'specdec-stream[grammar]'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 pytest.importorskip("pydantic")
 pytest.importorskip("starlette")
 
+from specdec.checks import ConfigError
 from specdec.serve.api.chat import ChatRequest
 from specdec.serve.api.completions import CompletionRequest
+from specdec.serve.api.constraints import constraint_fields
 from specdec.serve.api.reading import read_request
 from specdec.serve.errors import ApiError
 
@@ -109,3 +112,25 @@ def test_no_json(body: bytes) -> None:
 def test_no_object(body: bytes) -> None:
     with pytest.raises(ApiError, match="send a JSON object"):
         read_request(body, ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+         "response_format"),
+        ({"json_schema": {}}, "json_schema"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_missing_extra_is_reported_with_the_field_that_was_sent(
+    fields: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    request = ChatRequest.model_validate({"messages": TALK, **fields})
+    with pytest.raises(ConfigError) as caught:
+        constraint_fields(request)
+    assert str(caught.value) == f"{named} needs llguidance: pip install 'specdec-stream[grammar]'"
