@@ -30,6 +30,8 @@ _LARGEST_SHARE = 0.25
 70B. A larger one takes memory that layers of the target would have."""
 _MAX_MODELS = 3
 """Models, the largest, that are compared: planning with each takes time."""
+_NAMED = 5
+"""Models that a message names."""
 
 
 class DraftCandidate(NamedTuple):
@@ -119,6 +121,16 @@ def drafts_for(target: str, models: Iterable[LocalModel]) -> list[LocalModel]:
         except SpecdecError as error:
             logger.warning(f"{model.name} is left out: {error}")
     return fitting
+
+
+def no_draft_for(target: str, models: Iterable[LocalModel]) -> str:
+    """Return the line for a target whose vocabulary none of these models has, with its remedy."""
+    names = [item.name for item in (_embedded(), *models) if item.name != target]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"no model here has the vocabulary of {target} (compared: {', '.join(names[:_NAMED])}"
+        f"{more}): {draft_to_download(resolve_model(target))}"
+    )
 
 
 def _embedded() -> LocalModel:

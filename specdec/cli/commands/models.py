@@ -22,6 +22,10 @@ Fits = Annotated[
     str | None,
     typer.Option("--fits", metavar="TARGET", help="Only models that can draft for this one."),
 ]
+_NO_MODELS = (
+    "no models here yet: -m takes a folder, a GGUF file or a hub id, and smollm2 is a small model "
+    "to try"
+)
 
 
 def models(
@@ -34,10 +38,12 @@ def models(
     if folder is not None and not folder.is_dir():
         raise options.OptionError(f"{folder} is no folder: name one that holds models")
     local = local_models(folder)
+    none_here = _NO_MODELS
     if fits is not None:
-        from specdec.models.drafts import drafts_for
+        from specdec.models.drafts import drafts_for, no_draft_for
 
-        local = drafts_for(fits, local)
+        compared, local = local, drafts_for(fits, local)
+        none_here = no_draft_for(fits, compared)
     if json:
         write_json({"models": [asdict(item) for item in local]})
         return
@@ -46,10 +52,7 @@ def models(
         size = format_bytes(item.n_bytes)
         write_text(f"{item.name:{width}}  {size:>11}  {item.kind}, {item.keeper}\n")
     if not local:
-        write_text(
-            "no models here yet: -m takes a folder, a GGUF file or a hub id, "
-            "and smollm2 is a small model to try\n"
-        )
+        write_text(f"{none_here}\n")
 
 
 def pull(

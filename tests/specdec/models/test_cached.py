@@ -90,6 +90,19 @@ def test_the_largest_of_a_quarter_is_taken(hub: Path) -> None:
     assert drafts("pair:target", takes_heads=False) == [None, "pair:draft", "me/draft"]
 
 
+def test_a_target_whose_vocabulary_no_model_has(
+    hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said that there are no models here at all."""
+    target = save_model(hub.parent / "tiny", seed=1)
+    for number in range(6):
+        add(hub, f"me/other-{number}", resolve_model("pair:draft"))
+    assert main(["models", "--fits", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"no model here has the vocabulary of {target} (compared: pair:draft, ")
+    assert re.search(r"me/other-\d and 2 more\): download a smaller llama", out)
+
+
 def test_a_target_without_a_draft(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save_model(hub.parent / "tiny", seed=1)
     with specdec.load(target, "auto") as llm:
