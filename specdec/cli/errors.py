@@ -24,18 +24,11 @@ from offload.errors import SpecdecError, naming_options
 from specdec.cli.arguments import understood
 from specdec.cli.naming import DEFAULTS_FILE, variable_of
 from specdec.cli.output import SHOWN, OutputError, write_text
+from specdec.cli.remedies import remedy_for
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-
-_REMEDIES = (
-    ("Missing option '-m'", ": name a model, smollm2 for example"),
-    ("No such command 'list'", ": use specdec models"),
-    ("No such command 'show'", ": use specdec models, or specdec plan -m MODEL"),
-    ("Got unexpected extra argument", ": quote a prompt of several words, and name the model once"),
-)
-"""Beginnings of typer's messages, and what is added to them."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ def _with_value(error: TyperException) -> str:
     message = error.format_message().rstrip(".")
     list_errors = getattr(error.__cause__, "errors", None)  # of pydantic's ValidationError
     if list_errors is None:
-        return message + next((end for begin, end in _REMEDIES if message.startswith(begin)), "")
+        return message + remedy_for(message, getattr(error, "ctx", None))
     message = message.partition(", unable to parse")[0]
     return message.replace("Input should", f"{list_errors()[0]['input']!r} should", 1)
 

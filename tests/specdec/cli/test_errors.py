@@ -118,7 +118,16 @@ def test_serve_shows_errors_with_the_variable_too(monkeypatch: pytest.MonkeyPatc
     [
         (["list"], "No such command 'list': use specdec models"),
         (["show", "smollm2"], "use specdec models, or specdec plan -m MODEL"),
-        (["run", "smollm2", "hi", "there"], "quote a prompt of several words"),
+        (["run", "smollm2", "hi", "there"], "quote a prompt of several words, and name the model"),
+        (["run", "smollm2", "hi", "-p", "ho"], "(hi): -p gives the prompt already: leave one of"),
+        (["run", "-m", "smollm2", "--prompt=a", "b"], "--prompt gives the prompt already"),
+        (["run", "smollm2", "-f", "a.txt", "hi"], "-f gives the prompt already"),
+        (["chat", "smollm2", "hi"], "(hi): a chat takes its messages at its own prompt or from"),
+        (["chat", "smollm2", "-p", "hi"], "No such option: -p: a chat takes its messages"),
+        (["recommend", "smollm2"], "it takes options alone; specdec plan -m MODEL is about one"),
+        (["ps", "extra"], "(extra): it takes options alone (see specdec ps --help)"),
+        (["plan", "smollm2", "more"], "(more): name the model once (see specdec plan --help)"),
+        (["pull", "a/b", "c/d"], "unexpected extra argument(s) (c/d) (see specdec pull --help)"),
         (["run", "smollm2", "hi", "-c", "abc"], "'abc' should be a valid integer (see"),
     ],
 )
