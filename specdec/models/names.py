@@ -106,7 +106,9 @@ def _describe_missing(text: str, path: Path) -> str:
     if path.is_symlink():
         return f"no such model: {path} is a link that leads nowhere"
     if text.startswith(_PATH_STARTS):
-        return f"no such model {'file' if path.suffix == '.gguf' else 'directory'}: {path}"
+        shown = path if text.startswith("~") else text
+        kind = "file" if path.suffix == GGUF_SUFFIX else "directory"
+        return f"no such model {kind}: {shown}: correct the path; specdec models lists models here"
     near = get_close_matches(text.lower().partition(":")[0], PACKAGED, n=1)
     hint = f"did you mean {near[0]}? Else give" if near else "give"
     return (

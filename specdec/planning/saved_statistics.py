@@ -51,4 +51,4 @@ class SavedStatistics:
         """Write the file if the statistics have changed."""
         state_dict = self.pair_statistics.state_dict()
         if state_dict != self._before:
-            save_cached(self._path, state_dict, "the acceptance statistics of these models")
+            save_cached(self._path, state_dict, "how often drafts of these models are accepted")

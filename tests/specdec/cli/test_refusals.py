@@ -196,7 +196,7 @@ def test_a_mistake_in_the_options_of_a_command(
 @pytest.mark.slow
 def test_user_errors_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     refused = [
-        (["-m", "./nodir", "-p", "a"], "no such model directory: nodir"),
+        (["-m", "./nodir", "-p", "a"], "no such model directory: ./nodir: correct the path"),
         (["-m", "~/nodir", "-p", "a"], "no such model directory: /"),
         (["-m", "pair:target", "-md", "/no/dir", "-p", "a"], "no such model directory: /no/dir"),
         (["-m", "pair:target", "-p", ""], "the prompt is empty: give some text"),

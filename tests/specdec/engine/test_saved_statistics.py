@@ -69,3 +69,17 @@ def test_a_broken_file_is_ignored(small_target: Path, folder: Path, content: byt
     with specdec.load(small_target, ctx_size=128) as llm:
         assert llm.generate(PROMPT, max_tokens=24).token_ids == token_ids
     assert file.read_bytes() != content
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(
+    small_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(saved_statistics, "cache_folder", lambda: tmp_path / "file")
+    with specdec.load(small_target, ctx_size=128) as llm:
+        llm.generate(PROMPT, max_tokens=8)
+    expected = f"how often drafts of these models are accepted is not cached: {tmp_path / 'file'}: "
+    assert [line for line in caplog.messages if line.startswith(expected)]

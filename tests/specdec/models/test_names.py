@@ -71,6 +71,10 @@ def test_what_is_no_model_is_said(folder: Path, name: str, reason: str) -> None:
     ("name", "reason"),
     [
         ("missing", "no such model: missing is not a file or directory here; give the path"),
+        (
+            "./missing",
+            "no such model directory: \\./missing: correct the path; specdec models lists",
+        ),
         ("missing.gguf", "missing.gguf is not a file or directory here"),
         ("a/b/c", "a/b/c is not a file or directory here"),
         ("smolm2", "here; did you mean smollm2\\? Else give the path"),

@@ -50,6 +50,13 @@ def test_unknown_names_are_refused(name: str) -> None:
         pair_path(name)
 
 
+def test_a_misspelt_name_comes_with_the_near_one() -> None:
+    with pytest.raises(
+        ValueError, match="'pair:targt'; did you mean pair:target\\? Known: pair:tar"
+    ):
+        pair_path("pair:targt")
+
+
 def test_the_module_imports_no_heavy_library() -> None:
     code = (
         "import specdec.pair, sys; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"

@@ -166,7 +166,7 @@ def test_a_port_that_is_taken(served_model: Path, capsys: pytest.CaptureFixture[
     ("argv", "message"),
     [
         (["-m", "smolm"], "no such model: smolm is not a file or directory here; did you mean"),
-        (["-m", "./nothing.gguf"], "no such model file: nothing.gguf"),
+        (["-m", "./nothing.gguf"], "no such model file: ./nothing.gguf: correct the path"),
         (["-m", "pair:target", "-md", "nothing"], "no such model: nothing"),
     ],
 )
