@@ -12,6 +12,7 @@ import pytest
 import specdec
 from backends.contract import prefix_files
 from specdec.api import LLM, GenerationResult
+from specdec.engine.scheduler import Scheduler
 from specdec.policy.cost_model import CostModel
 from specdec.sampling.params import SamplingParams
 
@@ -99,7 +100,7 @@ def cut_off(
 ) -> None:
     """End a prompt that is computed in passes of `chunk` tokens in the pass after `num_passes`, so
     that it "is cancelled" or "fails"."""
-    monkeypatch.setattr(CostModel, "max_num_tokens", lambda self, seconds: chunk)
+    monkeypatch.setattr(Scheduler, "_max_prompt_tokens", lambda self: chunk)
     forward, lengths = llm.target.forward, []
 
     def noted(batch: Any) -> Any:

@@ -92,7 +92,7 @@ def parts_of_run(
         n_bytes = _probability_bytes(options, n_ranked, n_drafted, n_run)
         result.host["draft probabilities"] = n_bytes
         if draft.hidden_state_bytes:
-            n_states = min(kv_tokens, parallel * MAX_PROMPT_STATES)
+            n_states = min(kv_tokens, parallel * min(ctx_size, MAX_PROMPT_STATES))
             n_bytes = _STATE_COPIES * n_states * draft.hidden_state_bytes
             result.host["hidden states"] = n_bytes
     if options.spec.acceptance == "block":

@@ -10,7 +10,7 @@ from tiny_pair import save_model
 from specdec.cli.app import main
 from specdec.cli.streaming import prompt_progress
 from specdec.engine.outputs import PromptProgress
-from specdec.policy.cost_model import CostModel
+from specdec.engine.scheduler import Scheduler
 
 NUM_TOKENS = 1600
 
@@ -45,7 +45,7 @@ def run(model: Path, num_tokens: int, *more: str) -> int:
     """Complete a prompt of as many tokens, in passes of 400."""
     argv = ["run", "-m", str(model), "--raw", "-c", "2048", "-n", "2", "--spec-type", "none"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CostModel, "max_num_tokens", lambda self, seconds: 400)
+        patch.setattr(Scheduler, "_max_prompt_tokens", lambda self: 400)
         return main([*argv, "-p", "x" * num_tokens, *more])
 
 
