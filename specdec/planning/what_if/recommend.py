@@ -1,4 +1,4 @@
-"""`specdec recommend`: which well-known pairs fit a memory budget, and how fast a device runs them.
+"""`specdec recommend`: which well-known pairs run in a memory budget, and how fast on a device.
 
 Each pair is planned as `specdec plan --on DEVICE` plans it, from outlines of its GGUF files. All
 speeds are predictions.
@@ -192,7 +192,8 @@ def lines(items: Sequence[Recommendation], memory_bytes: int, device_name: str) 
         for row in (head, *rows)
     ]
     return [
-        f"within {format_bytes(memory_bytes)}, predicted for {device_name}; not measured:",
+        f"run within {format_bytes(memory_bytes)}, the rest read from storage in every pass; "
+        f"speeds predicted for {device_name}, not measured:",
         *text,
         *_names_on_hub(items),
     ]
@@ -204,13 +205,12 @@ def _names_on_hub(items: Sequence[Recommendation]) -> list[str]:
     drafts = {item.draft: item.draft_id for item in items if item.draft and item.draft_id}
     named = [*repositories.items(), *drafts.items()]
     width = max(len(name) for name, _ in named)
-    with_draft = [item for item in items if item.draft_id] or items
-    shown = max(with_draft, key=lambda item: item.tokens_per_second)
+    shown = max(items, key=lambda item: item.tokens_per_second)
     draft = f" -md {shown.draft_id}" if shown.draft_id else ""
     return [
         "names on the hub, for -m and `specdec pull` with the format behind a colon:",
         *(f"  {name:{width}}  {hub_name}" for name, hub_name in named),
-        f"for example: specdec run -m {shown.target_id}{draft}",
+        f"the fastest of them: specdec run -m {shown.target_id}{draft}",
     ]
 
 

@@ -81,14 +81,19 @@ def test_a_draft_that_does_not_pay_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert item.download_bytes < 5.0e9
 
 
-def test_names_are_those_that_m_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_those_that_m_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert REPOSITORIES.keys() == SIZES.keys()
     assert all(is_hub_id(model_id(pair.target, pair.file_type)) for pair in PAIRS)
     assert main(["recommend", "--memory-budget", "12GiB"]) == 0
     text = capsys.readouterr().out
     assert "\n  Llama-3.3-70B  bartowski/Llama-3.3-70B-Instruct-GGUF\n" in text
-    assert text.endswith(
-        "specdec run -m bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M "
+    assert text.endswith("\nthe fastest of them: specdec run -m Qwen/Qwen3-4B-GGUF:Q4_K_M\n")
+    monkeypatch.setattr(advice, "PAIRS", LARGE)
+    assert main(["recommend", "--memory-budget", "12GiB"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "\nthe fastest of them: specdec run -m bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M "
         "-md bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0\n"
     )
 
@@ -96,7 +101,8 @@ def test_names_are_those_that_m_takes(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "--memory-budget", "12GiB"]) == 0
     text = capsys.readouterr().out
-    assert "predicted for laptop; not measured" in text
+    assert text.startswith("run within 12.00 GiB, the rest read from storage in every pass; ")
+    assert "predicted for laptop, not measured" in text
     assert "Llama-3.3-70B" in text
     assert main(["recommend", "--memory-budget", "12GB", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -104,6 +110,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [item["target"] for item in value["recommendations"]] == ["Qwen3-4B", "Llama-3.3-70B"]
     assert main(["recommend", "--memory-budget", "lots"]) == 2
     assert main(["recommend", "--on", "abacus"]) == 2
+    capsys.readouterr()
+    expect_error(capsys, ["recommend", "--markdown", "--json"], "give one of them")
 
 
 def test_the_table_has_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
