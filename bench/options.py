@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import SpecdecError
+from offload.units import UnitError, parse_bytes
 from specdec.cli.options import Enforce as Enforce
 from specdec.cli.options import MaxTokens as MaxTokens
-from specdec.run_options import RunOptions
+from specdec.run_options import AUTO, RunOptions
 
 
 class UsageMistake(SpecdecError):
@@ -84,6 +85,23 @@ def check_writable(option: str, path: Path | None) -> None:
         ) from None
     if is_new:
         path.unlink()
+
+
+def parse_size(option: str, text: str) -> int:
+    """Return the bytes of an option's value. Raises UsageMistake, which names the option."""
+    try:
+        return parse_bytes(text)
+    except UnitError as error:
+        raise UsageMistake(f"{option}: {error}") from error
+
+
+def refuse_one_budget(load: RunOptions) -> None:
+    """Raise UsageMistake for --memory-budget beside --budgets."""
+    if load.memory_budget != AUTO:
+        raise UsageMistake(
+            f"--memory-budget {load.memory_budget} does not go with --budgets, which names the "
+            "budgets to measure: leave it out"
+        )
 
 
 def check_lossless(load: RunOptions, command: str) -> None:

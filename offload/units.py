@@ -73,9 +73,11 @@ def format_bytes(n_bytes: int) -> str:
     return f"{value / 1024:.2f} PiB"
 
 
-def format_exactly(n_bytes: int) -> str:
-    """Format bytes so that they can be typed in, with their size: "25276518400B (23.54 GiB)"."""
-    return f"{n_bytes}B ({format_bytes(n_bytes)})"
+def format_down(n_bytes: int) -> str:
+    """Format a limit, rounded down so that it is not exceeded when typed in: "24105 MiB (23.54
+    GiB)"."""
+    text = f"{n_bytes // MIB} MiB"
+    return f"{text} ({format_bytes(n_bytes)})" if n_bytes >= GIB else text
 
 
 def _check_range(n_bytes: int, text: str | int) -> int:

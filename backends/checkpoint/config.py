@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from offload.errors import SpecdecError
 from offload.formats.tensors import CheckpointError
 
 _REMEDY = "fix it, or download the checkpoint again"
+_VALIDATOR = re.compile(r"^(Class v|V)alidation error for (validator|field) '\w*': \w+: ")
+"""Beginning of huggingface_hub's message, before the sentence of a check."""
 _CHUNKED, _INDEXED = "chunked_attention", "indexed_attention"
 KNOWN_LAYERS = frozenset(
     "full_attention sliding_attention chunked_attention attention indexed_attention "
@@ -99,7 +102,7 @@ def _fault(directory: Path, error: Exception) -> str:
             f"{path}: the family {kind} (model_type) is not known to transformers {__version__}: "
             "a newer version may know it, or a GGUF file of the model may run"
         )
-    return f"{path} cannot be read: {one_line(error)}: {_REMEDY}"
+    return f"{path} cannot be read: {_VALIDATOR.sub('', one_line(error))}: {_REMEDY}"
 
 
 def _set_for_inference(config: PreTrainedConfig) -> None:

@@ -96,12 +96,17 @@ def companion_kind(path: Path) -> str | None:
     None for a model, and for a file whose header cannot be read: opening it then raises an error.
     """
     try:
-        file = GgufFile.read(path)
-        is_split = _number(file.metadata, "split.count") > 1
-        names = None if is_split else {record.name for record in file.tensors}
-        return other_kind(file.metadata, names)
+        return header_kind(path)
     except CheckpointError:
         return None
+
+
+def header_kind(path: Path) -> str | None:
+    """Return what a file is by its header; None for a model. Raises CheckpointError."""
+    file = GgufFile.read(path)
+    is_split = _number(file.metadata, "split.count") > 1
+    names = None if is_split else {record.name for record in file.tensors}
+    return other_kind(file.metadata, names)
 
 
 def refuse_other_kinds(path: Path, metadata: GgufMetadata, names: Collection[str]) -> None:

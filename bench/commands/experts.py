@@ -69,6 +69,7 @@ def experts_command(
     amounts, sizes = parse_budgets(budgets), [] if trees is None else parse_trees(trees)
     if not amounts:
         raise UsageMistake("--budgets auto is not known here: give sizes, such as 2GiB,4GiB")
+    options.refuse_one_budget(load)
     options.check_writable("--output-file", output_file)
     keywords = {k: v for k, v in load.keywords(LOAD).items() if k != "memory_budget"}
     keywords, chosen = model_and_prompts(keywords, prompts, n_prompts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +13,6 @@ from bench.options import UsageMistake
 from bench.peers.registry import GGUF, HF, PEERS, Weights
 from bench.process.interpreters import Interpreter, InterpreterError, probe
 from bench.prompts.workloads import BUILT_IN, read_prompts, spread
-from offload.units import parse_bytes
 from specdec.cli.groups import LOAD, Load
 from specdec.pair import PAIR_PREFIX
 
@@ -106,12 +105,15 @@ def peers_command(
     if storage_mbps is not None and not enforce:
         raise UsageMistake("--storage-mbps needs the cgroup that --no-enforce leaves out")
     interpreters = parse_interpreters(peer_python or [], names)
-    cpu_memory_bytes = parse_bytes(peer_cpu_memory) if peer_cpu_memory else None
+    cpu_memory_bytes = None
+    if peer_cpu_memory:
+        cpu_memory_bytes = options.parse_size("--peer-cpu-memory", peer_cpu_memory)
     given = read_prompts(prompts)
     weights = all_weights(*options.model_names(load), other_model, other_draft)
+    refuse_none(names, weights, interpreters)
     settings = settings_for(
         load.keywords(LOAD),
-        memory_bytes=parse_bytes(load.memory_budget),
+        memory_bytes=options.parse_size("--memory-budget", str(load.memory_budget)),
         n_tokens=max_tokens,
         seconds=time_limit,
         enforce=enforce,
@@ -164,6 +166,18 @@ def parse_interpreters(arguments: Sequence[str], names: Sequence[str]) -> dict[s
         except InterpreterError as error:
             raise UsageMistake(f"--peer-python {name}={error}") from None
     return result
+
+
+def refuse_none(
+    names: Sequence[str], weights: Sequence[Weights], interpreters: Mapping[str, Interpreter]
+) -> None:
+    """Raise UsageMistake if none of the programs can run."""
+    from bench.peers.compare import make_entries
+
+    entries = list(make_entries(names, weights, interpreters))
+    if all(entry.problem for entry in entries):
+        reasons = dict.fromkeys(f"{entry.peer.name}, {entry.problem}" for entry in entries)
+        raise UsageMistake(f"--peers: nothing can run: {'; '.join(reasons)}")
 
 
 def all_weights(

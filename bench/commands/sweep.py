@@ -13,7 +13,8 @@ import typer
 from bench import options
 from bench.options import UsageMistake
 from bench.prompts.workloads import BUILT_IN, describe_left_out, read_prompts, spread
-from offload.units import UnitError, format_bytes, parse_bytes
+from offload.budget import BudgetExceeded
+from offload.units import format_bytes
 from specdec.cli.groups import LOAD, Load, Sampling, parse_num_draft_tokens
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def sweep_command(
 
     options.check_writable("--output-file", output_file)
     options.check_lossless(load, "sweep")
+    options.refuse_one_budget(load)
     speeds, sizes = parse_speeds(storage), parse_trees(trees)
     amounts = parse_budgets(budgets)
     if not enforce and any(speed is not None for speed in speeds):
@@ -132,7 +134,9 @@ def sweep_command(
     if n_too_long:
         typer.echo(describe_left_out(n_too_long, max_tokens), err=True)
     sweep = Sweep(weights, tuple(spread(fit, n_prompts)), base, reference=outputs)
-    if not amounts:
+    if amounts:
+        refuse_small_budget(load, min(amounts), sizes)
+    else:
         amounts = recorded_budgets(output_file, sweep) or find_budgets(load)
         sweep = replace(sweep, auto_budgets=tuple(amounts))
     settings = all_settings(amounts, speeds, sizes)
@@ -175,10 +179,7 @@ def parse_budgets(text: str) -> list[int]:
     """Return bytes, in the order given; empty for "auto"."""
     if text == "auto":
         return []
-    try:
-        amounts = list(dict.fromkeys(parse_bytes(name) for name in text.split(",")))
-    except UnitError as error:
-        raise UsageMistake(f"--budgets: {error}") from error
+    amounts = list(dict.fromkeys(options.parse_size("--budgets", n) for n in text.split(",")))
     if 0 in amounts:
         raise UsageMistake(f"--budgets {text}: a budget of 0 bytes holds nothing; try 2GiB")
     return amounts
@@ -191,6 +192,22 @@ def find_budgets(load: Load) -> list[int]:
 
     keywords = {name: v for name, v in load.keywords(LOAD).items() if name != "memory_budget"}
     return auto_budgets(lambda budget: plan_run(memory_budget=budget, **keywords))
+
+
+def refuse_small_budget(load: Load, n_bytes: int, trees: list[int | None]) -> None:
+    """Raise UsageMistake for a budget that a run with one of these trees would refuse."""
+    from specdec.planning.plan import plan_run
+
+    for n_draft_tokens in trees:
+        keywords = {**load.keywords(LOAD), "memory_budget": n_bytes}
+        if n_draft_tokens == 0:
+            keywords |= {"draft_model": None, "spec_type": "none", "num_draft_tokens": None}
+        else:
+            keywords["num_draft_tokens"] = n_draft_tokens
+        try:
+            plan_run(**keywords)
+        except BudgetExceeded as error:
+            raise UsageMistake(f"--budgets {format_bytes(n_bytes)}: {error}") from error
 
 
 def describe(setting: Any, line: dict[str, Any] | None) -> str:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from bench.options import parse_size
 from bench.synth.files import refuse_folder, refuse_gguf_file
 from bench.synth.recipes import RECIPES
 from bench.synth.shapes import HYBRIDS, MIXTURES, SHAPES, Storage, SynthError, named_shape
 from bench.synth.sizing import choose_shape
-from offload.units import format_bytes, parse_bytes
+from offload.units import format_bytes
 from specdec.cli.progress import loading_progress
 
 DEFAULT_SIZE = "6GB"
@@ -95,7 +96,7 @@ def synth_command(
     if like is None and size is None:
         size = DEFAULT_SIZE
     base = named_shape(like) if like else None
-    n_bytes = parse_bytes(size) if size else None
+    n_bytes = parse_size("--size", size) if size else None
     (refuse_gguf_file if format == "gguf" else refuse_folder)(out.expanduser(), force)
 
     if (format, dtype) == ("hf", MXFP4):

@@ -37,7 +37,14 @@ from typing import Any
 from bench.checks.equal_outputs import are_exact
 from bench.peers.registry import PEERS, Weights
 from bench.peers.runs import ProcessRun, ProgramRunner, RunSettings
-from bench.process.results import SPEEDUP, SWEEP, ResultsError, append_line, read_results
+from bench.process.results import (
+    SPEEDUP,
+    SWEEP,
+    NoResults,
+    ResultsError,
+    append_line,
+    read_results,
+)
 from bench.prompts.workloads import Prompt
 from bench.results import first_mismatch, of_mode, summarise
 from specdec.models.weight_files import weight_files
@@ -127,7 +134,10 @@ def _finished_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of the settings that a file has; a killed process is a result too."""
     if not path.exists() or not path.stat().st_size:
         return []
-    results = read_results(path)
+    try:
+        results = read_results(path)
+    except NoResults:
+        raise ResultsError(f"{path} holds no results of a sweep: name another file") from None
     if results.kind != SWEEP:
         raise ResultsError(f"{path} holds results of {results.kind}: name another file")
     lines: list[dict[str, Any]] = results.value["settings"]

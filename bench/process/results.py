@@ -21,6 +21,10 @@ class ResultsError(SpecdecError):
     """Invalid result file, or one that cannot be written."""
 
 
+class NoResults(ResultsError):
+    """A file that can be read and holds something else."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Record of one prompt, decoded once by any program: the source of all results."""
@@ -169,8 +173,8 @@ def _sweep_lines(path: Path, text: str) -> list[dict[str, Any]]:
     return result
 
 
-def _unknown(path: Path) -> ResultsError:
-    return ResultsError(
+def _unknown(path: Path) -> NoResults:
+    return NoResults(
         f"{path} holds no results: give JSON of specdec-bench peers, speedup, curve or policy, "
         "JSON lines of sweep, or the PNG of timeline"
     )

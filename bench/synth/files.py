@@ -13,6 +13,7 @@ from typing import Any
 from bench.synth.shapes import Experts, LlamaShape, Mamba, SynthError
 from bench.synth.source import HYBRID_MIXTURE, OTHER_NAME_OF_EXPERTS, SourceModel
 from offload.units import MIB, format_bytes
+from specdec.models.opened import PADDING_KEY
 
 _MARGIN_BYTES = 16 * MIB  # headers, config, tokenizer, index, file-system blocks
 # dtype of config.json; GGUF has its own key.
@@ -47,6 +48,8 @@ def grown_config(source: SourceModel, shape: LlamaShape, dtype: str) -> dict[str
     """Return the source's config with the sizes of `shape` and its own rotary parameters."""
     renewed = ("torch_dtype", "hybrid_override_pattern", OTHER_NAME_OF_EXPERTS)
     config = {key: value for key, value in source.config.items() if key not in renewed}
+    if shape.vocab_size > source.shape.vocab_size:
+        config.setdefault(PADDING_KEY, source.shape.vocab_size)
     epsilon = float(config.get("rms_norm_eps", 1e-6))
     if not shape.is_hybrid:
         epsilon *= source.shape.hidden_size / shape.hidden_size

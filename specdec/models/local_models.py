@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.heads.kinds import head_kind
 from offload.process.home import home_folder
-from specdec.models.kinds import no_model
+from specdec.models.kinds import is_model, no_model
 from specdec.models.packaged import PACKAGED
 from specdec.pair import GGUF_SUFFIX
 
@@ -41,20 +41,16 @@ class LocalModel:
 
 def local_models(folder: Path | None = None) -> list[LocalModel]:
     """Return all models that can be run, of every program, and of a folder of the user's."""
-    result = [*_of_packages(), *_of_hub(_is_model), *_of_ollama()]
-    result += _of_folders(_program_folders(), _is_model)
+    result = [*_of_packages(), *_of_hub(is_model), *_of_ollama()]
+    result += _of_folders(_program_folders(), is_model)
     if folder is not None:
-        result += _of_folders({"folder": [folder]}, _is_model)
+        result += _of_folders({"folder": [folder]}, is_model)
     return result
 
 
 def local_heads() -> list[LocalModel]:
     """Return all draft heads in files of their own, of every program that keeps such files."""
     return [*_of_hub(_is_head), *_of_folders(_program_folders(), _is_head)]
-
-
-def _is_model(path: Path) -> bool:
-    return no_model(path) is None
 
 
 def _is_head(path: Path) -> bool:
@@ -80,7 +76,7 @@ def _of_ollama() -> Iterator[LocalModel]:
     manifests = _ollama_folder() / "manifests"
     for path in sorted(manifests.rglob("*")):
         blob = _model_blob(path) if path.is_file() else None
-        if blob is None or not blob.is_file() or no_model(blob) is not None:
+        if blob is None or not blob.is_file() or not is_model(blob):
             continue
         registry, *parts, tag = path.relative_to(manifests).parts
         own = parts[1:] if (registry, *parts[:1]) == (_REGISTRY, "library") else parts

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from backends.checkpoint.json_file import json_fault
+from backends.checkpoint.kinds import read_raw
 from backends.contract.backend import one_line
 from backends.contract.source import BackendOptions, ModelSource
 from backends.heads.kinds import head_kind
@@ -28,6 +29,10 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json", "merges.tx
 logger = logging.getLogger(__name__)
 _MIN_SHARE = 0.9
 """Minimum share of a model's ids that have a token: known embeddings are padded by at most 3 %."""
+
+
+PADDING_KEY = "specdec_padding_begin"
+"""Entry of a config.json that `specdec-bench synth` writes: the first id that is padding."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def open_model(name: str | Path, options: BackendOptions) -> OpenedModel:
     refuse_head(path)
     opened = _open_gguf(path, options) if is_gguf(path) else _open_checkpoint(path, options)
     _refuse_no_tokens(name, opened.vocabulary)
-    _warn_of_few_tokens(name, opened.vocabulary)
+    declared = None if is_gguf(path) else read_raw(path).get(PADDING_KEY)
+    _warn_of_few_tokens(name, opened.vocabulary, declared)
     return opened
 
 
@@ -114,9 +120,11 @@ def has_tokenizer(path: Path) -> bool:
     return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
-def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary) -> None:
+def _warn_of_few_tokens(name: str | Path, vocabulary: Vocabulary, padding_begin: Any) -> None:
+    """Log that ids have no token. padding_begin: the first id of padding, by the config."""
     n_tokens, num_tokens = len(vocabulary.tokens), vocabulary.num_tokens
-    if n_tokens < _MIN_SHARE * num_tokens:
+    n_used = padding_begin if type(padding_begin) is int else num_tokens
+    if n_tokens < _MIN_SHARE * min(n_used, num_tokens):
         logger.warning(
             f"the tokenizer of {name} has {n_tokens} tokens, the model {num_tokens}: the others "
             "are never chosen; if they are not padding, take the original model's tokenizer"

@@ -9,7 +9,7 @@ from backends.contract.backend import UnsupportedModel
 from backends.contract.source import ModelSource
 from backends.timing.measure import matrix_formats
 from offload.ring.bandwidth import measure_storage
-from offload.units import format_bytes, format_exactly
+from offload.units import format_bytes, format_down
 from specdec.checks import ConfigError, FieldName
 from specdec.models.opened import OpenedPair, Sources
 from specdec.planning.candidate_cost import measure_draft
@@ -45,7 +45,7 @@ def find_gpu(options: RunOptions, pair: Sources) -> Gpu | None:
     vram_bytes, source = limit, f"what is free on {memory.name}"
     if options.vram_budget != AUTO:
         whose = (
-            f"what is free on {memory.name}, {format_exactly(limit)} of "
+            f"what is free on {memory.name}, {format_down(limit)} of "
             f"{format_bytes(memory.total_bytes)}"
         )
         vram_bytes, source = asked_budget("VRAM", options.vram_budget, limit, whose), "as asked"

@@ -187,8 +187,13 @@ def alternatives_table(alternatives: Sequence[Alternative], chosen: Alternative)
     if len(alternatives) < 2:
         return []
     ranked = sorted(alternatives, key=lambda plan: -plan.tokens_per_second)
+    drafting = " and the draft's tokens" if chosen.draft is not None else ""
+    if not drafting and any(plan.n_tree for plan in ranked):
+        drafting = " and draft tokens from n-grams (assumed)"
+    about = f"plans that were weighed, with the whole KV cache in use{drafting}:"
     width = max(len(plan.name) for plan in ranked) + 2
-    lines = [f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>12}" for title in _HEADINGS[1:])]
+    heading = f"{_HEADINGS[0]:<{width}}" + "".join(f"{title:>12}" for title in _HEADINGS[1:])
+    lines = [about, heading]
     for plan in ranked:
         mark = "* " if plan is chosen else "  "
         cells = (

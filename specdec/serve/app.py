@@ -40,6 +40,8 @@ _BUDGET = gives(BudgetResponse, "Figures of the plan")
 _PLAN: Responses = {200: {"description": "The plan, as `specdec plan --json` prints it"}}
 
 _FOLDER = Path(__file__).parent / "page"
+_MAX_PATH = 200
+"""Characters of a path that an error quotes."""
 _MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     # Only the page's own files and this server; generated text that looks like HTML stays text.
@@ -234,5 +236,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        made = ApiError(error.status_code, str(error.detail), headers=headers)
+        message, path = str(error.detail), request.url.path[:_MAX_PATH]
+        if error.status_code == 404:
+            message = f"there is no {request.method} {path} here"
+        elif error.status_code == 405:
+            message = f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"
+        made = ApiError(error.status_code, message, headers=headers)
         return made.response(request.url.path)

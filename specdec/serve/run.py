@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -23,7 +25,7 @@ from specdec.serve.router.router import ModelRouter
 from specdec.serve.router.runner import ModelRunner
 from specdec.serve.router.share import ModelOptions, Share, Starter
 from specdec.serve.running.log_file import open_log
-from specdec.serve.running.records import OwnRecord
+from specdec.serve.running.records import OwnRecord, running_servers
 from specdec.serve.service import Service
 
 _KEEP_ALIVE_SECONDS = 5
@@ -285,6 +287,15 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
+def _remedy(error: OSError, port: int) -> str:
+    """Return how to end the server of this user that has the port, if it is one's."""
+    if error.errno == errno.EADDRINUSE:
+        for server in running_servers():
+            if urlsplit(server.url).port == port:
+                return f"`specdec stop {server.pid}` ends the server {server.names[0]} there, or "
+    return ""
+
+
 @contextmanager
 def _listening(options: ServeOptions) -> Iterator[socket.socket]:
     """Listen before anything is loaded: a port that is taken is reported at once."""
@@ -297,7 +308,7 @@ def _listening(options: ServeOptions) -> Iterator[socket.socket]:
     except OSError as error:
         raise ServeError(
             f"cannot listen at {options.host}, port {options.port}: {_reason(error)}; "
-            "name another --host or --port"
+            f"{_remedy(error, options.port)}name another --host or --port"
         ) from error
     with listener:
         # The kernel ends connections whose client reads nothing: uvicorn has no such limit.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import SpecdecError
-from offload.units import UnitError, format_bytes, format_exactly, parse_bytes
+from offload.units import GIB, MIB, UnitError, format_bytes, format_down, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,11 @@ def test_formatted_text_parses_back_to_within_its_digits(n_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(n_bytes)) - n_bytes) <= max(1, n_bytes * 0.006)
 
 
-def test_an_exact_count_can_be_typed_in() -> None:
-    text = format_exactly(25276518400)
-    assert text == "25276518400B (23.54 GiB)"
-    assert parse_bytes(text.split()[0]) == 25276518400
+def test_a_limit_is_not_exceeded_when_it_is_typed_in() -> None:
+    text = format_down(25276518400)
+    assert text == "24105 MiB (23.54 GiB)"
+    assert 25276518400 - MIB < parse_bytes(text.partition(" (")[0]) <= 25276518400
+    assert format_down(GIB - 1) == "1023 MiB"
 
 
 @given(st.text(max_size=30))

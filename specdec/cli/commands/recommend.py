@@ -1,4 +1,4 @@
-"""`specdec recommend`: well-known models that fit a memory budget."""
+"""`specdec recommend`: well-known models that run within a memory budget."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def recommend(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """List well-known models that fit a memory budget, and their predicted speed."""
+    """List well-known models that run within a memory budget, streamed where they are larger, and
+    their predicted speed."""
     from specdec.planning.memory.base import budget_of_run
     from specdec.planning.what_if import recommend as advice
 
+    if markdown and json:
+        raise options.OptionError("--markdown and --json are two formats: give one of them")
     if markdown:
         with waiting("planning for eight machines"):
             table = advice.markdown_table()

@@ -55,6 +55,8 @@ def stop(server: Name = None, all: All = False, debug: options.Debug = False) ->
     if all and server is not None:
         raise options.OptionError(f"name one server or give --all, not both: {server}, --all")
     chosen = _chosen(running_servers(), server, all)
+    if not chosen:
+        write_text("no server is running\n")
     for item in chosen:
         item.stop()
     if not wait_until_ended(chosen, _PATIENCE_SECONDS):

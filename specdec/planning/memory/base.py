@@ -10,7 +10,7 @@ import psutil
 from backends.contract.source import ModelSource
 from offload.process.allocator import give_back_freed
 from offload.process.memory import companion_bytes, memory_limit, process_memory
-from offload.units import format_exactly, parse_bytes
+from offload.units import format_bytes, format_down, parse_bytes
 from specdec.checks import ConfigError, FieldName
 from specdec.run_options import AUTO
 
@@ -37,7 +37,7 @@ def budget_of_run(memory_budget: str | int) -> tuple[int, str]:
         if free_bytes < limit.n_bytes:
             return free_bytes, "what other processes leave free"
         return limit.n_bytes, limit.source
-    whose = f"the limit of this process ({limit.source}), {format_exactly(limit.n_bytes)}"
+    whose = f"the limit of this process ({limit.source}), {format_down(limit.n_bytes)}"
     return asked_budget("memory", memory_budget, limit.n_bytes, whose), "as asked"
 
 
@@ -46,7 +46,7 @@ def asked_budget(ledger: str, requested: str | int, max_bytes: int, whose: str) 
     n_bytes = parse_bytes(requested)
     if n_bytes - max_bytes >= mmap.PAGESIZE:  # the kernel steps limits down to whole pages
         raise ConfigError(
-            f"the {ledger} budget of {format_exactly(n_bytes)} is above {whose}: lower ",
+            f"the {ledger} budget of {format_bytes(n_bytes)} is above {whose}: lower ",
             FieldName(f"{ledger.lower()}_budget"),
             " to that",
         )

@@ -19,7 +19,7 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute, ModelSource
 from backends.timing.measure import matrix_formats
 from offload.formats.outline import is_outline
-from offload.units import GIB, format_bytes, format_exactly
+from offload.units import GIB, format_bytes, format_down
 from specdec.checks import check_type, refuse_unknown
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceError, DeviceSpec, Machine, complete
@@ -105,7 +105,7 @@ def plan_on(
     gpu = _gpu(device, asked, pair)
     total_bytes, source = device.memory_bytes, f"all memory of {device.name}"
     if asked.memory_budget != AUTO:
-        whose = f"the memory of {device.name}, {format_exactly(device.memory_bytes)}"
+        whose = f"the memory of {device.name}, {format_down(device.memory_bytes)}"
         total_bytes = asked_budget("memory", asked.memory_budget, device.memory_bytes, whose)
         source = "as asked"
     base_bytes = measure_base(*pair.sources)  # before anything is timed, as in a run
@@ -155,7 +155,7 @@ def _gpu(device: DeviceSpec, options: RunOptions, pair: Sources) -> Gpu | None:
     on_gpu = replace(options, draft_device=CUDA)
     n_bytes, source = device.vram_bytes, f"all VRAM of {device.name}"
     if options.vram_budget != AUTO:
-        whose = f"the VRAM of {device.name}, {format_exactly(n_bytes)}"
+        whose = f"the VRAM of {device.name}, {format_down(n_bytes)}"
         n_bytes, source = asked_budget("VRAM", options.vram_budget, n_bytes, whose), "as asked"
     remedy = "plan for a device without a GPU"
     return gpu_for(on_gpu, pair, n_bytes, source, _CUDA_HOST_BYTES, remedy)

@@ -1,4 +1,4 @@
-"""`specdec recommend`: which well-known pairs fit a memory budget, and how fast a device runs them.
+"""`specdec recommend`: which well-known pairs run in a memory budget, and how fast on a device.
 
 Each pair is planned as `specdec plan --on DEVICE` plans it, from outlines of its GGUF files. All
 speeds are predictions.
@@ -18,13 +18,12 @@ from backends.gguf.outline import Q8_0, gguf_outline_bytes, write_gguf_outline
 from backends.timing.measure import matrix_formats
 from offload.budget import BudgetExceeded, format_up
 from offload.formats.outline import mark_outlines
-from offload.units import GIB, format_bytes
+from offload.units import GIB, MIB, format_bytes
 from specdec.devices.file import find_device
 from specdec.devices.spec import DeviceSpec, complete
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import SourcePair
 from specdec.models.outlines import new_outline_folder
-from specdec.planning.memory.base import measure_base
 from specdec.planning.memory.planner import HEADROOM_BYTES
 from specdec.planning.plan import make_plan
 from specdec.planning.run_plan import RunPlan
@@ -39,6 +38,9 @@ BUDGET_SHARE = 0.75
 """Share of a machine's memory in the table: the system and a browser take the rest."""
 STAR = "\\*"
 """Mark, in Markdown, of a speed without the draft."""
+BASE_BYTES = 73 * MIB
+"""Memory of a process with llama.cpp and without a model, as `specdec plan` measured it once. This
+process's own depends on the machine and its libraries, and the table must not."""
 _RUN = ExactRun(EXACT_OFF, "f16", "f16")
 """No trial of these files: they have no vocabulary to run with."""
 
@@ -98,7 +100,6 @@ class _Planned:
         self._device = find_device(device_name)
         self._folder = new_outline_folder("known")
         mark_outlines(self._folder)
-        self._base_bytes = measure_base()
 
     @cached_property
     def _sources(self) -> list[SourcePair]:
@@ -107,7 +108,7 @@ class _Planned:
     def fitting(
         self, memory_bytes: int, report: Callable[[str], None] = lambda _name: None
     ) -> list[Recommendation]:
-        left = memory_bytes - self._base_bytes - HEADROOM_BYTES
+        left = memory_bytes - BASE_BYTES - HEADROOM_BYTES
         if left <= 0:
             return []  # before the outlines are written
         items = []
@@ -152,7 +153,7 @@ class _Planned:
             measurements,
             n_bytes,
             "as asked",
-            self._base_bytes,
+            BASE_BYTES,
             uses_statistics=False,
         )
         has_draft = draft is not None and plan.does_draft_pay
@@ -191,7 +192,8 @@ def lines(items: Sequence[Recommendation], memory_bytes: int, device_name: str) 
         for row in (head, *rows)
     ]
     return [
-        f"within {format_bytes(memory_bytes)}, predicted for {device_name}; not measured:",
+        f"run within {format_bytes(memory_bytes)}, the rest read from storage in every pass; "
+        f"speeds predicted for {device_name}, not measured:",
         *text,
         *_names_on_hub(items),
     ]
@@ -203,13 +205,12 @@ def _names_on_hub(items: Sequence[Recommendation]) -> list[str]:
     drafts = {item.draft: item.draft_id for item in items if item.draft and item.draft_id}
     named = [*repositories.items(), *drafts.items()]
     width = max(len(name) for name, _ in named)
-    with_draft = [item for item in items if item.draft_id] or items
-    shown = max(with_draft, key=lambda item: item.tokens_per_second)
+    shown = max(items, key=lambda item: item.tokens_per_second)
     draft = f" -md {shown.draft_id}" if shown.draft_id else ""
     return [
         "names on the hub, for -m and `specdec pull` with the format behind a colon:",
         *(f"  {name:{width}}  {hub_name}" for name, hub_name in named),
-        f"for example: specdec run -m {shown.target_id}{draft}",
+        f"the fastest of them: specdec run -m {shown.target_id}{draft}",
     ]
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from starlette.requests import Request
 
 from offload.errors import SpecdecError
-from offload.units import UnitError, format_bytes, format_exactly, parse_bytes
+from offload.units import UnitError, format_bytes, format_down, parse_bytes
 from specdec.run_options import AUTO
 from specdec.serve.api.budget import BudgetRequest, BudgetResponse, budget_answer, set_budget
 from specdec.serve.api.reading import read_request
@@ -99,7 +99,7 @@ class Budget:
         if n_bytes > free_bytes:
             raise bad_request(
                 f"the memory budget of {format_bytes(n_bytes)} for {runner.name} is above the "
-                f"{format_exactly(free_bytes)} that the other loaded models leave: give at most "
+                f"{format_down(free_bytes)} that the other loaded models leave: give at most "
                 "that, or unload one",
                 "memory_budget",
             )

@@ -19,6 +19,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "big"}, 'hidden_size is "big"'),
     ({"num_attention_heads": None}, "num_attention_heads is null"),
     ({"num_attention_heads": 7, "head_dim": None}, "not a multiple of .* heads .7."),
+    ({"hidden_act": 5}, "cannot be read: Field 'hidden_act' expected str, got int"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
@@ -46,6 +47,7 @@ def test_a_wrong_value_is_named_with_the_remedy(
     finally:
         config.write_text(good)
     assert "\n" not in str(caught.value)
+    assert "alidation error" not in str(caught.value)
 
 
 def test_weights_of_another_file_than_the_usual_one(config: Path) -> None:

@@ -40,6 +40,7 @@ WITH_A_MODEL = [
     ("peers --memory-budget 1GiB --other-model {target}", "the same format"),
     ("peers --memory-budget 1GiB --no-enforce --storage-mbps 90", "--no-enforce leaves out"),
     ("peers --memory-budget 1GiB --output-file /nonexistent/r.json", "no such folder"),
+    ("peers --memory-budget 1GiB --peers llama.cpp", "nothing can run: llama.cpp, "),
     ("peers --memory-budget 1GiB --accept-threshold 0.5", "--accept-threshold is lossy"),
     ("sweep {sweep} --storage turtle", "'turtle' is no speed"),
     ("sweep {sweep} --storage -5", "'-5' is no speed"),
@@ -47,6 +48,8 @@ WITH_A_MODEL = [
     ("sweep {sweep} --trees many", "many"),
     ("sweep {sweep} --budgets lots", "lots"),
     ("sweep {sweep} --budgets 1GiB,0GB", "a budget of 0 bytes"),
+    ("sweep {sweep} --memory-budget 2GiB", "--memory-budget 2GiB does not go with --budgets"),
+    ("sweep {sweep},10MiB", "--budgets 10.00 MiB: "),
     ("sweep {sweep} --accept-threshold 0.5", "--accept-threshold is lossy"),
     ("speedup -o xml", "'xml' is not known"),
     ("speedup --peer accelerate --peer-tokens 4", "--peer is now: specdec-bench peers"),
@@ -127,6 +130,13 @@ def test_a_prompt_that_does_not_fit_the_context_is_named(
     capsys.readouterr()
     argv = [*command.split(), "-m", str(model), "--prompts", "prompts.jsonl"]
     assert "--prompts, p100: the prompt has 100 tokens" in refusal(capsys, *argv)
+
+
+def test_a_size_without_a_unit_names_its_option(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--size: '6' has no unit" in refusal(capsys, "synth", "-o", "new", "--size", "6")
+    assert os.listdir() == []
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ def test_a_file_of_something_else_is_refused_before_any_model_is_looked_for(
     path.write_text(text)
     argv = f"sweep -m /nonexistent --trees 0 --budgets 1GiB -o {path}"
     assert main(argv.split()) == 2
-    assert capsys.readouterr().err.startswith(f"specdec-bench: error: {path} ")
+    error = capsys.readouterr().err
+    assert error.startswith(f"specdec-bench: error: {path} ")
+    assert error.endswith("name another file\n")
     assert path.read_text() == text
 
 

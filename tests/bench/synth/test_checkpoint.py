@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from bench.synth.checkpoint import grow
 from bench.synth.growth import layer_places, map_heads
 from bench.synth.shapes import LlamaShape, SynthError
+from specdec.models.opened import PADDING_KEY
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,9 @@ def test_grown_logits_equal_the_small_models(
 ) -> None:
     report = grow(source, tmp_path / "grown", shape, dtype="fp32")
     assert_same_function(source, report.path)
+    config = json.loads((report.path / "config.json").read_text())
+    is_padded = shape.vocab_size > SMALL.vocab_size
+    assert config.get(PADDING_KEY) == (SMALL.vocab_size if is_padded else None)
 
 
 @pytest.mark.parametrize("small_tied", [False, True])

@@ -143,7 +143,7 @@ def test_a_mistake_that_the_model_shows(
         ("run -m pair:other -p a", "pair:other"),
         ("chat -m pair:target --chat-template chatlm", "name a file, or one of plain, chatml"),
         ("plan -m /", "config.json"),
-        ("run -p x -m {damaged} --memory-budget 900TiB", "the memory budget of 989560464998400B"),
+        ("run -p x -m {damaged} --memory-budget 900TiB", "memory budget of 900.00 TiB is above"),
         ("run -p x -m {damaged} --vram-budget 1GiB",
          "--vram-budget is 1GiB, but the target is computed on the CPU"),
         ("run -p x -m {damaged} --draft-device cuda",

@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+import gguf_bytes as gb
 import huggingface_hub.constants
 import pytest
 from assistant_heads import save_assistant
@@ -73,10 +74,14 @@ def test_every_gguf_model_of_a_repository_is_listed_by_a_name_that_m_takes(hub: 
     model.mkdir()
     parts = [f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     for name in ("tiny-Q4_0.gguf", *parts):
-        (model / name).write_bytes(b"GGUF")
+        (model / name).write_bytes(gb.gguf())
     add(hub, "me/several", model)
     actual = {item.name: item.n_bytes for item in local_models()}
-    assert actual == {"me/several:big-Q8_0-00001-of-00002.gguf": 8, "me/several:tiny-Q4_0.gguf": 4}
+    n_bytes = len(gb.gguf())
+    assert actual == {
+        "me/several:big-Q8_0-00001-of-00002.gguf": 2 * n_bytes,
+        "me/several:tiny-Q4_0.gguf": n_bytes,
+    }
     for name in actual:
         assert resolve_model(name).name == name.partition(":")[2]
 

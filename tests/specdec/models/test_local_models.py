@@ -6,12 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf_bytes as gb
 import pytest
 from tiny_pair import save_model
 
 from specdec.cli.app import main
 from specdec.models.local_models import local_models
 from specdec.models.names import ModelNotFound, resolve_model
+
+FILE = gb.gguf()
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,7 @@ def add_to_ollama(home: Path, place: str) -> Path:
     manifest.write_text(json.dumps({"layers": layers}))
     blob = root / "blobs" / "sha256-abc"
     blob.parent.mkdir(exist_ok=True)
-    blob.write_bytes(b"GGUF")
+    blob.write_bytes(FILE)
     return blob
 
 
@@ -52,7 +55,7 @@ def of(keeper: str) -> list[tuple[str, int]]:
 )
 def test_ollamas_models(home: Path, place: str, name: str) -> None:
     blob = add_to_ollama(home, place)
-    assert of("Ollama") == [(name, 4)]
+    assert of("Ollama") == [(name, len(FILE))]
     assert resolve_model(name) == blob
     if name.endswith(":latest"):
         assert resolve_model(name.removesuffix(":latest")) == blob
@@ -71,7 +74,7 @@ def test_a_manifest_that_leads_elsewhere(home: Path) -> None:
     add_to_ollama(home, "registry.ollama.ai/library/tiny/latest")
     manifest = home / ".ollama/models/manifests/registry.ollama.ai/library/tiny/latest"
     manifest.write_text(manifest.read_text().replace("sha256:abc", "../../../../secret"))
-    (home / "secret").write_text("GGUF")
+    (home / "secret").write_bytes(FILE)
     with pytest.raises(ModelNotFound):
         resolve_model("ollama:tiny")
     assert of("Ollama") == []
@@ -82,7 +85,7 @@ def test_folders_of_programs_and_ones_own(home: Path, capsys: pytest.CaptureFixt
     shutil.copytree(model, home / "mine" / "other")
     for place in (".lmstudio/models/me/it/a.gguf", ".cache/llama.cpp/b.gguf"):
         (home / place).parent.mkdir(parents=True)
-        (home / place).write_bytes(b"GGUF")
+        (home / place).write_bytes(FILE)
     assert main(["models", str(home / "mine"), "--json"]) == 0
     actual = json.loads(capsys.readouterr().out)["models"]
     keepers = [item["keeper"] for item in actual if item["keeper"] != "Hugging Face"]
@@ -102,13 +105,26 @@ def test_the_embedded_draft_fits_the_embedded_target(capsys: pytest.CaptureFixtu
         assert ("pair:draft" in [item["name"] for item in actual]) is is_listed
 
 
+def test_a_file_without_a_whole_header_is_not_listed(home: Path) -> None:
+    """As an empty one, one of another program, and one that is still being downloaded."""
+    whole = gb.make_file(gb.model_metadata(), gb.model_tensors())
+    contents = {"empty": b"", "random": bytes(range(99)), "cut": whole[:-1], "head": whole[:40]}
+    (home / "mine").mkdir()
+    for name, content in {**contents, "whole": whole}.items():
+        (home / "mine" / f"{name}.gguf").write_bytes(content)
+    assert [Path(model.name).stem for model in local_models(home / "mine")] == ["whole"]
+
+
 def test_a_split_model_is_one(home: Path) -> None:
     (home / "mine").mkdir()
     for number in (1, 2, 3):
-        (home / "mine" / f"big[q4]-0000{number}-of-00003.gguf").write_bytes(b"GGUF")
-    (home / "mine" / "big-00001-of-00002.gguf").write_bytes(b"GGUF")
+        (home / "mine" / f"big[q4]-0000{number}-of-00003.gguf").write_bytes(FILE)
+    (home / "mine" / "big-00001-of-00002.gguf").write_bytes(FILE)
     actual = [(Path(model.name).name, model.n_bytes) for model in local_models(home / "mine")]
-    assert actual == [("big-00001-of-00002.gguf", 4), ("big[q4]-00001-of-00003.gguf", 12)]
+    assert actual == [
+        ("big-00001-of-00002.gguf", len(FILE)),
+        ("big[q4]-00001-of-00003.gguf", 3 * len(FILE)),
+    ]
 
 
 def test_what_leads_nowhere_does_not_end_the_list(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tiny_pair import VOCAB, save_model
 from backends.contract.source import BackendOptions
 from offload.errors import SpecdecError
 from specdec.cli.app import main
-from specdec.models.opened import open_model
+from specdec.models.opened import PADDING_KEY, open_model
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,18 @@ def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_reported(
         f"the tokenizer of {model} has {VOCAB} tokens, the model {num_tokens}: " in caplog.text
     )
     assert is_reported == is_said
+
+
+@pytest.mark.parametrize(("first", "is_said"), [(VOCAB, False), (4000, True), ("all", True)])
+def test_padding_that_the_config_names_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: object, is_said: bool
+) -> None:
+    model = save_model(tmp_path / "model", seed=1, vocab_size=4096)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, PADDING_KEY: first}))
+    with caplog.at_level(logging.WARNING, "specdec"):
+        open_model(model, BackendOptions())
+    assert ("the tokenizer of" in caplog.text) == is_said
 
 
 BESIDE_WEIGHTS = (

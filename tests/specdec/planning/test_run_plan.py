@@ -64,6 +64,8 @@ def test_speeds_are_predicted_for_what_streams_only() -> None:
 def test_what_was_weighed_is_a_table_and_the_chosen_one_is_marked() -> None:
     lines = make_plan(6 * MIB).lines()
     start = next(i for i, line in enumerate(lines) if line.startswith("weighed"))
+    n_grams = "whole KV cache in use and draft tokens from n-grams (assumed):"
+    assert lines[start - 1] == f"plans that were weighed, with the {n_grams}"
     rows = lines[start + 1 : start + 3]
     marked = [row for row in rows if row.startswith("* ")]
     assert len(marked) == 1

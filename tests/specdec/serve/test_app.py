@@ -75,6 +75,21 @@ def test_head_is_answered_as_get() -> None:
     assert get(app, "/v1/completions", "HEAD")[0]["status"] == 405
 
 
+def test_what_is_not_there_is_named() -> None:
+    service = Service(ServeOptions(), router_of_one(is_loaded=False))
+    app = make_app(service, Budget(service, print, lambda runner: None), None)
+    messages = []
+    for path in ("/v2/models", "/v1/completions", "/api/none"):
+        body = json.loads(b"".join(item.get("body", b"") for item in get(app, path)))
+        error = body["error"]
+        messages.append(error if isinstance(error, str) else error["message"])
+    assert messages == [
+        "there is no GET /v2/models here",
+        "/v1/completions takes POST, not GET",
+        "there is no GET /api/none here",
+    ]
+
+
 def test_health_has_why_an_engine_is_given_up() -> None:
     router = router_of_one()
     service = Service(ServeOptions(), router)

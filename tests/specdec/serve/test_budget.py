@@ -227,7 +227,7 @@ def test_models_of_a_preset_divide_the_servers_budget(served_model: Path, tmp_pa
             status, answer = server.post(f"{PATH}?model=a", {"memory_budget": budget})
             assert (status, answer["error"]["param"]) == (400, "memory_budget")
             message = answer["error"]["message"]
-            assert "of 1.00 GiB for a is above the 1073741824B (1.00 GiB) that the other" in message
+            assert "of 1.00 GiB for a is above the 1024 MiB (1.00 GiB) that the other" in message
 
         os.kill(engine, signal.SIGKILL)
         server.wait_for("a: .*it is started again")

@@ -95,6 +95,7 @@ def test_a_record_whose_process_number_is_anothers_is_removed(cache: Path) -> No
 def test_stop_names_what_it_may_stop(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expect_error(capsys, ["stop"], "no server is running")
     assert main(["stop", "--all"]) == 0
+    assert capsys.readouterr().out == "no server is running\n"
     own = [OwnRecord(["m", "n"], f"http://127.0.0.1:{port}") for port in (1, 2)]
     entry = f"{os.getpid()} (m)"
     expect_error(capsys, ["stop"], f"2 servers match: give one of {entry}, {entry}, or --all")
@@ -105,6 +106,18 @@ def test_stop_names_what_it_may_stop(cache: Path, capsys: pytest.CaptureFixture[
     for item in own:
         item.remove()
     assert running_servers() == []
+
+
+def test_a_port_of_ones_own_server_is_named_with_how_to_end_it(
+    served_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = OwnRecord(["m"], f"http://127.0.0.1:{port}")
+        argv = ["serve", "-m", str(served_model), "--port", str(port)]
+        remedy = f"`specdec stop {os.getpid()}` ends the server m there, or name another"
+        expect_error(capsys, argv, "cannot listen", remedy)
+        own.remove()
 
 
 def test_a_second_stop_ends_running_requests(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import expect_error
 
+import specdec
 from offload.units import GIB, MIB
 from specdec.cli.app import main
 from specdec.models.names import is_hub_id
@@ -16,6 +17,7 @@ from specdec.planning.what_if import recommend as advice
 from specdec.planning.what_if.known_models import PAIRS, REPOSITORIES, SIZES, KnownPair, model_id
 from specdec.planning.what_if.recommend import recommend
 
+README = Path(specdec.__file__).resolve().parent.parent / "README.md"
 SMALL = (KnownPair("Qwen3-4B", "Q4_K_M", "Qwen3-0.6B"),)
 LARGE = (KnownPair("Llama-3.3-70B", "Q4_K_M", "Llama-3.2-1B"),)
 
@@ -79,14 +81,19 @@ def test_a_draft_that_does_not_pay_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert item.download_bytes < 5.0e9
 
 
-def test_names_are_those_that_m_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_those_that_m_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert REPOSITORIES.keys() == SIZES.keys()
     assert all(is_hub_id(model_id(pair.target, pair.file_type)) for pair in PAIRS)
     assert main(["recommend", "--memory-budget", "12GiB"]) == 0
     text = capsys.readouterr().out
     assert "\n  Llama-3.3-70B  bartowski/Llama-3.3-70B-Instruct-GGUF\n" in text
-    assert text.endswith(
-        "specdec run -m bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M "
+    assert text.endswith("\nthe fastest of them: specdec run -m Qwen/Qwen3-4B-GGUF:Q4_K_M\n")
+    monkeypatch.setattr(advice, "PAIRS", LARGE)
+    assert main(["recommend", "--memory-budget", "12GiB"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "\nthe fastest of them: specdec run -m bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M "
         "-md bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0\n"
     )
 
@@ -94,7 +101,8 @@ def test_names_are_those_that_m_takes(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "--memory-budget", "12GiB"]) == 0
     text = capsys.readouterr().out
-    assert "predicted for laptop; not measured" in text
+    assert text.startswith("run within 12.00 GiB, the rest read from storage in every pass; ")
+    assert "predicted for laptop, not measured" in text
     assert "Llama-3.3-70B" in text
     assert main(["recommend", "--memory-budget", "12GB", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -102,6 +110,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [item["target"] for item in value["recommendations"]] == ["Qwen3-4B", "Llama-3.3-70B"]
     assert main(["recommend", "--memory-budget", "lots"]) == 2
     assert main(["recommend", "--on", "abacus"]) == 2
+    capsys.readouterr()
+    expect_error(capsys, ["recommend", "--markdown", "--json"], "give one of them")
 
 
 def test_the_table_has_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +122,34 @@ def test_the_table_has_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> N
         "| Qwen3-4B, Q4_K_M",
         "| Llama-3.3-70B, Q4_K_M",
     ]
+
+
+def table_cells(text: str) -> dict[str, dict[str, str]]:
+    """Return the table of pairs in a text: model -> heading -> cell."""
+    table = text[text.index("| model | draft, Q8_0") :].partition("\n\n")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("targets", "sizes"),
+    [
+        pytest.param({"Qwen3-14B"}, (8,), id="one"),
+        pytest.param({p.target for p in PAIRS}, advice.TABLE_GIB, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_table_of_the_readme_is_what_is_printed(
+    targets: set[str], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "PAIRS", tuple(p for p in PAIRS if p.target in targets))
+    monkeypatch.setattr(advice, "TABLE_GIB", sizes)
+    printed = table_cells(advice.markdown_table())
+    readme = table_cells(README.read_text(encoding="utf-8"))
+    assert len(printed) == len(targets)
+    for model, cells in printed.items():
+        assert cells == {heading: readme[model][heading] for heading in cells}
+    if len(targets) > 1:
+        assert readme.keys() == printed.keys()
 
 
 def test_a_model_without_a_draft_drafts_from_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
