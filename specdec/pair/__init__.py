@@ -33,8 +33,9 @@ def pair_path(name: str) -> Path:
     """
     known = (*PAIR_NAMES, *PAIR_HEAD_NAMES, *PAIR_GGUF_NAMES)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? Known: " if near else "known: "
+        kinds = [item.removeprefix(PAIR_PREFIX) for item in known]
+        near = get_close_matches(name.removeprefix(PAIR_PREFIX), kinds, n=1)
+        hint = f"did you mean {PAIR_PREFIX}{near[0]}? Known: " if near else "known: "
         raise ValueError(f"unknown embedded model {name!r}; {hint}{', '.join(known)}")
     path = Path(__file__).resolve().parent / name.removeprefix(PAIR_PREFIX)
     if not (path if name in PAIR_GGUF_NAMES else path / "config.json").is_file():
