@@ -24,8 +24,8 @@ from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.engine.engine_thread import CalledFromInside, ModelClosed, ModelElsewhere
-from specdec.engine.outputs import CompletionOutput, GenerationResult, StreamChunk
-from specdec.engine.request import Request
+from specdec.engine.sequences.outputs import CompletionOutput, GenerationResult, StreamChunk
+from specdec.engine.sequences.request import Request
 from specdec.engine.session import Session
 from specdec.engine.stream import GenerationStream
 from specdec.grammar.state import GrammarError

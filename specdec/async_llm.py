@@ -22,7 +22,7 @@ from typing_extensions import Self, Unpack
 from offload.errors import SpecdecError
 from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM, GenerateKeywords, load
-from specdec.engine.outputs import GenerationResult, PromptProgress, StreamChunk
+from specdec.engine.sequences.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
 from specdec.planning.run_plan import RunPlan
 from specdec.run_options import LoadKeywords

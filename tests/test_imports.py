@@ -43,6 +43,7 @@ SUBPACKAGES = {
         "api",
         "dialogue",
         "engine",
+        "engine.sequences",
         "analysis",
         "planning.what_if",
         "packing planning",

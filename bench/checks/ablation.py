@@ -58,7 +58,7 @@ class RunFailed(SpecdecError):
 @app.command()
 def run(part: str, argv: list[str]) -> None:
     """Run specdec's command line with a part switched off; print its statistics."""
-    from specdec.engine.request import Request
+    from specdec.engine.sequences.request import Request
 
     put, arrivals = Request.put, []
 

@@ -10,7 +10,7 @@ from specdec.api import LLM
 from specdec.batch.lines import Line, LineKey
 from specdec.batch.records import to_line
 from specdec.batch.request import LineError, LineRequest, Rules, read_request
-from specdec.engine.outputs import GenerationResult
+from specdec.engine.sequences.outputs import GenerationResult
 from specdec.metrics.stats import EngineStats
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt

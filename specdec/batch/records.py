@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.batch.lines import LineKey
-from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.engine.sequences.outputs import CompletionOutput, GenerationResult
 from specdec.text.contract import TokenSpeller
 from specdec.text.logprobs import chat_logprobs, completion_logprobs
 from specdec.text.token_strings import TokenStrings

@@ -10,7 +10,7 @@ from specdec.cli.progress import waiting
 
 if TYPE_CHECKING:
     from specdec.api import LLM, GenerationResult
-    from specdec.engine.outputs import PromptProgress
+    from specdec.engine.sequences.outputs import PromptProgress
     from specdec.engine.stream import GenerationStream
 
 

@@ -1,1 +1,1 @@
-"""The engine: requests, sequences, scheduler and KV cache manager of the loaded models."""
+"""The engine: its thread, scheduler and KV cache manager, and the session of the loaded models."""

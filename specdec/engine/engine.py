@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from backends.contract.backend import KvFileError
 from specdec.engine.engine_thread import EngineThread, ModelClosed
-from specdec.engine.request import Request, own_errors
 from specdec.engine.scheduler import Batch, Scheduler
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequences.request import Request, own_errors
+from specdec.engine.sequences.sequence import Sequence
 from specdec.engine.speculation import Speculation, Trees
 from specdec.policy.opportunistic_layers import OpportunisticLayers
 

@@ -15,7 +15,7 @@ from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
 from backends.contract.prefix_files import FILE_BYTES_PER_SECOND, FILE_SECONDS
 from backends.contract.sequence import SequenceInput, SequenceKV, common_length
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequences.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import CostModel
 from specdec.policy.kv_price import KvPrice

@@ -7,7 +7,7 @@ from dataclasses import replace
 from backends.contract.backend import TransferStats
 from offload.process.memory import process_memory
 from specdec.analysis.utilization import ModelFlops
-from specdec.engine.request import Request
+from specdec.engine.sequences.request import Request
 from specdec.metrics.stats import EngineStats, GenerationStats, ratio
 from specdec.planning.gpu import vram_peak_bytes
 from specdec.planning.run_plan import RunPlan

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from backends.contract.sequence import SequenceInput
 from specdec.engine.kv_cache_manager import KVCacheManager
-from specdec.engine.request import Request
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequences.request import Request
+from specdec.engine.sequences.sequence import Sequence
 from specdec.metrics.recorder import Totals
 from specdec.policy.cost_model import MAX_MEASURED_TOKENS, CostModel
 

@@ -23,10 +23,10 @@ from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
 from specdec.engine.prompt_cache import PromptCacheFolder
-from specdec.engine.request import Request
 from specdec.engine.request_stats import stats_of
-from specdec.engine.sequence import Sequence
-from specdec.engine.sequence_factory import SequenceFactory
+from specdec.engine.sequences.factory import SequenceFactory
+from specdec.engine.sequences.request import Request
+from specdec.engine.sequences.sequence import Sequence
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals

@@ -13,7 +13,7 @@ from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.drafters.batched_drafting import run_batched
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.scheduler import Batch
-from specdec.engine.sequence import Sequence, VerifiedTree
+from specdec.engine.sequences.sequence import Sequence, VerifiedTree
 from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
 from specdec.verification.tree import ROOT, DraftTree

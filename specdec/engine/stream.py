@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from offload.process.worker import POLL_SECONDS
 from specdec.engine.engine import Engine
 from specdec.engine.engine_thread import ModelElsewhere
-from specdec.engine.outputs import CompletionOutput, GenerationResult, PromptProgress, StreamChunk
-from specdec.engine.request import Request
+from specdec.engine.sequences.outputs import (
+    CompletionOutput,
+    GenerationResult,
+    PromptProgress,
+    StreamChunk,
+)
+from specdec.engine.sequences.request import Request
 from specdec.engine.session import Session
 from specdec.sampling.logprobs import PromptLogprobs
 

@@ -15,7 +15,7 @@ from specdec.dialogue.deltas import (
     ToolCallBegin,
     ToolCallCut,
 )
-from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.engine.sequences.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import ratio
 from specdec.sampling.logprobs import PromptLogprobs
 from specdec.serve.events import (

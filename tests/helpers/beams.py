@@ -9,9 +9,9 @@ from generating import speculation_of
 
 from backends.contract.backend import Backend
 from specdec.config import SpecConfig
-from specdec.engine.beam_sequence import BeamSequence, Hypothesis
-from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
+from specdec.engine.sequences.beam_sequence import BeamSequence, Hypothesis
+from specdec.engine.sequences.request import Request
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit

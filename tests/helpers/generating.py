@@ -14,10 +14,10 @@ from specdec.config import SpecConfig
 from specdec.drafters.assembly import NoDrafter
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.engine.draft_worker import DraftWorker
-from specdec.engine.request import Request
 from specdec.engine.scheduler import Batch, PrefillChunk
-from specdec.engine.sequence import Sequence as EngineSequence
-from specdec.engine.sequence import VerifiedTree
+from specdec.engine.sequences.request import Request
+from specdec.engine.sequences.sequence import Sequence as EngineSequence
+from specdec.engine.sequences.sequence import VerifiedTree
 from specdec.engine.speculation import Speculation
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import Self
 
 from specdec.api import LLM
-from specdec.engine.outputs import StreamChunk
+from specdec.engine.sequences.outputs import StreamChunk
 
 _MAX_SECONDS = 120.0
 

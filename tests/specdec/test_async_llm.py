@@ -16,7 +16,7 @@ from offload.units import MIB
 from specdec import LLM, AsyncLLM
 from specdec.checks import ConfigError
 from specdec.engine.engine_thread import ModelClosed
-from specdec.engine.outputs import PromptProgress
+from specdec.engine.sequences.outputs import PromptProgress
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}

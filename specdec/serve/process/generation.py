@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.api import LLM
 from specdec.async_llm import AsyncChunk, AsyncLLM, AsyncStream
-from specdec.engine.outputs import GenerationResult, PromptProgress
+from specdec.engine.sequences.outputs import GenerationResult, PromptProgress
 from specdec.metrics.stats import GenerationStats
 from specdec.serve.errors import ApiError, draining
 from specdec.serve.events import End, Event, OutputParser, Progress

@@ -9,8 +9,8 @@ from tiny_pair import save_model
 
 from specdec.cli.app import main
 from specdec.cli.streaming import prompt_progress
-from specdec.engine.outputs import PromptProgress
 from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequences.outputs import PromptProgress
 
 NUM_TOKENS = 1600
 

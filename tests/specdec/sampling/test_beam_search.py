@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from table_backend import TableBackend
 
-from specdec.engine.beam_sequence import BeamMemoryFull
+from specdec.engine.sequences.beam_sequence import BeamMemoryFull
 from specdec.sampling.beam_search import BeamRules, BeamSearch, best_continuations, by_score
 from specdec.sampling.gumbel import gumbel_at
 from specdec.sampling.params import SamplingParams

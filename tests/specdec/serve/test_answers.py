@@ -19,7 +19,7 @@ from specdec.dialogue.formats import OutputFormat
 from specdec.dialogue.schemas import ArgumentTypes
 from specdec.dialogue.thinking_formats import THINKING_FORMATS
 from specdec.dialogue.tool_formats import HERMES
-from specdec.engine.outputs import CompletionOutput, GenerationResult
+from specdec.engine.sequences.outputs import CompletionOutput, GenerationResult
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
 from specdec.serve.api.answer import Answer

@@ -19,7 +19,7 @@ from engines import PlayedEngine, model_starter, router_of_one
 
 from specdec.async_llm import AsyncChunk
 from specdec.checks import ConfigError
-from specdec.engine.outputs import GenerationResult
+from specdec.engine.sequences.outputs import GenerationResult
 from specdec.grammar import trial
 from specdec.grammar.constraint import Constraint
 from specdec.metrics.stats import GenerationStats

@@ -13,7 +13,7 @@ from specdec.api import LLM
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import BadProposal
-from specdec.engine.request import own_errors
+from specdec.engine.sequences.request import own_errors
 from specdec.engine.stream import GenerationStream
 from specdec.verification.acceptance import Acceptance
 from specdec.verification.tree import DraftTree

@@ -25,9 +25,9 @@ from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.batched_drafting import DraftSteps
-from specdec.engine.outputs import CompletionOutput, StreamChunk
-from specdec.engine.request import Request, own_errors
-from specdec.engine.sequence import Sequence, VerifiedTree
+from specdec.engine.sequences.outputs import CompletionOutput, StreamChunk
+from specdec.engine.sequences.request import Request, own_errors
+from specdec.engine.sequences.sequence import Sequence, VerifiedTree
 from specdec.metrics.recorder import StatsRecorder
 from specdec.sampling.beam_search import BeamRules, BeamSearch, by_score
 from specdec.sampling.gumbel import gumbel_at

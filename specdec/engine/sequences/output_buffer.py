@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.outputs import CompletionOutput
+from specdec.engine.sequences.outputs import CompletionOutput
 from specdec.sampling.logprobs import TopLogprobs, logprobs_of_token
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit

@@ -22,9 +22,9 @@ from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
 from specdec.drafters.proposal import check_proposal
-from specdec.engine.output_buffer import OutputBuffer
-from specdec.engine.outputs import CompletionOutput, PromptProgress, StreamChunk
-from specdec.engine.request import Request, own_errors, own_steps
+from specdec.engine.sequences.output_buffer import OutputBuffer
+from specdec.engine.sequences.outputs import CompletionOutput, PromptProgress, StreamChunk
+from specdec.engine.sequences.request import Request, own_errors, own_steps
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.context_window import N_SINKS, ContextWindow
 from specdec.sampling.logprobs import PromptLogprobs, PromptScorer, TopLogprobs

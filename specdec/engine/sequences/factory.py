@@ -10,10 +10,10 @@ import numpy as np
 
 from specdec.drafters.assembly import Drafters
 from specdec.drafters.base import Drafter
-from specdec.engine.beam_sequence import BeamSequence, check_beams
-from specdec.engine.outputs import sequence_seed
-from specdec.engine.request import Request
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequences.beam_sequence import BeamSequence, check_beams
+from specdec.engine.sequences.outputs import sequence_seed
+from specdec.engine.sequences.request import Request
+from specdec.engine.sequences.sequence import Sequence
 from specdec.grammar.state import GrammarState
 from specdec.planning.run_plan import RunPlan
 from specdec.policy.draft_policy import DraftPolicy

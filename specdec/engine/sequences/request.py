@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from backends.contract.backend import TransferStats
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
-from specdec.engine.outputs import PromptProgress, StreamChunk
+from specdec.engine.sequences.outputs import PromptProgress, StreamChunk
 from specdec.metrics.recorder import StatsRecorder
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams

@@ -1,0 +1,1 @@
+"""Requests, their sequences and outputs: what the engine's steps compute."""
