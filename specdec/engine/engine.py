@@ -158,7 +158,11 @@ class Engine(EngineThread):
             more = any(not seq.is_decoding for seq in running) or bool(self.scheduler.waiting)
             self.opportunistic_layers.pin_after_prefill(num_tokens, num_seqs, has_more_prefill=more)
         else:
-            num_uncomputed = sum(seq.num_draft_uncomputed for seq in running if seq.drafts)
+            num_uncomputed = sum(
+                seq.drafting.num_uncomputed(seq.token_ids)
+                for seq in running
+                if seq.drafting is not None
+            )
             num_scored = sum(len(tree) for _, tree in trees)
             self.opportunistic_layers.pin_after_decode(
                 num_scored, num_tokens, num_seqs, num_uncomputed

@@ -13,6 +13,7 @@ from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.drafters.batched_drafting import run_batched
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.scheduler import Batch
+from specdec.engine.sequences.drafting import Drafting
 from specdec.engine.sequences.sequence import Sequence, VerifiedTree
 from specdec.metrics.recorder import StatsRecorder, Totals
 from specdec.policy.shared_step import observe_together, should_draft_ahead, trim_together
@@ -59,7 +60,9 @@ class Speculation:
         num_seqs = len(_drafting(batch.decode))
         if num_seqs:
             steps = [
-                chunk.sequence.draft_prefill(chunk.num_tokens, num_seqs) for chunk in batch.prefill
+                drafting.prefill(chunk.sequence.token_ids, chunk.num_tokens, num_seqs)
+                for chunk in batch.prefill
+                if (drafting := chunk.sequence.drafting) is not None
             ]
             run_batched(steps, max_num_tokens=self._max_draft_tokens)
 
@@ -70,11 +73,12 @@ class Speculation:
         """
         if not batch.decode:
             return []
+        drafting = _drafting(batch.decode)
         with ExitStack() as clocks:
-            for recorder in _recorders(_drafting(batch.decode)):
+            for recorder in _recorders(drafting):
                 clocks.enter_context(recorder.drafting())
-            num_seqs, max_nodes = len(_drafting(batch.decode)), self._max_draft_nodes(batch)
-            steps = [sequence.propose(num_seqs, max_nodes) for sequence in batch.decode]
+            max_nodes = self._max_draft_nodes(batch)
+            steps = [sequence.propose(len(drafting), max_nodes) for sequence in batch.decode]
             proposed = run_batched(steps, max_num_tokens=self._max_draft_tokens)
             trees = [
                 (sequence, tree)
@@ -114,7 +118,7 @@ class Speculation:
         self, trees: Trees, inputs: SequenceOf[SequenceInput]
     ) -> list[SequenceOutput]:
         drafting, worker = _drafting([sequence for sequence, _ in trees]), self._worker
-        can_draft = any(sequence.can_draft_ahead for sequence in drafting)
+        can_draft = any(item.can_draft_ahead for item in drafting)
         if not can_draft or not should_draft_ahead([item.policy for item in drafting]):
             worker.close()
             return self._forward_target(trees, inputs)
@@ -124,9 +128,9 @@ class Speculation:
                 for recorder in _recorders(drafting):
                     clocks.enter_context(recorder.drafting_ahead())
                 steps = [
-                    sequence.draft_ahead(tree)
+                    item.draft_ahead(tree)
                     for sequence, tree in trees
-                    if sequence.drafts and sequence.policy.step.is_ahead
+                    if (item := sequence.drafting) is not None and item.policy.step.is_ahead
                 ]
                 run_batched(steps, should_stop, self._max_draft_tokens)
 
@@ -161,7 +165,9 @@ class Speculation:
     def observe(verified: SequenceOf[tuple[Sequence, VerifiedTree | None]]) -> None:
         """Update the acceptance statistics with the step's outcome."""
         outcomes = [
-            (seq.policy, outcome) for seq, outcome in verified if seq.drafts and outcome is not None
+            (seq.drafting.policy, outcome)
+            for seq, outcome in verified
+            if seq.drafting is not None and outcome is not None
         ]
         if outcomes:
             policies, results = zip(*outcomes, strict=True)
@@ -180,15 +186,15 @@ class Speculation:
 
 def _trim(trees: Trees, num_other_tokens: int, max_nodes: int) -> Trees:
     """Trim the trees of sequences that draft to the nodes that pay for their part of the pass."""
-    drafting = [(sequence, tree) for sequence, tree in trees if sequence.drafts]
+    drafting = [
+        (item.policy, tree) for sequence, tree in trees if (item := sequence.drafting) is not None
+    ]
     if not drafting:
         return trees
-    num_other_tokens += sum(seq.min_step_tokens for seq, _ in trees if not seq.drafts)
-    policies = [sequence.policy for sequence, _ in drafting]
-    trimmed = iter(
-        trim_together(policies, [tree for _, tree in drafting], num_other_tokens, max_nodes)
-    )
-    return [(seq, next(trimmed) if seq.drafts else tree) for seq, tree in trees]
+    num_other_tokens += sum(seq.min_step_tokens for seq, _ in trees if seq.drafting is None)
+    policies, proposed = zip(*drafting, strict=True)
+    trimmed = iter(trim_together(policies, proposed, num_other_tokens, max_nodes))
+    return [(seq, tree if seq.drafting is None else next(trimmed)) for seq, tree in trees]
 
 
 def _inputs(trees: Trees, batch: Batch) -> list[SequenceInput]:
@@ -196,11 +202,11 @@ def _inputs(trees: Trees, batch: Batch) -> list[SequenceInput]:
     return [*chunks, *(chunk.input for chunk in batch.prefill)]
 
 
-def _drafting(sequences: SequenceOf[Sequence]) -> list[Sequence]:
-    return [sequence for sequence in sequences if sequence.drafts]
+def _drafting(sequences: SequenceOf[Sequence]) -> list[Drafting]:
+    return [sequence.drafting for sequence in sequences if sequence.drafting is not None]
 
 
-def _recorders(sequences: SequenceOf[Sequence]) -> list[StatsRecorder]:
+def _recorders(parts: SequenceOf[Sequence | Drafting]) -> list[StatsRecorder]:
     """Return each recorder once: the sequences of one request share one."""
-    recorders = [sequence.request.recorder for sequence in sequences]
+    recorders = [part.request.recorder for part in parts]
     return list({id(recorder): recorder for recorder in recorders}.values())

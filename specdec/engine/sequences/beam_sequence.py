@@ -25,6 +25,7 @@ from backends.contract.sequence import SequenceInput, SequenceOutput
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
 from specdec.drafters.batched_drafting import DraftSteps
+from specdec.engine.sequences.output_buffer import OutputBuffer
 from specdec.engine.sequences.outputs import CompletionOutput, StreamChunk
 from specdec.engine.sequences.request import Request, own_errors
 from specdec.engine.sequences.sequence import Sequence, VerifiedTree
@@ -138,14 +139,6 @@ class BeamSequence(Sequence):
     def has_live_nodes(self) -> bool:
         return True
 
-    @property
-    def drafts(self) -> bool:
-        return False
-
-    @property
-    def max_hidden_states(self) -> int:
-        return 0
-
     def detach(self) -> None:
         self.kv = None
         if not self.is_finished:
@@ -160,9 +153,6 @@ class BeamSequence(Sequence):
         if self._has_started:
             self.request.recorder = StatsRecorder(len(self.token_ids))
         self._restart()
-
-    def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
-        yield from ()
 
     def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return a placeholder tree: the nodes of the step are the beams'."""
@@ -214,8 +204,7 @@ class BeamSequence(Sequence):
         """Output the best finished hypotheses, or the best unfinished one if none has ended."""
         if self._has_started:
             self._outputs = [
-                self._output(index, result, score)
-                for index, (result, score) in enumerate(self.results(self.sampler.params.n))
+                self._output(result, score) for result, score in self.results(self.sampler.params.n)
             ]
             for index, output in enumerate(self._outputs):
                 self.request.put(StreamChunk(output.text, output.token_ids, index))
@@ -228,10 +217,10 @@ class BeamSequence(Sequence):
     def outputs(self) -> list[CompletionOutput]:
         return self._outputs or super().outputs
 
-    def _output(self, index: int, result: Hypothesis, score: float) -> CompletionOutput:
-        sequence = Sequence(self.request, self.sampler, self._limit, self._new_text(), index)
-        sequence.fill(result.token_ids, result.logprobs, result.top_logprobs)
-        return replace(sequence.outputs[0], score=score)
+    def _output(self, result: Hypothesis, score: float) -> CompletionOutput:
+        buffer = OutputBuffer(self.sampler, self._limit, self._new_text())
+        buffer.fill(result.token_ids, result.logprobs, result.top_logprobs)
+        return replace(buffer.completion(result.token_ids), score=score)
 
     # --- the search ----------------------------------------------------------------------------
 

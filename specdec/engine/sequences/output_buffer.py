@@ -61,9 +61,17 @@ class OutputBuffer:
         self._pieces.append(self._text.flush().text)
         return self._pieces[-1]
 
-    def set_logprobs(self, logprobs: Iterable[float], top_logprobs: Iterable[TopLogprobs]) -> None:
-        """Set the log-probabilities of all tokens, as a beam search computes them."""
+    def fill(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[float],
+        top_logprobs: Iterable[TopLogprobs],
+    ) -> None:
+        """Take all tokens at once, as a beam search found them."""
         self._logprobs, self._top_logprobs = list(logprobs), list(top_logprobs)
+        if token_ids:
+            self.take(token_ids)
+            self.flush()
 
     def note_logits(self, rows: Sequence[NDArray[np.float32]], token_ids: Sequence[int]) -> None:
         """Note the target's logits [vocab] that each new token was chosen by."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from backends.contract.backend import TransferStats
 from specdec.config import SpecConfig
@@ -16,10 +16,6 @@ from specdec.engine.sequences.outputs import PromptProgress, StreamChunk
 from specdec.metrics.recorder import StatsRecorder
 from specdec.metrics.stats import GenerationStats
 from specdec.sampling.params import SamplingParams
-
-Y = TypeVar("Y")
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class Request:
@@ -130,14 +126,3 @@ def own_errors(request: Request) -> Iterator[None]:
         yield
     except BaseException as error:  # SystemExit too: in this thread it ends nothing
         request.fail(error)
-
-
-def own_steps(request: Request, steps: Generator[Y, S, T]) -> Generator[Y, S, T | None]:
-    """Run a caller's generator; an error fails only this request, and the result is then None."""
-    try:
-        return (yield from steps)
-    except GeneratorExit:  # the steps are closed
-        raise
-    except BaseException as error:
-        request.fail(error)
-        return None

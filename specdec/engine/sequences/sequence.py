@@ -1,4 +1,4 @@
-"""One sequence of a request: its tokens, KV, sampler and drafter.
+"""One sequence of a request: its tokens, KV, sampler and output.
 
 The last token is *pending*: emitted, but its KV is not computed yet. It is the root of the next
 draft tree, so a step scores at least one token of each decoding sequence, and plain decoding is
@@ -9,7 +9,6 @@ are computed in prefill chunks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import NamedTuple
@@ -21,13 +20,13 @@ from backends.contract.kv_files import KvFile
 from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter
 from specdec.drafters.batched_drafting import DraftSteps
-from specdec.drafters.proposal import check_proposal
+from specdec.engine.sequences.drafting import Drafting
 from specdec.engine.sequences.output_buffer import OutputBuffer
 from specdec.engine.sequences.outputs import CompletionOutput, PromptProgress, StreamChunk
-from specdec.engine.sequences.request import Request, own_errors, own_steps
+from specdec.engine.sequences.request import Request, own_errors
 from specdec.policy.draft_policy import DraftPolicy
 from specdec.sampling.context_window import N_SINKS, ContextWindow
-from specdec.sampling.logprobs import PromptLogprobs, PromptScorer, TopLogprobs
+from specdec.sampling.logprobs import PromptLogprobs, PromptScorer
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.token_limit import TokenLimit
 from specdec.sampling.verifier import Verifier
@@ -61,6 +60,7 @@ class Sequence:
         token_ids: prompt and emitted tokens; the last one is pending once `is_decoding`.
         kv: KV cache of the target; None while the sequence waits.
         kv_file: the KV of a preempted sequence that was swapped out.
+        drafting: its drafter and policy, once started; None in a beam search, which does not draft.
         arrival: number of the sequence in the order of arrival.
     """
 
@@ -80,6 +80,7 @@ class Sequence:
         self._num_prompt_tokens = len(self.token_ids)
         self.kv: SequenceKV | None = None
         self.kv_file: KvFile | None = None
+        self.drafting: Drafting | None = None
         self.arrival = -1
         self._num_cached_tokens = 0
         self._scorer: PromptScorer | None = None
@@ -91,7 +92,8 @@ class Sequence:
 
     def start(self, drafter: Drafter, policy: DraftPolicy, verifier: Verifier) -> None:
         """Set drafter, policy and verifier; in the engine's thread, before it is scheduled."""
-        self.drafter, self.policy, self.verifier = drafter, policy, verifier
+        self.drafting = Drafting(self.request, drafter, policy, self.sampler.n_tokens)
+        self.verifier = verifier
 
     # --- queries of the scheduler --------------------------------------------------------------
 
@@ -114,6 +116,12 @@ class Sequence:
         """The KV cache of a sequence that takes part in forward passes."""
         assert self.kv is not None, "a sequence has KV while it takes part in forward passes"
         return self.kv
+
+    @property
+    def active_drafting(self) -> Drafting:
+        """The drafting of a sequence whose steps have draft trees."""
+        assert self.drafting is not None, "beams have steps of their own"
+        return self.drafting
 
     @property
     def num_new_tokens(self) -> int:
@@ -160,11 +168,6 @@ class Sequence:
         """Whether live nodes survive a step; memory is planned for one such sequence."""
         return False
 
-    @property
-    def drafts(self) -> bool:
-        """Whether a policy sizes its draft trees."""
-        return True
-
     # --- contribution to a step ----------------------------------------------------------------
 
     def attach(self, kv: SequenceKV, *, is_swapped_in: bool = False) -> None:
@@ -181,8 +184,8 @@ class Sequence:
     def detach(self) -> None:
         """Drop the reference to the KV, which was freed or cached, and reset the drafter."""
         self.kv = None
-        with own_errors(self.request):
-            self.drafter.reset()
+        if self.drafting is not None:
+            self.drafting.reset()
 
     @property
     def scores_prompt(self) -> bool:
@@ -218,63 +221,23 @@ class Sequence:
 
     def _with_states(self, chunk: SequenceOf[int]) -> range:
         """Return the tokens of a prefill chunk whose hidden states the drafter takes."""
-        num_without = max(0, self.num_uncomputed - self.max_hidden_states)
+        num_states = 0 if self.drafting is None else self.drafting.max_hidden_states
+        num_without = max(0, self.num_uncomputed - num_states)
         return range(min(len(chunk), num_without), len(chunk))
-
-    @property
-    def max_hidden_states(self) -> int:
-        """See Drafter.max_hidden_states."""
-        num_states = 0
-        with own_errors(self.request):
-            num_states += self.drafter.max_hidden_states
-        return num_states
-
-    def draft_prefill(self, max_tokens: int, num_seqs: int) -> DraftSteps[None]:
-        """Compute the draft's KV of a prefill chunk, beside `num_seqs` decoding sequences."""
-        if self.policy.uses_draft(num_seqs):
-            steps = self.drafter.prefill_in_steps(self.token_ids, max_tokens)
-            yield from own_steps(self.request, steps)
-
-    @property
-    def num_draft_uncomputed(self) -> int:
-        """Maximum tokens that the draft model must compute before it can draft."""
-        num_tokens = 0
-        with own_errors(self.request):
-            num_tokens += self.drafter.num_uncomputed(self.token_ids)
-        return num_tokens
-
-    @property
-    def can_draft_ahead(self) -> bool:
-        can_draft = False
-        with own_errors(self.request):
-            can_draft = self.drafter.can_draft_ahead
-        return can_draft
-
-    def draft_ahead(self, tree: DraftTree) -> DraftSteps[None]:
-        """Prepare the next proposal while the target verifies `tree`."""
-        yield from own_steps(self.request, self.drafter.drafting_ahead(tree))
 
     def propose(self, num_seqs: int, max_nodes: int) -> DraftSteps[DraftTree]:
         """Return the draft tree of the next step.
 
         num_seqs: number of sequences that share the step and its `max_nodes` draft tokens.
         """
-        limit = max_nodes // num_seqs if self.policy.is_whole else max_nodes
-        limit = min(self.active_kv.num_free_slots, 1 + limit)
-        limits = self.policy.limits(self.num_context_tokens, self.num_of_step, limit, num_seqs)
-        steps = self.drafter.propose_in_steps(self.token_ids, limits)
-        tree = yield from own_steps(self.request, steps)
-        with own_errors(self.request):
-            check_proposal(
-                tree,
-                self.token_ids[-1],
-                max_nodes=limit,
-                max_depth=self.policy.max_context - self.num_context_tokens,
-                vocab_size=self.sampler.n_tokens,
-            )
-        if tree is None or self.request.error is not None:
-            return DraftTree(self.token_ids[-1])
-        return tree
+        return self.active_drafting.propose(
+            self.token_ids,
+            self.active_kv,
+            num_context_tokens=self.num_context_tokens,
+            max_tokens=self.num_of_step,
+            max_nodes=max_nodes,
+            num_seqs=num_seqs,
+        )
 
     def min_input(self) -> SequenceInput:
         """Return the minimum input of the next step, to query the capacity it takes."""
@@ -284,7 +247,7 @@ class Sequence:
         """Return the tree's nodes as input of the target."""
         first = self.active_kv.next_node_id
         parents = [parent if parent < 0 else first + parent for parent in tree.parents]
-        states_at = range(len(tree) if self.max_hidden_states else 0)
+        states_at = range(len(tree) if self.active_drafting.max_hidden_states else 0)
         return SequenceInput(self.active_kv, tree.token_ids, parents, hidden_states_at=states_at)
 
     # --- outcome of a step ---------------------------------------------------------------------
@@ -302,8 +265,9 @@ class Sequence:
     def end_prefill(self, scores: SequenceOutput) -> None:
         """Hand over the hidden states of a prefill chunk, and sample the first new token once the
         prompt is computed."""
-        with own_errors(self.request):
-            self._hand_over(scores.hidden_states)
+        self.active_drafting.take_hidden_states(
+            scores.hidden_states, self.active_kv, self.num_hidden
+        )
         if self.num_new_tokens or not len(scores.logits):
             return
         with own_errors(self.request):
@@ -318,32 +282,23 @@ class Sequence:
 
     def accept(self, tree: DraftTree, scores: SequenceOutput) -> VerifiedTree | None:
         """Verify the tree and append the new tokens; return None if this request failed."""
-        recorder = self.request.recorder
         with own_errors(self.request):
-            logits = scores.logits
-            num_hidden = self.num_hidden
+            logits, num_hidden = scores.logits, self.num_hidden
             acceptance = self.verifier.verify(tree, logits, self.token_ids, self.num_of_step)
             self.active_kv.commit([scores.node_ids[i] for i in acceptance.path])
-            with recorder.drafting():
-                self.drafter.observe(acceptance, tree)
-                if len(scores.hidden_states):
-                    self._hand_over(scores.hidden_states[list(acceptance.path)])
-            recorder.record_outcome(was_ahead=self.drafter.is_ready)
+            self.active_drafting.observe(
+                acceptance, tree, scores.hidden_states, self.active_kv, num_hidden
+            )
+            if self.request.error is not None:
+                return None
             new_ids = acceptance.emitted(tree)
             self._note_logits([logits[i] for i in acceptance.path], new_ids)
             self.token_ids.extend(new_ids)
             num_taken = self._emit(new_ids)
             self._shift(num_hidden)
-            recorder.record_step(tree, acceptance, n_emitted=num_taken)
+            self.request.recorder.record_step(tree, acceptance, n_emitted=num_taken)
             return VerifiedTree(tree, acceptance, new_ids)
         return None
-
-    def _hand_over(self, states: NDArray[np.float32]) -> None:
-        """Give the drafter the hidden states of the last committed tokens."""
-        if len(states):
-            position = self.num_hidden + self.active_kv.n_committed - len(states)
-            self.drafter.take_hidden_states(position, states)
-            self.drafter.take_kv(self.active_kv)
 
     def _shift(self, num_hidden: int) -> None:
         """Cut the KV to the sinks where the window has jumped: its tokens are computed again.
@@ -352,23 +307,24 @@ class Sequence:
         """
         if self.num_hidden == num_hidden or self.is_finished:
             return
+        drafting, num_seen = self.active_drafting, self.num_context_tokens
         if not num_hidden:
             logger.warning(
-                f"the context of {self.policy.max_context} tokens is full: from here on the target "
-                f"sees the first {N_SINKS} tokens and the last {self.num_context_tokens - N_SINKS} "
-                f"to {self._window.n_recent} (--context-shift)"
+                f"the context of {drafting.policy.max_context} tokens is full: from here on the "
+                f"target sees the first {N_SINKS} tokens and the last {num_seen - N_SINKS} to "
+                f"{self._window.n_recent} (--context-shift)"
             )
         self.active_kv.rollback(self.active_kv.restorable(N_SINKS))
-        self.drafter.reset()
+        drafting.reset()
 
     def recover(self) -> None:
         """Roll back a step that was interrupted."""
         if self.kv is not None:
             self.kv.rollback(min(self.kv.n_committed, len(self.ids_to_compute)))
-        self.drafter.reset()
+        self.active_drafting.reset()
 
     def try_recover(self) -> None:
-        """Call `recover`; an error of its own drafter fails no other request."""
+        """Call `recover`; an error fails no other request."""
         with own_errors(self.request):
             self.recover()
 
@@ -400,19 +356,6 @@ class Sequence:
             if final_text := self._emitted.flush():
                 self.request.put(StreamChunk(final_text, (), self.index))
         return len(taken)
-
-    def fill(
-        self,
-        token_ids: SequenceOf[int],
-        logprobs: Iterable[float],
-        top_logprobs: Iterable[TopLogprobs],
-    ) -> None:
-        """Append tokens that a beam search found, without emitting them."""
-        self._emitted.set_logprobs(logprobs, top_logprobs)
-        if token_ids:
-            self.token_ids.extend(token_ids)
-            self._emitted.take(token_ids)
-            self._emitted.flush()
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -39,6 +39,12 @@ class Failing(Drafter):
         self._called("propose")
         return DraftTree(context_ids[-1])
 
+    def propose_in_steps(
+        self, context_ids: Sequence[int], limits: TreeLimits
+    ) -> DraftSteps[DraftTree]:
+        self._called("propose_in_steps")  # at once: this function is no generator
+        return super().propose_in_steps(context_ids, limits)
+
     def observe(self, acceptance: Acceptance, tree: DraftTree) -> None:
         self._called("observe")
 
@@ -133,7 +139,15 @@ def test_a_proposal_beyond_the_context(llm: LLM) -> None:
 @pytest.mark.parametrize("n_before", [0, 1])
 @pytest.mark.parametrize(
     "method",
-    ["propose", "observe", "reset", "num_uncomputed", "can_draft_ahead", "drafting_ahead"],
+    [
+        "propose",
+        "propose_in_steps",
+        "observe",
+        "reset",
+        "num_uncomputed",
+        "can_draft_ahead",
+        "drafting_ahead",
+    ],
 )
 def test_a_drafter_that_raises(llm: LLM, method: str, n_before: int) -> None:
     expected = llm.generate(OTHER, max_tokens=N_TOKENS).token_ids
