@@ -154,11 +154,11 @@ class LLM:
 
     @property
     def target(self) -> Backend:
-        return self.session.target
+        return self.session.models.target
 
     @property
     def draft(self) -> Backend | None:
-        return self.session.draft
+        return self.session.models.draft
 
     def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
         """Change the memory budget while generations run; return the new plan.
@@ -185,7 +185,7 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """Metrics of all generations since loading, from any thread, also after `close`."""
-        return self.session.stats
+        return self.session.statistics.of_all
 
     @overload
     def generate(
@@ -330,7 +330,7 @@ class LLM:
                 name = FieldName("logits_processors")
                 raise ConfigError("one of ", name, f" is {processor!r}, must be Callable")
         params = _sampling_params(sampling, generation_config, overrides)
-        self.session.check_open()
+        self.session.engine.check_open()
         if spec is not None:
             check_spec(spec, self.spec, self.plan, has_draft=self.draft is not None)
         spec = (spec or self.spec) if speculative else _PLAIN

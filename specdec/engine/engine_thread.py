@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class EngineThread(ABC):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closing = self._has_ended = False
         self._closing_error: BaseException | None = None
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._main, name="specdec-engine", daemon=True)
         self._thread.start()
 
@@ -177,6 +179,22 @@ class EngineThread(ABC):
     @property
     def is_closing(self) -> bool:
         return self._is_closing
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the thread's process, without the thread."""
+        return os.getpid() != self._process_id
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_closing and not self.is_forked
+
+    def check_open(self) -> None:
+        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
+        if self.is_closing:
+            raise ModelClosed
+        if self.is_forked:
+            raise ModelElsewhere
 
 
 def _take_result(future: Future[T]) -> T:

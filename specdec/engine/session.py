@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-import threading
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from backends.contract.backend import Backend
-from offload.process.disk_cache import forget_measurements
 from offload.units import parse_bytes
-from specdec.analysis.utilization import ModelFlops, model_flops
 from specdec.drafters.assembly import Drafters
 from specdec.engine.assembly import assemble
 from specdec.engine.budget import change_budget, reload, watching_limit
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
-from specdec.engine.engine_thread import ModelClosed, ModelElsewhere
+from specdec.engine.engine_thread import ModelClosed
 from specdec.engine.prompt_cache import PromptCacheFolder
-from specdec.engine.request_stats import stats_of
 from specdec.engine.sequences.factory import SequenceFactory
 from specdec.engine.sequences.request import Request
 from specdec.engine.sequences.sequence import Sequence
+from specdec.engine.session_statistics import SessionStatistics
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.state import GrammarState
 from specdec.metrics.recorder import StatsRecorder, Totals
-from specdec.metrics.stats import EngineStats, GenerationStats, MeasuredPass
 from specdec.planning.loaded import LoadedModels
 from specdec.planning.memory.base import budget_of_run
 from specdec.planning.plan import PlannedModels, plan_models
@@ -42,11 +35,6 @@ from specdec.sampling.params import SamplingParams
 from specdec.text.chat_format import ChatFormat
 from specdec.text.conversation import end_of_turn
 from specdec.traces.recorder import TraceRecorder
-
-_REMEASURE_RATIO = 1.5
-"""Ratio of measured to planned pass times at which the machine is measured again: the cached
-measurement may have been taken beside other programs."""
-_ENOUGH_PASSES = 8
 
 
 class Session:
@@ -65,12 +53,8 @@ class Session:
         progress: Any = None,
         prepare: Callable[[RunOptions], None] | None = None,
     ) -> None:
-        self._process_id = os.getpid()
-        self._last_stats: EngineStats | None = None
         self._ends_of_turns: dict[ChatFormat, int | None] = {}
         self._grammars = GrammarCompiler(self._grammar_tokenizer)
-        self._model_flops: tuple[ModelFlops | None] | None = None  # not computed yet
-        self._stats_lock = threading.RLock()  # held while backends are asked
         self._prompt_cache: PromptCacheFolder | None = None
         if options.prompt_cache_dir is not None:
             max_bytes = parse_bytes(options.prompt_cache_size)
@@ -112,12 +96,12 @@ class Session:
             self.models = LoadedModels()
             stack.callback(self.models.close)
             self.models.load(planned, note)
-            self._target_path = planned.target.source.path.absolute()
             self._trace_recorder = self._new_recorder(planned, stack)
             self.totals, self._worker = Totals(), DraftWorker()
             stack.callback(self._worker.close)  # before the draft, which it uses
+            self.statistics = SessionStatistics(engine, self.models, self.totals)
             self._assemble()
-            stack.callback(_note_last_stats, weakref.ref(self))
+            stack.callback(self.statistics.keep_last)
             engine.at_end.push(stack.pop_all())
         engine.after_step = watching_limit(weakref.ref(self))
 
@@ -165,20 +149,12 @@ class Session:
     def options(self) -> RunOptions:
         return self.models.options
 
-    @property
-    def target(self) -> Backend:
-        return self.models.target
-
-    @property
-    def draft(self) -> Backend | None:
-        return self.models.draft
-
     def set_memory_budget(self, memory_budget: str | int) -> RunPlan:
         """Change the memory budget between two steps; return the new plan.
 
         Raises ConfigError, BudgetExceeded and other errors of `change_budget`.
         """
-        self.check_open()
+        self.engine.check_open()
         replace(self.options, memory_budget=memory_budget)  # checks it
         budget = budget_of_run(memory_budget)
 
@@ -193,13 +169,8 @@ class Session:
         change_budget(self.engine, self.models, total_bytes, source, self._reload)
 
     def _reload(self, planned: PlannedModels) -> None:
-        with self._stats_lock:
-            self._last_stats = self._stats()
-        try:
+        with self.statistics.held():
             reload(self.engine, self.models, planned, self._worker, self._assemble)
-        finally:
-            if self.is_open:
-                self._last_stats = None
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:
         """Use other pair statistics: modes of a benchmark must not share them."""
@@ -226,60 +197,12 @@ class Session:
         self._factory.renew(sequence)
 
     def note_finished(self, request: Request) -> None:
-        # Nor does the plan's cost contain the reading of KV, which grows with the context.
-        if not request.is_aborted and not request.is_replanned and self.plan.kv_split is None:
-            self._check_pass_times(request.recorder.stats().pass_times)
-        request.stats = self.stats_of(request)
-
-    def stats_of(self, request: Request) -> GenerationStats:
-        """Return the statistics of a request so far."""
-        use = self.models.transfer_stats
-        return stats_of(request, self.plan, use, self.model_flops, self.stats)
-
-    def _check_pass_times(self, passes: SequenceOf[MeasuredPass]) -> None:
-        """Let the next process measure the machine again if pass times contradict the plan."""
-        plan = self.plan.cost_model
-        # The plan assumes no opportunistic layers: a shorter pass with them is no contradiction.
-        ratios = [
-            max(
-                one_pass.seconds / plan.planned_seconds(one_pass.num_tokens),
-                1.0 if one_pass.has_pinned else 0.0,
-            )
-            for one_pass in passes
-            if not one_pass.is_drafting_ahead
-        ]
-        if len(ratios) < _ENOUGH_PASSES:
-            return
-        if not 1 / _REMEASURE_RATIO < statistics.median(ratios) < _REMEASURE_RATIO:
-            forget_measurements()
-
-    @property
-    def model_flops(self) -> ModelFlops | None:
-        """FLOPs of the target; computed at first use, so that loading does not wait for it.
-
-        Computed between passes: transformers replaces torch's process-wide default dtype meanwhile.
-        """
-        if self._model_flops is None and self.is_open:
-            if self.engine.is_current_thread:
-                self._model_flops = (self._read_flops(),)
-            else:
-                with suppress(ModelClosed):
-                    self.engine.call(lambda: self.model_flops)
-        return None if self._model_flops is None else self._model_flops[0]
-
-    def _read_flops(self) -> ModelFlops | None:
-        compute = self.plan.chosen.target.compute
-        return model_flops(self._target_path, self.options.backend, compute)
-
-    @property
-    def backends(self) -> tuple[Backend, ...]:
-        """The target, and the draft if there is one."""
-        return self.models.backends
+        self.statistics.note_finished(request)
 
     @property
     def n_tokens(self) -> int:
         """Number of tokens that both the tokenizer and the target have."""
-        return min(self.tokenizer.n_tokens, self.target.vocab_size)
+        return min(self.tokenizer.n_tokens, self.models.target.vocab_size)
 
     def chat_params(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters of an answer in a conversation, which ends with its turn.
@@ -307,7 +230,7 @@ class Session:
     def _grammar_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """Return the tokenizer for grammars; a large vocabulary takes some 100 MB of headroom,
         so opportunistic layers are released first."""
-        self.engine.call(lambda: self.target.set_pinned_bytes(0))
+        self.engine.call(lambda: self.models.target.set_pinned_bytes(0))
         return self.tokenizer.grammar_tokenizer(end_ids)
 
     def forget_prompt(self) -> None:
@@ -320,72 +243,13 @@ class Session:
 
         self.engine.call(forget)
 
-    @property
-    def stats(self) -> EngineStats:
-        """Statistics of all generations, from any thread; final ones after `close`."""
-        with self._stats_lock:
-            return self._last_stats if self._last_stats is not None else self._stats()
-
-    def _stats(self) -> EngineStats:
-        use, scheduler = self.models.transfer_stats, self.engine.scheduler
-        assert scheduler is not None, "the models are loaded"
-        return replace(
-            self.totals.stats(),
-            bytes_streamed=use.bytes_streamed,
-            kv_bytes_read=use.kv_bytes_read,
-            kv_bytes_written=use.kv_bytes_written,
-            bytes_copied_to_device=use.bytes_copied,
-            stall_seconds=use.stall_seconds,
-            sequences_running=len(scheduler.running),
-            sequences_waiting=len(scheduler.waiting),
-            kv_bytes=sum(backend.kv_bytes for backend in self.backends),
-            kv_used_bytes=sum(_kv_bytes(item, item.kv_usage.n_used) for item in self.backends),
-            kv_shared_bytes=sum(_kv_bytes(item, item.kv_usage.n_shared) for item in self.backends),
-            state_bytes=sum(backend.state_bytes for backend in self.backends),
-            pinned_bytes=sum(backend.pinned_bytes for backend in self.backends),
-            memory_budget_bytes=self.plan.budget_bytes,
-        )
-
     # --- the end -------------------------------------------------------------------------------
 
     @property
-    def is_closed(self) -> bool:
-        return self.engine.is_closing
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a fork of the process that loaded the models."""
-        return os.getpid() != self._process_id
-
-    @property
     def is_open(self) -> bool:
-        return not self.is_closed and not self.is_forked
-
-    def check_open(self) -> None:
-        """Raise ModelClosed after `close`, ModelElsewhere in a fork."""
-        if self.is_closed:
-            raise ModelClosed
-        if self.is_forked:
-            raise ModelElsewhere
+        return self.engine.is_open
 
     def close(self) -> None:
-        """Free the models; any thread may call it. Idempotent.
-
-        Wait for running generations, which end with ModelClosed. In the engine's thread (a logits
-        processor, say) the models are freed after the step. A fork leaves them to its exit.
-        """
-        if not self.is_forked:
+        """Free the models, as `LLM.close` says; any thread may call it."""
+        if not self.engine.is_forked:
             self.engine.close()
-
-
-def _note_last_stats(session: weakref.ref[Session]) -> None:
-    """Store the final statistics of all generations, for queries after `close`."""
-    result = session()
-    if result is not None:
-        with result._stats_lock:
-            result._last_stats = result._last_stats or result._stats()
-
-
-def _kv_bytes(backend: Backend, n_positions: int) -> int:
-    """Return the bytes that `n_positions` token positions take in a backend's KV cache."""
-    return backend.kv_bytes * n_positions // max(1, backend.n_kv_allocated)

@@ -36,7 +36,7 @@ class GenerationStream:
         return self
 
     def __next__(self) -> StreamChunk:
-        self._session.check_open()
+        self._session.engine.check_open()
         if self._request.is_cancelled:
             raise StopIteration
         self._session.engine.check_caller()
@@ -64,7 +64,7 @@ class GenerationStream:
         error = self._request.take_error()
         if error is not None:
             raise error
-        self._session.check_open()  # it may have ended because the model was closed
+        self._session.engine.check_open()  # it may have ended because the model was closed
         raise StopIteration
 
     def start(
@@ -78,7 +78,7 @@ class GenerationStream:
             on_output: called by the engine's thread with every chunk, with progress of the prompt,
                 and at the end.
         """
-        self._session.check_open()
+        self._session.engine.check_open()
         self._request.streams_output, self._request.on_output = streams_output, on_output
         self._start()
 
@@ -105,7 +105,7 @@ class GenerationStream:
         A pass that serves only cancelled requests is cut short. In the engine's thread (in a logits
         processor, say) this returns at once.
         """
-        if self._session.is_forked:
+        if self._session.engine.is_forked:
             if self._request.is_finished:
                 return
             raise ModelElsewhere
@@ -123,7 +123,7 @@ class GenerationStream:
     def result(self) -> GenerationResult:
         """Outputs and statistics so far; complete once the iterator is exhausted."""
         request = self._request
-        stats = request.stats or self._session.stats_of(request)
+        stats = request.stats or self._session.statistics.of_request(request)
         return GenerationResult(self.outputs, stats, request.prompt_ids, self.prompt_logprobs)
 
     @property

@@ -107,7 +107,7 @@ class EngineHost:
     @property
     def _has_lost_its_model(self) -> bool:
         """Whether the engine's thread ended by a fault of its own."""
-        return self.llm is not None and self.llm.llm.session.is_closed
+        return self.llm is not None and self.llm.llm.session.engine.is_closing
 
     def send_beat(self) -> None:
         if self.llm is not None:

@@ -61,7 +61,7 @@ def test_rejected_tokens_do_not_count() -> None:
         plain = llm.generate([1, 2, 3], max_tokens=12, speculative=False, ignore_eos=True).stats
         spec = llm.generate([1, 2, 3], max_tokens=12, ignore_eos=True).stats
         pair = llm.generate([1, 2, 3], max_tokens=12, n=2, temperature=1.0, ignore_eos=True).stats
-        flops = llm.session.model_flops
+        flops = llm.session.statistics.model_flops
     assert plain.generated_tokens == spec.generated_tokens == 12
     assert plain.model_flops == spec.model_flops == flops.of_tokens(11, 3 + 5)
     assert pair.model_flops == flops.of_tokens(23, 3 + 5)
@@ -72,6 +72,6 @@ def test_positions_of_beams_count_once_however_many_sequences_are_wanted() -> No
     how = {"max_tokens": 12, "num_beams": 2, "ignore_eos": True}
     with specdec.load("pair:target", memory_budget="4GiB", num_beams=2) as llm:
         item, two = (llm.generate([1, 2, 3], n=n, **how).stats for n in (1, 2))
-        flops = llm.session.model_flops
+        flops = llm.session.statistics.model_flops
     assert item.generated_tokens == two.generated_tokens == 12
     assert item.model_flops == two.model_flops == flops.of_tokens(11, 3 + 5)

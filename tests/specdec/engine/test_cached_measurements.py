@@ -8,6 +8,7 @@ import pytest
 
 import specdec
 from offload.process import disk_cache
+from specdec.engine.session_statistics import check_pass_times
 from specdec.metrics.stats import MeasuredPass
 
 
@@ -35,7 +36,6 @@ def test_measurements_stay_cached_while_passes_take_as_planned(
         planned = llm.plan.cost_model.seconds(4)
         # Pinned while they ran, whatever is pinned after the last one.
         passes = [MeasuredPass(4, times_planned * planned, has_pinned=has_pinned)] * n_passes
-        llm.session._check_pass_times(
-            [*passes, MeasuredPass(4, 100 * planned, is_drafting_ahead=True)]
-        )
+        ahead = MeasuredPass(4, 100 * planned, is_drafting_ahead=True)
+        check_pass_times(llm.plan.cost_model, [*passes, ahead])
     assert figure.exists() == is_retained

@@ -67,7 +67,7 @@ def test_closing_from_another_thread_ends_a_generation(small_llm: LLM) -> None:
     running = Generation(small_llm, processor)
     closing = threading.Thread(target=small_llm.close)
     closing.start()
-    while not small_llm.session.is_closed:
+    while not small_llm.session.engine.is_closing:
         pass
     assert small_llm.target.kv_bytes > 0, "closed under a generation that computes"
     processor.may_go_on.set()
@@ -185,7 +185,7 @@ def test_closing_in_a_signal_handler(
             raise error
 
     def is_closing() -> None:
-        while not small_llm.session.is_closed:
+        while not small_llm.session.engine.is_closing:
             pass
 
     on_alarm(close)
@@ -218,7 +218,7 @@ def test_closing_in_a_signal_handler_at_any_place(small_target: Path) -> None:
         finally:
             signal.signal(signal.SIGINT, before)
         n_places += len(places.places)
-        assert llm.session.is_closed == bool(places.places)
+        assert llm.session.engine.is_closing == bool(places.places)
         assert (llm.target.kv_bytes == 0) == bool(places.places)
         llm.close()
         if not places.places:

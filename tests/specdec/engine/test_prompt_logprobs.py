@@ -78,7 +78,7 @@ def test_they_come_before_the_first_token_of_any_sequence(tmp_path):
     """The second sequence, which scores nothing, would be ready first."""
     path = save_tiny_architecture("llama", tmp_path / "model.gguf")
     with specdec.load(path, ctx_size=256, spec_type=(), parallel=4) as llm:
-        assert llm.session.target.max_scored_tokens < len(LONG)
+        assert llm.target.max_scored_tokens < len(LONG)
         stream = llm.stream(
             LONG, n=2, temperature=1.0, seed=1, max_tokens=4, prompt_logprobs=1, ignore_eos=True
         )
@@ -104,7 +104,7 @@ def test_those_of_gguf_models_need_rows_of_logits(tmp_path, family, options):
     pytest.importorskip("llama_cpp")
     path = save_tiny_architecture(family, tmp_path / "m.gguf")
     with specdec.load(path, ctx_size=128, **options) as llm:
-        limit, is_exact = llm.session.target.max_scored_tokens, llm.plan.exactness.is_exact
+        limit, is_exact = llm.target.max_scored_tokens, llm.plan.exactness.is_exact
         actual = scores(llm, [*LONG, *LONG])
         for i in (1, 2, 20, len(LONG) - 1):
             row = llm.generate(LONG[:i], max_tokens=1, logprobs=1024).top_logprobs[0]

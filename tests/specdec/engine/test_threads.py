@@ -14,7 +14,7 @@ from streaming import reader_threads
 from tiny_pair import save_model
 
 import specdec
-from specdec.engine import session as session_file
+from specdec.engine import session_statistics
 
 SIZE = {"ctx_size": 64, "num_draft_tokens": 4}
 
@@ -53,7 +53,7 @@ def test_llama_cpps_threads(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     model = save_tiny_gguf("llama", tmp_path / "m.gguf")
     with specdec.load(model, model, threads=3, **SIZE) as llm:
-        for backend in llm.session.backends:
+        for backend in llm.session.models.backends:
             assert llama_cpp.llama_n_threads(backend._context.handle) == 3
             assert llama_cpp.llama_n_threads_batch(backend._context.handle) == 3
 
@@ -62,7 +62,7 @@ def test_no_model_is_built_beside_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
     """The shape is built after the first output, or for callers who read it before. While
     transformers builds, torch's default dtype is changed: passes would compute with it."""
     asked: list[bool] = []
-    monkeypatch.setattr(session_file, "model_flops", lambda *_: asked.append(True))
+    monkeypatch.setattr(session_statistics, "model_flops", lambda *_: asked.append(True))
     with specdec.load(save_model(tmp_path / "model", seed=0), spec_type="none", **SIZE) as llm:
         is_inside, may_end = threading.Event(), threading.Event()
         engine: Any = llm.session.engine
@@ -75,7 +75,7 @@ def test_no_model_is_built_beside_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(engine, "step", waits)
         computing = threading.Thread(target=lambda: llm.generate([1, 2], max_tokens=3))
-        looking = threading.Thread(target=lambda: llm.session.model_flops)
+        looking = threading.Thread(target=lambda: llm.session.statistics.model_flops)
         computing.start()
         assert is_inside.wait(60)
         looking.start()
