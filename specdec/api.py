@@ -8,10 +8,7 @@ with specdec.load("TARGET", "DRAFT", memory_budget="3.5GiB") as llm:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, overload
 
@@ -24,11 +21,11 @@ from specdec.checks import ConfigError, FieldName, check_type, refuse_unknown
 from specdec.config import SpecConfig
 from specdec.drafters.base import Drafter
 from specdec.engine.engine_thread import CalledFromInside, ModelClosed, ModelElsewhere
+from specdec.engine.many_prompts import generate_all, generate_each
 from specdec.engine.sequences.outputs import CompletionOutput, GenerationResult, StreamChunk
 from specdec.engine.sequences.request import Request
 from specdec.engine.session import Session
 from specdec.engine.stream import GenerationStream
-from specdec.grammar.state import GrammarError
 from specdec.metrics.stats import EngineStats
 from specdec.planning.load import check_spec
 from specdec.planning.plan import with_named_draft
@@ -36,9 +33,6 @@ from specdec.planning.run_plan import RunPlan
 from specdec.run_options import LoadKeywords, RunOptions
 from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.processors import SamplingError
-from specdec.text.chat_format import ChatTemplateError
-from specdec.text.contract import TokenizerError
 from specdec.text.prompts import (
     Prompt,
     PromptError,
@@ -75,17 +69,6 @@ class GenerateKeywords(SamplingKeywords, total=False):
     cache_prompt: bool
     priority: int
     drafter: Drafter | None
-
-
-REQUEST_ERRORS = (
-    ChatTemplateError,
-    ConfigError,
-    GrammarError,
-    PromptError,
-    SamplingError,
-    TokenizerError,
-)
-"""Errors that concern one request only."""
 
 
 def load(
@@ -231,31 +214,9 @@ class LLM:
         is raised.
         """
         check_type("requests", requests, Iterable)
-        numbered, running = enumerate(requests), dict[int, GenerationStream]()
-        changed = SimpleQueue[int]()
-        is_at_end = False
-        try:
-            while running or not is_at_end:
-                while len(running) < 2 * self.session.options.max_num_seqs and not is_at_end:
-                    if (next_request := next(numbered, None)) is None:
-                        is_at_end = True
-                        break
-                    index, request = next_request
-                    try:
-                        running[index] = self.stream(*_checked_pair(request))
-                    except REQUEST_ERRORS as error:
-                        yield index, error
-                    else:
-                        on_output = partial(changed.put, index)
-                        running[index].start(streams_output=False, on_output=on_output)
-                if running:
-                    index = changed.get()
-                    stream = running.get(index)  # None: a late wake-up of a finished stream
-                    if stream is not None and stream.is_over:
-                        yield index, _outcome(running.pop(index))
-        finally:
-            for stream in running.values():
-                stream.cancel()
+        yield from generate_each(
+            requests, self.stream, lambda: 2 * self.session.options.max_num_seqs
+        )
 
     def _generate_many(
         self,
@@ -270,17 +231,10 @@ class LLM:
                 f"{len(prompts)} prompts have {len(sampling)} sampling parameters: give one for "
                 "each, or one for all"
             )
-        with ExitStack() as stack:
-            streams = []
-            for prompt, params in zip(prompts, sampling, strict=True):
-                streams.append(self.stream(prompt, params, **options))
-                stack.callback(streams[-1].cancel)
-            for stream in streams:
-                stream.start(streams_output=False)
-            for stream in streams:
-                for _ in stream:
-                    pass
-            return [stream.result for stream in streams]
+        return generate_all(
+            self.stream(prompt, params, **options)
+            for prompt, params in zip(prompts, sampling, strict=True)
+        )
 
     def stream(
         self,
@@ -370,22 +324,6 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _checked_pair(request: Any) -> tuple[Prompt, SamplingParams | None]:
-    if not isinstance(request, (tuple, list)) or len(request) != 2:
-        raise ConfigError(f"a request is {request!r:.50}, must be (prompt, sampling parameters)")
-    return request[0], request[1]
-
-
-def _outcome(stream: GenerationStream) -> GenerationResult | SpecdecError:
-    """Return the result or own error of a finished stream; raise errors that concern others too."""
-    error = stream.take_error()
-    if error is None:
-        return stream.result
-    if isinstance(error, REQUEST_ERRORS):
-        return error
-    raise error
 
 
 def _sampling_params(

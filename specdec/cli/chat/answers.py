@@ -30,7 +30,7 @@ class Chat:
 
     def answer(self) -> None:
         """Answer the last question; one that cannot be answered is dropped, with the reason."""
-        from specdec.api import REQUEST_ERRORS
+        from specdec.engine.many_prompts import REQUEST_ERRORS
 
         try:
             with _one_interrupt():

@@ -11,7 +11,7 @@ from specdec.cli.options import OptionError
 
 def converse(chat: Chat, reader: MessageReader) -> None:
     """Answer messages and run commands until the user leaves, or until the end of input."""
-    from specdec.api import REQUEST_ERRORS
+    from specdec.engine.many_prompts import REQUEST_ERRORS
 
     while (text := reader.read()) is not None:
         try:
