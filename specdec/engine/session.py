@@ -169,7 +169,7 @@ class Session:
         change_budget(self.engine, self.models, total_bytes, source, self._reload)
 
     def _reload(self, planned: PlannedModels) -> None:
-        with self.statistics.held():
+        with self.statistics.frozen():
             reload(self.engine, self.models, planned, self._worker, self._assemble)
 
     def use_statistics(self, pair_statistics: PairStatistics) -> None:

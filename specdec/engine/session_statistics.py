@@ -58,7 +58,7 @@ class SessionStatistics:
             self._last = self._last or self._read()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """Keep the present statistics while the models are closed and loaded again."""
         with self._lock:
             self._last = self._read()
