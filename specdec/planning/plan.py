@@ -23,6 +23,7 @@ from specdec.models.outlines import planned_name
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.draft_ranking import PlannedCandidate, ranked_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
+from specdec.planning.keywords import LoadKeywords
 from specdec.planning.kv_capacity import with_kv_capacity
 from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan
@@ -31,7 +32,7 @@ from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.saved_statistics import SavedStatistics
 from specdec.planning.search import Alternative, Measurements, Search
-from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
+from specdec.run_options import CPU, ON, RunOptions
 
 logger = logging.getLogger(__name__)
 MAX_STATE_SHARE = 1 / 8
