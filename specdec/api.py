@@ -27,10 +27,11 @@ from specdec.engine.sequences.request import Request
 from specdec.engine.session import Session
 from specdec.engine.stream import GenerationStream
 from specdec.metrics.stats import EngineStats
+from specdec.planning.keywords import LoadKeywords
 from specdec.planning.load import check_spec
 from specdec.planning.plan import with_named_draft
 from specdec.planning.run_plan import RunPlan
-from specdec.run_options import LoadKeywords, RunOptions
+from specdec.run_options import RunOptions
 from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import (

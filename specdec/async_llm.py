@@ -24,8 +24,8 @@ from offload.process.worker import POLL_SECONDS
 from specdec.api import LLM, GenerateKeywords, load
 from specdec.engine.sequences.outputs import GenerationResult, PromptProgress, StreamChunk
 from specdec.engine.stream import GenerationStream
+from specdec.planning.keywords import LoadKeywords
 from specdec.planning.run_plan import RunPlan
-from specdec.run_options import LoadKeywords
 from specdec.sampling.logprobs import PromptLogprobs, TopLogprobs
 from specdec.sampling.params import SamplingParams
 from specdec.text.prompts import Prompt

@@ -106,6 +106,24 @@ def check_type(name: str, value: Any, *kinds: type, part: str = "") -> None:
         raise ConfigError(part, FieldName(name), f" is {value!r}, must be {accepted}")
 
 
+def refuse_loaded(name: str, value: Any) -> None:
+    """Raise ConfigError for a model that another library has loaded.
+
+    Its weights lie outside of the budget, and its products need not be those of the layers here,
+    so neither the budget nor exactness could be kept.
+    """
+    libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if not libraries & {"torch", "transformers", "llama_cpp"}:
+        return
+    folder = getattr(value, "name_or_path", "") or getattr(value, "model_path", "")
+    where = f", here {folder!r}," if folder else ""
+    raise ConfigError(
+        FieldName(name),
+        f" is a loaded {type(value).__name__}: specdec reads the weights itself, into its memory "
+        f"budget; give the folder, file or hub id{where} and free the loaded model",
+    )
+
+
 class UnknownOption(ConfigError, TypeError):
     """No option has this name."""
 

@@ -12,6 +12,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from offload.units import UnitError, parse_bytes
 from specdec.checks import ConfigError, FieldName, check
 
 # Panels of the help, in their order.
@@ -37,6 +38,8 @@ class Option:
     above: float | None = None
     """Exclusive lower limit, instead of `at_least`."""
     at_most: float = math.inf
+    size: str = ""
+    """Accepted values in errors, of an option that is a number of bytes or has its default."""
     shown_default: str | bool = True
     """Text shown in place of the default's value; False shows nothing."""
 
@@ -82,6 +85,18 @@ def check_options(configuration: Any) -> None:
                 FieldName(field.name), f" is None: leave it out for {field.default!r}"
             )
         metadata.check(field.name, value)
+        if metadata.size and value != field.default:
+            _check_size(field.name, value, metadata.size)
+
+
+def _check_size(name: str, value: Any, examples: str) -> None:
+    """Raise ConfigError for a value that is no number of bytes, or none at all."""
+    try:
+        n_bytes = parse_bytes(value)
+    except UnitError as error:
+        raise ConfigError(FieldName(name), f": {error}") from error
+    if not n_bytes:
+        raise ConfigError(FieldName(name), f" is {value}, must be positive: try {examples}")
 
 
 def keywords_by_option(*kinds: type[Any]) -> dict[str, str]:

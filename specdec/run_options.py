@@ -9,13 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from backends.contract.source import CACHE_TYPES, LOAD_MODES, BackendOptions
 from offload.errors import set_keywords
 from offload.storage.reading import DEFAULT_N_READERS
-from offload.units import UnitError, parse_bytes
-from specdec.checks import ConfigError, FieldName, check_type
+from specdec.checks import ConfigError, FieldName, check_type, refuse_loaded
 from specdec.config import SPEC_TYPES, SpecConfig
 from specdec.option import (
     BEAMS,
@@ -44,42 +41,6 @@ DEFAULT_PARALLEL = 16
 """Sequences take rows of logits and activations always, but KV only while they run."""
 MAX_PARALLEL = 256
 _SHOWN_CACHE_TYPE = "the dtype of a checkpoint; of a GGUF f16, or bf16 where exactness needs it"
-
-
-class LoadKeywords(TypedDict, total=False):
-    """Keywords of `specdec.load`: the fields of RunOptions without the models (tested)."""
-
-    chat_template: Path | str | None
-    parse_special: bool
-    exact: str
-    memory_budget: str | int
-    device: str
-    vram_budget: str | int
-    ctx_size: int | None
-    context_shift: bool
-    parallel: int | None
-    kv_tokens: int | None
-    threads: int | None
-    prefetch_depth: int | None
-    io_threads: int | None
-    load_mode: str
-    cache_type_k: str | None
-    cache_type_v: str | None
-    prompt_cache_dir: Path | str | None
-    prompt_cache_size: str | int
-    spec_type: str | Sequence[str] | None
-    num_draft_tokens: int | None
-    tree_width: int | None
-    draft_depth: int | None
-    acceptance: str
-    accept_threshold: float | None
-    draft_ahead: str
-    draft_window: int | None
-    draft_device: str
-    record_traces: Path | str | None
-    max_traces: str | int
-    num_beams: int
-    beam_span: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +93,7 @@ class RunOptions:
         "Memory of the whole process, e.g. 3.5GiB or 6GB; auto takes the cgroup's limit, "
         "or what other processes leave free, if that is less.",
         MEMORY,
+        size="2GiB, or auto",
     )
     device: str = option(
         CPU,
@@ -140,7 +102,10 @@ class RunOptions:
         choices=DEVICES,
     )
     vram_budget: str | int = option(
-        AUTO, "GPU memory of the whole process, e.g. 8GiB; auto takes what is free.", MEMORY
+        AUTO,
+        "GPU memory of the whole process, e.g. 8GiB; auto takes what is free.",
+        MEMORY,
+        size="8GiB, or auto",
     )
     ctx_size: int | None = option(
         None,
@@ -224,7 +189,9 @@ class RunOptions:
         metavar="DIR",
         shown_default="none",
     )
-    prompt_cache_size: str | int = option("8GiB", "Maximum size of that folder.", MEMORY)
+    prompt_cache_size: str | int = option(
+        "8GiB", "Maximum size of that folder.", MEMORY, size="8GiB"
+    )
     spec_type: str | Sequence[str] | None = option(
         None,
         "Sources of draft tokens.",
@@ -253,7 +220,7 @@ class RunOptions:
         metavar="DIR",
         shown_default="none",
     )
-    max_traces: str | int = option("1GiB", "Maximum size of that folder.", SPECULATION)
+    max_traces: str | int = option("1GiB", "Maximum size of that folder.", SPECULATION, size="1GiB")
     num_beams: int = option(1, "Beams that memory is reserved for.", at_least=1, at_most=MAX_BEAMS)
     beam_span: int = option(
         DEFAULT_BEAM_SPAN,
@@ -282,7 +249,6 @@ class RunOptions:
                 f" {getattr(self, name)} the tokens are not plain decoding's: leave that out, or "
                 "use 'auto'",
             )
-        self._check_sizes()
         if self.context_shift and (self.ctx_size or MIN_SHIFTED_CONTEXT) < MIN_SHIFTED_CONTEXT:
             raise ConfigError(
                 FieldName("ctx_size"),
@@ -290,27 +256,10 @@ class RunOptions:
                 FieldName("context_shift"),
             )
 
-    def _check_sizes(self) -> None:
-        examples = {
-            "memory_budget": "2GiB, or auto",
-            "vram_budget": "8GiB, or auto",
-            "max_traces": "1GiB",
-            "prompt_cache_size": "8GiB",
-        }
-        for name, example in examples.items():
-            value = getattr(self, name)
-            try:
-                is_auto = value == AUTO and name.endswith("_budget")
-                is_nothing = not is_auto and parse_bytes(value) == 0
-            except UnitError as error:
-                raise ConfigError(FieldName(name), f": {error}") from error
-            if is_nothing:
-                raise ConfigError(FieldName(name), f" is {value}, must be positive: try {example}")
-
     def _check_types(self) -> None:
         """Check the types of options without limits or choices."""
         for name in ("model", "draft_model"):
-            _refuse_loaded(name, getattr(self, name))
+            refuse_loaded(name, getattr(self, name))
         check_type("model", self.model, str, Path)
         check_type("draft_model", self.draft_model, str, Path, type(None))
         check_type("chat_template", self.chat_template, str, Path, type(None))
@@ -398,21 +347,3 @@ class RunOptions:
 
 
 set_keywords(keywords_by_option(RunOptions, SamplingParams))
-
-
-def _refuse_loaded(name: str, value: Any) -> None:
-    """Raise ConfigError for a model that another library has loaded.
-
-    Its weights lie outside of the budget, and its products need not be those of the layers here,
-    so neither the budget nor exactness could be kept.
-    """
-    libraries = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
-    if not libraries & {"torch", "transformers", "llama_cpp"}:
-        return
-    folder = getattr(value, "name_or_path", "") or getattr(value, "model_path", "")
-    where = f", here {folder!r}," if folder else ""
-    raise ConfigError(
-        FieldName(name),
-        f" is a loaded {type(value).__name__}: specdec reads the weights itself, into its memory "
-        f"budget; give the folder, file or hub id{where} and free the loaded model",
-    )

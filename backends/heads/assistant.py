@@ -43,7 +43,8 @@ from backends.heads.kinds import ASSISTED
 from backends.heads.source import HeadSource
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
-from backends.hf.model import HfModel, main_dtype, match_checkpoint
+from backends.hf.loading import main_dtype, match_checkpoint
+from backends.hf.model import HfModel
 from backends.hf.source import HfSource
 from backends.kv.layer import Rows
 from offload.formats.checkpoint import WeightIndex

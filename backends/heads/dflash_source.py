@@ -22,7 +22,8 @@ from backends.contract.source import BackendOptions, Loading, ModelCompute
 from backends.heads.dflash import DFlashDraftModel
 from backends.heads.dflash_config import BlockSettings, check_fits, load_dflash_config
 from backends.heads.target import HeadTarget
-from backends.hf.model import HfModel, bind_checkpoint, main_dtype
+from backends.hf.loading import bind_checkpoint, main_dtype
+from backends.hf.model import HfModel
 from backends.hf.source import HfSource
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorRecord

@@ -29,7 +29,8 @@ from backends.contract.backend import LAST_HIDDEN_STATE, UnsupportedModel
 from backends.heads.eagle3_config import Eagle3Config
 from backends.heads.eagle3_files import EMBEDDING, HEAD, Eagle3Files, open_gguf, open_safetensors
 from backends.heads.target import HeadTarget
-from backends.hf.model import HfModel, bind_checkpoint
+from backends.hf.loading import bind_checkpoint
+from backends.hf.model import HfModel
 from offload.formats.tensors import CheckpointError, TensorRecord
 
 

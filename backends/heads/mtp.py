@@ -27,7 +27,8 @@ from backends.checkpoint.quantised import packed_tensors
 from backends.checkpoint.skeleton import build_skeleton, decoder_layers, parameters_on_meta
 from backends.contract.backend import UnsupportedModel
 from backends.heads.mtp_files import check_fits, mtp_names, mtp_tensors, renamed
-from backends.hf.model import HfModel, bind_checkpoint
+from backends.hf.loading import bind_checkpoint
+from backends.hf.model import HfModel
 from backends.packed.tensor import PackedTensor
 from offload.formats.checkpoint import WeightIndex
 from offload.formats.tensors import TensorIndex, TensorRecord

@@ -20,7 +20,8 @@ from backends.contract.sequence import SavedTensors, SequenceInput
 from backends.contract.store import NewTokens, PassOutput
 from backends.hf.cache import ModelCache
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from backends.hf.runner import ModelRunner
 from backends.hf.self_test import TorchExactness
 from backends.hf.threads import threads_of_pass

@@ -37,7 +37,8 @@ from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.expert_records import ExpertMatrix
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from backends.hf.row_tables import resident_records, row_bytes
 from backends.hf.self_test import TorchExactness, find_exactness
 from backends.hf.threads import keep_few_kernels, use_threads

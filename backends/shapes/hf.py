@@ -35,7 +35,8 @@ from backends.checkpoint.records import TORCH_DTYPES
 from backends.checkpoint.skeleton import build_model, decoder_layers
 from backends.contract.backend import UnsupportedModel
 from backends.feedforward.records import experts_per_token
-from backends.hf.model import layer_window, main_dtype
+from backends.hf.loading import main_dtype
+from backends.hf.model import layer_window
 from backends.packed.tensor import PackedTensor
 from backends.recurrent.shapes import recurrences_of
 from backends.shapes.shape import (

@@ -17,7 +17,8 @@ from specdec.devices.spec import DeviceSpec, complete, this_machine, with_memory
 from specdec.devices.this_machine import ThisMachine
 from specdec.models.names import resolve_headers
 from specdec.models.opened import is_gguf
-from specdec.run_options import LoadKeywords, RunOptions
+from specdec.planning.keywords import LoadKeywords
+from specdec.run_options import RunOptions
 
 DEFAULT_VERIFIED = 16
 """Default number of tokens of the verify pass."""

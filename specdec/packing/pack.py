@@ -97,7 +97,7 @@ def pack(
     beside_weights = files_beside(directory)
 
     # These imports take seconds: checks without them come first.
-    from backends.hf.model import load_hf_model
+    from backends.hf.loading import load_hf_model
     from backends.packed.writer import pays_to_pack
 
     with unfinished(place) as partial:

@@ -20,9 +20,10 @@ from backends.heads.kinds import ASSISTANT, DFLASH, EAGLE3, MTP
 from offload.errors import SpecdecError
 from specdec.models.drafts import MODEL, NGRAM, DraftCandidate
 from specdec.models.eval_results import EvalResults
+from specdec.planning.measurements import Measurements
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.saved_statistics import SavedStatistics
-from specdec.planning.search import Measurements, predict
+from specdec.planning.search import predict
 from specdec.policy.assumptions import ASSUMED_NGRAM_SHARE, OBSERVED_AGREEMENT
 from specdec.run_options import RunOptions
 

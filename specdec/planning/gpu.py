@@ -13,9 +13,9 @@ from offload.units import format_bytes, format_down
 from specdec.checks import ConfigError, FieldName
 from specdec.models.opened import OpenedPair, Sources
 from specdec.planning.candidate_cost import measure_draft
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.base import asked_budget
 from specdec.planning.memory.memory_plan import Gpu
-from specdec.planning.search import Measurements
 from specdec.run_options import AUTO, CPU, CUDA, RunOptions
 
 if TYPE_CHECKING:

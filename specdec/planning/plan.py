@@ -10,28 +10,26 @@ from typing_extensions import Unpack
 
 from backends.contract.source import ModelSource
 from offload.budget import BudgetExceeded, format_up
-from offload.formats.outline import is_outline
-from offload.paging.expert_speed import missing_seconds_per_byte
 from offload.placement.tiers import VRAM
 from offload.process.allocator import free_large_blocks_at_once
-from offload.ring.bandwidth import measure_storage
 from offload.units import format_bytes
 from specdec.checks import ConfigError, FieldName, refuse_unknown
 from specdec.models.drafts import AUTO_DRAFT, draft_candidates
 from specdec.models.opened import OpenedModel, OpenedPair, Sources
 from specdec.models.outlines import planned_name
-from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.draft_ranking import PlannedCandidate, ranked_draft
 from specdec.planning.gpu import check_no_gpu_options, find_gpu, measure_with_gpu, placement
+from specdec.planning.keywords import LoadKeywords
 from specdec.planning.kv_capacity import with_kv_capacity
+from specdec.planning.measurements import Measurements, measure_figures
 from specdec.planning.memory.base import budget_of_run, measure_base
 from specdec.planning.memory.memory_plan import Gpu, MemoryPlan
 from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.opening import open_pair, open_to_plan
 from specdec.planning.run_plan import RunPlan
 from specdec.planning.saved_statistics import SavedStatistics
-from specdec.planning.search import Alternative, Measurements, Search
-from specdec.run_options import CPU, ON, LoadKeywords, RunOptions
+from specdec.planning.search import Alternative, Search
+from specdec.run_options import CPU, ON, RunOptions
 
 logger = logging.getLogger(__name__)
 MAX_STATE_SHARE = 1 / 8
@@ -174,42 +172,6 @@ def _measure(
         return measure_figures(pair, total_bytes), None, base_bytes
     measurements = measure_with_gpu(pair, gpu)  # loads the GPU's libraries
     return measurements, gpu, measure_base()
-
-
-def measure_figures(pair: Sources, total_bytes: int) -> Measurements:
-    """Measure this machine's speed, as far as a budget of `total_bytes` needs it."""
-    target, draft = pair.sources
-    storage = measure_storage(target.weight_file).storage_bytes_per_second
-    return Measurements(
-        storage,
-        target.measure_compute(beside_reads=must_stream(target, total_bytes)),
-        None if draft is None else measure_draft(draft),
-        expert_seconds_per_byte=measure_experts(target, total_bytes, storage),
-    )
-
-
-def measure_experts(
-    source: ModelSource, total_bytes: int, storage_bytes_per_second: float
-) -> float:
-    """Return the extra seconds per byte of missing experts, beyond the storage's bandwidth; 0 where
-    a budget of `total_bytes` holds all, or there are none."""
-    if not any(source.experts) or not must_stream(source, total_bytes):
-        return 0.0
-    if is_outline(source.weight_file):
-        logger.warning("no experts here to fetch: they are taken to be read as fast as layers")
-        return 0.0
-    return max(0.0, missing_seconds_per_byte(source.experts) - 1.0 / storage_bytes_per_second)
-
-
-def must_stream(source: ModelSource, total_bytes: int) -> bool:
-    """Return whether a model's layers alone are larger than `total_bytes`."""
-    return layer_bytes(source) > total_bytes
-
-
-def layer_bytes(source: ModelSource) -> int:
-    """Return the bytes of all layers as stored, experts included."""
-    n_bytes = sum(layer.n_bytes for layer in source.layers)
-    return n_bytes + sum(experts.n_bytes for experts in source.experts if experts is not None)
 
 
 def make_plan(

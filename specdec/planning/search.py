@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from backends.contract.source import ModelCompute
 from offload.budget import BudgetExceeded
 from offload.placement.placement import Placement
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import MemoryPlan, Shape
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.memory.planner import MemoryPlanner
@@ -29,7 +29,6 @@ from specdec.policy.assumptions import (
 )
 from specdec.policy.cost_model import run_tokens, runs_of_levels
 from specdec.policy.draft_policy import MAX_AUTO_NODES
-from specdec.run_options import CUDA
 
 _TREES = (1, 2, 4, 8, 16, 32, 64, MAX_AUTO_NODES, 256, 512, MAX_DRAFT_TOKENS)
 """Tree sizes that are compared; sizes beyond MAX_AUTO_NODES on a GPU only."""
@@ -41,24 +40,6 @@ costs little, as acceptance may be better than assumed. With simulated times pai
 1.07 times the speed with 64 instead of 32, and no more with 128."""
 _MIN_SPEED_SHARE = 0.95
 """Share of the speed with the smallest tree capacity that a larger capacity must leave."""
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """A machine's speed, for one pair of models."""
-
-    storage_bytes_per_second: float
-    target: ModelCompute
-    draft: ModelCompute | None
-    """Speed of the draft on the CPU."""
-    gpu_draft: ModelCompute | None = None
-    copy_bytes_per_second: float = 0.0
-    """Bandwidth from pinned host memory to the GPU's, if the target runs there."""
-    expert_seconds_per_byte: float = 0.0
-    """Extra seconds for missing experts of the target, beyond the storage's bandwidth."""
-
-    def draft_on(self, device: str | None) -> ModelCompute | None:
-        return self.gpu_draft if device == CUDA else self.draft
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from backends.checkpoint.records import BoundTensor
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from offload.formats.tensors import TensorRecord
 from specdec.training.options import TrainError
 from specdec.training.trainable import Trainable

@@ -16,7 +16,7 @@ from backends.contract.backend import PREFIX, Backend
 from backends.cuda.engine import CudaEngine, cuda_problem
 from backends.cuda.weights import DeviceWeights, TorchEngine
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.units import GIB
 
 NEEDS_CUDA = pytest.mark.skipif(cuda_problem() is not None, reason=cuda_problem() or "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.self_test import find_exactness
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from backends.contract.backend import PREFIX
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 
 _SIZES: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 64},

@@ -13,8 +13,9 @@ from specdec.analysis.analyze import analyze
 from specdec.api import GenerateKeywords
 from specdec.checks import ConfigError
 from specdec.option import options_of
+from specdec.planning.keywords import LoadKeywords
 from specdec.planning.what_if.other_device import plan_on
-from specdec.run_options import LoadKeywords, RunOptions
+from specdec.run_options import RunOptions
 from specdec.sampling.keywords import SamplingKeywords
 from specdec.sampling.params import SamplingParams
 

@@ -27,13 +27,14 @@ from specdec.devices.this_machine import ThisMachine
 from specdec.models.opened import Sources
 from specdec.planning.candidate_cost import measure_draft
 from specdec.planning.gpu import check_no_gpu_options, gpu_for
+from specdec.planning.keywords import LoadKeywords
+from specdec.planning.measurements import Measurements, layer_bytes, measure_experts, must_stream
 from specdec.planning.memory.base import asked_budget, measure_base
 from specdec.planning.memory.memory_plan import Gpu
 from specdec.planning.opening import open_to_plan
-from specdec.planning.plan import layer_bytes, make_plan, measure_experts, must_stream
+from specdec.planning.plan import make_plan
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Measurements
-from specdec.run_options import AUTO, CPU, CUDA, LoadKeywords, RunOptions
+from specdec.run_options import AUTO, CPU, CUDA, RunOptions
 
 _ARITHMETIC = {"dram_bytes_per_second", "flops_per_second"}
 _NO_GAIN = 1.02

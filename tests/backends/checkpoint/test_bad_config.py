@@ -12,7 +12,7 @@ from checkpoints import save_tiny_checkpoint
 
 from backends.checkpoint.config import load_config
 from backends.contract.backend import UnsupportedModel
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.errors import SpecdecError
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.formats.tensors import CheckpointError
 
 COMMON = {

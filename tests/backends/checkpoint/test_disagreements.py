@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.errors import SpecdecError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt-neox", "bloom", "opt")

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from backends.checkpoint.config import load_config
 from backends.checkpoint.kinds import other_kind, refuse_score_head
 from backends.contract.backend import UnsupportedModel
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.shapes.hf import hf_shape
 from offload.errors import SpecdecError
 

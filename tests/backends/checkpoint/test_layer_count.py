@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import save_tiny_checkpoint
 
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.formats.tensors import CheckpointError
 
 

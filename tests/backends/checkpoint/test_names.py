@@ -10,7 +10,7 @@ from tiny_pair import save_model
 from transformers.core_model_loading import WeightRenaming
 
 from backends.checkpoint import matching
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 
 
 def test_todays_names_need_no_list_of_older_ones(

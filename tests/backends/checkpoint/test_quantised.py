@@ -28,7 +28,7 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from backends.packed import groups, timing
 from backends.shapes.hf import hf_shape

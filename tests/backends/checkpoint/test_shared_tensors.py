@@ -21,7 +21,8 @@ from backends.contract.source import BackendOptions
 from backends.cuda.source import HfGpuSource
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from backends.hf.source import HfSource
 from backends.shapes.hf import hf_shape
 from offload.formats.checkpoint import WeightIndex

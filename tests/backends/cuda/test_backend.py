@@ -21,7 +21,7 @@ from backends.cuda.engine import cuda_problem
 from backends.cuda.source import HfGpuSource
 from backends.cuda.weights import DeviceWeights
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 
 __all__ = ["no_thread_is_left"]

@@ -20,7 +20,7 @@ from backends.cuda.engine import CudaEngine, cuda_problem
 from backends.cuda.memory import allocated_bytes, cache_bytes
 from backends.cuda.source import HfGpuSource
 from backends.hf.activations import activation_bytes
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from offload.units import GIB, MIB
 

@@ -26,7 +26,7 @@ from backends.contract.sequence import SequenceInput
 from backends.heads.dflash_source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from offload.formats.tensors import CheckpointError
 
 PROMPT = [5, 17, 80, 33, 9, 61, 12, 44, 70]

@@ -20,7 +20,7 @@ from backends.contract.source import BackendOptions
 from backends.heads.dflash_source import DFlashSource, load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from offload.formats.tensors import CheckpointError
 

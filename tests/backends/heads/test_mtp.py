@@ -13,7 +13,7 @@ from backends.contract.backend import LAST_HIDDEN_STATE, PREFIX, UnsupportedMode
 from backends.contract.sequence import SequenceInput
 from backends.heads.mtp import load_mtp_head
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 
 PROMPT = [5, 17, 80, 33, 9, 61, 12]
 """Tokens; the head begins with the second one."""

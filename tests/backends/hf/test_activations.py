@@ -17,7 +17,7 @@ from backends.attention.stored_rows import kv_formats
 from backends.contract.source import BackendOptions
 from backends.hf.activations import activation_bytes
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.self_test import TorchExactness
 from backends.hf.source import HfSource
 

@@ -31,7 +31,8 @@ from backends.contract.backend import PREFIX
 from backends.contract.sequence import SequenceInput
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from backends.hf.self_test import find_exactness
 from backends.shapes.hf import hf_shape
 from offload.errors import SpecdecError

@@ -13,7 +13,7 @@ from alone import own
 from transformers import AutoModelForCausalLM
 
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9, 33, 70, 11, 54]
 

@@ -19,7 +19,7 @@ from family_checks import (
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 
 
 def streamed(directory, **options):

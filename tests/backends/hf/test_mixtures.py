@@ -27,7 +27,7 @@ from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.contract.source import BackendOptions, Loading
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from backends.shapes.hf import hf_shape
 from offload.placement.experts import ExpertCachePlan, count_experts

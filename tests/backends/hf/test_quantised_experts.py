@@ -37,7 +37,7 @@ from backends.contract.source import BackendOptions
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
 from backends.hf.expert_records import fetch_matrices
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from offload.errors import SpecdecError
 from offload.placement.experts import ExpertCachePlan, count_experts

@@ -13,7 +13,8 @@ from backends.contract.source import BackendOptions
 from backends.hf import cpu_weights, source
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import HfModel, load_hf_model
+from backends.hf.loading import load_hf_model
+from backends.hf.model import HfModel
 from backends.hf.row_tables import tables_of
 from backends.hf.source import HfSource
 from offload.formats.tensors import TensorRecord

@@ -9,7 +9,7 @@ from checkpoints import in_dtype
 from backends.feedforward import linear
 from backends.ggml.library import is_installed
 from backends.hf import self_test
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.products import Product, products_of
 from backends.hf.self_test import find_exactness, min_batch_tokens_of_product
 

@@ -15,7 +15,7 @@ from grown_models import SMALL, altered, save_source
 
 from backends.hf.backend import TorchBackend
 from backends.hf.cpu_weights import CpuWeights
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from bench.published.gpt_oss import draw_gpt_oss, model_bytes, shape_of_bytes
 from bench.synth.shapes import MIXTURES, Experts, LlamaShape, SynthError
 from offload.formats.checkpoint import WeightIndex

@@ -11,7 +11,7 @@ import transformers
 from checkpoints import HYBRIDS, in_dtype
 from tiny_gguf_kinds import RECURRENT, REFUSED
 
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.shapes.gguf import gguf_shape
 from backends.shapes.hf import hf_shape
 from offload.units import MIB

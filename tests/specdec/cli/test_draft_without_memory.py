@@ -17,10 +17,10 @@ from backends.contract.curve import ComputeCurve
 from backends.contract.source import ModelCompute
 from offload.units import GIB, MIB
 from specdec.cli.app import main
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.opening import open_pair
 from specdec.planning.plan import make_plan
-from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 CTX = 4096

@@ -15,7 +15,7 @@ from backends.contract.source import MAX_PROMPT_STATES
 from backends.heads.dflash_source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.batched_drafting import run_batched
 from specdec.drafters.candidates import CandidateRanker, TargetNoise

@@ -12,7 +12,7 @@ from backends.contract.sequence import SequenceInput
 from backends.heads.dflash_source import load_dflash_head
 from backends.heads.target import CheckpointTarget
 from backends.hf.backend import TorchBackend
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker, TargetNoise
 from specdec.drafters.dflash import DFlashDrafter

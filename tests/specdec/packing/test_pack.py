@@ -164,7 +164,7 @@ def test_products_of_packed_matrices_count_as_measured(
 
 def test_packed_matrices_need_no_test_of_their_sums(tmp_path: Path) -> None:
     """Their order is the same for any number of rows (backends/tiles/products.py)."""
-    from backends.hf.model import load_hf_model
+    from backends.hf.loading import load_hf_model
     from backends.hf.products import products_of
 
     pack(save_packable("llama", tmp_path / "plain", intermediate_size=168), tmp_path / "packed")

@@ -15,7 +15,7 @@ from packed_models import change_tensors, logits, save_packable
 from quantised_models import fp8, save_quantised
 
 from backends.contract.source import BackendOptions
-from backends.hf.model import load_hf_model
+from backends.hf.loading import load_hf_model
 from backends.hf.source import HfSource
 from backends.packed.errors import PackError
 from offload.errors import SpecdecError

@@ -16,8 +16,8 @@ from specdec.models.eval_results import EvalResults
 from specdec.models.opened import SourcePair
 from specdec.planning import saved_statistics
 from specdec.planning.draft_ranking import ASSUMED_GAINS, PlannedCandidate, ranked_draft
+from specdec.planning.measurements import Measurements
 from specdec.planning.plan import make_plan
-from specdec.planning.search import Measurements
 from specdec.policy.pair_statistics import pair_statistics_of
 from specdec.run_options import RunOptions
 

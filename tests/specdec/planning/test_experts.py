@@ -18,11 +18,12 @@ from backends.contract.source import BackendOptions, ModelCompute
 from backends.hf.source import HfSource
 from offload.placement.experts import ExpertCachePlan, LayerExperts, min_slots, slot_bytes
 from specdec.models.names import resolve_model
-from specdec.planning import plan
+from specdec.planning import measurements
 from specdec.planning.gpu import on_gpu
+from specdec.planning.measurements import measure_experts
 from specdec.planning.memory.placement_planner import CpuPlacementPlanner
 from specdec.planning.pass_simulation import PassSimulation
-from specdec.planning.plan import measure_experts, plan_run
+from specdec.planning.plan import plan_run
 from specdec.planning.plan_report import expert_line
 from specdec.policy.shared_pass import CandidateTree, choose_nodes
 from specdec.verification.tree import DraftTree
@@ -122,10 +123,10 @@ def test_the_cost_of_a_prompt_is_near_its_simulation(placement_planner, storage:
 
 
 def test_they_are_measured_where_they_do_not_all_fit(source, monkeypatch) -> None:
-    monkeypatch.setattr(plan, "missing_seconds_per_byte", lambda layers: 3e-9)
+    monkeypatch.setattr(measurements, "missing_seconds_per_byte", lambda layers: 3e-9)
     assert measure_experts(source, 1, 1e9) == pytest.approx(2e-9)
     assert measure_experts(source, 1, 1e8) == 0.0  # short reads that are faster than long ones
-    monkeypatch.setattr(plan, "missing_seconds_per_byte", None)
+    monkeypatch.setattr(measurements, "missing_seconds_per_byte", None)
     assert measure_experts(source, 1 << 40, 1e9) == 0.0
 
 

@@ -21,10 +21,10 @@ from specdec.checks import ConfigError
 from specdec.models.opened import OpenedModel, OpenedPair
 from specdec.planning import candidate_cost
 from specdec.planning.gpu import find_gpu, gpu_for, measure_with_gpu, placement
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import Shape
 from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan import make_plan
-from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 TARGET = PaperModel("t", 4, MIB, can_use_gpu=True)

@@ -13,9 +13,10 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.planning.kv_capacity import with_kv_capacity
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.memory.planner import MemoryPlanner
-from specdec.planning.search import Alternative, Measurements, Search
+from specdec.planning.search import Alternative, Search
 from specdec.planning.throughput import fastest_together, predict_throughput
 from specdec.run_options import DEFAULT_PARALLEL, RunOptions
 

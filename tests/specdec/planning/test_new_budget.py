@@ -11,9 +11,9 @@ from paper_models import PaperModel
 from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
+from specdec.planning.measurements import Measurements
 from specdec.planning.new_budget import adjusted_plan
 from specdec.planning.plan import OpenedPair, PlannedModels, Planning
-from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)

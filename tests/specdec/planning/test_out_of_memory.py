@@ -15,11 +15,11 @@ from paper_models import PaperModel
 from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import Gpu
 from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.plan import OpenedPair, make_plan
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Measurements
 from specdec.run_options import RunOptions
 
 CURVE = ComputeCurve.linear(1e-12, 1e-15)

@@ -12,8 +12,8 @@ from backends.contract.curve import ComputeCurve
 from offload.units import GIB, MIB
 from specdec.planning import plan as planning
 from specdec.planning import saved_statistics
+from specdec.planning.measurements import Measurements
 from specdec.planning.plan import OpenedPair, PlannedModels
-from specdec.planning.search import Measurements
 from specdec.policy.pair_statistics import pair_statistics_of
 from specdec.run_options import RunOptions
 

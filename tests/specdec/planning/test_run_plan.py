@@ -17,10 +17,11 @@ from offload.budget import MemoryBudget
 from offload.placement.plan import plan_placement
 from offload.units import GIB, MIB, format_bytes
 from specdec.config import SpecConfig
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import MemoryPlan, MinBudget, Shape
 from specdec.planning.memory.pinnable import SEQUENCE_TOKENS
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Measurements, predict
+from specdec.planning.search import predict
 from specdec.planning.what_if.machines import Machines
 from specdec.planning.what_if.together import plan_together
 

@@ -13,8 +13,9 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.planner import MemoryPlanner
-from specdec.planning.search import Alternative, Measurements, Search
+from specdec.planning.search import Alternative, Search
 from specdec.policy.assumptions import (
     ASSUMED_LEVEL_ACCEPTANCE,
     ASSUMED_TOKENS_PER_PASS,

@@ -12,9 +12,10 @@ from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.model import level_width
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import Gpu, MinBudget, Shape
 from specdec.planning.memory.planner import MemoryPlanner
-from specdec.planning.search import Alternative, Measurements, Search
+from specdec.planning.search import Alternative, Search
 from specdec.policy.draft_policy import MAX_AUTO_NODES, DraftPolicy
 from specdec.policy.pair_statistics import PairStatistics
 from specdec.run_options import RunOptions

@@ -15,11 +15,12 @@ from offload.placement.plan import pin_layers_of
 from offload.ring.order import ReadOrder
 from offload.units import GIB, MIB
 from specdec.config import SpecConfig
+from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import Shape
 from specdec.planning.memory.pinnable import IN_USE_BYTES, SEQUENCE_TOKENS
 from specdec.planning.memory.planner import MemoryPlanner
 from specdec.planning.run_plan import RunPlan
-from specdec.planning.search import Alternative, Measurements, predict
+from specdec.planning.search import Alternative, predict
 from specdec.policy import opportunistic_layers
 from specdec.policy.opportunistic_layers import OpportunisticLayers
 from specdec.run_options import RunOptions
