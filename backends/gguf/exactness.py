@@ -171,10 +171,7 @@ def _products(model: GgufModel, n_threads: int) -> Iterator[tuple[Product, Tenso
     """Yield each kind of product once, with a tensor of that kind."""
     seen = set()
     inner = (record for layer in model.layers for record in layer.tensors)
-    non_layer = (
-        r for r in model.non_layer_records if model.is_tied or r.name != "token_embd.weight"
-    )
-    for record in (*inner, *non_layer):
+    for record in (*inner, *model.resident_non_layer_records):
         if len(record.shape) < 2:
             continue
         n_out = fewer_outputs(record.shape[-2], n_threads)

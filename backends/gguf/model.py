@@ -44,6 +44,7 @@ _RECURRENT_TENSOR = re.compile(r"blk\.\d+\.(ssm_|shortconv\.|time_mix_)")
 _KEY_TENSOR = re.compile(r"blk\.\d+\.attn_(k|v|kv|kv_[ab](_mqa)?|k_b|v_b)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,13 @@ class GgufModel:
     sliding_window: int | None
     """Window in tokens, as stored; the architecture decides which layers use it, if any."""
     kv_shape: KvShape
+
+    @cached_property
+    def resident_non_layer_records(self) -> tuple[TensorRecord, ...]:
+        """Non-layer tensors that a streamed model keeps in memory: all but an embedding that is not
+        the head, of which a pass reads the few rows that it uses."""
+        records = self.non_layer_records
+        return tuple(r for r in records if self.is_tied or r.name != _EMBEDDING)
 
     @cached_property
     def experts(self) -> tuple[LayerExperts | None, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,6 +12,7 @@ from types import ModuleType
 import numpy as np
 
 from backends.contract.backend import UnsupportedModel
+from backends.ggml.layer_outputs import LayerOutputs
 from backends.ggml.library import LlamaError
 from backends.ggml.tensor import Tensor
 from offload.placement.placement import LayerWeights
@@ -208,3 +210,51 @@ class GraphReader:
                 "use version 0.3.36, or --load-mode mmap"
             )
         self._is_checked = True
+
+
+class GraphRecord:
+    """Notes what the nodes of one graph show; `add` is called with all of them in order.
+
+    Args:
+        outputs: names the nodes that are outputs of layers which a draft head asks for.
+    """
+
+    def __init__(self, reader: GraphReader, outputs: LayerOutputs | None) -> None:
+        self._reader, self._outputs = reader, outputs
+        self._nodes: list[Node] = []
+        self._routed = RoutedNodes()
+        self._output_nodes: dict[int, int] = {}
+        self.caches: set[tuple[int, int]] = set()
+        """(address, bytes) of the KV caches; some architectures have two."""
+
+    def add(self, tensor: int) -> None:
+        """Take the next node, by the address of its ggml_tensor."""
+        number = len(self._nodes)
+        self._nodes.append(self._reader.layers_read(tensor))
+        self._reader.show(tensor, self._routed)
+        layer = None if self._outputs is None else self._outputs.layer_of(tensor)
+        if layer is not None:
+            self._output_nodes[number] = layer
+        cache = self._reader.cache_memory(tensor)
+        if cache is not None:
+            self.caches.add(cache)
+
+    def schedule(self, layers: Sequence[LayerWeights], mixed: Iterable[int]) -> PassSchedule:
+        """Return the schedule of passes over this graph.
+
+        mixed: layers whose experts are read on demand.
+        """
+        routers = self._routed.routers(mixed)
+        return make_schedule(self._nodes, layers, routers, self._output_nodes)
+
+
+def check_one_split(log: Iterable[str]) -> None:
+    """Raise LlamaError if llama.cpp logs that it computes a graph in several parts, each of which
+    calls back on its own."""
+    matches = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
+    if not matches or int(matches[-1].group(1)) != 1:
+        n_splits = matches[-1].group(1) if matches else "an unknown number of"
+        raise LlamaError(
+            f"llama.cpp divides the graph into {n_splits} parts (a GPU or BLAS build): "
+            "streaming needs a plain CPU build, or use --load-mode mmap"
+        )

@@ -34,7 +34,6 @@ from backends.llama.context import (
 from backends.llama.loading import cells_with_short_factors
 from backends.llama.memory import bytes_of_a_state, context_memory
 from backends.llama.recurrent_backend import RecurrentLlamaBackend
-from backends.llama.stream import resident_non_layer_records
 from backends.llama.trial import TextLimits, TrialResult, try_model
 from backends.timing.cached import cached_curve
 from backends.timing.measure import WEIGHT_BYTES, matrix_formats
@@ -141,7 +140,7 @@ class GgufSource(ModelSource):
 
     @property
     def non_layer_bytes(self) -> int:
-        return resident_footprint(resident_non_layer_records(self.model))
+        return resident_footprint(self.model.resident_non_layer_records)
 
     @property
     def cache_types(self) -> tuple[str, str]:  # type: ignore[override]
@@ -233,14 +232,14 @@ class GgufSource(ModelSource):
 
     @property
     def head_bytes(self) -> int:
-        return sum(record.n_bytes for record in resident_non_layer_records(self.model))
+        return sum(record.n_bytes for record in self.model.resident_non_layer_records)
 
     def measure_compute(self, beside_reads: bool = True) -> ModelCompute:
         if is_small(self):
             return measure_small(self, self._libraries)
         reading = self.weight_file if beside_reads else None
         per_byte = self._measure_layers(reading)
-        head = self._measure_padded(resident_non_layer_records(self.model), None)
+        head = self._measure_padded(self.model.resident_non_layer_records, None)
         moving = move_seconds_per_byte() if beside_reads else 0.0
         return ModelCompute(per_byte, self.head_bytes, moving, head)
 

@@ -16,8 +16,7 @@ experts: missing ones are read (`PagedExperts`) before the products that follow.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +31,10 @@ from backends.llama.cells import check_lengths
 from backends.llama.context import LlamaContext
 from backends.llama.graph import (
     GraphReader,
-    Node,
+    GraphRecord,
     PassSchedule,
-    RoutedNodes,
+    check_one_split,
     chosen_experts,
-    make_schedule,
 )
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
 from offload.experts.cached import keep_decay
@@ -50,16 +48,6 @@ from offload.paging.rows import RowsInPlace
 from offload.placement.placement import Placement
 from offload.storage.reading import DEFAULT_N_READERS
 from offload.units import Progress
-
-_EMBEDDING = "token_embd.weight"
-
-
-def resident_non_layer_records(model: GgufModel) -> list[TensorRecord]:
-    """Return the non-layer tensors that a streamed model keeps in memory.
-
-    An embedding that is not the head is left out: a pass reads the few rows of it that it uses.
-    """
-    return [r for r in model.non_layer_records if model.is_tied or r.name != _EMBEDDING]
 
 
 class StreamedLayers:
@@ -100,11 +88,8 @@ class StreamedLayers:
         """Readers of the embedding's rows; empty if all of it is in memory."""
         self._caches: set[tuple[int, int]] = set()
         """(address, bytes) of the KV caches; some architectures have two."""
-        self._recording: list[Node] | None = None
-        self._routed = RoutedNodes()
+        self._recording: GraphRecord | None = None
         self._outputs = outputs
-        self._output_nodes: dict[int, int] = {}
-        """Numbers of nodes that are outputs of layers, while a graph is recorded."""
         self._schedule_now = PassSchedule(0, {}, {}, {})
         """Schedule of the running pass."""
         self._n_asked = 0
@@ -133,13 +118,13 @@ class StreamedLayers:
 
         Raises UnsupportedModel or LlamaError if this model or library cannot be streamed.
         """
-        _check_one_split(context.log)
+        check_one_split(context.log)
         self._context = context
         self._scratch = self._library.llama_n_seq_max(context.handle) - 1
         self._schedule(1, 1)
         for address, n_bytes in self._caches:
             give_back_zeros(address, n_bytes)  # zeroed by llama.cpp; memory follows use
-        non_layer = resident_non_layer_records(self._model)
+        non_layer = self._model.resident_non_layer_records
         resident = {record.name for record in non_layer}
         untouched = [r for r in self._model.non_layer_records if r.name not in resident]
         of_head = resident_head_records(self._head)
@@ -241,7 +226,8 @@ class StreamedLayers:
                 return schedule.calls_back_after(number)
         try:
             if ask:
-                self._record(tensor)
+                if self._recording is not None and self._error is None:
+                    self._recording.add(tensor)
                 return False
             number = self._n_asked - 1
             if number in schedule.outputs and self._outputs is not None:
@@ -317,53 +303,30 @@ class StreamedLayers:
         """Return the schedule of the graph of such a batch; record the graph the first time."""
         key = (n_tokens, n_outputs)
         if key not in self._schedules:
-            nodes = self._record_graph(n_tokens, n_outputs)
             plan = self._expert_plan
             mixed = [i for i, x in enumerate(plan.layers) if x] if plan else ()
-            routers = self._routed.routers(mixed)
-            outputs = dict(self._output_nodes)
-            self._schedules[key] = make_schedule(nodes, self._layers, routers, outputs)
+            record = self._record_graph(n_tokens, n_outputs)
+            self._schedules[key] = record.schedule(self._layers, mixed)
+            self._caches |= record.caches
         return self._schedules[key]
 
-    def _record_graph(self, n_tokens: int, n_outputs: int) -> list[Node]:
-        """Return the nodes of a graph, from a scratch pass that is stopped at once."""
+    def _record_graph(self, n_tokens: int, n_outputs: int) -> GraphRecord:
+        """Return the record of a graph, from a scratch pass that is stopped at once."""
         rows = range(n_tokens - n_outputs, n_tokens)
         batch = Batch([0] * n_tokens, range(n_tokens), [[self._scratch]] * n_tokens, rows)
-        self._recording, self._n_asked, self._error = [], 0, None
-        self._routed, self._output_nodes = RoutedNodes(), {}
+        record = GraphRecord(self._graph, self._outputs)
+        self._recording, self._n_asked, self._error = record, 0, None
         try:
             with self._context.stopping_at_once():
                 code = self._context.decode(batch)
             if self._error is not None:
                 raise self._error
-            nodes = self._recording
         finally:
             self._recording = None
         if code != 2:
             raise LlamaError("llama.cpp ran a pass that it was told to stop: use --load-mode mmap")
         check_lengths(self._library, self._context.memory, {self._scratch: 0})
-        return nodes
-
-    def _record(self, tensor: int) -> None:
-        if self._recording is not None and self._error is None:
-            self._recording.append(self._graph.layers_read(tensor))
-            self._graph.show(tensor, self._routed)
-            layer = None if self._outputs is None else self._outputs.layer_of(tensor)
-            if layer is not None:
-                self._output_nodes[self._n_asked - 1] = layer
-            cache = self._graph.cache_memory(tensor)
-            if cache is not None:
-                self._caches.add(cache)
-
-
-def _check_one_split(log: Iterable[str]) -> None:
-    matches = [match for line in log if (match := re.search(r"splits = (\d+)", line))]
-    if not matches or int(matches[-1].group(1)) != 1:
-        n_splits = matches[-1].group(1) if matches else "an unknown number of"
-        raise LlamaError(
-            f"llama.cpp divides the graph into {n_splits} parts (a GPU or BLAS build): "
-            "streaming needs a plain CPU build, or use --load-mode mmap"
-        )
+        return record
 
 
 def mapped_ranges(model: GgufModel) -> set[tuple[Path, MappedRange]]:

@@ -14,7 +14,6 @@ pytest.importorskip("gguf")
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
 from backends.contract.backend import PREFIX, ContextFull
-from backends.llama.stream import resident_non_layer_records
 
 pytestmark = pytest.mark.gguf
 
@@ -143,7 +142,7 @@ def test_a_prompt_longer_than_a_batch(models, paging, monkeypatch):
 
 def test_the_head_is_resident_and_an_embedding_alone_is_not(models):
     def names(family):
-        return {record.name for record in resident_non_layer_records(models(family))}
+        return {record.name for record in models(family).resident_non_layer_records}
 
     assert names("llama") == {"output.weight", "output_norm.weight"}
     assert names("gemma") == {"token_embd.weight", "output_norm.weight"}

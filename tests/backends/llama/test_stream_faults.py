@@ -19,10 +19,9 @@ pytest.importorskip("gguf")
 from gguf_streaming import PROMPT, exercise, in_memory, pinned, same, streamed
 
 import backends.llama.graph
-import backends.llama.stream
 from backends.contract.backend import PREFIX, UnsupportedModel
 from backends.ggml.library import LlamaError
-from backends.llama.graph import make_schedule
+from backends.llama.graph import check_one_split, make_schedule
 from backends.llama.passes import QUICK_HANDOVER, PassCancelled
 from offload.placement.placement import LayerWeights
 from offload.storage.direct_io import StorageError
@@ -124,9 +123,9 @@ def test_a_layer_read_too_early_is_refused(models):
 def test_a_graph_in_several_parts_is_refused(models, monkeypatch):
     log = ["sched_reserve: graph: nodes = 99, splits = 3, input objects = 4"]
     with pytest.raises(LlamaError, match="divides the graph into 3 parts"):
-        backends.llama.stream._check_one_split(log)
+        check_one_split(log)
     with pytest.raises(LlamaError, match="an unknown number of parts"):
-        backends.llama.stream._check_one_split([])
+        check_one_split([])
 
 
 def test_another_layout_of_ggml_tensor_is_noticed(models, paging, monkeypatch):
