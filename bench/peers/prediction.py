@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.results import aggregate_stats
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.metrics.stats import ratio
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from backends.contract.source import MAX_PROMPT_STATES
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
+from specdec.drafters.chain import DrawnChain
 from specdec.drafters.marginals import CandidatesAfter, Transitions, best_tree
 from specdec.drafters.state_buffer import StateBuffer
 from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import sample_index
-from specdec.verification.tree import ROOT, DraftTree
+from specdec.verification.tree import DraftTree
 
 Marginals: TypeAlias = NDArray[np.float32] | Transitions
 """Logits [n, vocab] of the next n tokens, or those of DFlash 2."""
@@ -94,7 +94,8 @@ class DFlashDrafter(Drafter):
         if self._block.top_k:
             rows = Transitions(output.hidden_states[:depth], self._block.top_k)
         if self._chain is not None:
-            tree = self._draw_chain(context_ids, rows, *self._chain)
+            chain = DrawnChain(context_ids, self._n_tokens, *self._chain)
+            tree = self._draw_chain(rows, chain)
         else:
             after = self._candidates(context_ids, rows, limits.width)
             tree = best_tree(context_ids[-1], after, limits.max_nodes, len(rows))
@@ -188,24 +189,12 @@ class DFlashDrafter(Drafter):
 
         return after
 
-    def _draw_chain(
-        self,
-        context_ids: Sequence[int],
-        rows: Marginals,
-        sampler: Sampler,
-        rng: np.random.Generator,
-    ) -> DraftTree:
-        """Draw a token from each marginal, after the sampler's processors."""
-        tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
+    def _draw_chain(self, rows: Marginals, chain: DrawnChain) -> DraftTree:
+        """Draw a token from each marginal."""
         for depth in range(len(rows)):
-            row = self._row(rows, prefix[len(context_ids) :], depth)
-            q = sampler.probs(prefix, row[: self._n_tokens])
-            token = sample_index(q, rng.random())
-            index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
-            if token in sampler.stop_tokens:
-                break  # the sequence ends here: nothing can be accepted after it
-            prefix.append(token)
-        return tree
+            if not chain.draw(self._row(rows, chain.token_ids, depth)):
+                break
+        return chain.tree
 
     def _row(self, rows: Marginals, path: Sequence[int], depth: int) -> NDArray[np.float32]:
         """Return logits [vocab] of the token after this path."""

@@ -19,6 +19,15 @@ Pair = tuple[GrownNode, GrownNode]
 """A node's parent, and the node."""
 Level = list[Pair]
 """Nodes that the draft runs in one pass."""
+_MIN_WIDTH = 32
+"""Nodes that the draft may run at a time; more make a level slow and add little ..."""
+_WIDTH_SHARE = 8
+"""... unless the tree is large: it is grown in about this many levels more than its depth."""
+
+
+def level_width(n_nodes: int) -> int:
+    """Return the maximum nodes that the draft runs at a time for trees of `n_nodes`."""
+    return max(_MIN_WIDTH, n_nodes // _WIDTH_SHARE)
 
 
 class Frontier:

@@ -22,29 +22,21 @@ from backends.contract.sequence import SequenceInput, SequenceKV, SequenceOutput
 from specdec.drafters.base import Drafter, TreeLimits
 from specdec.drafters.batched_drafting import DraftSteps, run_steps
 from specdec.drafters.candidates import CandidateRanker, Candidates
-from specdec.drafters.frontier import Frontier, Level
+from specdec.drafters.chain import DrawnChain
+from specdec.drafters.frontier import Frontier, Level, level_width
 from specdec.drafters.grammar import with_forced
 from specdec.drafters.grown_tree import GrownNode, GrownTree
 from specdec.sampling.context_window import ContextWindow
 from specdec.sampling.sampler import Sampler
-from specdec.verification.acceptance import Acceptance, sample_index
-from specdec.verification.tree import ROOT, DraftTree
+from specdec.verification.acceptance import Acceptance
+from specdec.verification.tree import DraftTree
 
-_MIN_WIDTH = 32
-"""Nodes that the draft may run at a time; more make a level slow and add little ..."""
-_WIDTH_SHARE = 8
-"""... unless the tree is large: it is grown in about this many levels more than its depth."""
 _MAX_AHEAD = 2
 """Maximum runs ahead, relative to the runs of a new tree: nodes run beyond that are hardly ever
 used, and take processor time from the pass."""
 _MIN_SHARE = 0.08
 """Minimum probability, relative to the likeliest node's, of nodes that are run ahead together: many
 small levels find more of the likeliest nodes than few wide ones."""
-
-
-def level_width(n_nodes: int) -> int:
-    """Return the maximum nodes that the draft runs at a time for trees of `n_nodes`."""
-    return max(_MIN_WIDTH, n_nodes // _WIDTH_SHARE)
 
 
 class ModelDrafter(Drafter):
@@ -112,7 +104,8 @@ class ModelDrafter(Drafter):
                 return DraftTree(context_ids[-1])
             if self._chain is not None:
                 length = min(limits.max_nodes, depth)
-                return (yield from self._draw_chain(context_ids, row, length, *self._chain))
+                chain = DrawnChain(context_ids, self._n_tokens, *self._chain)
+                return (yield from self._draw_chain(context_ids, row, length, chain))
             self._start_tree(context_ids, row)
             widths.append(1)
         tree, is_grown = self._tree, not widths
@@ -327,33 +320,21 @@ class ModelDrafter(Drafter):
     # --- chains --------------------------------------------------------------------------------
 
     def _draw_chain(
-        self,
-        context_ids: Sequence[int],
-        row: NDArray[np.float32],
-        length: int,
-        sampler: Sampler,
-        rng: np.random.Generator,
+        self, context_ids: Sequence[int], row: NDArray[np.float32], length: int, chain: DrawnChain
     ) -> DraftSteps[DraftTree]:
-        """Draw tokens one by one from q, the draft's distribution after its own processors."""
-        tree, prefix, index = DraftTree(context_ids[-1]), list(context_ids), ROOT
+        """Draw tokens one by one, and run each for the next one's logits."""
+        tree = chain.tree
         self._tree = self._new_tree(context_ids, [])
         node = self._tree.root
-        for n_drawn in range(1, length + 1):
-            tree.n_runs = tree.n_run_nodes = n_drawn
-            q = sampler.probs(prefix, row[: self._n_tokens])
-            token = sample_index(q, rng.random())
-            index = tree.add(index, token, float(np.log(q[token])), draft_probs=q)
-            if token in sampler.stop_tokens:
-                break  # the sequence ends here: nothing can be accepted after it
-            prefix.append(token)
-            if n_drawn < length:
-                parent, node = node, node.child(token, tree.log_probs[index])
-                scores = yield self._nodes_input([(parent, node)], [_live_id(parent)])
-                if scores is None:
-                    break  # no capacity: independent of the tokens, so without bias
-                self._note_run([node], scores)
-                (row,) = scores.logits
-                self._tree.run(node, scores.node_ids[0], [])
+        while chain.draw(row) and tree.n_drafted < length:
+            parent, node = node, node.child(tree.token_ids[-1], tree.log_probs[-1])
+            scores = yield self._nodes_input([(parent, node)], [_live_id(parent)])
+            if scores is None:
+                break  # no capacity: independent of the tokens, so without bias
+            self._note_run([node], scores)
+            (row,) = scores.logits
+            self._tree.run(node, scores.node_ids[0], [])
+        tree.n_runs = tree.n_run_nodes = tree.n_drafted
         return tree
 
 

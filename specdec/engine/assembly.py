@@ -6,7 +6,7 @@ from functools import partial
 
 from backends.contract.kv_files import KvFiles
 from backends.contract.prefix_cache import PrefixCache
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.engine.draft_worker import DraftWorker
 from specdec.engine.engine import Engine
 from specdec.engine.kv_cache_manager import KVCacheManager

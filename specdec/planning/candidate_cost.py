@@ -13,7 +13,7 @@ from backends.timing.cached import cached_curve
 from backends.timing.measure import Product, measure_curve
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import SHARPNESS, CandidateRanker
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.policy.draft_policy import MAX_AUTO_NODES
 
 _ROWS = (1, 8, level_width(MAX_AUTO_NODES))

@@ -12,7 +12,7 @@ from offload.placement.placement import Placement
 from offload.process.temporary import is_memory, temporary_folder
 from specdec.checks import ConfigError, FieldName
 from specdec.config import SpecConfig
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.models.names import MTP_HEAD
 from specdec.planning.memory.parts import max_draft_nodes, planned_width
 from specdec.planning.plan import PlannedModels

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.policy.moving_average import LASTING, RECENT, saved_numbers
 
 _RESIDENT_SLACK = 1.5

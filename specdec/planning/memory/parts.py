@@ -9,7 +9,7 @@ from backends.contract.source import MAX_PROMPT_STATES, KvSplit, ModelSource
 from offload.process.memory import companion_bytes
 from specdec.config import SpecConfig
 from specdec.drafters.candidates import noise_positions
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.run_options import RunOptions
 from specdec.sampling.context_window import draft_context_size
 

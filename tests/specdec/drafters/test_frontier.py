@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.drafters.frontier import Frontier
+from specdec.drafters.frontier import Frontier, level_width
 from specdec.drafters.grown_tree import GrownNode, GrownTree
-from specdec.drafters.model import level_width
 from specdec.verification.tree import DraftTree
 
 WIDTH = 3

@@ -14,7 +14,8 @@ from backends.hf.backend import TorchBackend
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
 from specdec.drafters.base import TreeLimits
 from specdec.drafters.candidates import CandidateRanker
-from specdec.drafters.model import ModelDrafter, level_width
+from specdec.drafters.frontier import level_width
+from specdec.drafters.model import ModelDrafter
 
 PROMPT = [3, 17, 5, 60, 41, 8, 22, 9]
 SPEC = SpecConfig(num_draft_tokens=MAX_DRAFT_TOKENS, draft_depth=8)

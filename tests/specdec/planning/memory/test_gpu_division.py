@@ -11,7 +11,7 @@ from backends.contract.curve import ComputeCurve
 from offload.budget import BudgetExceeded
 from offload.units import GIB, MIB
 from specdec.config import MAX_DRAFT_TOKENS, SpecConfig
-from specdec.drafters.model import level_width
+from specdec.drafters.frontier import level_width
 from specdec.planning.measurements import Measurements
 from specdec.planning.memory.memory_plan import Gpu, MinBudget, Shape
 from specdec.planning.memory.planner import MemoryPlanner
