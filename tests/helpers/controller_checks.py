@@ -20,6 +20,7 @@ from generating import LoneSequence, SteppedAhead, limits_after, make_controller
 from table_backend import TableBackend
 
 from specdec.config import CHAIN_RULES, SpecConfig
+from specdec.drafters.chain import DrawnChain
 from specdec.drafters.model import ModelDrafter
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import Sampler
@@ -66,7 +67,7 @@ def steps_error(rule: str = "rejection") -> float:
         vars(decisions).update(vars(recording))
         return tuple(tokens)
 
-    names = ModelDrafter.propose_in_steps.__globals__
+    names = DrawnChain.draw.__globals__
     original = names["sample_index"]
     names["sample_index"] = lambda probs, decisions: decisions.categorical(probs)
     try:

@@ -62,7 +62,8 @@ def test_it_is_attention(layout, window, heads, dims, options, data) -> None:
     case = Case(layout, part_of(layout, data), window, heads=heads, dims=dims, **options)
     actual, expected = case.together(), case.expected()
     assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= 1e-5
+    # Scores of tens, from a bias, have an ulp of 4e-6.
+    assert (actual - expected).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -124,7 +124,7 @@ def test_each_number_format_counts_by_its_bytes(
         return seconds / sum(r.n_bytes for r in matrices)
 
     layers = expected(record for layer in source.layers for record in layer.tensors)
-    head = expected(gguf_source.resident_non_layer_records(source.model))
+    head = expected(source.model.resident_non_layer_records)
     assert compute.per_byte.seconds(1) == pytest.approx(layers)
     assert compute.non_layer_seconds(2) == pytest.approx(2 * head * source.head_bytes)
 

@@ -121,12 +121,12 @@ def folders_that_cannot_be(tmp_path: Path) -> dict[str, Path]:
 def test_where_it_cannot_go_is_found_before_reading(
     n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backends.hf import model
+    from backends.hf import loading
 
     plain = save_packable("llama", tmp_path / "plain")
     match, out = list(folders_that_cannot_be(tmp_path).items())[n]
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(model, "load_hf_model", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(loading, "load_hf_model", lambda _: pytest.fail("it was read"))
     with pytest.raises(PackError, match=match):
         pack(plain, out)
     assert sorted(tmp_path.rglob("*")) == before
