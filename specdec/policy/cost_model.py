@@ -86,8 +86,12 @@ class CostModel:
         return self.planned_seconds(num_tokens) * float(factor)
 
     def extra_seconds(self, num_tokens: int) -> float:
-        """Return the seconds by which `num_tokens` more tokens make a pass of one longer."""
-        return self.seconds(1 + num_tokens) - self.seconds(1)
+        """Return the seconds by which `num_tokens` more tokens make a pass of one longer.
+
+        Never less than 0: where a token costs little, the noise of measurements says that the
+        larger pass were quicker, and KV of negative value is evicted first, the newest as well.
+        """
+        return max(0.0, self.seconds(1 + num_tokens) - self.seconds(1))
 
     def table(self, max_num_tokens: int) -> NDArray[np.float64]:
         """Return the seconds of passes of 1, 2, ... tokens, float64 [n].

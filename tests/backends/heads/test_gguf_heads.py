@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def run(head: Any, kv: Any, token_ids: list[int], states: np.ndarray, parents: A
 def test_proposals_are_those_of_llama_cpp(name: str, is_streamed: bool, write: Write) -> None:
     """A greedy chain, which goes on from the head's own states; its logits are as close as passes
     of other sizes are."""
+    # f16 keys round sums whose order depends on the processor; along the chain up to 2.3e-3 was
+    # seen, and another token's logits are more than 1e-2 away.
+    close = partial(np.testing.assert_allclose, atol=5e-3)
     path = write(name)
     target, _ = open_pair(path, is_exact=False)
     plain = PlainPair(path, target._run.type_k)
@@ -74,12 +78,12 @@ def test_proposals_are_those_of_llama_cpp(name: str, is_streamed: bool, write: W
     logits, own = (x[-1:] for x in plain.head(PROMPT[1:], 1, states))
     with loaded_pair(path, is_streamed=is_streamed, is_exact=False) as (backend, head):
         kv = head.new_sequence()
-        np.testing.assert_allclose(states_of(backend, PROMPT[:-1]), states, atol=2e-3)
+        close(states_of(backend, PROMPT[:-1]), states)
         output = run(head, kv, PROMPT[1:], states_of(backend, PROMPT[:-1]))
         parent = PREFIX
         for position in range(len(PROMPT), len(PROMPT) + 5):
-            np.testing.assert_allclose(output.logits, logits, atol=2e-3)
-            np.testing.assert_allclose(output.hidden_states, own, atol=2e-3)
+            close(output.logits, logits)
+            close(output.hidden_states, own)
             token = int(output.logits[0].argmax())
             assert token == int(logits[0].argmax())
             logits, own = plain.head([token], position, own)

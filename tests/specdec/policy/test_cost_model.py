@@ -66,6 +66,15 @@ def test_a_size_of_its_own_is_not_drowned_by_many_passes_of_another(cost: CostMo
     assert cost.seconds(4) == pytest.approx(5.0, rel=0.05)
 
 
+@given(costs, measured, st.integers(0, 100_000))
+def test_no_token_costs_less_than_nothing(
+    cost: CostModel, passes: list[tuple[int, float]], num_tokens: int
+) -> None:
+    for size, seconds in passes:
+        cost.observe(size, seconds)
+    assert cost.extra_seconds(num_tokens) >= 0.0
+
+
 def test_a_change_of_speed_is_followed_within_some_passes(cost: CostModel) -> None:
     for _ in range(100):
         cost.observe(8, 1.0)
